@@ -1,0 +1,245 @@
+"""What ranks tell each other: byte strings and outcomes, over gloo. The only module that imports torch.distributed.
+
+No payload is pickled, and no phase ends before every rank knows whether every other one succeeded.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distckpt import core
+
+logger = logging.getLogger(__name__)
+
+_cpu_groups: dict[Any, Any] = {}
+"""Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
+
+
+class Ranks:
+    """The processes that save or load together; a process without a process group is one rank of one.
+
+    Args:
+        process_group: the `torch.distributed` group whose members all make the same calls; None is the default
+            group, or this process alone when torch.distributed is not initialised.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self._group: Any = None
+        self.rank = 0
+        self.size = 1
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise core.CheckpointingException(
+                    "A process_group was given but torch.distributed is not initialised here: "
+                    "call torch.distributed.init_process_group() first, or leave process_group out."
+                )
+            return
+        group = dist.group.WORLD if process_group is None else process_group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise core.CheckpointingException(
+                f"Global rank {dist.get_rank()} is not a member of the given process_group: only its members may call."
+            )
+        if self.size > 1:
+            self._group = _cpu_group(group)
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return this process as one rank of one, whatever process groups there are."""
+        ranks = cls.__new__(cls)
+        ranks._group, ranks.rank, ranks.size = None, 0, 1
+        return ranks
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank plans and commits for all (rank 0 of the group)."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, decision: bool = False) -> Iterator[None]:
+        """Run the body, then let every rank know every rank's outcome; none leaves before all have reached the end.
+
+        The body holds no exchange that a failing rank could miss.
+
+        Args:
+            name: what the ranks are doing, for messages.
+            decision: the body works on the coordinator on behalf of all; its error is raised as it is on every rank.
+
+        Raises:
+            RankFailedError: on every rank, when several ranks take part and the body failed on any of them.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            if self.size > 1 and not _is_agreed(caught):
+                logger.error("rank %d failed in phase %r: %s: %s", self.rank, name, type(caught).__name__, caught)
+        self._agree(error, name, decision)
+
+    def _agree(self, error: BaseException | None, name: str, decision: bool) -> None:
+        if self.size == 1 or (error is not None and getattr(error, "lost_contact", False)):
+            if error is not None:
+                raise error
+            return
+        with _contact(name):
+            any_failed = torch.tensor([int(error is not None)])
+            dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=self._group)
+        if not any_failed.item():
+            return
+        outcomes = [json.loads(text) for text in self.all_gather(json.dumps(_describe_error(error)).encode())]
+        # An error that all ranks have raised together already (in a phase inside this one) is not wrapped again.
+        if error is not None and (_is_agreed(error) or not isinstance(error, Exception)):
+            raise error
+        failures = {rank: _rebuild_error(outcome) for rank, outcome in enumerate(outcomes) if outcome is not None}
+        if error is not None:
+            failures[self.rank] = error
+        agreed = next(iter(failures.values())) if decision else core.RankFailedError(failures, phase=name)
+        agreed.is_agreed = True  # type: ignore[attr-defined]
+        raise agreed from (error if error is not agreed else None)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Send a payload to the coordinator; returns all of them by rank there, an empty list elsewhere."""
+        if self.size == 1:
+            return [payload]
+        with _contact("gather"):
+            sizes = self._all_gather_sizes(len(payload))
+            if not self.is_coordinator:
+                if payload:
+                    dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, 0), group=self._group)
+                return []
+            gathered = [payload]
+            for rank, size in enumerate(sizes[1:], start=1):
+                received = torch.empty(size, dtype=torch.uint8)
+                if size:
+                    dist.recv(received, src=dist.get_global_rank(self._group, rank), group=self._group)
+                gathered.append(received.numpy().tobytes())
+            return gathered
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
+        if self.size == 1:
+            return payloads[0]
+        with _contact("scatter"):
+            sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
+            dist.broadcast(sizes, src=dist.get_global_rank(self._group, 0), group=self._group)
+            if not self.is_coordinator:
+                received = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
+                if len(received):
+                    dist.recv(received, src=dist.get_global_rank(self._group, 0), group=self._group)
+                return received.numpy().tobytes()
+            for rank, payload in enumerate(payloads):
+                if rank and payload:
+                    dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, rank), group=self._group)
+            return payloads[0]
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """Return the coordinator's payload on every rank (the argument is ignored elsewhere)."""
+        if self.size == 1:
+            return payload
+        with _contact("broadcast"):
+            source = dist.get_global_rank(self._group, 0)
+            size = torch.tensor([len(payload)])
+            dist.broadcast(size, src=source, group=self._group)
+            content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
+            if len(content):
+                dist.broadcast(content, src=source, group=self._group)
+            return payload if self.is_coordinator else content.numpy().tobytes()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by rank, on every rank."""
+        if self.size == 1:
+            return [payload]
+        with _contact("all_gather"):
+            sizes = self._all_gather_sizes(len(payload))
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(payload)] = _as_tensor(payload)
+            gathered = [torch.empty_like(padded) for _ in sizes]
+            if max(sizes):
+                dist.all_gather(gathered, padded, group=self._group)
+            return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
+
+    def _all_gather_sizes(self, size: int) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([size]), group=self._group)
+        return [int(tensor) for tensor in sizes]
+
+
+def lowest_global_rank(process_group: Any) -> int:
+    """Return a number that names a group: the lowest global rank in it."""
+    return min(dist.get_process_group_ranks(process_group))
+
+
+def _cpu_group(group: Any) -> Any:
+    if "gloo" in str(dist.get_backend_config(group)):
+        return group
+    if group not in _cpu_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _cpu_groups[group]
+
+
+def _as_tensor(payload: bytes) -> torch.Tensor:
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
+
+
+@contextlib.contextmanager
+def _contact(name: str) -> Iterator[None]:
+    """Turn a broken exchange into an error that says what it means: a peer died or timed out."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = core.RankFailedError(
+            {},
+            message=(
+                f"Lost contact with another rank during {name!r}: it died, or did not come within the process group's "
+                f"timeout. Nothing was committed. Look for the first error in the other ranks' logs. ({error})"
+            ),
+        )
+        lost.lost_contact = lost.is_agreed = True  # type: ignore[attr-defined]
+        raise lost from error
+
+
+def _is_agreed(error: BaseException) -> bool:
+    return bool(getattr(error, "is_agreed", False))
+
+
+def _describe_error(error: BaseException | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    described: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, core.LoadMismatchError):
+        described.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))
+    elif isinstance(error, OSError) and error.errno is not None and not isinstance(error, core.CheckpointingException):
+        described.update(errno=error.errno, strerror=error.strerror, filename=str(error.filename or ""))
+    return described
+
+
+def _rebuild_error(described: dict[str, Any]) -> BaseException:
+    """Make an exception of the same kind from what another rank said about its own."""
+    name, message = described["type"], described["message"]
+    ours = getattr(core, name, None)
+    if ours is core.LoadMismatchError:
+        return core.LoadMismatchError(message, described.get("missing", ()), described.get("unexpected", ()))
+    if ours is core.RankFailedError:
+        return core.RankFailedError({}, message=message)
+    if isinstance(ours, type) and issubclass(ours, core.CheckpointingException):
+        return ours(message)
+    if "errno" in described:
+        return OSError(described["errno"], described["strerror"], described["filename"] or None)
+    known = getattr(builtins, name, None)
+    if known in (ValueError, TypeError, KeyError, RuntimeError, MemoryError, NotImplementedError, AssertionError):
+        return known(message)  # type: ignore[no-any-return]
+    return core.CheckpointingException(f"{name}: {message}")

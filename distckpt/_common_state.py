@@ -1,0 +1,49 @@
+"""Common state: everything in a state dict that is not sharded. Saved once, from rank 0, and compared between ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+from distckpt import _codec
+from distckpt._collectives import Ranks
+from distckpt._io import checksum
+from distckpt._names import summarize_keys
+from distckpt.dict_utils import dict_list_map_outplace
+from distckpt.mapping import CommonStateDict, StateDict
+
+logger = logging.getLogger(__name__)
+
+COMMON_KEY = "distckpt.common_state"
+"""Key of the object that holds common state in a checkpoint; reserved."""
+
+
+def comparable(common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None) -> CommonStateDict:
+    """Return what ranks compare. The function of the caller gets a copy, so it cannot change what is saved."""
+    if preprocess is None:
+        return common
+    return preprocess(dict_list_map_outplace(lambda value: value, common))
+
+
+def warn_about_differences(ranks: Ranks, common: CommonStateDict) -> None:
+    """Compare common state: a hash of each rank's is exchanged, and only where they differ what differs."""
+    if ranks.size == 1:
+        return
+    with ranks.phase("encode common state"):
+        digest = f"{checksum(_codec.encode(common)):016x}".encode()
+    digests = ranks.all_gather(digest)
+    if len(set(digests)) == 1:
+        return
+    gathered = ranks.gather(json.dumps(_codec.fingerprints(common)).encode())
+    if not ranks.is_coordinator:
+        return
+    first, *others = [json.loads(text) for text in gathered]
+    for rank, other in enumerate(others, start=1):
+        paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
+        if paths:
+            logger.warning(
+                "common state differs between rank 0 and rank %d in %s; the checkpoint gets that of rank 0. "
+                "Per-rank values belong in a ShardedObject, values that need no saving in a LocalNonpersistentObject.",
+                rank, summarize_keys(paths),
+            )  # fmt: skip

@@ -1,0 +1,86 @@
+"""Element types: torch dtypes, their safetensors names, and which conversions lose nothing."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_NAMES: dict[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+"""torch attribute name -> safetensors name; torch releases differ in which of them exist."""
+
+TO_NAME: dict[torch.dtype, str] = {getattr(torch, t): name for t, name in _NAMES.items() if hasattr(torch, t)}
+FROM_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in TO_NAME.items()}
+
+PACKED_PER_ITEM: dict[str, int] = {"F4": 2}
+"""Elements packed into one torch item: a safetensors entry counts elements along its last axis, torch counts items."""
+
+_SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def item_bytes(dtype: torch.dtype) -> int:
+    """Return the size of one item of a tensor in bytes."""
+    return dtype.itemsize
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's items as integers of the same size, so that copies work for every dtype."""
+    return tensor.view(_SAME_SIZE_INTEGER[tensor.dtype.itemsize])
+
+
+def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Tell whether every value of `source` has an equal value in `target` (bf16 in fp32, int64 not in fp32)."""
+    if source == target:
+        return True
+    if source.is_complex or target.is_complex:
+        return not source.is_complex and is_lossless_cast(source, torch.float32) if target == torch.complex64 else False
+    if source == torch.bool:
+        return target not in _PECULIAR
+    if target == torch.bool or source in _PECULIAR or target in _PECULIAR:
+        return False
+    if source.is_floating_point:
+        return target.is_floating_point and _contains_float(target, source)
+    low, high = torch.iinfo(source).min, torch.iinfo(source).max
+    if target.is_floating_point:
+        info = torch.finfo(target)
+        return high <= 2 / info.eps and high <= info.max
+    info_int = torch.iinfo(target)
+    return info_int.min <= low and high <= info_int.max
+
+
+def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
+    wide, narrow = torch.finfo(target), torch.finfo(source)
+    # Only float16, bfloat16, float32 and float64 take part as targets: the 8-bit kinds differ in their special values.
+    if wide.bits <= narrow.bits or wide.bits == 8:
+        return False
+    # The smallest subnormal is tiny * eps: compare exponents and precision.
+    smallest_wide = math.log2(wide.tiny) + math.log2(wide.eps)
+    smallest_narrow = math.log2(narrow.tiny) + math.log2(narrow.eps)
+    return wide.eps <= narrow.eps and wide.max >= narrow.max and smallest_wide <= smallest_narrow
+
+
+_PECULIAR: frozenset[torch.dtype] = frozenset(
+    getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
+)
+"""Scale and packed types without arithmetic of their own: only ever copied."""

@@ -1,0 +1,55 @@
+"""Keys in messages: hundreds of them as a few patterns, and the nearest names for a key that is not there."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_NUMBER = re.compile(r"\d+")
+
+
+def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
+    """Describe keys in one line: `decoder.layers.{0..31}.mlp.weight (32 keys), embedding.weight`.
+
+    Args:
+        keys: any number of names.
+        limit: patterns named at most; the rest is counted.
+    """
+    groups: dict[str, list[str]] = {}
+    for key in sorted(set(keys), key=natural_order):
+        groups.setdefault(_NUMBER.sub("#", key), []).append(key)
+    patterns = [_pattern(members) for members in groups.values()]
+    if len(patterns) > limit:
+        num_left = sum(len(members) for members in list(groups.values())[limit:])
+        patterns[limit:] = [f"... and {num_left} more keys"]
+    return ", ".join(patterns)
+
+
+def natural_order(key: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts `layers.2` before `layers.10`."""
+    parts = re.split(r"(\d+)", key)
+    return [(0, int(part), "") if part.isdigit() and part.isascii() else (1, 0, part) for part in parts]
+
+
+def did_you_mean(key: str, candidates: Iterable[str]) -> str:
+    """Return ` (did you mean 'a' or 'b'?)` for the nearest names, an empty string when none is near."""
+    near = difflib.get_close_matches(key, list(candidates)[:10_000], n=2, cutoff=0.75)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def _pattern(members: list[str]) -> str:
+    if len(members) == 1:
+        return repr(members[0])
+    numbers = zip(*(_NUMBER.findall(member) for member in members), strict=True)
+    ranges = iter([_range_text(sorted({int(n) for n in column})) for column in numbers])
+    return f"'{_NUMBER.sub(lambda _: next(ranges), members[0])}' ({len(members)} keys)"
+
+
+def _range_text(values: list[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    if values[-1] - values[0] == len(values) - 1:
+        return f"{{{values[0]}..{values[-1]}}}"
+    shown = ",".join(map(str, values[:6]))
+    return f"{{{shown}{',...' if len(values) > 6 else ''}}}"

@@ -1,0 +1,198 @@
+"""Geometry: boxes inside a global tensor. The only geometry there is; load, save and consolidation share it.
+
+A region is an offset and a shape, counted in elements of the global tensor. Arrays of regions are pairs of int64
+arrays `offsets`, `shapes` of shape (n, ndim).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Region(NamedTuple):
+    """A box inside a tensor: `offset` of its first element and `shape`, one int per axis."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Count the elements inside (1 for the region of a 0-dim tensor)."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True)) + "]"
+
+    def relative_to(self, origin: tuple[int, ...]) -> Region:
+        """Return the same box with its offset counted from `origin`."""
+        return Region(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return the box as an index into the tensor it lies in."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """Return the region that covers a whole tensor."""
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def intersect(first: Region, second: Region) -> Region | None:
+    """Return the common box of two regions, None when they share no element."""
+    start = tuple(map(max, first.offset, second.offset))
+    stop = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
+    )
+    if any(lo >= hi for lo, hi in zip(start, stop, strict=True)):
+        return None
+    return Region(start, tuple(hi - lo for lo, hi in zip(start, stop, strict=True)))
+
+
+def intersect_many(region: Region, offsets: IntArray, shapes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Intersect one region with n others.
+
+    Returns:
+        `(rows, offsets, shapes)`: the indices of those that share elements with `region`, and the common boxes.
+    """
+    start = np.maximum(offsets, np.asarray(region.offset, dtype=np.int64))
+    stop = np.minimum(offsets + shapes, np.asarray(region.offset, np.int64) + np.asarray(region.shape, np.int64))
+    rows = np.flatnonzero((stop > start).all(axis=1))
+    return rows, start[rows], (stop - start)[rows]
+
+
+def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
+    """Cut elements [start, stop) of a row-major tensor into boxes, at most 2 * ndim - 1 of them.
+
+    The boxes come in memory order and each is contiguous in memory, so their flattened contents, one after another,
+    are exactly the flat slice.
+    """
+    if stop <= start:
+        return
+    if not shape:
+        yield Region((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        yield from _inside_row(shape, first, start - first * row, stop - first * row)
+        return
+    head = start - first * row
+    if head:
+        yield from _inside_row(shape, first, head, row)
+        first += 1
+    tail = stop - last * row
+    full = last - first + (tail == row)
+    if full:
+        yield Region((first,) + (0,) * (len(shape) - 1), (full, *shape[1:]))
+    if tail < row:
+        yield from _inside_row(shape, last, 0, tail)
+
+
+def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
+    if stop - start == math.prod(shape[1:]):
+        yield Region((row,) + (0,) * (len(shape) - 1), (1, *shape[1:]))
+        return
+    for inner in flat_range_regions(shape[1:], start, stop):
+        yield Region((row, *inner.offset), (1, *inner.shape))
+
+
+def flat_start(shape: tuple[int, ...], region: Region) -> int:
+    """Return the flat index, inside a row-major tensor of `shape`, of the region's first element."""
+    index = 0
+    for size, offset in zip(shape, region.offset, strict=True):
+        index = index * size + offset
+    return index
+
+
+def is_contiguous_in(shape: tuple[int, ...], region: Region) -> bool:
+    """Tell whether a region is one run of memory inside a row-major tensor of `shape`."""
+    return num_outer_axes(shape, region) == 0
+
+
+def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
+    """Return how many leading axes one must step over to walk a region as contiguous runs of memory.
+
+    The runs are `region.shape[num_outer_axes:]`; leading axes of extent 1 cost no step.
+    """
+    inner = len(shape)
+    while inner > 0 and region.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    while outer > 0 and math.prod(region.shape[:outer]) == 1:
+        outer = 0
+    return outer
+
+
+class TilingFault(NamedTuple):
+    """Where a set of regions fails to tile a tensor: `element` is covered `num_covers` times instead of once."""
+
+    tensor: int
+    element: tuple[int, ...]
+    num_covers: int
+
+
+def find_tiling_faults(
+    tensor_ids: IntArray, offsets: IntArray, shapes: IntArray, global_shapes: IntArray
+) -> list[TilingFault]:
+    """Find every tensor whose regions do not cover each of its elements exactly once.
+
+    A box is the sum of signed steps at its 2^ndim corners, and this sum is unique. So regions tile a tensor exactly
+    when their signed corners, added up, equal those of the whole tensor: one sort, whatever the grid (regular,
+    irregular, with empty pieces), in O(n 2^ndim log n). The first corner that is left over, in row-major order, is
+    an element covered the wrong number of times.
+
+    Args:
+        tensor_ids: (n,) index into `global_shapes` of the tensor that each region belongs to.
+        offsets: (n, ndim) first element of each region; all regions lie inside their tensors.
+        shapes: (n, ndim) extent of each region.
+        global_shapes: (t, ndim) shapes of the tensors.
+
+    Returns:
+        One fault for each tensor that is not tiled, in the order of their ids.
+    """
+    ndim = global_shapes.shape[1]
+    whole_ids = np.arange(len(global_shapes), dtype=np.int64)
+    ids = np.concatenate([tensor_ids, whole_ids])
+    low = np.concatenate([offsets, np.zeros_like(global_shapes)])
+    high = low + np.concatenate([shapes, global_shapes])
+    weight = np.concatenate([np.ones(len(tensor_ids), np.int64), np.full(len(whole_ids), -1, np.int64)])
+    weight[(high <= low).any(axis=1)] = 0
+
+    # Corners lie in 0..size, hence the strides of a tensor one larger along every axis.
+    strides = np.ones_like(global_shapes)
+    for axis in range(ndim - 2, -1, -1):
+        strides[:, axis] = strides[:, axis + 1] * (global_shapes[:, axis + 1] + 1)
+    row_strides = strides[ids]
+    position = np.zeros(len(ids), np.int64)[:, None]
+    sign = weight[:, None]
+    for axis in range(ndim):
+        at_low = position + (low[:, axis] * row_strides[:, axis])[:, None]
+        at_high = position + (high[:, axis] * row_strides[:, axis])[:, None]
+        position = np.concatenate([at_low, at_high], axis=1)
+        sign = np.concatenate([sign, -sign], axis=1)
+
+    corner_ids = np.repeat(ids, position.shape[1])
+    flat_position, flat_sign = position.reshape(-1), sign.reshape(-1)
+    order = np.lexsort((flat_position, corner_ids))
+    corner_ids, flat_position, flat_sign = corner_ids[order], flat_position[order], flat_sign[order]
+    is_new = np.empty(len(order), dtype=bool)
+    is_new[:1] = True
+    is_new[1:] = (corner_ids[1:] != corner_ids[:-1]) | (flat_position[1:] != flat_position[:-1])
+    starts = np.flatnonzero(is_new)
+    left_over = np.add.reduceat(flat_sign, starts) if len(starts) else np.zeros(0, np.int64)
+    wrong = starts[left_over != 0]
+    _, firsts = np.unique(corner_ids[wrong], return_index=True)
+    faults = []
+    for index in firsts:
+        tensor = int(corner_ids[wrong[index]])
+        element = np.unravel_index(int(flat_position[wrong[index]]), tuple(global_shapes[tensor] + 1)) if ndim else ()
+        covers = 1 + int(left_over[left_over != 0][index])
+        faults.append(TilingFault(tensor, tuple(int(i) for i in element), covers))
+    return faults

@@ -1,0 +1,285 @@
+"""Shards as tables: what the ranks hold, without data. The input of validation and planning.
+
+Flattened shards appear as the boxes their flat range consists of, objects as single cells of their grid, so that
+everything after this point knows regions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt import _columns, _dtypes, core
+from distckpt._manifest import OBJECT
+from distckpt._region import IntArray, Region, flat_range_regions, flat_start
+from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+
+Shard: TypeAlias = ShardedTensor | ShardedObject
+_Kind: TypeAlias = tuple[str, tuple[int, ...]]
+
+_ROW_COLUMNS = ("key_ids", "shard_ids", "tie_ids", "is_main", "digests", "offsets", "shapes")
+
+
+class ShardTable(NamedTuple):
+    """The shards of one rank.
+
+    `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct key. The columns
+    have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids` (first shard of the
+    rank that is the same memory), `is_main`, `digests` (content hashes, 0 when not asked for), and `offsets`,
+    `shapes` of shape (n, max ndim), padded with 0 and 1. Ranks take over bytes of replicas in their `exchange_group`.
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    global_shapes: list[tuple[int, ...]]
+    key_ids: IntArray
+    shard_ids: IntArray
+    tie_ids: IntArray
+    is_main: npt.NDArray[np.bool_]
+    digests: npt.NDArray[np.uint64]
+    offsets: IntArray
+    shapes: IntArray
+    exchange_group: int = 0
+
+    def row_region(self, row: int) -> Region:
+        """Return the region of one row."""
+        ndim = len(self.global_shapes[self.key_ids[row]])
+        return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        fields = [self.keys, self.dtypes, self.global_shapes, self.exchange_group]
+        return _columns.pack(fields, {name: getattr(self, name) for name in _ROW_COLUMNS})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ShardTable:
+        """Decode what another rank's `to_bytes` made."""
+        (keys, dtypes, shapes, exchange_group), columns = _columns.unpack(data)
+        return cls(keys, dtypes, [tuple(s) for s in shapes], exchange_group=exchange_group, **columns)
+
+
+def shard_regions(shard: Shard) -> Iterator[Region]:
+    """Yield the regions of the global tensor a shard holds, in the order of its data; empty ones included."""
+    offset = tuple(shard.global_offset)
+    if isinstance(shard, ShardedObject):
+        yield Region(offset, (1,) * len(offset))
+        return
+    prepended = (1,) * shard.prepend_axis_num
+    local_shape = tuple(shard.local_shape)
+    if shard.flattened_range is None:
+        yield Region(offset, prepended + local_shape)
+        return
+    for box in flat_range_regions(local_shape, *flat_bounds(shard)):
+        yield Region(tuple(map(int.__add__, offset, (0,) * len(prepended) + box.offset)), prepended + box.shape)
+
+
+def flat_bounds(shard: ShardedTensor) -> tuple[int, int]:
+    """Return the first and last + 1 element of a flattened shard inside its unflattened local tensor."""
+    assert shard.flattened_range is not None
+    start, stop, _ = shard.flattened_range.indices(int(np.prod(shard.local_shape, dtype=np.int64)))
+    return start, max(start, stop)
+
+
+def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
+    """Return the part of a shard's data that holds `region` (of the global tensor), as a view of that shape."""
+    assert shard.data is not None
+    local = region.relative_to(tuple(shard.global_offset))
+    data = shard.data.detach()
+    prepended = shard.prepend_axis_num
+    if shard.flattened_range is None:
+        return data[(None,) * prepended][local.slices()] if region.offset else data
+    inner = Region(local.offset[prepended:], local.shape[prepended:])
+    start = flat_start(tuple(shard.local_shape), inner) - flat_bounds(shard)[0]
+    return data[start : start + inner.num_elements].view(region.shape)
+
+
+def describe(shards: Sequence[Shard]) -> ShardTable:
+    """Describe the shards of this rank.
+
+    Raises:
+        InvalidShardingError: a shard lies outside of its global tensor, or two shards of a key contradict each other.
+        UnsupportedObjectError: a dtype that safetensors files cannot hold.
+    """
+    key_index: dict[str, int] = {}
+    kinds: list[_Kind] = []
+    memory: dict[Any, int] = {}
+    key_ids: list[int] = []
+    shard_ids: list[int] = []
+    tie_ids: list[int] = []
+    is_main: list[bool] = []
+    regions: list[Region] = []
+    for shard_id, shard in enumerate(shards):
+        kind = (_dtype_name(shard), tuple(int(n) for n in shard.global_shape))
+        key_id = key_index.setdefault(shard.key, len(kinds))
+        if key_id == len(kinds):
+            kinds.append(kind)
+        elif kinds[key_id] != kind:
+            raise core.InvalidShardingError(_contradiction(shard.key, kinds[key_id], kind, "in one state dict"))
+        tie_id = memory.setdefault(_memory_identity(shard, shard_id), shard_id)
+        main = is_main_replica(shard.replica_id)
+        for region in shard_regions(shard):
+            if any(o < 0 or o + n > size for o, n, size in zip(region.offset, region.shape, kind[1], strict=True)):
+                raise core.InvalidShardingError(
+                    f"Shard {region} of key {shard.key!r} lies outside of its global shape {kind[1]}: "
+                    "check global_offset and global_shape (or the rank offsets they were made from)."
+                )
+            key_ids.append(key_id)
+            shard_ids.append(shard_id)
+            tie_ids.append(tie_id)
+            is_main.append(main)
+            regions.append(region)
+    offsets, shapes = regions_to_arrays(regions)
+    return ShardTable(
+        keys=list(key_index),
+        dtypes=[dtype for dtype, _ in kinds],
+        global_shapes=[shape for _, shape in kinds],
+        key_ids=np.array(key_ids, np.int64),
+        shard_ids=np.array(shard_ids, np.int64),
+        tie_ids=np.array(tie_ids, np.int64),
+        is_main=np.array(is_main, np.bool_),
+        digests=np.zeros(len(key_ids), np.uint64),
+        offsets=offsets,
+        shapes=shapes,
+    )
+
+
+def regions_to_arrays(regions: Sequence[Region]) -> tuple[IntArray, IntArray]:
+    """Stack regions into `(offsets, shapes)` of shape (n, max ndim), padding offsets with 0 and shapes with 1."""
+    ndim = max((len(region.offset) for region in regions), default=0)
+    offsets = np.array([r.offset + (0,) * (ndim - len(r.offset)) for r in regions], np.int64).reshape(-1, ndim)
+    shapes = np.array([r.shape + (1,) * (ndim - len(r.shape)) for r in regions], np.int64).reshape(-1, ndim)
+    return offsets, shapes
+
+
+class GlobalTable(NamedTuple):
+    """The shards of all ranks: a `ShardTable` with a `ranks` column, keys numbered over all ranks.
+
+    `global_shapes` is (t, max ndim), padded with 1; `ndims` is (t,).
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    global_shapes: IntArray
+    ndims: IntArray
+    ranks: IntArray
+    key_ids: IntArray
+    shard_ids: IntArray
+    tie_ids: IntArray
+    is_main: npt.NDArray[np.bool_]
+    digests: npt.NDArray[np.uint64]
+    offsets: IntArray
+    shapes: IntArray
+
+    def global_shape(self, key_id: int) -> tuple[int, ...]:
+        """Return the global shape of a key."""
+        return tuple(self.global_shapes[key_id, : self.ndims[key_id]].tolist())
+
+    def row_region(self, row: int) -> Region:
+        """Return the region of one row."""
+        ndim = self.ndims[self.key_ids[row]]
+        return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
+
+
+def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
+    """Put the tables of all ranks into one.
+
+    Raises:
+        InvalidShardingError: ranks disagree on the kind, dtype or global shape of a key.
+    """
+    key_index: dict[str, int] = {}
+    kinds: list[_Kind] = []
+    first_rank: list[int] = []
+    id_maps: list[IntArray] = []
+    seen: dict[Any, IntArray] = {}
+    disagreements: list[str] = []
+    for rank, table in enumerate(tables):
+        # Data-parallel replicas send equal key lists: parsed once, they are looked up once.
+        identity = (tuple(table.keys), tuple(table.dtypes), tuple(table.global_shapes))
+        if identity not in seen:
+            ids = np.empty(len(table.keys), np.int64)
+            for i, (key, kind) in enumerate(
+                zip(table.keys, zip(table.dtypes, table.global_shapes, strict=True), strict=True)
+            ):
+                ids[i] = key_id = key_index.setdefault(key, len(kinds))
+                if key_id == len(kinds):
+                    kinds.append(kind)
+                    first_rank.append(rank)
+                elif kinds[key_id] != kind:
+                    where = f"on rank {first_rank[key_id]} and on rank {rank}"
+                    disagreements.append(_contradiction(key, kinds[key_id], kind, where))
+            seen[identity] = ids
+        id_maps.append(seen[identity])
+    if disagreements:
+        raise core.InvalidShardingError(_first_few(disagreements))
+    ndim = max((len(shape) for _, shape in kinds), default=0)
+    global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(len(kinds), ndim)
+    return GlobalTable(
+        keys=list(key_index),
+        dtypes=[dtype for dtype, _ in kinds],
+        global_shapes=global_shapes,
+        ndims=np.array([len(shape) for _, shape in kinds], np.int64),
+        ranks=np.repeat(np.arange(len(tables)), [len(table.key_ids) for table in tables]),
+        key_ids=np.concatenate([ids[table.key_ids] for ids, table in zip(id_maps, tables, strict=True)]),
+        shard_ids=np.concatenate([table.shard_ids for table in tables]),
+        tie_ids=np.concatenate([table.tie_ids for table in tables]),
+        is_main=np.concatenate([table.is_main for table in tables]),
+        digests=np.concatenate([table.digests for table in tables]),
+        offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
+        shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),
+    )
+
+
+def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
+    """Pad `(n, d)` offsets or shapes to `ndim` axes."""
+    return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
+
+
+def _dtype_name(shard: Shard) -> str:
+    if isinstance(shard, ShardedObject):
+        return OBJECT
+    name = _dtypes.TO_NAME.get(shard.dtype)
+    if name is None:
+        raise core.UnsupportedObjectError(
+            f"Key {shard.key!r} has dtype {shard.dtype}, which safetensors files cannot hold. Convert it first "
+            "(complex128: torch.view_as_real), or wrap it in a ShardedObject if it is small."
+        )
+    return name
+
+
+def _memory_identity(shard: Shard, shard_id: int) -> Any:
+    data = shard.data
+    if not isinstance(data, torch.Tensor) or isinstance(shard, ShardedObject) or data.numel() == 0 or data.is_meta:
+        return shard_id
+    flat = shard.flattened_range
+    return (
+        data.device,
+        data.data_ptr(),
+        data.dtype,
+        tuple(data.shape),
+        data.stride(),
+        data.is_conj(),
+        data.is_neg(),
+        tuple(shard.global_shape),
+        tuple(shard.global_offset),
+        tuple(shard.local_shape),
+        (flat.start, flat.stop) if flat is not None else None,
+    )
+
+
+def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> str:
+    named = [
+        f"an object grid {shape}" if dtype == OBJECT else f"{dtype} of {shape}" for dtype, shape in (first, second)
+    ]
+    return (
+        f"Key {key!r} means two things {where}: {named[0]} and {named[1]}. "
+        "Give different tensors different keys, and one tensor the same dtype and global shape everywhere."
+    )
+
+
+def _first_few(messages: Sequence[str], limit: int = 10) -> str:
+    more = [f"... and {len(messages) - limit} more"] if len(messages) > limit else []
+    return "\n".join([*messages[:limit], *more])

@@ -1,0 +1,185 @@
+"""Taking a sharded state dict apart and putting a loaded one together. The caller's dict is never changed.
+
+Dicts, lists and tuples are containers here. What lies elsewhere (shards, local objects) leaves a `HOLE` in its
+container, so positions in lists stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from distckpt import core
+from distckpt._codec import HOLE
+from distckpt._shards import Shard
+from distckpt.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+
+class _Slot(NamedTuple):
+    """The place of a shard in a skeleton."""
+
+    number: int
+
+
+class _Local(NamedTuple):
+    """The place of a local non-persistent object."""
+
+    value: Any
+
+
+class _Merge(NamedTuple):
+    """The place of a factory: `merge_fn` makes its value from the filled `built`."""
+
+    factory: ShardedTensorFactory
+    built: Any
+
+
+class SplitState(NamedTuple):
+    """A state dict taken apart.
+
+    `shards` are its sharded leaves, those that factories build included; `common` is the rest of the tree with holes
+    for everything else; `skeleton` is the tree with marks for shards, local objects and factories, and holes for the
+    rest.
+    """
+
+    shards: list[Shard]
+    common: Any
+    skeleton: Any
+
+
+def split(state_dict: Any) -> SplitState:
+    """Take a sharded state dict apart."""
+    if not isinstance(state_dict, dict):
+        raise core.CheckpointingException(f"A sharded state dict is a dict, got {type(state_dict).__name__}.")
+    shards: list[Shard] = []
+
+    def skeleton_of(node: Any, inside_factory: bool = False) -> Any:
+        if isinstance(node, ShardedTensorFactory):
+            return _Merge(node, skeleton_of(node.build(), True))
+        if isinstance(node, ShardedTensor | ShardedObject):
+            shards.append(node)
+            return _Slot(len(shards) - 1)
+        if isinstance(node, ShardedBase):
+            raise core.UnsupportedObjectError(
+                f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject and "
+                "ShardedTensorFactory can be saved and loaded."
+            )
+        if isinstance(node, LocalNonpersistentObject):
+            return _Local(node.unwrap())
+        if _is_container(node):
+            return _map_container(node, lambda child: skeleton_of(child, inside_factory))
+        # What a factory builds besides shards is there again when it builds for loading.
+        return _Local(node) if inside_factory else HOLE
+
+    skeleton = skeleton_of(state_dict)
+    common = prune(_common_of(state_dict, skeleton))
+    return SplitState(shards, {} if common is HOLE else common, skeleton)
+
+
+def _common_of(node: Any, skeleton: Any) -> Any:
+    if isinstance(skeleton, _Slot | _Local | _Merge):
+        return HOLE
+    if skeleton is HOLE:
+        return node
+    if isinstance(node, dict):
+        return {key: _common_of(node[key], child) for key, child in skeleton.items()}
+    return _map_container(list(zip(node, skeleton, strict=True)), lambda pair: _common_of(*pair), like=node)
+
+
+def fill(skeleton: Any, values: Sequence[Any]) -> Any:
+    """Put loaded values in the places of shards; a value may be `HOLE`. A factory that lacks a part becomes a hole."""
+    if isinstance(skeleton, _Slot):
+        return values[skeleton.number]
+    if isinstance(skeleton, _Local):
+        return skeleton.value
+    if isinstance(skeleton, _Merge):
+        built = fill(skeleton.built, values)
+        return HOLE if _has_hole(built) else skeleton.factory.merge_fn(built)
+    if _is_container(skeleton):
+        return _map_container(skeleton, lambda child: fill(child, values))
+    return HOLE
+
+
+def overlay(below: Any, above: Any) -> Any:
+    """Lay one tree over another: what is a hole above shows what is below."""
+    if above is HOLE:
+        return below
+    if isinstance(below, dict) and isinstance(above, dict):
+        return {key: overlay(below.get(key, HOLE), above.get(key, HOLE)) for key in {**below, **above}}
+    if isinstance(below, list | tuple) and isinstance(above, list | tuple):
+        length = max(len(below), len(above))
+        padded = [[*items, *[HOLE] * (length - len(items))] for items in (below, above)]
+        merged = [overlay(*pair) for pair in zip(*padded, strict=True)]
+        return _map_container(merged, lambda item: item, like=above)
+    return above
+
+
+def prune(tree: Any) -> Any:
+    """Drop holes from dicts; containers that held nothing but holes become holes. Holes in mixed lists stay."""
+    if not _is_container(tree):
+        return tree
+    if isinstance(tree, dict):
+        kept = {key: value for key, value in ((k, prune(v)) for k, v in tree.items()) if value is not HOLE}
+        return HOLE if tree and not kept else kept
+    items = _map_container(tree, prune)
+    return HOLE if items and all(item is HOLE for item in items) else items
+
+
+def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Drop all holes; the items of a list move together."""
+    compacted = _compact(tree)
+    return {} if compacted is HOLE else compacted
+
+
+def _compact(tree: Any) -> Any:
+    pruned = prune(tree)
+    if isinstance(pruned, dict):
+        return {key: _compact(value) for key, value in pruned.items()}
+    if _is_container(pruned):
+        if hasattr(pruned, "_fields"):
+            return _map_container(pruned, lambda item: None if item is HOLE else _compact(item))
+        return _map_container([item for item in pruned if item is not HOLE], _compact, like=pruned)
+    return pruned
+
+
+def _is_container(node: Any) -> bool:
+    # A slot is a tuple too, but stands for a leaf; so does a torch.Size.
+    return type(node) in (dict, list, tuple) or (
+        isinstance(node, dict | list | tuple) and not isinstance(node, _Slot | _Local | _Merge) and _holds_shards(node)
+    )
+
+
+def _holds_shards(node: Any) -> bool:
+    """Tell whether a subclass of a container (OrderedDict, named tuple) must be walked: the others are plain values."""
+    children = node.values() if isinstance(node, dict) else node
+    return any(
+        isinstance(child, ShardedBase | LocalNonpersistentObject | _Slot | _Local | _Merge)
+        or child is HOLE
+        or (isinstance(child, dict | list | tuple) and _holds_shards(child))
+        for child in children
+    )
+
+
+def _has_hole(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(_has_hole(child) for child in tree.values())
+    if isinstance(tree, list | tuple):
+        return any(_has_hole(child) for child in tree)
+    return tree is HOLE
+
+
+def _map_container(container: Any, function: Callable[[Any], Any], like: Any = None) -> Any:
+    """Apply a function to the items of a container; the result is a dict, a list, or a tuple of the type of `like`."""
+    like = container if like is None else like
+    if isinstance(container, dict):
+        return {key: function(value) for key, value in container.items()}
+    items = [function(item) for item in container]
+    if isinstance(like, tuple):
+        return type(like)(*items) if hasattr(like, "_fields") else tuple(items)
+    return items

@@ -1,0 +1,1 @@
+"""Strategies: how sharded tensors and objects get into a directory and out of it again."""

@@ -1,0 +1,317 @@
+"""The built-in format: safetensors shards, encoded objects and a columnar manifest (see docs/format.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from distckpt import _codec, _collectives, _dtypes, _storage, core, validation
+from distckpt._collectives import Ranks
+from distckpt._io import checksum, is_plain_memory, tensor_bytes
+from distckpt._io_read import read_chunks, read_copies
+from distckpt._manifest import FORMAT_VERSION, MANIFEST_NAME, MIN_READER_VERSION, OBJECT, Manifest
+from distckpt._names import did_you_mean, summarize_keys
+from distckpt._plan_load import Request, plan_load
+from distckpt._plan_save import Pieces, find_aliases, plan_owners
+from distckpt._records import Record, assemble_manifest
+from distckpt._region import Region
+from distckpt._shard_writer import write_pieces
+from distckpt._shards import Shard, ShardTable, describe, merge_tables, region_view, shard_regions
+from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
+from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
+
+BACKEND = "safetensors"
+VERSION = 1
+
+_S = TypeVar("_S", bound=Shard)
+
+
+@dataclass
+class SafetensorsSaveStrategy(SaveShardedStrategy):
+    """Write one copy of every byte as safetensors, spread evenly over the ranks that hold it.
+
+    Attributes:
+        options: settings of the call, see `configure`.
+    """
+
+    options: Options = field(default_factory=Options)
+    backend: str = BACKEND
+    version: int = VERSION
+
+    def configure(self, options: Options) -> SafetensorsSaveStrategy:
+        """Return this strategy with the settings of one call."""
+        return replace(self, options=options)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any]:
+        """Write all shards and the manifest into a directory.
+
+        Collective: every rank of the process group calls. Descriptions go to rank 0, pieces to write come from it,
+        records of what was written go to it.
+
+        Returns:
+            On the coordinator the marker fields that name the manifest, elsewhere nothing.
+
+        Raises:
+            InvalidShardingError: shards overlap, leave gaps or disagree; nothing is written.
+            RankFailedError: a rank failed.
+        """
+        ranks = Ranks(self.options.process_group)
+
+        # 1. Describe what this rank holds.
+        with ranks.phase("describe their shards"):
+            shards = [_ready(shard) for shard in sharded_state_dict.values()]
+            table = self._describe(shards)
+        tables = [ShardTable.from_bytes(data) for data in ranks.gather(table.to_bytes())]
+
+        # 2. The coordinator validates, and gives every byte one owner.
+        plans: list[bytes] = []
+        with ranks.phase("plan", decision=True):
+            if ranks.is_coordinator:
+                merged = merge_tables(tables)
+                validation.validate_shards(merged, allow_gaps=not self.options.validate_access_integrity)
+                aliases = find_aliases(merged)
+                groups = [table.exchange_group for table in tables]
+                plans = [pieces.to_bytes() for pieces in plan_owners(merged, ranks.size, aliases, groups)]
+        pieces = Pieces.from_bytes(ranks.scatter(plans))
+
+        # 3. Every rank writes what it owns.
+        with ranks.phase("write shard files"):
+            record = write_pieces(checkpoint_dir, ranks.rank, shards, table, pieces)
+        records = [Record.from_bytes(data) for data in ranks.gather(record.to_bytes())]
+
+        # 4. The coordinator notes what is where.
+        fields: dict[str, Any] = {}
+        with ranks.phase("write the manifest", decision=True):
+            if ranks.is_coordinator:
+                data = assemble_manifest(merged, aliases, records).to_bytes()
+                _storage.write_bytes(_storage.join(checkpoint_dir, MANIFEST_NAME), data)
+                fields = {
+                    "format_version": FORMAT_VERSION,
+                    "min_reader_version": MIN_READER_VERSION,
+                    "manifest": {"name": MANIFEST_NAME, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
+                }
+        return fields
+
+    def _describe(self, shards: Sequence[Shard]) -> ShardTable:
+        table = describe(shards)
+        if self.options.exchange_group is not None:
+            group = _collectives.lowest_global_rank(self.options.exchange_group)
+            table = table._replace(exchange_group=group)
+        if self.options.validate_replicas:
+            for row, shard_id in enumerate(table.shard_ids.tolist()):
+                table.digests[row] = _content_digest(shards[shard_id], table.row_region(row))
+        return table
+
+
+def _ready(shard: Shard) -> Shard:
+    """Check that a tensor is there; replace the value of a main object by its encoding."""
+    if isinstance(shard, ShardedTensor):
+        if shard.data is None:
+            raise core.CheckpointingException(
+                f"Key {shard.key!r} at offset {shard.global_offset} has data=None: to be saved it needs its tensor."
+            )
+        return shard
+    if not is_main_replica(shard.replica_id):
+        return shard
+    try:
+        return replace(shard, data=_codec.encode(shard.data))
+    except core.UnsupportedObjectError as error:
+        raise core.UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
+
+
+def _content_digest(shard: Shard, region: Region) -> int:
+    """Hash the content of a region; 0 means not hashed."""
+    if isinstance(shard, ShardedObject):
+        return 0
+    view = region_view(shard, region)
+    plain = view if is_plain_memory(view) else view.cpu().resolve_conj().resolve_neg().contiguous()
+    return max(1, checksum(tensor_bytes(plain)))
+
+
+@dataclass
+class SafetensorsLoadStrategy(LoadShardedStrategy):
+    """Read exactly the requested regions of a distckpt checkpoint, whatever layout it was saved under.
+
+    Attributes:
+        options: settings of the call, see `configure`.
+        ranks: who reads together; a strategy that was not configured reads alone.
+    """
+
+    options: Options = field(default_factory=Options)
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    backend: str = BACKEND
+    version: int = VERSION
+    _opened: dict[str, tuple[Any, Manifest]] = field(default_factory=dict, init=False, repr=False)
+
+    def configure(self, options: Options) -> SafetensorsLoadStrategy:
+        """Return this strategy with the settings of one call."""
+        return replace(self, options=options, ranks=Ranks(options.process_group))
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
+        """Read tensors in place and decode objects.
+
+        Collective: every rank of the configured group calls; rank 0 reads the manifest and sends it to all.
+
+        Raises:
+            LoadMismatchError: a key, shape, dtype or object grid is not stored as asked for.
+            CorruptCheckpointError: files contradict the manifest or their checksums.
+        """
+        manifest = self._open_together(checkpoint_dir)
+        _check_known(manifest, sharded_state_dict.values(), checkpoint_dir)
+        tensors = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedTensor)}
+        objects = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedObject)}
+        loaded = {
+            **self._load_tensors(manifest, tensors, checkpoint_dir),
+            **self._load_objects(manifest, objects, checkpoint_dir),
+        }
+        return {name: loaded[name] for name in sharded_state_dict}
+
+    def _load_tensors(
+        self, manifest: Manifest, tensors: Mapping[str, ShardedTensor], checkpoint_dir: str
+    ) -> dict[str, torch.Tensor]:
+        requests: list[Request] = []
+        targets: list[torch.Tensor] = []
+        filled: dict[str, torch.Tensor] = {}
+        for name, shard in tensors.items():
+            _check_dtype(manifest, shard, checkpoint_dir, self.options.allow_dtype_cast)
+            if shard.data is None:
+                shard = shard.without_data()
+                shard.init_data("cpu")
+            assert shard.data is not None
+            filled[name] = shard.data
+            for region in shard_regions(shard):
+                requests.append(Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch))
+                targets.append(region_view(shard, region))
+        copies = plan_load(manifest, requests, checkpoint_dir)
+        for request, target in zip(requests, targets, strict=True):
+            if request.allow_shape_mismatch:
+                target.zero_()
+        read_copies(checkpoint_dir, manifest, copies, targets, self.options.verify)
+        return filled
+
+    def _load_objects(
+        self, manifest: Manifest, objects: Mapping[str, ShardedObject], checkpoint_dir: str
+    ) -> dict[str, object]:
+        chunks = [_object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
+        blobs = read_chunks(checkpoint_dir, manifest, chunks, self.options.verify)
+        return {name: _codec.decode(blob) for name, blob in zip(objects, blobs, strict=True)}
+
+    def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:
+        """Describe every stored tensor as one whole, without data, by key. Any rank may call, alone."""
+        manifest = self._open(checkpoint_dir)
+        described = {}
+        for key, key_id in manifest.key_index.items():
+            dtype, shape = manifest.dtypes[key_id], manifest.global_shapes[key_id]
+            if dtype != OBJECT:
+                zeros, ones = (0,) * len(shape), (1,) * len(shape)
+                described[key] = ShardedTensor(key, None, _dtypes.FROM_NAME[dtype], shape, shape, zeros, ones)
+        return described
+
+    def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
+        """Describe every stored tensor, by key, and every stored object, by unique key. Any rank may call, alone."""
+        manifest = self._open(checkpoint_dir)
+        described: dict[str, ShardedTensor | ShardedObject] = {**self.load_tensors_metadata(checkpoint_dir)}
+        for key_id, key in enumerate(manifest.keys):
+            if manifest.dtypes[key_id] == OBJECT:
+                rows = manifest.chunk_rows(key_id)
+                for row in range(rows.start, rows.stop):
+                    offset = manifest.chunk_region(row).offset
+                    shard = ShardedObject(key, None, manifest.global_shapes[key_id], offset)
+                    described[shard.unique_key] = shard
+        return described
+
+    def _open(self, checkpoint_dir: str) -> Manifest:
+        """Read the manifest, unless the same one was read before."""
+        marker = validation.verify_checkpoint(checkpoint_dir)
+        known = self._opened.get(checkpoint_dir)
+        if known is None or known[0] != marker:
+            known = (marker, Manifest.from_bytes(_read_manifest(checkpoint_dir, marker), checkpoint_dir))
+            self._opened[checkpoint_dir] = known
+        return known[1]
+
+    def _open_together(self, checkpoint_dir: str) -> Manifest:
+        if self.ranks.size == 1:
+            return self._open(checkpoint_dir)
+        data = b""
+        with self.ranks.phase("read the manifest", decision=True):
+            if self.ranks.is_coordinator:
+                data = _read_manifest(checkpoint_dir, validation.verify_checkpoint(checkpoint_dir))
+        return Manifest.from_bytes(self.ranks.broadcast(data), checkpoint_dir)
+
+
+def _read_manifest(checkpoint_dir: str, marker: Mapping[str, Any]) -> bytes:
+    expected = marker.get("manifest")
+    if not isinstance(expected, dict) or expected.get("name") != MANIFEST_NAME:
+        raise core.CorruptCheckpointError(
+            f"The marker of {checkpoint_dir!r} names no {MANIFEST_NAME}: it was not written by the "
+            f"{BACKEND!r} backend, or was damaged."
+        )
+    location = _storage.join(checkpoint_dir, MANIFEST_NAME)
+    try:
+        data = _storage.read_bytes(location)
+    except FileNotFoundError as error:
+        raise core.CorruptCheckpointError(f"The manifest {location!r} is missing: restore it from a copy.") from error
+    if len(data) != expected.get("bytes") or f"{checksum(data):016x}" != expected.get("checksum"):
+        raise core.CorruptCheckpointError(
+            f"The manifest {location!r} is not the one that was saved (size or checksum differs from "
+            f"{core.CONFIG_FNAME}): restore both from a copy, or load another checkpoint."
+        )
+    return data
+
+
+def _check_known(manifest: Manifest, shards: Iterable[Shard], checkpoint_dir: str) -> None:
+    absent = sorted({shard.key for shard in shards if shard.key not in manifest.key_index})
+    if absent:
+        hint = did_you_mean(absent[0], manifest.key_index)
+        raise core.LoadMismatchError(
+            f"Not in the checkpoint {checkpoint_dir!r}: {summarize_keys(absent)}{hint}. Correct the keys, or choose a "
+            "StrictHandling that leaves unexpected keys out.",
+            unexpected=absent,
+        )
+
+
+def _check_dtype(manifest: Manifest, shard: ShardedTensor, checkpoint_dir: str, allow_cast: bool) -> None:
+    name = manifest.dtypes[manifest.key_index[shard.key]]
+    if name == OBJECT:
+        raise core.LoadMismatchError(
+            f"Key {shard.key!r} is an object in {checkpoint_dir!r} and was asked for as a tensor.",
+            unexpected=[shard.key],
+        )
+    stored, wanted = _dtypes.FROM_NAME[name], shard.dtype if shard.data is None else shard.data.dtype
+    if not (allow_cast or _dtypes.is_lossless_cast(stored, wanted)):
+        raise core.LoadMismatchError(
+            f"Key {shard.key!r} is stored in {checkpoint_dir!r} as {stored} and was asked for as {wanted}, which would "
+            "change values. Ask for the stored dtype or a wider one, or pass allow_dtype_cast=True.",
+            unexpected=[shard.key],
+        )
+
+
+def _object_chunk(manifest: Manifest, shard: ShardedObject, checkpoint_dir: str) -> int:
+    key_id = manifest.key_index[shard.key]
+    if manifest.dtypes[key_id] != OBJECT:
+        raise core.LoadMismatchError(
+            f"Key {shard.key!r} is a tensor in {checkpoint_dir!r} and was asked for as an object.",
+            unexpected=[shard.key],
+        )
+    stored_shape = manifest.global_shapes[key_id]
+    if stored_shape != tuple(shard.global_shape):
+        raise core.LoadMismatchError(
+            f"The object {shard.key!r} was saved in {stored_shape} parts and is asked for in {shard.global_shape}: "
+            "objects cannot be resharded. Such per-rank state (RNG, data loader position) belongs to the number of "
+            "ranks it was saved with: leave the key out, or load all stored parts (see load_sharded_metadata) and "
+            "merge them yourself.",
+            unexpected=[shard.unique_key],
+        )
+    rows = manifest.chunk_rows(key_id)
+    offsets = manifest.offsets[rows, : len(stored_shape)]
+    hits = np.flatnonzero((offsets == np.array(shard.global_offset, np.int64)).all(axis=1))
+    if len(hits):
+        return int(rows.start) + int(hits[0])
+    raise core.LoadMismatchError(
+        f"Part {shard.global_offset} of the object {shard.key!r} is not in {checkpoint_dir!r}.",
+        unexpected=[shard.unique_key],
+    )

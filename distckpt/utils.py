@@ -1,0 +1,274 @@
+"""Operations on whole sharded state dicts: take parts out of them, rename the keys in them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from distckpt.dict_utils import extract_matching_values, nested_values
+from distckpt.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+
+# Key, global offset, and the bounds of the flattened range of a flat shard.
+_ShardId = tuple[str, tuple[int, ...], tuple[int | None, int | None] | None]
+# Key, global offset, and global shape.
+_ObjectId = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+_fallback_logger = logging.getLogger(__name__)
+# Context variables, so that threads (an asynchronous save, say) do not see one another's nesting.
+_names: ContextVar[tuple[str, ...]] = ContextVar("distckpt_debug_names", default=())
+_loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("distckpt_debug_loggers", default=())
+
+
+def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedTensor`s and the rest.
+
+    This and the functions like it keep the nesting, compact lists, and do not change their argument; see
+    `dict_utils.extract_matching_values`.
+
+    Args:
+        sharded_state_dict: nested dicts and lists.
+
+    Returns:
+        The `ShardedTensor`s, and all else.
+    """
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
+
+
+def extract_sharded_tensors_and_factories(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest.
+
+    Args:
+        sharded_state_dict: nested dicts and lists.
+
+    Returns:
+        The shards and factories, and all else.
+    """
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory)))
+
+
+def extract_sharded_tensors_or_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its shards, factories and `LocalNonpersistentObject`s, and the rest.
+
+    Args:
+        sharded_state_dict: nested dicts and lists.
+
+    Returns:
+        The `ShardedTensor`s, `ShardedTensorFactory`s and `LocalNonpersistentObject`s, and all else.
+    """
+    return extract_matching_values(
+        sharded_state_dict,
+        lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)),
+    )
+
+
+def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into all that stands for a part of something global, and the rest.
+
+    Args:
+        sharded_state_dict: nested dicts and lists.
+
+    Returns:
+        The `ShardedBase` values (shards, objects, factories), and all else.
+    """
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
+
+
+def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `LocalNonpersistentObject`s and the rest.
+
+    Args:
+        sharded_state_dict: nested dicts and lists.
+
+    Returns:
+        The `LocalNonpersistentObject`s, still wrapped, and all else.
+    """
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put a prefix before every key, in place.
+
+    Keys here are those of the wrapped values, `ShardedBase.key`; the keys of the dicts stay.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; the wrapped values in it are changed.
+        prefix: text to put before the keys.
+    """
+    _rename_keys(sharded_state_dict, lambda key: prefix + key)
+
+
+def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
+    """Exchange the prefix that all keys have, in place.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; the wrapped values in it are changed.
+        old_prefix: prefix of every key.
+        new_prefix: prefix to put in its place.
+
+    Raises:
+        ValueError: a key does not start with `old_prefix`; nothing is changed then.
+    """
+    for value in nested_values([sharded_state_dict]):
+        if isinstance(value, ShardedBase) and not value.key.startswith(old_prefix):
+            raise ValueError(
+                f"expected every key to begin with prefix {old_prefix!r}, but found {value.key!r}; "
+                "apply_prefix_mapping leaves other keys alone"
+            )
+    _rename_keys(sharded_state_dict, lambda key: new_prefix + key[len(old_prefix) :])
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+    """Exchange prefixes in those keys that have one of them, in place.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; the wrapped values in it are changed.
+        prefix_map: new prefix by old prefix. The first that a key starts with is exchanged, in the order
+            of the dict. Keys that start with none stay.
+    """
+
+    def rename(key: str) -> str:
+        for old, new in prefix_map.items():
+            if key.startswith(old):
+                return new + key[len(old) :]
+        return key
+
+    _rename_keys(sharded_state_dict, rename)
+
+
+def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
+    # By identity: a value that is at several positions of a state dict is renamed once.
+    # In a list, since a single wrapped value is accepted as well.
+    wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if isinstance(v, ShardedBase)}
+    for value in wrapped.values():
+        value.key = rename(value.key)
+
+
+def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace the Transformer Engine Float8 tensors in a state dict by ordinary ones, in place.
+
+    Such a tensor pretends to be of a high precision type, but holds 8-bit numbers and scales.
+
+    Args:
+        sharded_state_dict: nested dicts and lists; the `data` of wrapped values in it are changed.
+    """
+    for value in nested_values([sharded_state_dict]):
+        if isinstance(value, ShardedBase) and _is_float8(value.data):
+            value.data = value.data.dequantize()
+            if isinstance(value, ShardedTensor):
+                value.dtype = value.data.dtype
+
+
+def _is_float8(data: Any) -> bool:
+    # By name, since Transformer Engine is not a dependency. Subclasses count, too.
+    return hasattr(data, "dequantize") and any("Float8" in cls.__name__ for cls in type(data).__mro__)
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
+    """Return what tells shards apart but is the same for replicas of one shard."""
+    flat = sharded_tensor.flattened_range
+    return sharded_tensor.key, sharded_tensor.global_offset, None if flat is None else (flat.start, flat.stop)
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> _ObjectId:
+    """Return what tells sharded objects apart but is the same for replicas of one object."""
+    return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
+
+
+def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a copy of content metadata without the process group, which cannot be stored."""
+    if metadata is None:
+        return None
+    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+
+
+def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Zip iterables of the same length.
+
+    Args:
+        args: the iterables.
+
+    Returns:
+        Iterator over tuples of one item of each.
+
+    Raises:
+        ValueError: the lengths differ; in contrast to `zip(..., strict=True)` the message gives all of them,
+            and no tuple is given out before.
+    """
+    columns = [list(arg) for arg in args]
+    lengths = [len(column) for column in columns]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"tried to zip iterables of unequal lengths {lengths}")
+    return zip(*columns, strict=True)
+
+
+@contextmanager
+def logger_stack(
+    name: str | None = None, current_logger: logging.Logger | None = None
+) -> Iterator[tuple[str, logging.Logger]]:
+    """Enter a named scope for debug logging, for this thread.
+
+    Args:
+        name: name of the scope; None stays in the scope around it.
+        current_logger: logger of the scope; None takes that of the scope around it.
+
+    Yields:
+        The names of the scopes around, joined by dots, and the logger.
+    """
+    names, loggers = _names.get(), _loggers.get()
+    names_token = _names.set((*names, name) if name else names)
+    loggers_token = _loggers.set((*loggers, current_logger) if current_logger else loggers)
+    try:
+        yield ".".join(_names.get()), (_loggers.get() or (_fallback_logger,))[-1]
+    finally:
+        _loggers.reset(loggers_token)
+        _names.reset(names_token)
+
+
+@contextmanager
+def debug_time(
+    name: str, logger: logging.Logger | None = None, threshold: float = float("-inf"), level: int | None = None
+) -> Iterator[None]:
+    """Log how long the body takes, also when it raises.
+
+    Args:
+        name: name of the scope, see `logger_stack`.
+        logger: logger of the scope, see `logger_stack`.
+        threshold: shortest time to log, in seconds.
+        level: logging level; None takes WARNING when there is a threshold, else DEBUG.
+    """
+    if level is None:
+        level = logging.DEBUG if threshold == float("-inf") else logging.WARNING
+    with logger_stack(name, logger) as (full_name, scope_logger):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            if seconds >= threshold:
+                scope_logger.log(level, "%s took %.4f s", full_name, seconds)
+
+
+def debug_msg(msg: str) -> None:
+    """Log a message at level DEBUG, after the names of the scopes around, see `logger_stack`.
+
+    Args:
+        msg: the message.
+    """
+    with logger_stack() as (full_name, scope_logger):
+        scope_logger.debug("%s %s", full_name, msg)
