@@ -399,7 +399,8 @@ def _encode_tensor(obj: torch.Tensor, writer: _Writer) -> _Json:
         reason = f"it is a tensor of dtype {name} and layout {obj.layout} on device {obj.device}"
         raise writer.unsupported(obj, reason, "Only dense tensors of plain dtypes that hold data can be stored.")
     plain = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    raw = plain.reshape(-1).view(torch.uint8).numpy().data
+    # Tensors of at most one item count as contiguous whatever their stride, which view() refuses.
+    raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
     return {"$tensor": [name, list(obj.shape), writer.add_entry(obj, raw)]}
 
 
@@ -410,9 +411,11 @@ def _encode_array(obj: npt.NDArray[Any], writer: _Writer) -> _Json:
 
 
 def _encode_scalar(obj: np.generic, writer: _Writer) -> _Json:
-    # As arrays, these two would lose trailing zeros.
-    if isinstance(obj, np.str_ | np.bytes_):
-        return {"$numpy": [type(obj).__name__, _encode_node(obj.item(), writer)]}
+    # numpy's own conversions of these two drop trailing zeros.
+    if isinstance(obj, np.bytes_):
+        return {"$numpy": ["bytes_", _encode_bytes(bytes(obj), writer)]}
+    if isinstance(obj, np.str_):
+        return {"$numpy": ["str_", _encode_str("".join(obj), writer)]}
     return {"$numpy": [_dtype_text(obj, writer), _encode_node(obj.tobytes(), writer)]}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt import _columns, _dtypes, core
+from distckpt._io import checksum
 from distckpt._region import IntArray, Region
 
 FORMAT_VERSION = 1
@@ -189,6 +190,15 @@ class Manifest:
         _require(bool(((per_item == 0) | (exact == self.num_bytes)).all()), "a chunk's size contradicts its shape")
         _require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
         _require(len(self.block_checksums) == int(self.block_starts[-1]), "the number of checksums is wrong")
+
+
+def marker_fields(data: bytes) -> dict[str, Any]:
+    """Return the fields by which the marker of a checkpoint names its manifest, given the manifest's bytes."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "min_reader_version": MIN_READER_VERSION,
+        "manifest": {"name": MANIFEST_NAME, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
+    }
 
 
 def _require(condition: bool, what: str) -> None:

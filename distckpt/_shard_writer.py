@@ -36,13 +36,9 @@ def write_pieces(checkpoint_dir: str, rank: int, shards: Sequence[Shard], table:
     written = []
     for index, chunks in enumerate(tensor_files):
         name = "tensors/" + _shard_file.shard_file_name(rank, index, len(tensor_files))
-        entries = [_shard_file.Entry(c.key, c.dtype, c.region.shape, _num_bytes(c)) for c in chunks]
-        order = _shard_file.layout_order(entries)
-        chunks, entries = [chunks[i] for i in order], [entries[i] for i in order]
         shapes = {chunk.key: kinds[chunk.key][1] for chunk in chunks}
-        metadata = _shard_file.sharding_metadata({c.key: c.region for c in chunks}, _own_metadata(shapes))
         contents = [_tensors_of(chunk, shards) for chunk in chunks]
-        written.append(_write(checkpoint_dir, name, chunks, entries, metadata, contents))
+        written.append(write_tensor_file(checkpoint_dir, name, chunks, contents, shapes))
     if object_chunks:
         sharded = [_object_of(chunk, shards) for chunk in object_chunks]
         entries = [_shard_file.Entry(s.unique_key, "U8", (len(s.data),), len(s.data)) for s in sharded]
@@ -50,6 +46,29 @@ def write_pieces(checkpoint_dir: str, rank: int, shards: Sequence[Shard], table:
         name = "objects/" + _shard_file.object_file_name(rank)
         written.append(_write(checkpoint_dir, name, object_chunks, entries, _own_metadata({}), contents))
     return Record.of(written)
+
+
+def write_tensor_file(
+    checkpoint_dir: str,
+    name: str,
+    chunks: Sequence[ChunkLayout],
+    contents: Sequence[list[torch.Tensor]],
+    global_shapes: Mapping[str, tuple[int, ...]],
+) -> WrittenFile:
+    """Write one shard file, its entries in the order the format asks for.
+
+    Args:
+        checkpoint_dir: where the file goes.
+        name: relative to it.
+        chunks: at most one for each key.
+        contents: for each chunk the tensors that are its bytes, in order.
+        global_shapes: by key.
+    """
+    entries = [_shard_file.Entry(c.key, c.dtype, c.region.shape, _num_bytes(c)) for c in chunks]
+    order = _shard_file.layout_order(entries)
+    chunks, entries, contents = [[items[i] for i in order] for items in (chunks, entries, contents)]
+    metadata = _shard_file.sharding_metadata({c.key: c.region for c in chunks}, _own_metadata(global_shapes))
+    return _write(checkpoint_dir, name, chunks, entries, metadata, contents)
 
 
 def _write(

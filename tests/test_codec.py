@@ -91,30 +91,34 @@ class UnknownColor(enum.IntEnum):
 
 
 def same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        bits_a, bits_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_a, bits_b)
-    if isinstance(a, np.ndarray | np.generic) and not isinstance(a, np.str_ | np.bytes_):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
-    if isinstance(a, complex):
-        return same([a.real, a.imag], [b.real, b.imag])
-    if isinstance(a, dict):
-        return same([*a.items()], [*b.items()]) and getattr(a, "default_factory", 0) is getattr(b, "default_factory", 0)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, set | frozenset):
-        return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
-    if isinstance(a, argparse.Namespace | types.SimpleNamespace | Point | Box):
-        return same(vars(a), vars(b))
-    if isinstance(a, datetime.datetime):
-        return a.replace(tzinfo=None) == b.replace(tzinfo=None) and a.fold == b.fold and same(a.tzinfo, b.tzinfo)
-    if isinstance(a, datetime.timezone):
-        return repr(a) == repr(b)  # Equality ignores their names.
-    return bool(a == b)
+    return type(a) is type(b) and bare(a) == bare(b)
+
+
+def bare(obj: Any) -> Any:
+    """Turn an object into nested tuples of types and bits, which `==` compares exactly."""
+    parts: Any = obj
+    if isinstance(obj, torch.Tensor):
+        bits = torch.empty(obj.numel(), dtype=obj.dtype).copy_(obj.reshape(-1)).view(torch.uint8)
+        parts = (obj.dtype, tuple(obj.shape), bits.numpy().tobytes())
+    elif isinstance(obj, np.ndarray | np.generic) and not isinstance(obj, np.str_ | np.bytes_):
+        parts = (obj.dtype.str, obj.shape, obj.tobytes())
+    elif isinstance(obj, float | complex):
+        parts = struct.pack("2d", obj.real, obj.imag)
+    elif isinstance(obj, dict):
+        parts = (getattr(obj, "default_factory", None), [(bare(key), bare(value)) for key, value in obj.items()])
+    elif isinstance(obj, list | tuple):
+        parts = [bare(item) for item in obj]
+    elif isinstance(obj, set | frozenset):
+        parts = sorted(repr(bare(item)) for item in obj)
+    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace | Point | Box):
+        parts = bare(vars(obj))
+    elif isinstance(obj, slice):
+        parts = bare([obj.start, obj.stop, obj.step])
+    elif isinstance(obj, datetime.datetime):
+        parts = (obj.replace(tzinfo=None), obj.fold, bare(obj.tzinfo))
+    elif isinstance(obj, datetime.timezone):
+        parts = repr(obj)  # Equality ignores the name.
+    return type(obj), parts
 
 
 def reference_blob(tree: object, entries: dict[str, bytes] | None = None, **metadata: str) -> bytes:
@@ -294,9 +298,18 @@ def test_random_states_can_be_restored() -> None:
         np.float32("nan"),
         np.void(b"abcd"),
         np.str_(""),
+        np.str_("a\0"),
+        np.bytes_(b"a\0"),
         np.array(["é", ""]),
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         np.zeros((0, 3), ">i4"),
+        np.arange(4.0)[::-2],
+        np.arange(4.0)[::-2][:1],
+        np.broadcast_to(np.float32(3), (2, 2)),
+        torch.ones(()).expand(2, 3),
+        torch.arange(4)[::2][:1],
+        torch.ones(1).as_strided((1, 1), (0, 7)),
+        torch.arange(9)[4],
         Pair(Point(1), Pair(Color.RED)),
     ],
     ids=lambda obj: type(obj).__name__,

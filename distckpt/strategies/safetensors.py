@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -9,20 +10,23 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distckpt import _codec, _collectives, _dtypes, _storage, core, validation
+from distckpt import _codec, _collectives, _commit, _dtypes, _storage, core, validation
 from distckpt._collectives import Ranks
 from distckpt._io import checksum, is_plain_memory, tensor_bytes
 from distckpt._io_read import read_chunks, read_copies
-from distckpt._manifest import FORMAT_VERSION, MANIFEST_NAME, MIN_READER_VERSION, OBJECT, Manifest
+from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, marker_fields
 from distckpt._names import did_you_mean, summarize_keys
 from distckpt._plan_load import Request, plan_load
 from distckpt._plan_save import Pieces, find_aliases, plan_owners
+from distckpt._prune import remove_tensors
 from distckpt._records import Record, assemble_manifest
 from distckpt._region import Region
 from distckpt._shard_writer import write_pieces
 from distckpt._shards import Shard, ShardTable, describe, merge_tables, region_view, shard_regions
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "safetensors"
 VERSION = 1
@@ -89,11 +93,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             if ranks.is_coordinator:
                 data = assemble_manifest(merged, aliases, records).to_bytes()
                 _storage.write_bytes(_storage.join(checkpoint_dir, MANIFEST_NAME), data)
-                fields = {
-                    "format_version": FORMAT_VERSION,
-                    "min_reader_version": MIN_READER_VERSION,
-                    "manifest": {"name": MANIFEST_NAME, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
-                }
+                fields = marker_fields(data)
         return fields
 
     def _describe(self, shards: Sequence[Shard]) -> ShardTable:
@@ -223,6 +223,13 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
                     shard = ShardedObject(key, None, manifest.global_shapes[key_id], offset)
                     described[shard.unique_key] = shard
         return described
+
+    def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
+        """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint is whole throughout."""
+        config = core.CheckpointingConfig(self.backend, self.version)
+        removed = remove_tensors(_commit.resolve(checkpoint_dir), self._open(checkpoint_dir), key_prefix, config)
+        if not removed:
+            logger.warning("no tensor in %s has a key that begins with %r: nothing removed", checkpoint_dir, key_prefix)
 
     def _open(self, checkpoint_dir: str) -> Manifest:
         """Read the manifest, unless the same one was read before."""

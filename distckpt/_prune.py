@@ -1,0 +1,156 @@
+"""Removing tensors from a checkpoint: a new checkpoint of what remains, put in the place of the old one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt import _commit, _storage, core
+from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, ShardFile, marker_fields
+from distckpt._plan_save import ChunkLayout
+from distckpt._records import WrittenFile
+from distckpt._region import IntArray
+from distckpt._shard_writer import write_tensor_file
+
+
+def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: core.CheckpointingConfig) -> list[str]:
+    """Remove the tensors whose keys begin with a prefix.
+
+    Files without such tensors are linked, the others written anew, verified while they are copied.
+
+    Args:
+        location: of the checkpoint, on a local file system.
+        manifest: of the checkpoint.
+        key_prefix: of the keys to remove.
+        config: goes into the marker.
+
+    Returns:
+        The removed keys; nothing is touched when there are none.
+
+    Raises:
+        CorruptCheckpointError: a file to be written anew is not what was saved. The checkpoint stays as it was.
+    """
+    is_tensor = {key: manifest.dtypes[key_id] != OBJECT for key, key_id in manifest.key_index.items()}
+    removed = [key for key in is_tensor if is_tensor[key] and key.startswith(key_prefix)]
+    if not removed:
+        return []
+    if not _storage.is_local(location):
+        raise core.CheckpointingException(f"Tensors can be removed on local file systems only, not from {location!r}.")
+    names, aliases = _remaining_names(manifest, set(removed))
+    staging = _commit.staging_location(location, secrets.token_hex(8))
+    try:
+        _commit.prepare(staging)
+        remaining = _write_remaining(location, staging, manifest, names, aliases)
+        data = remaining.to_bytes()
+        _storage.write_bytes(_storage.join(staging, MANIFEST_NAME), data)
+        _commit.sync(staging)
+        core.save_config(config, staging, extra=marker_fields(data))
+        _commit.commit(staging, location, overwrite=True)
+    except BaseException:
+        _commit.abandon(staging, location)
+        raise
+    return removed
+
+
+def _remaining_names(manifest: Manifest, removed: set[str]) -> tuple[list[str | None], dict[str, str]]:
+    """Return the new name of each stored key, None when it goes, and the aliases that stay.
+
+    A tied tensor stays under the name of its first alias when its own goes.
+    """
+    aliases: dict[str, str] = {}
+    names: list[str | None] = []
+    for key in manifest.keys:
+        tied = [key, *(alias for alias, target in manifest.aliases.items() if target == key)]
+        kept = [name for name in tied if name not in removed]
+        names.append(kept[0] if kept else None)
+        aliases.update((alias, kept[0]) for alias in kept[1:])
+    return names, aliases
+
+
+def _write_remaining(
+    location: str, staging: str, manifest: Manifest, names: list[str | None], aliases: Mapping[str, str]
+) -> Manifest:
+    first_bytes = manifest.first_bytes.copy()
+    files: list[ShardFile] = []
+    new_file_id = np.full(len(manifest.files), -1, np.int64)
+    stays = np.array([name is not None for name in names], np.bool_)[manifest.key_ids]
+    is_renamed = np.array([name != key for name, key in zip(names, manifest.keys, strict=True)], np.bool_)
+    for file_id, file in enumerate(manifest.files):
+        rows = np.flatnonzero(manifest.file_ids == file_id)
+        if not stays[rows].any():
+            continue
+        new_file_id[file_id] = len(files)
+        if is_renamed[manifest.key_ids[rows]].any():
+            kept = rows[stays[rows]]
+            written = _rewrite(location, staging, manifest, file, kept, names)
+            first_bytes[kept] = written.first_bytes
+            files.append(written.file)
+        else:
+            _link(_storage.join(location, file.name), _storage.join(staging, file.name))
+            files.append(file)
+    kept_keys = [key_id for key_id, name in enumerate(names) if name is not None]
+    new_key_id = np.full(len(names), -1, np.int64)
+    new_key_id[kept_keys] = np.arange(len(kept_keys))
+    block_stays = np.repeat(stays, np.diff(manifest.block_starts))
+    return Manifest(
+        keys=[name for name in names if name is not None],
+        dtypes=[manifest.dtypes[i] for i in kept_keys],
+        global_shapes=[manifest.global_shapes[i] for i in kept_keys],
+        files=files,
+        aliases=aliases,
+        block_bytes=manifest.block_bytes,
+        columns={
+            "key_ids": new_key_id[manifest.key_ids[stays]],
+            "file_ids": new_file_id[manifest.file_ids[stays]],
+            "first_bytes": first_bytes[stays],
+            "num_bytes": manifest.num_bytes[stays],
+            "offsets": manifest.offsets[stays],
+            "shapes": manifest.shapes[stays],
+            "block_checksums": manifest.block_checksums[block_stays],
+        },
+    )
+
+
+def _rewrite(
+    location: str, staging: str, manifest: Manifest, file: ShardFile, rows: IntArray, names: list[str | None]
+) -> WrittenFile:
+    """Write a file with some of its chunks; `first_bytes` of the result are in the order of `rows`."""
+    source = np.memmap(_storage.join(location, file.name), np.uint8, mode="c")
+    chunks, contents, shapes = [], [], {}
+    for row in rows.tolist():
+        key_id = int(manifest.key_ids[row])
+        name = names[key_id]
+        assert name is not None
+        start = int(manifest.first_bytes[row])
+        chunks.append(ChunkLayout(name, manifest.dtypes[key_id], manifest.chunk_region(row), ()))
+        contents.append([torch.from_numpy(source[start : start + int(manifest.num_bytes[row])])])
+        shapes[name] = manifest.global_shapes[key_id]
+    written = write_tensor_file(staging, file.name, chunks, contents, shapes)
+    row_of = {chunk.key: row for chunk, row in zip(chunks, rows.tolist(), strict=True)}
+    _compare(manifest, file, [row_of[chunk.key] for chunk in written.chunks], written.block_checksums)
+    first_byte_of = {c.key: first for c, first in zip(written.chunks, written.first_bytes, strict=True)}
+    return written._replace(first_bytes=[first_byte_of[chunk.key] for chunk in chunks])
+
+
+def _compare(manifest: Manifest, file: ShardFile, rows: list[int], checksums: npt.NDArray[np.uint64]) -> None:
+    expected = [manifest.block_checksums[manifest.block_starts[r] : manifest.block_starts[r + 1]] for r in rows]
+    if not np.array_equal(np.concatenate(expected), checksums):
+        raise core.CorruptCheckpointError(
+            f"{file.name!r} is not what was saved (checksums differ): nothing was removed. Restore it from a copy."
+        )
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        # No hard links on this file system.
+        shutil.copyfile(source, target)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
