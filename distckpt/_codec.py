@@ -7,6 +7,10 @@ that need more than 64 bits are tagged; JSON readers other than Python's may rou
 
 What to expect:
 
+- Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, defaultdict with a
+  basic type as its factory, set, frozenset, slice, range, Namespace, SimpleNamespace, date, datetime (naive, or with a
+  `datetime.timezone`), timedelta, paths of pathlib, dense tensors, torch.dtype, torch.device, torch.Size, numpy arrays
+  and scalars of numbers, dates or text, and registered classes. No subclasses of these.
 - The same values of the same types in the same order give the same bytes; the order of a set does not matter.
 - A value that is referred to twice is written twice; a cycle is an error.
 - Tensors come back as plain CPU tensors that do not require a gradient, Parameters too. Attributes set on a
@@ -28,8 +32,8 @@ import pathlib
 import re
 import struct
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +76,7 @@ def encode(obj: object) -> bytes:
     """Encode an object as a complete safetensors file.
 
     Args:
-        obj: made of the types listed in this module and of registered ones. Exact types only, no subclasses.
+        obj: made of the types that the module's docstring lists.
 
     Returns:
         The blob that `decode` reads. The bytes of dense CPU tensors are copied once.
@@ -129,7 +133,8 @@ def fingerprints(obj: object) -> dict[str, str]:
 
     Returns:
         Path -> xxh3-64 of the encoded leaf, as 16 hex digits. Items of lists read `rng[2]`, of dicts `args.lr` or
-        `state.0` (int key), other keys are quoted: `args['a.b']`, `args[None]`. The path of a leaf `obj` is `""`.
+        `state.0` (int key), other keys stand in their encoded form: `args["a.b"]`, `args[null]`. Different places
+        have different paths, the same on every rank. The path of a leaf `obj` is `""`.
 
     Raises:
         UnsupportedObjectError: as `encode` does.
@@ -507,23 +512,23 @@ def _collect_fingerprints(obj: object, name: str, writer: _Writer, digests: dict
             digest.update(raw)
         digests[name] = digest.hexdigest()
         return
+    items: list[tuple[object, object]]
     if isinstance(obj, dict):
-        _encode_inline(obj, _KEY, writer)
+        items, suffixes = list(obj.items()), [_key_suffix(node) for node in _encode_inline(obj, _KEY, writer)]
+    else:
+        items = list(enumerate(cast("list[object]", obj)))
+        suffixes = [f"[{i}]" for i, _ in items]
     writer.enter(obj)
-    for key, child_name, child in _named_children(obj, name):
+    for (key, child), suffix in zip(items, suffixes, strict=True):
         writer.path[-1] = (_ITEM, key)
-        _collect_fingerprints(child, child_name, writer, digests)
+        _collect_fingerprints(child, name + suffix if name else suffix.removeprefix("."), writer, digests)
     writer.leave(obj)
 
 
-def _named_children(obj: Any, name: str) -> Iterator[tuple[object, str, object]]:
-    if isinstance(obj, list):
-        yield from ((i, f"{name}[{i}]", child) for i, child in enumerate(obj))
-        return
-    dot = "." if name else ""
-    for key, child in obj.items():
-        readable = type(key) is int or (type(key) is str and re.fullmatch(r"[^\W\d][\w-]*", key))
-        yield key, f"{name}{dot}{key}" if readable else f"{name}[{key!r}]", child
+def _key_suffix(node: _Json) -> str:
+    # From the encoded key, which is the same on all ranks, unlike the repr of a set.
+    readable = type(node) is int or (type(node) is str and re.fullmatch(r"[^\W\d][\w-]*", node))
+    return f".{node}" if readable else f"[{_to_text(node)}]"
 
 
 # --- Reading: tree and entries -> object ----------------------------------------------------------------------------
@@ -718,7 +723,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _find_dtype(name: Any, table: Mapping[str, torch.dtype]) -> torch.dtype:
-    _require(name in table, f"this torch has no such dtype for tensors: {name!r:.50}")
+    _require(name in table, f"there is no such dtype in this torch: {name!r:.50}")
     return table[name]
 
 

@@ -66,7 +66,7 @@ def write_tensor_file(
     """
     entries = [_shard_file.Entry(c.key, c.dtype, c.region.shape, _num_bytes(c)) for c in chunks]
     order = _shard_file.layout_order(entries)
-    chunks, entries, contents = [[items[i] for i in order] for items in (chunks, entries, contents)]
+    chunks, entries, contents = [chunks[i] for i in order], [entries[i] for i in order], [contents[i] for i in order]
     metadata = _shard_file.sharding_metadata({c.key: c.region for c in chunks}, _own_metadata(global_shapes))
     return _write(checkpoint_dir, name, chunks, entries, metadata, contents)
 

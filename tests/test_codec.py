@@ -742,7 +742,7 @@ def test_reading_runs_no_code_and_imports_nothing(tmp_path: pathlib.Path) -> Non
 def test_fingerprints_name_the_leaves() -> None:
     obj = {"args": {"lr": 0.1, "a.b": 1, "0": 2, "": 3}, "rng": [1, (2, 3)], 0: {None: 1}, "empty": {}, "t": {1: []}}
     assert fingerprints(obj).keys() == {
-        *("args.lr", "args['a.b']", "args['0']", "args['']", "rng[0]", "rng[1]", "0[None]", "empty", "t.1")
+        *("args.lr", 'args["a.b"]', 'args["0"]', 'args[""]', "rng[0]", "rng[1]", "0[null]", "empty", "t.1")
     }
     assert fingerprints([]).keys() == fingerprints(3).keys() == {""}
     assert all(len(digest) == 16 and int(digest, 16) >= 0 for digest in fingerprints(obj).values())
