@@ -122,7 +122,8 @@ def save(
             _commit.prepare(staging)
         with ranks.phase("save"):
             sharded = {str(index): shard for index, shard in enumerate(shards)}
-            sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,), replica_id=ranks.rank)
+            if ranks.is_coordinator:
+                sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))
             marker_fields = strategy.save(sharded, staging)
             _commit.sync(staging)
 

@@ -77,7 +77,8 @@ class SaveShardedStrategy(StrategyBase):
         Collective: every rank of the group calls.
 
         Args:
-            sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`; common state is one of the objects.
+            sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`; common state is one of the objects
+                of the coordinator.
             checkpoint_dir: exists and is empty but for `tensors/` and `objects/`; it is committed afterwards.
 
         Returns:

@@ -67,7 +67,8 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
 
         # 1. Describe what this rank holds.
         with ranks.phase("describe their shards"):
-            shards = [_ready(shard) for shard in sharded_state_dict.values()]
+            encode_copies = self.options.validate_replicas
+            shards = [_ready(shard, encode_copies) for shard in sharded_state_dict.values()]
             table = self._describe(shards)
         tables = [ShardTable.from_bytes(data) for data in ranks.gather(table.to_bytes())]
 
@@ -107,15 +108,12 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         return table
 
 
-def _ready(shard: Shard) -> Shard:
-    """Check that a tensor is there; replace the value of a main object by its encoding."""
+def _ready(shard: Shard, encode_copies: bool) -> Shard:
+    """Check that a tensor can be read; replace the value of a main object (and of copies) by its encoding."""
     if isinstance(shard, ShardedTensor):
-        if shard.data is None:
-            raise core.CheckpointingException(
-                f"Key {shard.key!r} at offset {shard.global_offset} has data=None: to be saved it needs its tensor."
-            )
+        _check_tensor(shard)
         return shard
-    if not is_main_replica(shard.replica_id):
+    if not (encode_copies or is_main_replica(shard.replica_id)):
         return shard
     try:
         return replace(shard, data=_codec.encode(shard.data))
@@ -123,10 +121,23 @@ def _ready(shard: Shard) -> Shard:
         raise core.UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
 
 
+def _check_tensor(shard: ShardedTensor) -> None:
+    data = shard.data
+    if data is None or data.is_meta:
+        problem = "has no data, and needs its tensor to be saved"
+    elif hasattr(data, "to_local"):
+        problem = "holds a distributed tensor: give its local part (to_local()) with the offsets of that part"
+    elif data.layout != torch.strided or data.is_quantized:
+        problem = f"has layout {data.layout} and dtype {data.dtype}: only dense tensors can be saved"
+    else:
+        return
+    raise core.CheckpointingException(f"Key {shard.key!r} at offset {shard.global_offset} {problem}.")
+
+
 def _content_digest(shard: Shard, region: Region) -> int:
-    """Hash the content of a region; 0 means not hashed."""
+    """Hash the content of a region; never 0, which means not hashed."""
     if isinstance(shard, ShardedObject):
-        return 0
+        return max(1, checksum(shard.data))
     view = region_view(shard, region)
     plain = view if is_plain_memory(view) else view.cpu().resolve_conj().resolve_neg().contiguous()
     return max(1, checksum(tensor_bytes(plain)))

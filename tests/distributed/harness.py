@@ -1,0 +1,264 @@
+"""Runs a function on several real processes that form a gloo process group, and brings back what each made of it.
+
+Ranks are forked from one clean process per test session that has imported torch already, so that a rank starts in
+milliseconds. The store through which ranks find each other lives in the test process, as torchrun's lives in its
+agent: it survives the death of any rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+GROUP_TIMEOUT = 20.0
+"""Seconds after which a rank that waits for another one gives up; a hang shows as an error instead."""
+OVERALL_TIMEOUT = 90.0
+"""Seconds after which what is left of a launch is killed."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed", "safetensors.torch", "distckpt"])
+
+_to_parent: Any = None
+
+
+class Outcome(NamedTuple):
+    """What came of one rank: the value its function returned, or the text of the error it ended with."""
+
+    value: Any
+    error: str | None
+    warnings_logged: list[str]
+
+
+class Setting(NamedTuple):
+    """How the ranks of a launch find each other; without a backend they are independent processes."""
+
+    num_ranks: int
+    port: int
+    backend: str | None
+    group_timeout: float
+
+
+class Launch:
+    """Running ranks, from the point of view of the test."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], setting: Setting, log_dir: Path) -> None:
+        self._logs = [log_dir / f"rank{rank}.log" for rank in range(setting.num_ranks)]
+        self._outcomes: dict[int, Outcome] = {}
+        self._signals: list[list[Any]] = [[] for _ in self._logs]
+        self._deadline = time.monotonic() + OVERALL_TIMEOUT
+        self.processes: list[Any] = []
+        self._connections: list[Any] = []
+        for rank, log in enumerate(self._logs):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_run_rank, args=(theirs, str(log), rank, setting, function, args))
+            process.daemon = True
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._connections.append(ours)
+
+    def wait_for_signal(self, rank: int) -> Any:
+        """Return what the rank passes to `signal_parent`; an AssertionError when it ends without doing so."""
+        while not self._signals[rank]:
+            assert rank not in self._outcomes, f"rank {rank} ended without a signal: {self._outcomes[rank]}"
+            assert self.processes[rank].is_alive(), f"rank {rank} died\n{self._log(rank)}"
+            self._pump(f"waiting for a signal of rank {rank}")
+        return self._signals[rank].pop(0)
+
+    def answer(self, rank: int, value: Any = None) -> None:
+        """Let a rank go on that waits for the answer to its signal."""
+        self._connections[rank].send(value)
+
+    def kill(self, *ranks: int) -> None:
+        """End ranks with SIGKILL, and return when they are gone."""
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGKILL)
+        for rank in ranks:
+            self.processes[rank].join()
+
+    def outcomes(self) -> list[Outcome | None]:
+        """Wait for all ranks; None stands for one that was killed."""
+        while any(self._is_pending(rank) for rank in range(len(self.processes))):
+            self._pump("waiting for the ranks to end")
+        return [self._outcomes.get(rank) for rank in range(len(self.processes))]
+
+    def values(self) -> list[Any]:
+        """Wait for all ranks and return what their functions returned; None for a rank that was killed."""
+        outcomes = self.outcomes()
+        failed = [
+            f"rank {rank}: {outcome.error}\n{self._log(rank)}"
+            for rank, outcome in enumerate(outcomes)
+            if outcome is not None and outcome.error is not None
+        ]
+        assert not failed, "\n".join(failed)
+        return [None if outcome is None else outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """Let the ranks that are done go, kill all others, and see to it that none is left."""
+        for rank, connection in enumerate(self._connections):
+            if rank in self._outcomes and self.processes[rank].is_alive():
+                connection.send(None)
+        for rank, process in enumerate(self.processes):
+            if rank in self._outcomes:
+                process.join(10)
+            process.kill()
+            process.join()
+            process.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _is_pending(self, rank: int) -> bool:
+        # A rank that sent its outcome and died right after is seen as done, hence the second look at its pipe.
+        return rank not in self._outcomes and (self.processes[rank].is_alive() or self._connections[rank].poll())
+
+    def _pump(self, doing: str) -> None:
+        """Take in what ranks have sent, after waiting for at least one of them to say something or to end."""
+        pending = [rank for rank in range(len(self.processes)) if self._is_pending(rank)]
+        sources = {self._connections[rank]: rank for rank in pending}
+        ends = [self.processes[rank].sentinel for rank in pending]
+        ready = multiprocessing.connection.wait([*sources, *ends], max(0.0, self._deadline - time.monotonic()))
+        logs = "".join(f"\n--- rank {rank}\n{self._log(rank)}" for rank in pending) if not ready else ""
+        assert ready, f"timed out {doing}; ranks {pending} were still running{logs}"
+        for connection in ready:
+            rank = sources.get(connection)
+            if rank is None:
+                continue
+            try:
+                kind, content = connection.recv()
+            except (EOFError, ConnectionResetError):
+                self.processes[rank].join()
+                continue
+            if kind == "signal":
+                self._signals[rank].append(content)
+            else:
+                self._outcomes[rank] = pickle.loads(content)
+
+    def _log(self, rank: int) -> str:
+        return self._logs[rank].read_text(errors="replace")[-6000:] if self._logs[rank].exists() else ""
+
+
+@contextmanager
+def launched(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    backend: str | None = "gloo",
+    group_timeout: float = GROUP_TIMEOUT,
+) -> Iterator[Launch]:
+    """Start `function(rank, *args)` on ranks 0, 1, ... and hand out the running launch; none outlives the block.
+
+    Args:
+        function: at the top level of a module.
+        num_ranks: how many processes.
+        args: further arguments.
+        backend: of the default process group; None starts processes that have none.
+        group_timeout: of the process group, in seconds.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as log_dir:
+        launch = Launch(function, args, Setting(num_ranks, store.port, backend, group_timeout), Path(log_dir))
+        try:
+            yield launch
+        finally:
+            launch.close()
+    del store
+
+
+def run(function: Callable[..., Any], num_ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """Run `function(rank, *args)` on all ranks and return what it returned, by rank; see `launched`."""
+    with launched(function, num_ranks, *args, **kwargs) as launch:
+        return launch.values()
+
+
+def signal_parent(value: Any = None) -> None:
+    """On a rank: tell the test that this point was reached."""
+    _to_parent.send(("signal", value))
+
+
+def ask_parent(value: Any = None) -> Any:
+    """On a rank: tell the test that this point was reached, and wait for its answer (for ever, if it kills us)."""
+    signal_parent(value)
+    return _to_parent.recv()
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseException | None:
+    """On a rank: call a function and return the error it raises, None when it does not."""
+    try:
+        function(*args, **kwargs)
+    except BaseException as error:
+        return error
+    return None
+
+
+def sum_over_ranks(value: int, group: Any = None) -> int:
+    """On a rank: all_reduce a number, which shows that the process group works and the ranks are in step."""
+    total = torch.tensor([value])
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def _run_rank(
+    connection: Any, log: str, rank: int, setting: Setting, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    global _to_parent
+    _to_parent = connection
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    logged: list[str] = []
+    watch = _Watch(logged)
+    logging.getLogger("distckpt").addHandler(watch)
+    value, error = None, None
+    try:
+        if setting.backend is not None:
+            dist.init_process_group(
+                setting.backend,
+                store=dist.TCPStore("127.0.0.1", setting.port, None, False, wait_for_workers=False),
+                rank=rank,
+                world_size=setting.num_ranks,
+                timeout=timedelta(seconds=setting.group_timeout),
+            )
+        value = function(rank, *args)
+    except BaseException:
+        error = traceback.format_exc()
+    try:
+        content = pickle.dumps(Outcome(value, error, logged))
+        pickle.loads(content)
+    except Exception:
+        content = pickle.dumps(Outcome(None, f"{error or ''}\ncannot be sent: {traceback.format_exc()}", logged))
+    connection.send(("outcome", content))
+    # No rank closes its connections while another one may still need it.
+    connection.recv()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _Watch(logging.Handler):
+    """Keeps the text of warnings and errors that distckpt logs."""
+
+    def __init__(self, logged: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._logged = logged
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._logged.append(f"{record.levelname}: {record.getMessage()}")
