@@ -42,8 +42,9 @@ def warn_about_differences(ranks: Ranks, common: CommonStateDict) -> None:
     for rank, other in enumerate(others, start=1):
         paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
         if paths:
+            # "" is the whole: it says nothing next to a part that differs.
             logger.warning(
                 "common state differs between rank 0 and rank %d in %s; the checkpoint gets that of rank 0. "
                 "Per-rank values belong in a ShardedObject, values that need no saving in a LocalNonpersistentObject.",
-                rank, summarize_keys(paths),
+                rank, summarize_keys(filter(None, paths) if any(paths) else paths),
             )  # fmt: skip

@@ -16,6 +16,7 @@ from distckpt._region import IntArray, Region
 FORMAT_VERSION = 1
 MIN_READER_VERSION = 1
 MANIFEST_NAME = "manifest.safetensors"
+CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
 """In the place of a dtype name: the chunks of this key are encoded objects, one per cell of the global shape."""
 
@@ -44,6 +45,7 @@ class Manifest:
         columns: `key_ids`, `file_ids`, `first_bytes`, `num_bytes` of shape (n,), `offsets`, `shapes` of shape
             (n, max ndim) padded with 0 and 1, all int64 and sorted by key id, and `block_checksums`, uint64 xxh3-64
             digests of the blocks of all chunks in order.
+        has_checksums: False for files that others wrote; `block_checksums` is empty then.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Manifest:
         aliases: Mapping[str, str],
         block_bytes: int,
         columns: Mapping[str, npt.NDArray[Any]],
+        has_checksums: bool = True,
     ) -> None:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
@@ -62,6 +65,7 @@ class Manifest:
         self.files = list(files)
         self.aliases = dict(aliases)
         self.block_bytes = block_bytes
+        self.has_checksums = has_checksums
         self.key_ids: IntArray = columns["key_ids"]
         self.file_ids: IntArray = columns["file_ids"]
         self.first_bytes: IntArray = columns["first_bytes"]
@@ -98,6 +102,7 @@ class Manifest:
             "files": self.files,
             "aliases": self.aliases,
             "block_bytes": self.block_bytes,
+            "checksum": CHECKSUM if self.has_checksums else None,
         }
         ndim = self.offsets.shape[1]
         key_shapes = np.ones((len(self.keys), ndim), np.int64)
@@ -139,6 +144,7 @@ class Manifest:
                 aliases={str(alias): str(key) for alias, key in fields["aliases"].items()},
                 block_bytes=int(fields["block_bytes"]),
                 columns=columns,
+                has_checksums=_known_checksum(fields["checksum"]),
             )
             manifest._check()
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
@@ -159,8 +165,8 @@ class Manifest:
         _require(set(self.aliases.values()) <= set(self.keys), "an alias has no target")
         for file in self.files:
             parts = file.name.split("/")
-            _require(len(parts) == 2 and parts[0] in ("tensors", "objects"), f"file name {file.name!r}")
-            _require(parts[1] not in ("", ".", "..") and "\0" not in parts[1] and "\\" not in parts[1], file.name)
+            is_inside = not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)
+            _require(is_inside and len(parts) <= 2, f"the file name {file.name!r} leads elsewhere")
         if num_chunks == 0:
             return
         _require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
@@ -189,7 +195,8 @@ class Manifest:
         exact = np.prod(self.shapes, axis=1) * per_item
         _require(bool(((per_item == 0) | (exact == self.num_bytes)).all()), "a chunk's size contradicts its shape")
         _require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
-        _require(len(self.block_checksums) == int(self.block_starts[-1]), "the number of checksums is wrong")
+        num_blocks = int(self.block_starts[-1]) if self.has_checksums else 0
+        _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
 
 
 def marker_fields(data: bytes) -> dict[str, Any]:
@@ -199,6 +206,12 @@ def marker_fields(data: bytes) -> dict[str, Any]:
         "min_reader_version": MIN_READER_VERSION,
         "manifest": {"name": MANIFEST_NAME, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
     }
+
+
+def _known_checksum(name: object) -> bool:
+    if name not in (CHECKSUM, None):
+        raise ValueError(f"the checksum {name!r} is unknown")
+    return name == CHECKSUM
 
 
 def _require(condition: bool, what: str) -> None:

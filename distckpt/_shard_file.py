@@ -1,15 +1,17 @@
 """The safetensors byte layout: `[u64 header length][JSON header, padded with spaces][data]`.
 
 The only module that knows it. Data starts at a multiple of `DATA_ALIGNMENT`, entries follow one another without gaps
-in descending order of item size, so that every entry is aligned to its items.
+in descending order of item size, so that every entry is aligned to its items. Small files of bytes, which are made and
+read whole (`join_file`, `split_header` and `split_data`), are padded no further than the format asks for.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distckpt import _dtypes
 from distckpt._region import Region
@@ -17,6 +19,10 @@ from distckpt._region import Region
 DATA_ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
 """Readers of the format refuse longer headers."""
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""Header metadata entry of torch's sharded files: where in the global tensors the entries lie."""
+GLOBAL_SHAPES = "distckpt_global_shapes"
+"""Header metadata entry of our shard files: the global shapes of the entries."""
 
 
 class Entry(NamedTuple):
@@ -43,12 +49,15 @@ def layout_order(entries: Sequence[Entry]) -> list[int]:
     return sorted(range(len(entries)), key=lambda i: -_alignment(entries[i].dtype))
 
 
-def build_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+def build_header(
+    entries: Sequence[Entry], metadata: Mapping[str, str], alignment: int = DATA_ALIGNMENT
+) -> tuple[bytes, list[int]]:
     """Lay out a file.
 
     Args:
         entries: in the order of `layout_order`.
         metadata: what goes under `__metadata__`.
+        alignment: the data start at a multiple of it, in bytes.
 
     Returns:
         `(header, first_bytes)`: all bytes before the data, and where in the file each entry begins. The file ends
@@ -69,11 +78,141 @@ def build_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple
         }
         position += entry.num_bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-    padded = -(-(8 + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    padded = -(-(8 + len(text)) // alignment) * alignment
     if padded - 8 > MAX_HEADER_BYTES:
         raise ValueError(f"a safetensors header of {padded} bytes for {len(entries)} entries exceeds 100 MB")
     data = struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
     return data, [len(data) + offset for offset in offsets]
+
+
+def join_file(entries: Mapping[str, bytes | bytearray | memoryview], metadata: Mapping[str, str]) -> bytes:
+    """Make a whole file of entries that are bytes (U8), in the order given.
+
+    The safetensors library is of no use here: it writes metadata in random order and copies the data twice.
+
+    Args:
+        entries: name -> bytes.
+        metadata: what goes under `__metadata__`.
+
+    Returns:
+        The file. The same arguments in the same order give the same bytes.
+
+    Raises:
+        ValueError: the header would be longer than readers accept.
+    """
+    described = [Entry(name, "U8", (len(raw),), len(raw)) for name, raw in entries.items()]
+    header, _ = build_header(described, metadata, alignment=8)
+    return b"".join([header, *entries.values()])
+
+
+class StoredEntry(NamedTuple):
+    """One tensor in a file: like `Entry`, and where in the file it begins."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first_byte: int
+    num_bytes: int
+
+
+def header_length(head: bytes, file_bytes: int) -> int:
+    """Return how many bytes at the beginning of a file are not data.
+
+    Raises:
+        ValueError: the file is too short, or claims a header that readers refuse.
+    """
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length > min(file_bytes - 8, MAX_HEADER_BYTES):
+        raise ValueError("the header is cut off")
+    return 8 + length
+
+
+def parse_header(header: bytes, file_bytes: int) -> tuple[dict[str, str], list[StoredEntry]]:
+    """Read the header of a file of tensors, which is not trusted.
+
+    Args:
+        header: the first `header_length` bytes.
+        file_bytes: size of the whole file.
+
+    Returns:
+        `(metadata, entries)`, entries in the order in which they stand in the file.
+
+    Raises:
+        ValueError: the header contradicts itself or the size of the file, or a dtype is unknown.
+    """
+    metadata, described, _ = split_header(memoryview(header))
+    entries = sorted(
+        (_stored_entry(name, entry, len(header)) for name, entry in described.items()), key=lambda e: e[3:]
+    )
+    position = len(header)
+    for entry in entries:
+        if entry.first_byte != position:
+            raise ValueError(f"the entry {entry.name[:50]!r} begins at {entry.first_byte} instead of {position}")
+        position += entry.num_bytes
+    if position != file_bytes:
+        raise ValueError(f"the entries end at byte {position}, the file at {file_bytes}")
+    return metadata, entries
+
+
+def split_header(blob: memoryview) -> tuple[dict[str, str], dict[str, Any], memoryview]:
+    """Take the header off a whole file.
+
+    Args:
+        blob: the file as bytes. It is not trusted.
+
+    Returns:
+        `(metadata, described, data)`: what stands under `__metadata__`; name -> what the header says of each entry,
+        unchecked, for `split_data`; and a view of the data.
+
+    Raises:
+        ValueError: the header is cut off, too long, or no JSON object with metadata of texts.
+    """
+    header_bytes = int.from_bytes(blob[:8], "little")
+    if len(blob) < 8 or header_bytes > min(len(blob) - 8, MAX_HEADER_BYTES):
+        raise ValueError("the header is cut off")
+    header = parse_json(str(blob[8 : 8 + header_bytes], "utf-8"))
+    metadata = header.pop("__metadata__", {}) if type(header) is dict else None
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise ValueError("the header is no JSON object with metadata of texts")
+    return metadata, header, blob[8 + header_bytes :]
+
+
+def split_data(described: Mapping[str, Any], data: memoryview) -> dict[str, memoryview]:
+    """Cut the data of a file of bytes into its entries.
+
+    Args:
+        described: name -> what the header says of the entry, as `split_header` gives it.
+        data: the bytes after the header.
+
+    Returns:
+        Name -> view of the entry's bytes, in the order in which they stand in the file.
+
+    Raises:
+        ValueError: an entry is not of bytes (U8), or the entries do not cover the data without gap or overlap.
+    """
+    ranges = {name: _byte_range(name, entry) for name, entry in described.items()}
+    entries = {}
+    position = 0
+    for name, (first, end) in sorted(ranges.items(), key=lambda item: item[1]):
+        if not first == position <= end <= len(data):
+            raise ValueError(f"the entry {name[:50]!r} does not fit the file")
+        entries[name] = data[first:end]
+        position = end
+    if position != len(data):
+        raise ValueError(f"{len(data)} bytes of data, {position} described")
+    return entries
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON as the format demands it: without names that an object has twice, and without NaN and infinities.
+
+    Raises:
+        ValueError: the text is not such JSON, or nests too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct_pairs)
+    except RecursionError as error:
+        raise ValueError("JSON nests too deeply") from error
 
 
 def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +221,7 @@ def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -
     return {
         "format": "pt",
         "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": json.dumps(info, separators=(",", ":"), ensure_ascii=False),
+        SHARDING_INFO: json.dumps(info, separators=(",", ":"), ensure_ascii=False),
         **extra,
     }
 
@@ -97,3 +236,39 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _alignment(dtype: str) -> int:
     return _dtypes.FROM_NAME[dtype].itemsize
+
+
+def _stored_entry(name: str, entry: Any, data_start: int) -> StoredEntry:
+    dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and 0 <= number < 2**62 for number in [first, end, *shape]):
+        raise ValueError(f"the entry {name[:50]!r} has no proper shape and position")
+    if dtype not in _dtypes.FROM_NAME:
+        raise ValueError(f"the entry {name[:50]!r} has the dtype {dtype!r}, which torch does not have")
+    packed = _dtypes.PACKED_PER_ITEM.get(dtype, 1)
+    if packed > 1:
+        if not shape or shape[-1] % packed:
+            raise ValueError(f"the entry {name[:50]!r} does not fill whole bytes")
+        shape = [*shape[:-1], shape[-1] // packed]
+    if math.prod(shape) * _alignment(dtype) != end - first:
+        raise ValueError(f"the entry {name[:50]!r} of shape {shape} and dtype {dtype} has {end - first} bytes")
+    return StoredEntry(name, dtype, tuple(shape), data_start + first, end - first)
+
+
+def _byte_range(name: str, entry: object) -> tuple[int, int]:
+    match entry:
+        case {"dtype": "U8", "shape": [size], "data_offsets": [first, end]}:
+            # A JSON true would pass for 1.
+            if type(first) is int and type(end) is int and size == end - first:
+                return first, end
+    raise ValueError(f"the entry {name[:50]!r} does not fit the file")
+
+
+def _refuse_constant(text: str) -> object:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _distinct_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a JSON object has a name twice")
+    return result

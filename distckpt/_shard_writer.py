@@ -91,7 +91,7 @@ def _write(
 def _own_metadata(global_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     metadata = {"distckpt_format": str(FORMAT_VERSION)}
     if global_shapes:
-        metadata["distckpt_global_shapes"] = json.dumps(global_shapes, separators=(",", ":"))
+        metadata[_shard_file.GLOBAL_SHAPES] = json.dumps(global_shapes, separators=(",", ":"))
     return metadata
 
 

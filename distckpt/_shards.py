@@ -150,9 +150,9 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
 def regions_to_arrays(regions: Sequence[Region]) -> tuple[IntArray, IntArray]:
     """Stack regions into `(offsets, shapes)` of shape (n, max ndim), padding offsets with 0 and shapes with 1."""
     ndim = max((len(region.offset) for region in regions), default=0)
-    offsets = np.array([r.offset + (0,) * (ndim - len(r.offset)) for r in regions], np.int64).reshape(-1, ndim)
-    shapes = np.array([r.shape + (1,) * (ndim - len(r.shape)) for r in regions], np.int64).reshape(-1, ndim)
-    return offsets, shapes
+    offsets = np.array([r.offset + (0,) * (ndim - len(r.offset)) for r in regions], np.int64)
+    shapes = np.array([r.shape + (1,) * (ndim - len(r.shape)) for r in regions], np.int64)
+    return offsets.reshape(len(regions), ndim), shapes.reshape(len(regions), ndim)
 
 
 class GlobalTable(NamedTuple):

@@ -98,7 +98,11 @@ def read_bytes(location: str) -> bytes:
 
 
 def read_range(location: str, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a remote file, fewer when the file is shorter."""
+    """Return bytes [start, stop) of a file, fewer when the file is shorter."""
+    if is_local(location):
+        with open(location, "rb", buffering=0) as file:
+            file.seek(start)
+            return file.read(stop - start)
     fs, path = _filesystem(location)
     return bytes(fs.cat_file(path, start=start, end=stop))
 

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from distckpt import _commit, _state_dict, _storage, core, validation
+from distckpt import _commit, _sources, _state_dict, _storage, core, validation
 from distckpt._codec import HOLE
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY, comparable, warn_about_differences
 from distckpt._shards import Shard, ShardTable, describe, merge_tables
+from distckpt._sources import BACKEND, VERSION
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import (
     LoadShardedStrategy,
@@ -26,9 +27,9 @@ from distckpt.strategies.base import (
     get_default_strategy,
     register_default_strategy,
 )
-from distckpt.strategies.safetensors import BACKEND, VERSION, SafetensorsLoadStrategy, SafetensorsSaveStrategy
+from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 from distckpt.utils import _clean_metadata_for_serialization
-from distckpt.validation import StrictHandling, handle_mismatch, parse_strict_flag, verify_checkpoint
+from distckpt.validation import StrictHandling, handle_mismatch, parse_strict_flag
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ def load(
     marker: dict[str, Any] = {}
     with ranks.phase("find the checkpoint", decision=True):
         if ranks.is_coordinator:
-            marker = verify_checkpoint(location)
+            marker = _sources.identify(location)
     marker = json.loads(ranks.broadcast(json.dumps(marker).encode()))
     with ranks.phase("prepare to load"):
         mode = parse_strict_flag(strict)
@@ -409,7 +410,7 @@ def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VER
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadShardedStrategy:
     """Return the strategy that reads a checkpoint, or the built-in format when none is given."""
-    marker = {"sharded_backend": BACKEND} if checkpoint_dir is None else verify_checkpoint(os.fspath(checkpoint_dir))
+    marker = {"sharded_backend": BACKEND} if checkpoint_dir is None else _sources.identify(os.fspath(checkpoint_dir))
     return _load_strategy(None, marker)
 
 
@@ -418,4 +419,4 @@ def _strategy_alone(
 ) -> tuple[LoadShardedStrategy, str]:
     """Return the strategy for a checkpoint, to be used by this rank without the others, and the location."""
     location = _storage.normalize(checkpoint_dir)
-    return _load_strategy(given, verify_checkpoint(location)), location
+    return _load_strategy(given, _sources.identify(location)), location

@@ -29,8 +29,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from distckpt import _codec
 from distckpt._codec import HOLE, decode, encode, fingerprints, register_object_type
+from distckpt._codec_read import DECODERS, ENTRY_DECODERS
 from distckpt.core import CorruptCheckpointError, UnsupportedObjectError
 
 # --- Classes that the tests register --------------------------------------------------------------------------------
@@ -694,9 +694,7 @@ json_values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.text(max_size=3), inner, max_size=2)
-        | st.tuples(st.sampled_from(sorted({*_codec._DECODERS, *_codec._ENTRY_DECODERS})), inner).map(
-            lambda i: dict([i])
-        )
+        | st.tuples(st.sampled_from(sorted({*DECODERS, *ENTRY_DECODERS})), inner).map(lambda i: dict([i]))
     ),
     max_leaves=10,
 )

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distckpt import _codec, _collectives, _commit, _dtypes, _storage, core, validation
+from distckpt import _codec, _collectives, _commit, _dtypes, _sources, _storage, core, validation
 from distckpt._collectives import Ranks
+from distckpt._common_state import COMMON_KEY
 from distckpt._io import checksum, is_plain_memory, tensor_bytes
 from distckpt._io_read import read_chunks, read_copies
 from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, marker_fields
@@ -23,13 +24,11 @@ from distckpt._records import Record, assemble_manifest
 from distckpt._region import Region
 from distckpt._shard_writer import write_pieces
 from distckpt._shards import Shard, ShardTable, describe, merge_tables, region_view, shard_regions
+from distckpt._sources import BACKEND, VERSION
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
-
-BACKEND = "safetensors"
-VERSION = 1
 
 _S = TypeVar("_S", bound=Shard)
 
@@ -172,10 +171,14 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             CorruptCheckpointError: files contradict the manifest or their checksums.
         """
         manifest = self._open_together(checkpoint_dir)
-        _check_known(manifest, sharded_state_dict.values(), checkpoint_dir)
-        tensors = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedTensor)}
-        objects = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedObject)}
-        loaded = {
+        # Files that others wrote have no common state.
+        without = {n for n, s in sharded_state_dict.items() if s.key == COMMON_KEY and s.key not in manifest.key_index}
+        wanted = {name: shard for name, shard in sharded_state_dict.items() if name not in without}
+        _check_known(manifest, wanted.values(), checkpoint_dir)
+        tensors = {name: s for name, s in wanted.items() if isinstance(s, ShardedTensor)}
+        objects = {name: s for name, s in wanted.items() if isinstance(s, ShardedObject)}
+        loaded: dict[str, Any] = {
+            **dict.fromkeys(without, {}),
             **self._load_tensors(manifest, tensors, checkpoint_dir),
             **self._load_objects(manifest, objects, checkpoint_dir),
         }
@@ -244,11 +247,11 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
     def _open(self, checkpoint_dir: str) -> Manifest:
         """Read the manifest, unless the same one was read before."""
-        marker = validation.verify_checkpoint(checkpoint_dir)
+        marker = _sources.identify(checkpoint_dir)
         known = self._opened.get(checkpoint_dir)
-        if known is None or known[0] != marker:
-            known = (marker, Manifest.from_bytes(_read_manifest(checkpoint_dir, marker), checkpoint_dir))
-            self._opened[checkpoint_dir] = known
+        if known is None or known[0] != marker or not marker.get("manifest"):
+            data = _sources.manifest_bytes(checkpoint_dir, marker)
+            known = self._opened[checkpoint_dir] = (marker, Manifest.from_bytes(data, checkpoint_dir))
         return known[1]
 
     def _open_together(self, checkpoint_dir: str) -> Manifest:
@@ -257,28 +260,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         data = b""
         with self.ranks.phase("read the manifest", decision=True):
             if self.ranks.is_coordinator:
-                data = _read_manifest(checkpoint_dir, validation.verify_checkpoint(checkpoint_dir))
+                data = _sources.manifest_bytes(checkpoint_dir, _sources.identify(checkpoint_dir))
         return Manifest.from_bytes(self.ranks.broadcast(data), checkpoint_dir)
-
-
-def _read_manifest(checkpoint_dir: str, marker: Mapping[str, Any]) -> bytes:
-    expected = marker.get("manifest")
-    if not isinstance(expected, dict) or expected.get("name") != MANIFEST_NAME:
-        raise core.CorruptCheckpointError(
-            f"The marker of {checkpoint_dir!r} names no {MANIFEST_NAME}: it was not written by the "
-            f"{BACKEND!r} backend, or was damaged."
-        )
-    location = _storage.join(checkpoint_dir, MANIFEST_NAME)
-    try:
-        data = _storage.read_bytes(location)
-    except FileNotFoundError as error:
-        raise core.CorruptCheckpointError(f"The manifest {location!r} is missing: restore it from a copy.") from error
-    if len(data) != expected.get("bytes") or f"{checksum(data):016x}" != expected.get("checksum"):
-        raise core.CorruptCheckpointError(
-            f"The manifest {location!r} is not the one that was saved (size or checksum differs from "
-            f"{core.CONFIG_FNAME}): restore both from a copy, or load another checkpoint."
-        )
-    return data
 
 
 def _check_known(manifest: Manifest, shards: Iterable[Shard], checkpoint_dir: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distckpt
-from distckpt import _io, _storage
+from distckpt import _io
 
 REQUEST_BYTES = 16 << 20
 
@@ -210,14 +210,14 @@ def _read_raw(state: State, folder: str) -> None:
     """Fill the tensors with the bytes of the file, whatever they mean; copies are filled from its beginning."""
     fd = os.open(_own_file(folder), os.O_RDONLY)
     try:
-        position = 0
+        end = 0
         for part in state.values():
             memory = _io.tensor_bytes(part.local)
-            position = position if part.axis is not None else 0
+            first = 0 if part.axis is None else end
+            end += 0 if part.axis is None else len(memory)
             for start in range(0, len(memory), REQUEST_BYTES):
                 request = memory[start : start + REQUEST_BYTES]
-                assert os.preadv(fd, [request], position + start) == len(request)
-            position += len(memory)
+                assert os.preadv(fd, [request], first + start) == len(request)
     finally:
         os.close(fd)
 

@@ -85,7 +85,8 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lay out a table whose columns after the first are numbers."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     aligned = [
-        "| " + " | ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "| "
+        + " | ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
         for row in [heads, *rows]
     ]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths))

@@ -101,14 +101,15 @@ class Launch:
         return [self._outcomes.get(rank) for rank in range(len(self.processes))]
 
     def values(self) -> list[Any]:
-        """Wait for all ranks and return what their functions returned; None for a rank that was killed."""
-        outcomes = self.outcomes()
-        failed = [
-            f"rank {rank}: {outcome.error}\n{self._log(rank)}"
-            for rank, outcome in enumerate(outcomes)
-            if outcome is not None and outcome.error is not None
-        ]
-        assert not failed, "\n".join(failed)
+        """Wait for all ranks and return what their functions returned; None for a rank that was killed.
+
+        The first rank that ends with an error ends the wait, since the others may hang for want of it.
+        """
+        while any(self._is_pending(rank) for rank in range(len(self.processes))):
+            self._pump("waiting for the ranks to end")
+            for rank, outcome in self._outcomes.items():
+                assert outcome.error is None, f"rank {rank}: {outcome.error}\n{self._log(rank)}"
+        outcomes = [self._outcomes.get(rank) for rank in range(len(self.processes))]
         return [None if outcome is None else outcome.value for outcome in outcomes]
 
     def close(self) -> None:

@@ -1,0 +1,221 @@
+"""Folders of safetensors files that others wrote, as manifests: everything that reads chunks reads them too.
+
+Two kinds: Hugging Face directories (whole tensors, with an index or a single file) and folders of shards written by
+torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel (each entry with its global offset).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distckpt import _shard_file, _storage, core
+from distckpt._io import BLOCK_BYTES
+from distckpt._manifest import Manifest, ShardFile
+from distckpt._names import did_you_mean, natural_order, summarize_keys
+from distckpt._region import Region, find_tiling_faults
+from distckpt._shards import regions_to_arrays
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+
+_HEADER_GUESS_BYTES = 1 << 20
+
+
+class _Piece(NamedTuple):
+    key: str
+    dtype: str
+    region: Region
+    global_shape: tuple[int, ...] | None
+    file: str
+    first_byte: int
+    num_bytes: int
+
+
+def holds_safetensors(location: str) -> bool:
+    """Tell whether a directory holds safetensors files at its top level."""
+    return _storage.isdir(location) and any(name.endswith(SUFFIX) for name in _storage.list_names(location))
+
+
+def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
+    """Read the headers of a folder of safetensors files.
+
+    Args:
+        location: the folder.
+        require_sharding_info: refuse files that do not say where in the global tensors their entries lie.
+
+    Returns:
+        A manifest without checksums.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged or missing, or the pieces of a tensor overlap, leave gaps or differ
+            in dtype; naming file and key.
+    """
+    weight_map = _read_index(location)
+    names = sorted(set(weight_map.values())) if weight_map else _safetensors_names(location)
+    files: dict[str, ShardFile] = {}
+    pieces: list[_Piece] = []
+    with_info: list[str] = []
+    without_info: list[str] = []
+    for name in names:
+        files[name], has_info, found = _read_file(location, name)
+        pieces.extend(found)
+        (with_info if has_info else without_info).append(name)
+    if without_info and (with_info or require_sharding_info):
+        raise core.CorruptCheckpointError(
+            f"{_storage.join(location, without_info[0])!r} does not say where in the global tensors its entries lie: "
+            f"it has no {_shard_file.SHARDING_INFO} in its header metadata, so it is not a shard of a distributed save. "
+            "Remove it from the folder, or name the folder of the shards."
+        )
+    if weight_map:
+        pieces = _indexed(location, pieces, weight_map)
+    return _to_manifest(location, files, pieces)
+
+
+def _safetensors_names(location: str) -> list[str]:
+    names = [name for name in _storage.list_names(location) if name.endswith(SUFFIX)]
+    if not names:
+        raise core.CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
+    return sorted(names, key=natural_order)
+
+
+def _read_index(location: str) -> dict[str, str]:
+    """Return key -> file name from the index, an empty dict when there is none."""
+    path = _storage.join(location, INDEX_NAME)
+    try:
+        weight_map = json.loads(_storage.read_bytes(path))["weight_map"]
+        is_map = all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise core.CorruptCheckpointError(
+            f"The index {path!r} is damaged ({error}): restore it from a copy."
+        ) from error
+    bad = [name for name in weight_map.values() if not name.endswith(SUFFIX) or "/" in name or "\\" in name]
+    if not is_map or bad:
+        raise core.CorruptCheckpointError(
+            f"The index {path!r} names {bad[:1]}, which is no safetensors file beside it."
+        )
+    return dict(weight_map)
+
+
+def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[_Piece]]:
+    path = _storage.join(location, name)
+    try:
+        size = _storage.file_size(path)
+        head = _storage.read_range(path, 0, min(size, _HEADER_GUESS_BYTES))
+        header_bytes = _shard_file.header_length(head, size)
+        if header_bytes > len(head):
+            head += _storage.read_range(path, len(head), header_bytes)
+        metadata, entries = _shard_file.parse_header(head[:header_bytes], size)
+        info = json.loads(metadata[_shard_file.SHARDING_INFO]) if _shard_file.SHARDING_INFO in metadata else None
+        shapes = json.loads(metadata.get(_shard_file.GLOBAL_SHAPES, "{}"))
+        pieces = []
+        for entry in entries:
+            offset = (0,) * len(entry.shape) if info is None else tuple(map(int, info[entry.name]["saved_offsets"]))
+            if len(offset) != len(entry.shape) or min(offset, default=0) < 0:
+                raise ValueError(f"saved_offsets {offset} of {entry.name!r} do not fit its shape {entry.shape}")
+            shape = tuple(map(int, shapes[entry.name])) if entry.name in shapes else None
+            shape = entry.shape if info is None else shape
+            region = Region(offset, entry.shape)
+            pieces.append(_Piece(entry.name, entry.dtype, region, shape, name, entry.first_byte, entry.num_bytes))
+    except FileNotFoundError as error:
+        raise core.CorruptCheckpointError(
+            f"{path!r} is missing, but {INDEX_NAME} names it: restore it, or finish copying the directory."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise core.CorruptCheckpointError(
+            f"{path!r} is not a whole safetensors file ({type(error).__name__}: {error}): restore it from a copy."
+        ) from error
+    return ShardFile(name, size, header_bytes, 0), info is not None, pieces
+
+
+def _indexed(location: str, pieces: Sequence[_Piece], weight_map: Mapping[str, str]) -> list[_Piece]:
+    kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
+    absent = sorted(set(weight_map) - {piece.key for piece in kept})
+    if absent:
+        in_file = [piece.key for piece in pieces if piece.file == weight_map[absent[0]]]
+        raise core.CorruptCheckpointError(
+            f"{_storage.join(location, INDEX_NAME)!r} says that {weight_map[absent[0]]!r} holds {absent[0]!r}, which "
+            f"is not there{did_you_mean(absent[0], in_file)}: file and index are of different exports."
+        )
+    if len(kept) < len(pieces):
+        ignored = summarize_keys(piece.key for piece in pieces if weight_map.get(piece.key) != piece.file)
+        logger.warning("%s: not in the index and therefore ignored: %s", location, ignored)
+    return kept
+
+
+def _to_manifest(location: str, files: Mapping[str, ShardFile], pieces: Sequence[_Piece]) -> Manifest:
+    by_key: dict[str, list[_Piece]] = {}
+    for piece in pieces:
+        by_key.setdefault(piece.key, []).append(piece)
+    keys = sorted(by_key, key=natural_order)
+    shapes = [_global_shape(location, by_key[key]) for key in keys]
+    _check_tiling(location, [by_key[key] for key in keys], shapes)
+    ordered = [piece for key in keys for piece in sorted(by_key[key], key=lambda piece: piece.region.offset)]
+    offsets, extents = regions_to_arrays([piece.region for piece in ordered])
+    file_ids = {name: i for i, name in enumerate(files)}
+    columns = {
+        "key_ids": np.repeat(np.arange(len(keys)), [len(by_key[key]) for key in keys]),
+        "file_ids": np.array([file_ids[piece.file] for piece in ordered], np.int64),
+        "first_bytes": np.array([piece.first_byte for piece in ordered], np.int64),
+        "num_bytes": np.array([piece.num_bytes for piece in ordered], np.int64),
+        "offsets": offsets,
+        "shapes": extents,
+        "block_checksums": np.zeros(0, np.uint64),
+    }
+    dtypes = [by_key[key][0].dtype for key in keys]
+    return Manifest(keys, dtypes, shapes, list(files.values()), {}, BLOCK_BYTES, columns, has_checksums=False)
+
+
+def _global_shape(location: str, pieces: Sequence[_Piece]) -> tuple[int, ...]:
+    first = pieces[0]
+    for other in pieces[1:]:
+        same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
+        if not same_kind or other.global_shape != first.global_shape:
+            raise core.CorruptCheckpointError(
+                f"Key {first.key!r} in {location!r} is {first.dtype} {first.region.shape} in {first.file!r} and "
+                f"{other.dtype} {other.region.shape} in {other.file!r}, which do not fit together: the files are of "
+                "different saves. Remove those that do not belong here."
+            )
+    if first.global_shape is not None:
+        return first.global_shape
+    # Not stored by torch and Automodel: as far as the pieces reach.
+    ends = [[o + n for o, n in zip(piece.region.offset, piece.region.shape, strict=True)] for piece in pieces]
+    return tuple(max(column) for column in zip(*ends, strict=True))
+
+
+def _check_tiling(location: str, groups: Sequence[Sequence[_Piece]], shapes: Sequence[tuple[int, ...]]) -> None:
+    for ndim in sorted({len(shape) for shape in shapes}):
+        members = [i for i, shape in enumerate(shapes) if len(shape) == ndim]
+        rows = [(number, piece) for number, i in enumerate(members) for piece in groups[i]]
+        offsets, extents = regions_to_arrays([piece.region for _, piece in rows])
+        global_shapes = np.array([shapes[i] for i in members], np.int64).reshape(len(members), ndim)
+        ids = np.array([number for number, _ in rows], np.int64)
+        if (offsets + extents > global_shapes[ids]).any():
+            raise core.CorruptCheckpointError(f"A piece in {location!r} lies outside of its tensor's global shape.")
+        for fault in find_tiling_faults(ids, offsets, extents, global_shapes)[:1]:
+            _raise_fault(location, groups[members[fault.tensor]], shapes[members[fault.tensor]], fault.element)
+
+
+def _raise_fault(location: str, pieces: Sequence[_Piece], shape: tuple[int, ...], element: tuple[int, ...]) -> None:
+    def holds(region: Region) -> bool:
+        return all(o <= e < o + n for o, n, e in zip(region.offset, region.shape, element, strict=True))
+
+    name = f"Key {pieces[0].key!r} (global shape {shape}) in {location!r}"
+    holders = [piece for piece in pieces if holds(piece.region)]
+    if holders:
+        places = " and ".join(f"{piece.region} in {piece.file!r}" for piece in holders[:3])
+        raise core.CorruptCheckpointError(
+            f"{name}: element {element} is in several files: {places}. Some are of an earlier save; remove those."
+        )
+    found = ", ".join(f"{piece.region} in {piece.file!r}" for piece in pieces[:6])
+    raise core.CorruptCheckpointError(
+        f"{name}: element {element} is in no file. A shard file is missing or not visible yet; there are {found}."
+    )

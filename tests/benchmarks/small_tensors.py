@@ -1,0 +1,96 @@
+"""Save and load very many small tensors, where what counts is the work per tensor and not the bytes.
+
+    python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 3] [--dir DIR] [--json FILE] [--profile]
+
+Every rank holds a row block of each tensor. Measured as in save_load.py, in one process and on two ranks. With
+--profile, the main thread of rank 0 is profiled while distckpt saves and loads once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _contest import at_rest, measure, tables
+from _contestants import Contestant, Part, State, contestants, local_bytes
+from _measure import machine_facts, run_ranks
+
+NAMES = ("distckpt", "DCP", "safetensors", "Megatron")
+
+
+def main() -> None:
+    """Print a table for one rank and one for two."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=20_000)
+    parser.add_argument("--kib", type=int, default=16, help="size of what one rank holds of a tensor")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again")
+    parser.add_argument("--json", help="also write all figures here")
+    parser.add_argument("--only", nargs="+", default=NAMES, help="contestants whose name begins with one of these")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts(arguments.dir)}.", flush=True)
+    for num_ranks in (1, 2):
+        with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
+            run_ranks(run_rank, num_ranks, arguments, folder)
+
+
+def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    """Measure everything in one rank; rank 0 prints."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (arguments.kib * 256 // 64, 64)
+    state: dict[str, Part] = {
+        f"layers.{i // 10}.weight_{i % 10}": Part(torch.empty(shape).normal_(generator=generator), 0)
+        for i in range(arguments.tensors)
+    }
+    targets = {key: Part(torch.zeros_like(part.local), 0) for key, part in state.items()}
+    taking_part = [c for c in contestants() if c.name.startswith(tuple(arguments.only))]
+    results = measure(taking_part, state, targets, arguments.runs, folder)
+    if rank == 0:
+        num_bytes = local_bytes(state) * dist.get_world_size()
+        ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
+        print(
+            f"\n{ranks}, each with {len(state):,} tensors of {arguments.kib} KiB; median of {arguments.runs} rounds.\n"
+        )
+        print(tables(results, num_bytes))
+        each = [
+            f"{result.name} {statistics.median(result.save_seconds) / len(state) * 1e6:.0f} to save, "
+            f"{statistics.median(result.load_seconds) / len(state) * 1e6:.0f} to load"
+            for result in results
+        ]
+        print(f"\nMicroseconds per tensor: {'; '.join(each)}.", flush=True)
+        if arguments.json:
+            figures = [result._asdict() for result in results]
+            Path(arguments.json).with_suffix(f".{dist.get_world_size()}.json").write_text(json.dumps(figures, indent=1))
+    if arguments.profile:
+        profile(taking_part[0], state, targets, f"{folder}/profiled")
+
+
+def profile(contestant: Contestant, state: State, targets: State, location: str) -> None:
+    """Print where the main thread of rank 0 spends its time."""
+    for verb, parts in (("save", state), ("load", targets)):
+        prepared = contestant.prepare(parts)
+        at_rest(location)
+        profiler = cProfile.Profile()
+        action: Any = getattr(contestant, verb)
+        profiler.runcall(action, prepared, location)
+        if dist.get_rank() == 0:
+            print(f"\n{contestant.name} {verb}:")
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(location)
+
+
+if __name__ == "__main__":
+    main()
