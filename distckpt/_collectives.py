@@ -181,7 +181,8 @@ def lowest_global_rank(process_group: Any) -> int:
 
 
 def _cpu_group(group: Any) -> Any:
-    if "gloo" in str(dist.get_backend_config(group)):
+    # Such as "cpu:gloo,cuda:nccl"; what serves other devices does not matter.
+    if "cpu:gloo" in str(dist.get_backend_config(group)).split(","):
         return group
     if group not in _cpu_groups:
         ranks = dist.get_process_group_ranks(group)

@@ -70,7 +70,7 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     if without_info and (with_info or require_sharding_info):
         raise core.CorruptCheckpointError(
             f"{_storage.join(location, without_info[0])!r} does not say where in the global tensors its entries lie: "
-            f"it has no {_shard_file.SHARDING_INFO} in its header metadata, so it is not a shard of a distributed save. "
+            f"it has no {_shard_file.SHARDING_INFO} in its header metadata, so it is no shard of a distributed save. "
             "Remove it from the folder, or name the folder of the shards."
         )
     if weight_map:

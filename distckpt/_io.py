@@ -39,11 +39,12 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def bounce_buffer(num_bytes: int) -> Bytes:
-    """Return this thread's scratch memory of `num_bytes`; it belongs to the caller until the thread asks again."""
-    buffer: Bytes | None = getattr(_local, "buffer", None)
+def bounce_buffer(purpose: str, num_bytes: int) -> Bytes:
+    """Return this thread's scratch memory for a purpose; it is the caller's until the thread asks for it again."""
+    buffer: Bytes | None = getattr(_local, purpose, None)
     if buffer is None or len(buffer) < num_bytes:
-        buffer = _local.buffer = np.empty(max(num_bytes, UNIT_BYTES), np.uint8)
+        buffer = np.empty(max(num_bytes, UNIT_BYTES), np.uint8)
+        setattr(_local, purpose, buffer)
     return buffer[:num_bytes]
 
 
@@ -52,14 +53,14 @@ def checksum(data: bytes | memoryview | Bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item]) -> None:
+def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_threads: int = NUM_THREADS) -> None:
     """Call `function` on every item in a few threads; the first error stops the rest and is raised."""
     work = list(items)
-    if len(work) <= 1:
+    if len(work) <= 1 or num_threads == 1:
         for item in work:
             function(item)
         return
-    with ThreadPoolExecutor(min(NUM_THREADS, len(work)), thread_name_prefix="distckpt-io") as pool:
+    with ThreadPoolExecutor(min(num_threads, len(work)), thread_name_prefix="distckpt-io") as pool:
         futures = [pool.submit(function, item) for item in work]
         done, pending = wait(futures, return_when=FIRST_EXCEPTION)
         for future in pending:

@@ -15,6 +15,7 @@ from distckpt import _storage, core
 from distckpt._dtypes import FROM_NAME, as_integers
 from distckpt._io import (
     MAX_BUFFERS,
+    NUM_THREADS,
     UNIT_BYTES,
     Bytes,
     bounce_buffer,
@@ -46,7 +47,12 @@ class _Part(NamedTuple):
 
 
 def read_copies(
-    location: str, manifest: Manifest, copies: Sequence[Copy], targets: Sequence[torch.Tensor], verify: str
+    location: str,
+    manifest: Manifest,
+    copies: Sequence[Copy],
+    targets: Sequence[torch.Tensor],
+    verify: str,
+    num_threads: int = NUM_THREADS,
 ) -> None:
     """Fill requested regions from chunks.
 
@@ -56,12 +62,13 @@ def read_copies(
         copies: what to read.
         targets: for each request a tensor of its region's shape, of any strides, device and dtype.
         verify: "none", "read" (every block that is read whole) or "full" (widen reads to whole blocks).
+        num_threads: that read at the same time, each with a buffer of about `UNIT_BYTES`.
 
     Raises:
         CorruptCheckpointError: naming file, key, region and bytes.
     """
     parts = [part for copy in copies for part in _divide(manifest, copy, targets[copy.request], verify)]
-    _read_parts(location, manifest, parts, verify)
+    _read_parts(location, manifest, parts, verify, num_threads)
 
 
 def read_chunks(location: str, manifest: Manifest, chunks: Sequence[int], verify: str) -> list[bytes]:
@@ -149,7 +156,9 @@ def _slabs(shape: tuple[int, ...], box: Region, max_elements: int) -> Iterator[R
         yield from _slabs(shape, Region(offset, (*box.shape[:axis], extent, *box.shape[axis + 1 :])), max_elements)
 
 
-def _read_parts(location: str, manifest: Manifest, parts: list[_Part], verify: str) -> None:
+def _read_parts(
+    location: str, manifest: Manifest, parts: list[_Part], verify: str, num_threads: int = NUM_THREADS
+) -> None:
     def place(part: _Part) -> tuple[int, int]:
         return int(manifest.file_ids[part.chunk]), int(manifest.first_bytes[part.chunk]) + part.start
 
@@ -157,7 +166,7 @@ def _read_parts(location: str, manifest: Manifest, parts: list[_Part], verify: s
     file_ids = sorted({int(manifest.file_ids[part.chunk]) for part in parts})
     for file_id in file_ids:
         _check_file(location, manifest, file_id)
-    run_threads(lambda unit: _read_unit(location, manifest, unit, verify), _units(manifest, parts))
+    run_threads(lambda unit: _read_unit(location, manifest, unit, verify), _units(manifest, parts), num_threads)
 
 
 def _units(manifest: Manifest, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
@@ -185,7 +194,7 @@ def _read_unit(location: str, manifest: Manifest, unit: list[_Part], verify: str
     if first.memory is not None:
         buffers = [part.memory for part in unit if part.memory is not None]
     else:
-        buffers = [bounce_buffer(first.stop - first.start)]
+        buffers = [bounce_buffer("read", first.stop - first.start)]
     _read_into(location, manifest, first, buffers)
     for part, buffer in zip(unit, buffers, strict=True):
         if verify != "none" and manifest.has_checksums:

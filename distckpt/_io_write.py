@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from distckpt import _storage
+from distckpt import _storage, core
 from distckpt._dtypes import as_integers
 from distckpt._io import (
     BLOCK_BYTES,
     MAX_BUFFERS,
+    NUM_THREADS,
     UNIT_BYTES,
     Bytes,
     allocate,
@@ -28,87 +29,101 @@ from distckpt._io import (
 from distckpt._region import flat_range_regions
 
 
-class ChunkSource(NamedTuple):
-    """A chunk to write: its place in the file and the tensors whose contents, in order, are its bytes."""
+class Part(NamedTuple):
+    """Bytes [start, stop) of one chunk of a file."""
 
-    first_byte: int
-    num_bytes: int
-    tensors: Sequence[torch.Tensor]
-
-
-class FileSource(NamedTuple):
-    """A file to write: the header, then chunks without gaps."""
-
-    location: str
-    header: bytes
-    chunks: Sequence[ChunkSource]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the whole file."""
-        return len(self.header) + sum(chunk.num_bytes for chunk in self.chunks)
-
-
-class _Part(NamedTuple):
     chunk: int
     start: int
     stop: int
 
 
-def write_file(source: FileSource) -> npt.NDArray[np.uint64]:
-    """Write one file; its bytes are on disk when this returns.
+Fill: TypeAlias = Callable[[Sequence[Part], Bytes], list[Bytes]]
+"""Gives the bytes of some parts, in order: views of memory that is there, or of the scratch memory it is handed."""
+
+
+def write_file(
+    location: str,
+    header: bytes,
+    chunk_bytes: Sequence[int],
+    fill: Fill,
+    *,
+    with_checksums: bool = True,
+    num_threads: int = NUM_THREADS,
+) -> npt.NDArray[np.uint64]:
+    """Write one file: a header, then chunks without gaps. Its bytes are on disk when this returns.
+
+    Args:
+        location: must not exist.
+        header: the first bytes.
+        chunk_bytes: size of each chunk.
+        fill: gives the bytes of chunks; called from several threads.
+        with_checksums: whether to compute checksums.
+        num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
 
     Returns:
-        The checksums of the blocks of all chunks, chunk by chunk.
+        The checksums of the blocks of all chunks, chunk by chunk; empty without.
 
     Raises:
         OSError: naming the file.
     """
-    counts = [-(-chunk.num_bytes // BLOCK_BYTES) for chunk in source.chunks]
+    counts = [-(-size // BLOCK_BYTES) for size in chunk_bytes]
     first_block = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    checksums = np.zeros(int(first_block[-1]), np.uint64)
+    checksums = np.zeros(int(first_block[-1]) if with_checksums else 0, np.uint64)
 
-    def buffers_of(unit: list[_Part]) -> list[Bytes]:
-        scratch = bounce_buffer(UNIT_BYTES)
-        used = 0
-        buffers: list[Bytes] = []
-        for part in unit:
-            pieces = _part_bytes(source.chunks[part.chunk], part, scratch[used : used + part.stop - part.start])
-            used += part.stop - part.start
-            block = int(first_block[part.chunk]) + part.start // BLOCK_BYTES
-            for digest in _block_digests(pieces):
-                checksums[block] = digest
-                block += 1
-            buffers.extend(pieces)
+    def buffers_of(unit: Sequence[Part]) -> list[Bytes]:
+        buffers = fill(unit, bounce_buffer("write", UNIT_BYTES))
+        if with_checksums:
+            _compute_checksums(unit, buffers, first_block, checksums)
         return buffers
 
     try:
-        if _storage.is_local(source.location):
-            _write_local(source, buffers_of)
+        if _storage.is_local(location):
+            _write_local(location, header, chunk_bytes, buffers_of, num_threads)
         else:
-            with _storage.open_remote_for_writing(source.location) as file:
-                file.write(source.header)
-                for unit in _units(source.chunks):
+            with _storage.open_remote_for_writing(location) as file:
+                file.write(header)
+                for unit in _units(chunk_bytes):
                     for buffer in buffers_of(unit):
                         file.write(memoryview(buffer))
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None or isinstance(error, core.CheckpointingException):
             raise
-        raise OSError(error.errno, error.strerror, source.location) from error
+        raise OSError(error.errno, error.strerror, location) from error
     return checksums
 
 
-def _write_local(source: FileSource, buffers_of: Callable[[list[_Part]], list[Bytes]]) -> None:
-    fd = os.open(source.location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+def fill_from_tensors(contents: Sequence[Sequence[torch.Tensor]]) -> Fill:
+    """Return what fills each chunk with the row-major contents of its tensors, one after the other."""
+
+    def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
+        buffers: list[Bytes] = []
+        used = 0
+        for part in unit:
+            size = part.stop - part.start
+            buffers.extend(_part_bytes(contents[part.chunk], part, scratch[used : used + size]))
+            used += size
+        return buffers
+
+    return fill
+
+
+def _write_local(
+    location: str,
+    header: bytes,
+    chunk_bytes: Sequence[int],
+    buffers_of: Callable[[Sequence[Part]], list[Bytes]],
+    num_threads: int,
+) -> None:
+    first_bytes = np.concatenate([[0], np.cumsum(chunk_bytes, dtype=np.int64)]) + len(header)
+    fd = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
-        allocate(fd, source.num_bytes)
-        _write_all(fd, [np.frombuffer(source.header, np.uint8)], 0)
+        allocate(fd, int(first_bytes[-1]))
+        _write_all(fd, [np.frombuffer(header, np.uint8)], 0)
 
-        def write_unit(unit: list[_Part]) -> None:
-            position = source.chunks[unit[0].chunk].first_byte + unit[0].start
-            _write_all(fd, buffers_of(unit), position)
+        def write_unit(unit: Sequence[Part]) -> None:
+            _write_all(fd, buffers_of(unit), int(first_bytes[unit[0].chunk]) + unit[0].start)
 
-        run_threads(write_unit, _units(source.chunks))
+        run_threads(write_unit, _units(chunk_bytes), num_threads)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -126,33 +141,33 @@ def _write_all(fd: int, buffers: list[Bytes], position: int) -> None:
         position += total
 
 
-def _units(chunks: Sequence[ChunkSource]) -> Iterator[list[_Part]]:
+def _units(chunk_bytes: Sequence[int]) -> Iterator[list[Part]]:
     """Divide a file into runs of at most `UNIT_BYTES`; chunks are divided between blocks only."""
-    unit: list[_Part] = []
+    unit: list[Part] = []
     filled = 0
-    for index, chunk in enumerate(chunks):
+    for index, size in enumerate(chunk_bytes):
         start = 0
-        while start < chunk.num_bytes:
+        while start < size:
             room = UNIT_BYTES - filled
-            if room < chunk.num_bytes - start:
+            if room < size - start:
                 room = room // BLOCK_BYTES * BLOCK_BYTES
-            stop = min(chunk.num_bytes, start + room)
+            stop = min(size, start + room)
             if stop > start:
-                unit.append(_Part(index, start, stop))
+                unit.append(Part(index, start, stop))
                 filled += stop - start
                 start = stop
-            if start < chunk.num_bytes or filled == UNIT_BYTES:
+            if start < size or filled == UNIT_BYTES:
                 yield unit
                 unit, filled = [], 0
     if unit:
         yield unit
 
 
-def _part_bytes(chunk: ChunkSource, part: _Part, scratch: Bytes) -> list[Bytes]:
+def _part_bytes(tensors: Sequence[torch.Tensor], part: Part, scratch: Bytes) -> list[Bytes]:
     """Return bytes [start, stop) of a chunk: views of tensor memory where that is possible, copies in `scratch`."""
     pieces: list[Bytes] = []
     begin = 0
-    for tensor in chunk.tensors:
+    for tensor in tensors:
         end = begin + tensor.numel() * tensor.element_size()
         low, high = max(part.start, begin), min(part.stop, end)
         if low < high:
@@ -179,20 +194,35 @@ def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes) -> N
         filled += box.num_elements
 
 
-def _block_digests(pieces: list[Bytes]) -> Iterator[int]:
-    if len(pieces) == 1:
-        data = pieces[0]
-        for start in range(0, len(data), BLOCK_BYTES):
-            yield checksum(data[start : start + BLOCK_BYTES])
-        return
-    hasher, room = xxhash.xxh3_64(), BLOCK_BYTES
-    for data in pieces:
-        while len(data):
-            taken, data = data[:room], data[room:]
-            hasher.update(taken)
-            room -= len(taken)
-            if room == 0:
-                yield hasher.intdigest()
-                hasher, room = xxhash.xxh3_64(), BLOCK_BYTES
-    if room < BLOCK_BYTES:
-        yield hasher.intdigest()
+def _compute_checksums(
+    unit: Sequence[Part],
+    buffers: Sequence[Bytes],
+    first_block: npt.NDArray[np.int64],
+    checksums: npt.NDArray[np.uint64],
+) -> None:
+    """Compute the checksums of the blocks of a unit, whose bytes may come in other pieces than its parts."""
+    pieces = list(reversed(buffers))
+    for part in unit:
+        block = int(first_block[part.chunk]) + part.start // BLOCK_BYTES
+        for start in range(part.start, part.stop, BLOCK_BYTES):
+            wanted = min(BLOCK_BYTES, part.stop - start)
+            if len(pieces[-1]) >= wanted:
+                checksums[block] = checksum(pieces[-1][:wanted])
+                pieces[-1] = pieces[-1][wanted:]
+            else:
+                checksums[block] = _digest_of_pieces(pieces, wanted)
+            if not len(pieces[-1]):
+                pieces.pop()
+            block += 1
+
+
+def _digest_of_pieces(pieces: list[Bytes], wanted: int) -> int:
+    hasher = xxhash.xxh3_64()
+    while True:
+        taken = pieces[-1][:wanted]
+        hasher.update(taken)
+        pieces[-1] = pieces[-1][len(taken) :]
+        wanted -= len(taken)
+        if not wanted:
+            return hasher.intdigest()
+        pieces.pop()

@@ -9,7 +9,7 @@ import torch
 
 from distckpt import _dtypes, _shard_file, _storage
 from distckpt._io import checksum
-from distckpt._io_write import ChunkSource, FileSource, write_file
+from distckpt._io_write import fill_from_tensors, write_file
 from distckpt._manifest import FORMAT_VERSION, OBJECT, ShardFile
 from distckpt._plan_save import ChunkLayout, Pieces, layout_files
 from distckpt._records import Record, WrittenFile
@@ -81,10 +81,9 @@ def _write(
 ) -> WrittenFile:
     header, first_bytes = _shard_file.build_header(entries, metadata)
     sizes = [entry.num_bytes for entry in entries]
-    sources = [ChunkSource(*source) for source in zip(first_bytes, sizes, contents, strict=True)]
-    file = FileSource(_storage.join(checkpoint_dir, *name.split("/")), header, sources)
-    checksums = write_file(file)
-    shard_file = ShardFile(name, file.num_bytes, len(header), checksum(header))
+    location = _storage.join(checkpoint_dir, *name.split("/"))
+    checksums = write_file(location, header, sizes, fill_from_tensors(contents))
+    shard_file = ShardFile(name, len(header) + sum(sizes), len(header), checksum(header))
     return WrittenFile(shard_file, chunks, first_bytes, sizes, checksums)
 
 

@@ -114,7 +114,7 @@ def place(shape, dtype, strides, fill=-7):
     shape = tuple(shape)
     if strides == "transposed":
         base = torch.full(shape[::-1], fill, dtype=dtype)
-        return base.permute(*reversed(range(len(shape)))), base
+        return base.permute(tuple(reversed(range(len(shape))))), base
     if strides == "every second":
         base = torch.full(tuple(2 * n for n in shape), fill, dtype=dtype)
         return base[tuple(slice(None, None, 2) for _ in shape)], base
@@ -133,7 +133,7 @@ def save(path, tensors, **kwargs):
     state = {}
     for key, (tensor, pieces, strides) in tensors.items():
         for number, piece in enumerate(pieces):
-            values = torch.from_numpy(np.ascontiguousarray(piece.cut(tensor)))
+            values = torch.from_numpy(np.array(piece.cut(tensor)))
             data, _ = place(values.shape, values.dtype, strides)
             data.copy_(values)
             state[f"{key}.{number}"] = piece.shard(key, data, tensor.shape)
@@ -203,7 +203,7 @@ def regular_shards(key, tensor, grid, make=lambda part: part):
         yield part, ShardedTensor.from_rank_offsets(key, make(part), *offsets)
 
 
-@pytest.mark.parametrize("shape", [(12,), (6, 6), (2, 4, 6), (2, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(12,), (6, 6), (2, 3, 4), (2, 2, 2, 3)], ids=str)
 def test_every_regular_grid_loads_into_every_other(tmp_path, shape):
     tensor = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     for grid in regular_grids(shape):

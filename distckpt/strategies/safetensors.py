@@ -178,7 +178,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         tensors = {name: s for name, s in wanted.items() if isinstance(s, ShardedTensor)}
         objects = {name: s for name, s in wanted.items() if isinstance(s, ShardedObject)}
         loaded: dict[str, Any] = {
-            **dict.fromkeys(without, {}),
+            **{name: {} for name in without},
             **self._load_tensors(manifest, tensors, checkpoint_dir),
             **self._load_objects(manifest, objects, checkpoint_dir),
         }

@@ -1,0 +1,225 @@
+"""State dicts that contradict each other: the same error on every rank, nothing written, the group as before."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import InvalidShardingError, LoadMismatchError, ShardedObject, ShardedTensor
+from tests.distributed.harness import GROUP_TIMEOUT, error_of, run, sum_over_ranks
+
+
+def tensor(key, shape, *offsets, dtype=torch.float32, replica_id=0, value=0.0):
+    data = torch.full(shape, value).to(dtype)
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica_id)
+
+
+def two_main_replicas(rank):
+    return {"w": tensor("w", (6, 4), replica_id=0 if rank in (1, 3) else rank + 1)}
+
+
+def no_main_replica(rank):
+    return {"w": tensor("w", (6, 4), replica_id=rank + 1)}
+
+
+def hole(rank):
+    return {} if rank == 2 else {"w": tensor("w", (6, 4), (0, rank, 4))}
+
+
+def hole_of_copies(rank):
+    return {"w": tensor("w", (6, 4), (0, rank, 4), replica_id=int(rank == 2))}
+
+
+def overlapping_boxes(rank):
+    data = torch.zeros(7, 4)
+    return {"w": ShardedTensor("w", data, data.dtype, (7, 4), (27, 4), (rank * 6, 0) if rank < 3 else (20, 0), None)}
+
+
+def other_dtype(rank):
+    return {"w": tensor("w", (6, 4), (0, rank, 4), dtype=torch.bfloat16 if rank == 3 else torch.float32)}
+
+
+def other_shape(rank):
+    return {"w": tensor("w", (6, 5 if rank == 1 else 4), (0, rank, 4))}
+
+
+def other_number_of_axes(rank):
+    return {"w": tensor("w", (6, 4, 1) if rank == 1 else (6, 4), (0, rank, 4))}
+
+
+def experts_counted_from_0_on_every_rank(rank):
+    return {f"local.{i}": tensor(f"experts.{i}.weight", (6, 4), value=float(rank * 2 + i)) for i in range(2)}
+
+
+def tensor_here_object_there(rank):
+    return {"w": ShardedObject("w", 1, (4,), (rank,)) if rank == 2 else tensor("w", (6, 4), (0, rank, 4))}
+
+
+def tensor_and_object_in_one_dict(rank):
+    return {"w": tensor("state", (6, 4), (0, rank, 4)), "o": ShardedObject("state", 1, (4,), (rank,))}
+
+
+def object_twice(rank):
+    return {"rng": ShardedObject("rng", rank, (3,), (min(rank, 2),))}
+
+
+def object_missing(rank):
+    return {"rng": ShardedObject("rng", rank, (5,), (rank,))}
+
+
+def other_object_grid(rank):
+    return {"rng": ShardedObject("rng", rank, (4 if rank else 5,), (rank,))}
+
+
+def reserved_key(rank):
+    return {"w": ShardedObject("distckpt.common_state", rank, (4,), (rank,))}
+
+
+CASES = {
+    two_main_replicas: ["key 'w'", "2 main replicas", "rank 1", "rank 3", "replica_id"],
+    no_main_replica: ["key 'w'", "no main replica", "rank 0", "replica_id 0"],
+    hole: ["key 'w'", "no rank holds element (12, 0)"],
+    hole_of_copies: ["key 'w'", "no main replica holds element (12, 0)", "rank 2"],
+    overlapping_boxes: ["key 'w'", "2 main replicas hold the same element (6, 0)", "rank 0", "rank 1"],
+    other_dtype: ["Key 'w'", "F32", "BF16", "rank 0", "rank 3"],
+    other_shape: ["Key 'w'", "(24, 4)", "(24, 5)", "rank 0", "rank 1"],
+    other_number_of_axes: ["Key 'w'", "(24, 4)", "(24, 4, 1)", "rank 0", "rank 1"],
+    experts_counted_from_0_on_every_rank: ["'experts.0.weight'", "'experts.1.weight'", "rank 0", "rank 3", "experts"],
+    tensor_here_object_there: ["Key 'w'", "F32", "object", "rank 0", "rank 2"],
+    tensor_and_object_in_one_dict: ["Key 'state'", "F32", "object"],
+    object_twice: ["key 'rng'", "rank 2", "rank 3"],
+    object_missing: ["key 'rng'", "no rank holds element (4,)"],
+    other_object_grid: ["Key 'rng'", "(5,)", "(4,)", "rank 0", "rank 1"],
+    reserved_key: ["distckpt.common_state", "reserved"],
+}
+
+
+def good_state(rank, *, blank=False):
+    return {"good": tensor("good", (6, 4), (0, rank, 4), value=-1.0 if blank else float(rank))}
+
+
+def save_wrongly_then_rightly(rank, make_state, path):
+    """Return the error of the wrong save, how long it took, what it left, and whether all goes well after it."""
+    started = time.monotonic()
+    error = error_of(distckpt.save, make_state(rank), path)
+    seconds = time.monotonic() - started
+    total = sum_over_ranks(rank)
+    left = os.listdir(os.path.dirname(path))
+    sum_over_ranks(0)
+    distckpt.save(good_state(rank), path)
+    loaded = distckpt.load(good_state(rank, blank=True), path)["good"]
+    return error, seconds, left, total == 6 and bool((loaded == rank).all())
+
+
+@pytest.mark.parametrize("make_state", CASES, ids=lambda case: case.__name__)
+def test_every_rank_raises_the_same_error_and_nothing_is_written(make_state, tmp_path):
+    results = run(save_wrongly_then_rightly, 4, make_state, str(tmp_path / "checkpoint"))
+    errors, seconds, left, fine = zip(*results, strict=True)
+    assert [type(error) for error in errors] == [InvalidShardingError] * 4, errors
+    assert len({str(error) for error in errors}) == 1, errors
+    for words in CASES[make_state]:
+        assert words in str(errors[0])
+    assert max(seconds) < GROUP_TIMEOUT / 2
+    assert left == ([], [], [], [])
+    assert all(fine)
+
+
+def save_with_gaps(rank, path):
+    distckpt.save(hole(rank), path, validate_access_integrity=False)
+    request = {"w": tensor("w", (6, 4), (0, rank, 4), value=1.0)}
+    return error_of(distckpt.load, request, path), sum_over_ranks(rank)
+
+
+def test_gaps_that_were_saved_on_request_are_an_error_for_who_asks_for_them(tmp_path):
+    results = run(save_with_gaps, 4, str(tmp_path / "checkpoint"))
+    for error, total in results:
+        assert total == 6
+        assert isinstance(error, distckpt.RankFailedError)
+        assert list(error.failures) == [2]
+        assert isinstance(error.failures[2], LoadMismatchError)
+        assert "'w'" in str(error)
+        assert "[12:18, 0:4]" in str(error)
+
+
+def overlap_without_validation(rank, path):
+    return error_of(distckpt.save, two_main_replicas(rank), path, validate_access_integrity=False)
+
+
+def test_overlaps_are_refused_even_without_validation(tmp_path):
+    errors = run(overlap_without_validation, 4, str(tmp_path / "checkpoint"))
+    assert [type(error) for error in errors] == [InvalidShardingError] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def differing_replicas(rank, key="rng.state"):
+    return {
+        "w": tensor("w", (50, 4), (0, rank % 2, 2), replica_id=rank // 2),
+        "r": tensor(key, (100,), replica_id=rank, value=7.0 if rank == 2 else 1.0),
+    }
+
+
+def save_differing_replicas(rank, path):
+    error = error_of(distckpt.save, differing_replicas(rank), path, validate_replicas=True)
+    total = sum_over_ranks(rank)
+    left = os.listdir(os.path.dirname(path))
+    sum_over_ranks(0)
+    distckpt.save(differing_replicas(rank), path)
+    return error, total, left
+
+
+def test_validate_replicas_names_the_ranks_and_the_key(tmp_path):
+    results = run(save_differing_replicas, 4, str(tmp_path / "checkpoint"))
+    errors, totals, left = zip(*results, strict=True)
+    assert [type(error) for error in errors] == [InvalidShardingError] * 4
+    assert len({str(error) for error in errors}) == 1
+    for words in ("'rng.state'", "rank 0", "rank 2"):
+        assert words in str(errors[0])
+    assert "'w'" not in str(errors[0])
+    assert "rank 1" not in str(errors[0])
+    assert totals == (6, 6, 6, 6)
+    assert left == ([], [], [], [])
+    # Without the option it was saved.
+    assert distckpt.load_plain_tensors(str(tmp_path / "checkpoint"))["w"].shape == (100, 4)
+
+
+def save_equal_replicas(rank, path):
+    """Equal contents count as equal whatever their strides; NaN equals itself."""
+    full = torch.arange(60.0).reshape(6, 10)
+    full[0, 0] = float("nan")
+    data = full.clone() if rank % 2 else full.T.contiguous().T
+    state = {"w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank)}
+    state["flat"] = ShardedTensor.from_rank_offsets_flat(
+        "flat", full.flatten()[3:57], (6, 10), flattened_range=slice(3, 57), replica_id=rank
+    )
+    distckpt.save(state, path, validate_replicas=True, validate_access_integrity=False)
+
+
+def test_validate_replicas_accepts_equal_ones(tmp_path):
+    run(save_equal_replicas, 3, str(tmp_path / "checkpoint"))
+    loaded = distckpt.load_plain_tensors(str(tmp_path / "checkpoint"))["w"].flatten()
+    assert loaded[1:].tolist() == list(range(1, 60))
+
+
+def load_wrongly(rank, path):
+    distckpt.save(good_state(rank), path)
+    wrong = tensor("good", (6, 4), (0, min(rank, 2), 4))
+    error = error_of(distckpt.load, {"good": wrong}, path)
+    total = sum_over_ranks(rank)
+    unchecked = distckpt.load({"good": tensor("good", (6, 4), (0, min(rank, 2), 4))}, path, None, False)["good"]
+    return error, total, bool((unchecked == min(rank, 2)).all())
+
+
+def test_a_request_with_wrong_offsets_is_refused_on_every_rank(tmp_path):
+    results = run(load_wrongly, 4, str(tmp_path / "checkpoint"))
+    errors, totals, read_unchecked = zip(*results, strict=True)
+    assert [type(error) for error in errors] == [InvalidShardingError] * 4
+    assert len({str(error) for error in errors}) == 1
+    for words in ("'good'", "rank 2", "rank 3"):
+        assert words in str(errors[0])
+    assert "written" not in str(errors[0]), "a load writes nothing"
+    assert totals == (6, 6, 6, 6)
+    assert all(read_unchecked), "validate_access_integrity=False reads what every rank asks for"
