@@ -18,6 +18,8 @@ from distckpt.core import (
 )
 from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from distckpt.serialization import (
+    ExportReport,
+    consolidate,
     load,
     load_common_state_dict,
     load_content_metadata,
@@ -37,6 +39,7 @@ __all__ = [
     "CheckpointingConfig",
     "CheckpointingException",
     "CorruptCheckpointError",
+    "ExportReport",
     "InvalidShardingError",
     "LoadMismatchError",
     "LocalNonpersistentObject",
@@ -47,6 +50,7 @@ __all__ = [
     "StrictHandling",
     "UnsupportedObjectError",
     "check_is_distributed_checkpoint",
+    "consolidate",
     "load",
     "load_common_state_dict",
     "load_content_metadata",

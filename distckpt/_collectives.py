@@ -73,46 +73,80 @@ class Ranks:
 
         Args:
             name: what the ranks are doing, for messages.
-            decision: the body works on the coordinator on behalf of all; its error is raised as it is on every rank.
+            decision: the body works on the coordinator on behalf of all.
 
         Raises:
-            RankFailedError: on every rank, when several ranks take part and the body failed on any of them.
+            CheckpointingException: on every rank, as it is, when the coordinator's decision was to raise it, or when
+                all ranks failed with the same.
+            RankFailedError: on every rank, when several ranks take part and the body failed on any of them otherwise.
         """
         error: BaseException | None = None
         try:
             yield
         except BaseException as caught:
             error = caught
-            if self.size > 1 and not _is_agreed(caught):
+            if self.size > 1 and not self._is_known_to_all(caught):
                 logger.error("rank %d failed in phase %r: %s: %s", self.rank, name, type(caught).__name__, caught)
         self._agree(error, name, decision)
 
     def _agree(self, error: BaseException | None, name: str, decision: bool) -> None:
-        if self.size == 1 or (error is not None and getattr(error, "lost_contact", False)):
+        # An error that all ranks have raised together already, in a phase inside this one, is not exchanged again.
+        if self.size == 1 or (error is not None and self._is_known_to_all(error)):
             if error is not None:
                 raise error
             return
-        with _contact(name):
+        with self._contact(name):
             any_failed = torch.tensor([int(error is not None)])
             dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=self._group)
         if not any_failed.item():
             return
         outcomes = [json.loads(text) for text in self.all_gather(json.dumps(_describe_error(error)).encode())]
-        # An error that all ranks have raised together already (in a phase inside this one) is not wrapped again.
-        if error is not None and (_is_agreed(error) or not isinstance(error, Exception)):
-            raise error
+        agreed = self._error_to_raise(error, outcomes, name, decision)
+        agreed.known_in = self._group.group_name  # type: ignore[attr-defined]
+        if agreed is error:
+            raise agreed
+        raise agreed from error
+
+    def _error_to_raise(
+        self, error: BaseException | None, outcomes: Sequence[dict[str, Any] | None], name: str, decision: bool
+    ) -> BaseException:
+        if error is not None and not isinstance(error, Exception):
+            # KeyboardInterrupt and its like keep their meaning for this process; the others hear of a failed rank.
+            return error
         failures = {rank: _rebuild_error(outcome) for rank, outcome in enumerate(outcomes) if outcome is not None}
         if error is not None:
             failures[self.rank] = error
-        agreed = next(iter(failures.values())) if decision else core.RankFailedError(failures, phase=name)
-        agreed.is_agreed = True  # type: ignore[attr-defined]
-        raise agreed from (error if error is not agreed else None)
+        is_same_everywhere = None not in outcomes and all(outcome == outcomes[0] for outcome in outcomes)
+        if is_same_everywhere or (decision and list(failures) == [0]):
+            common = failures.get(self.rank, failures[min(failures)])
+            if isinstance(common, core.CheckpointingException):
+                return common
+        return core.RankFailedError(failures, phase=name)
+
+    def _is_known_to_all(self, error: BaseException) -> bool:
+        return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
+
+    @contextlib.contextmanager
+    def _contact(self, name: str) -> Iterator[None]:
+        """Turn a broken exchange into an error that says what it means: a peer died or timed out."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = core.RankFailedError(
+                {},
+                message=(
+                    f"Lost contact with another rank during {name!r}: it died, or did not come within the process "
+                    f"group's timeout. Look for the first error in the other ranks' logs. ({error})"
+                ),
+            )
+            lost.known_in = self._group.group_name  # type: ignore[attr-defined]
+            raise lost from error
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Send a payload to the coordinator; returns all of them by rank there, an empty list elsewhere."""
         if self.size == 1:
             return [payload]
-        with _contact("gather"):
+        with self._contact("gather"):
             sizes = self._all_gather_sizes(len(payload))
             if not self.is_coordinator:
                 if payload:
@@ -130,7 +164,7 @@ class Ranks:
         """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
         if self.size == 1:
             return payloads[0]
-        with _contact("scatter"):
+        with self._contact("scatter"):
             sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
             dist.broadcast(sizes, src=dist.get_global_rank(self._group, 0), group=self._group)
             if not self.is_coordinator:
@@ -147,7 +181,7 @@ class Ranks:
         """Return the coordinator's payload on every rank (the argument is ignored elsewhere)."""
         if self.size == 1:
             return payload
-        with _contact("broadcast"):
+        with self._contact("broadcast"):
             source = dist.get_global_rank(self._group, 0)
             size = torch.tensor([len(payload)])
             dist.broadcast(size, src=source, group=self._group)
@@ -160,7 +194,7 @@ class Ranks:
         """Return every rank's payload, by rank, on every rank."""
         if self.size == 1:
             return [payload]
-        with _contact("all_gather"):
+        with self._contact("all_gather"):
             sizes = self._all_gather_sizes(len(payload))
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(payload)] = _as_tensor(payload)
@@ -194,27 +228,6 @@ def _as_tensor(payload: bytes) -> torch.Tensor:
     if not payload:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
-
-
-@contextlib.contextmanager
-def _contact(name: str) -> Iterator[None]:
-    """Turn a broken exchange into an error that says what it means: a peer died or timed out."""
-    try:
-        yield
-    except RuntimeError as error:
-        lost = core.RankFailedError(
-            {},
-            message=(
-                f"Lost contact with another rank during {name!r}: it died, or did not come within the process group's "
-                f"timeout. Nothing was committed. Look for the first error in the other ranks' logs. ({error})"
-            ),
-        )
-        lost.lost_contact = lost.is_agreed = True  # type: ignore[attr-defined]
-        raise lost from error
-
-
-def _is_agreed(error: BaseException) -> bool:
-    return bool(getattr(error, "is_agreed", False))
 
 
 def _describe_error(error: BaseException | None) -> dict[str, Any] | None:

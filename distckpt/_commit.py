@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Literal
 
 from distckpt import _storage, core
@@ -99,6 +100,26 @@ def _replace(staging: str, location: str) -> None:
     _storage.rename(location, aside)
     _storage.rename(staging, location)
     _storage.remove_tree(aside)
+
+
+def commit_beside_others(staging: str, location: str, replaced: Callable[[str], bool]) -> None:
+    """Make a completely written directory visible, together with files that are in its place already.
+
+    Args:
+        staging: written beside `location`.
+        location: may hold other files; they stay, unless `staging` has one of the same name.
+        replaced: tells of a name at the top level whether it belongs to what the new content replaces.
+    """
+    if not _storage.is_local(location):
+        return
+    if _state_of(location) == "free":
+        _storage.rename(staging, location)
+        return
+    for name in _storage.list_names(location):
+        if not replaced(name) and not _storage.exists(_storage.join(staging, name)):
+            _storage.link_tree(_storage.join(location, name), _storage.join(staging, name))
+    _storage.sync_directory(staging)
+    _replace(staging, location)
 
 
 def abandon(staging: str, location: str) -> None:

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 COMMON_KEY = "distckpt.common_state"
 """Key of the object that holds common state in a checkpoint; reserved."""
+CONTENT_METADATA = "content_metadata"
+"""Entry of common state that describes the content of a checkpoint."""
 
 
 def comparable(common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None) -> CommonStateDict:

@@ -31,7 +31,8 @@ _local = threading.local()
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """View the memory of a contiguous CPU tensor as bytes."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    # A tensor of one item counts as contiguous whatever its strides, but view() refuses most of them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

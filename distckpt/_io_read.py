@@ -74,13 +74,25 @@ def read_copies(
 def read_chunks(location: str, manifest: Manifest, chunks: Sequence[int], verify: str) -> list[bytes]:
     """Return the whole content of some chunks (encoded objects)."""
     contents = [np.empty(int(manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
+    read_chunks_into(location, manifest, chunks, contents, verify)
+    return [content.tobytes() for content in contents]
+
+
+def read_chunks_into(
+    location: str,
+    manifest: Manifest,
+    chunks: Sequence[int],
+    memories: Sequence[Bytes],
+    verify: str,
+    num_threads: int = NUM_THREADS,
+) -> None:
+    """Read whole chunks into memory of their size."""
     parts = [
         part
-        for chunk, content in zip(chunks, contents, strict=True)
-        for part in _direct_parts(chunk, 0, len(content), content, manifest.block_bytes)
+        for chunk, memory in zip(chunks, memories, strict=True)
+        for part in _direct_parts(chunk, 0, len(memory), memory, manifest.block_bytes)
     ]
-    _read_parts(location, manifest, parts, verify)
-    return [content.tobytes() for content in contents]
+    _read_parts(location, manifest, parts, verify, num_threads)
 
 
 def _divide(manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str) -> Iterator[_Part]:

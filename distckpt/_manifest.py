@@ -133,21 +133,25 @@ class Manifest:
             for name in _INT_COLUMNS:
                 if columns[name].dtype != np.int64:
                     raise ValueError(f"column {name!r} has dtype {columns[name].dtype}, int64 expected")
+            _check_key_shapes(columns["key_shapes"])
             ndims = columns["key_ndims"].tolist()
             if not all(0 <= n <= columns["key_shapes"].shape[1] for n in ndims):
                 raise ValueError("a key has more axes than the table")
+            block_bytes = int(fields["block_bytes"])
+            # Blocks begin between items of every size, and are counted in int64.
+            _require(0 < block_bytes < 2**62 and block_bytes % 16 == 0, f"block_bytes is {block_bytes}")
             manifest = cls(
                 keys=[str(key) for key in fields["keys"]],
                 dtypes=[str(name) for name in fields["dtypes"]],
                 global_shapes=[tuple(row[:n]) for row, n in zip(columns["key_shapes"].tolist(), ndims, strict=True)],
                 files=[ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]],
                 aliases={str(alias): str(key) for alias, key in fields["aliases"].items()},
-                block_bytes=int(fields["block_bytes"]),
+                block_bytes=block_bytes,
                 columns=columns,
                 has_checksums=_known_checksum(fields["checksum"]),
             )
             manifest._check()
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise core.CorruptCheckpointError(
                 f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
                 "Load another checkpoint, or restore this file from a copy."
@@ -156,13 +160,15 @@ class Manifest:
 
     def _check(self) -> None:
         num_chunks, num_keys = len(self.key_ids), len(self.keys)
+        simple = (self.key_ids, self.file_ids, self.first_bytes, self.num_bytes, self.block_checksums)
+        _require(all(column.ndim == 1 for column in simple), "a column has several axes")
         per_chunk = (self.file_ids, self.first_bytes, self.num_bytes, self.offsets, self.shapes)
         _require(all(len(column) == num_chunks for column in per_chunk), "columns differ in length")
         _require(len(self.dtypes) == len(self.global_shapes) == num_keys, "keys and dtypes differ in number")
         _require(len(set(self.keys)) == num_keys, "keys are not distinct")
         _require(all(name == OBJECT or name in _dtypes.FROM_NAME for name in self.dtypes), "a dtype is unknown")
-        _require(self.block_bytes > 0, "block_bytes is not positive")
         _require(set(self.aliases.values()) <= set(self.keys), "an alias has no target")
+        _require(set(self.aliases).isdisjoint(self.keys), "an alias has the name of a key")
         for file in self.files:
             parts = file.name.split("/")
             is_inside = not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)
@@ -212,6 +218,13 @@ def _known_checksum(name: object) -> bool:
     if name not in (CHECKSUM, None):
         raise ValueError(f"the checksum {name!r} is unknown")
     return name == CHECKSUM
+
+
+def _check_key_shapes(key_shapes: IntArray) -> None:
+    _require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
+    # Floating point detects products that would wrap around in int64.
+    num_elements = np.prod(key_shapes.astype(np.float64), axis=1)
+    _require(bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds")
 
 
 def _require(condition: bool, what: str) -> None:

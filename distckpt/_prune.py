@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 from collections.abc import Mapping
 
 import numpy as np
@@ -92,7 +90,7 @@ def _write_remaining(
             first_bytes[kept] = written.first_bytes
             files.append(written.file)
         else:
-            _link(_storage.join(location, file.name), _storage.join(staging, file.name))
+            _storage.link_tree(_storage.join(location, file.name), _storage.join(staging, file.name))
             files.append(file)
     kept_keys = [key_id for key_id, name in enumerate(names) if name is not None]
     new_key_id = np.full(len(names), -1, np.int64)
@@ -144,13 +142,3 @@ def _compare(manifest: Manifest, file: ShardFile, rows: list[int], checksums: np
         raise core.CorruptCheckpointError(
             f"{file.name!r} is not what was saved (checksums differ): nothing was removed. Restore it from a copy."
         )
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        # No hard links on this file system.
-        shutil.copyfile(source, target)
-        with open(target, "rb") as file:
-            os.fsync(file.fileno())

@@ -181,6 +181,22 @@ def remove_tree(location: str) -> None:
         fs.rm(path, recursive=True)
 
 
+def link_tree(source: str, target: str) -> None:
+    """Give local files a second name, directories recursively; copies where the file system has no hard links."""
+    if os.path.isdir(source) and not os.path.islink(source):
+        os.mkdir(target)
+        for name in os.listdir(source):
+            link_tree(os.path.join(source, name), os.path.join(target, name))
+        sync_directory(target)
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(source, target, follow_symlinks=False)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
+
+
 def rename(source: str, target: str) -> None:
     """Rename a local directory and make the change durable; an empty directory at `target` is replaced."""
     os.rename(source, target)

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,30 +15,48 @@ import torch
 from distckpt import _commit, _sources, _state_dict, _storage, core, validation
 from distckpt._codec import HOLE
 from distckpt._collectives import Ranks
-from distckpt._common_state import COMMON_KEY, comparable, warn_about_differences
-from distckpt._shards import Shard, ShardTable, describe, merge_tables
-from distckpt._sources import BACKEND, VERSION
-from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from distckpt.strategies.base import (
-    LoadShardedStrategy,
-    Options,
-    SaveShardedStrategy,
-    StrategyAction,
-    get_default_strategy,
-    register_default_strategy,
+from distckpt._common_state import COMMON_KEY, CONTENT_METADATA, comparable, warn_about_differences
+from distckpt._plan_export import DEFAULT_MAX_FILE_BYTES
+from distckpt._queries import (
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    remove_sharded_tensors,
 )
-from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
+from distckpt._shards import Shard, ShardTable, describe, merge_tables
+from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
+from distckpt.rules import Rule
+from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
+from distckpt.strategies.defaults import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+    load_strategy,
+    save_strategy,
+)
+from distckpt.strategies.huggingface import ExportReport, HuggingFaceConsolidationStrategy
 from distckpt.utils import _clean_metadata_for_serialization
 from distckpt.validation import StrictHandling, handle_mismatch, parse_strict_flag
 
+__all__ = [
+    "ExportReport",
+    "consolidate",
+    "get_default_load_sharded_strategy",
+    "get_default_save_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+]
+
 logger = logging.getLogger(__name__)
 
-CONTENT_METADATA = "content_metadata"
-
 Verify = Literal["none", "read", "full"]
-
-register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SafetensorsSaveStrategy())
-register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, SafetensorsLoadStrategy())
 
 
 def save(
@@ -107,7 +125,7 @@ def save(
     # 1. Take the state dict apart.
     with ranks.phase("take their state dicts apart"):
         location = _commit.resolve(os.fspath(checkpoint_dir))
-        strategy = _save_strategy(sharded_strategy).configure(options)
+        strategy = save_strategy(sharded_strategy).configure(options)
         shards, common = _split_for_saving(sharded_state_dict, content_metadata)
         compared = comparable(common, preprocess_common_before_consistancy_check)
     if validate_access_integrity:
@@ -153,17 +171,6 @@ def _refuse_unavailable(common_strategy: object, async_sharded_save: bool) -> No
         )
 
 
-def _save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
-    strategy: Any = given
-    if given is None or isinstance(given, tuple):
-        strategy = get_default_save_sharded_strategy(*(given or ()))
-    if not isinstance(strategy, SaveShardedStrategy):
-        raise core.CheckpointingException(
-            f"sharded_strategy must be a SaveShardedStrategy, (backend, version) or None, got {type(given).__name__}."
-        )
-    return strategy
-
-
 def _split_for_saving(
     sharded_state_dict: ShardedStateDict, content_metadata: dict[str, Any] | None
 ) -> tuple[list[Shard], CommonStateDict]:
@@ -193,6 +200,7 @@ def load(
     common_strategy: None = None,
     verify: Verify = "read",
     allow_dtype_cast: bool = False,
+    rules: Sequence[Rule] = (),
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under the layout that a sharded state dict describes, whatever layout it was saved under.
 
@@ -207,7 +215,8 @@ def load(
         sharded_state_dict: says what to load: `ShardedTensor`s (filled in place, or allocated on CPU when their data
             is None), `ShardedObject`s and `ShardedTensorFactory`s. `LocalNonpersistentObject`s come back unwrapped;
             other values are ignored. The dict itself is not changed.
-        checkpoint_dir: a path or fsspec URL.
+        checkpoint_dir: a path or fsspec URL of a checkpoint, of a Hugging Face directory, or of a folder of shards that
+            torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote.
         sharded_strategy: reads the shards; a strategy, `(backend, version)` of a registered one, or None for the one
             that the checkpoint was saved with.
         validate_access_integrity: with several ranks, check first that the main replicas of all ranks cover each
@@ -221,6 +230,8 @@ def load(
             byte is checked, "none" checks nothing.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information. Lossless
             conversions (bf16 to fp32) are always made.
+        rules: how the tensors of the checkpoint come about from those asked for, when it stores them under other
+            names or shapes (a Hugging Face checkpoint, see `distckpt.rules`).
 
     Returns:
         The structure of `sharded_state_dict` with loaded values, together with all common state; and, when `strict`
@@ -244,11 +255,14 @@ def load(
     marker = json.loads(ranks.broadcast(json.dumps(marker).encode()))
     with ranks.phase("prepare to load"):
         mode = parse_strict_flag(strict)
-        strategy = _load_strategy(sharded_strategy, marker).configure(
+        if rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
+            raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
+        strategy = load_strategy(sharded_strategy, marker).configure(
             Options(
                 process_group=process_group,
                 verify="full" if verify_integrity else _parse_verify(verify),
                 allow_dtype_cast=allow_dtype_cast,
+                rules=tuple(rules),
             )
         )
         shards, _, skeleton = _state_dict.split(sharded_state_dict)
@@ -279,19 +293,6 @@ def _parse_verify(verify: str) -> str:
     return verify
 
 
-def _load_strategy(given: LoadShardedStrategy | tuple[str, int] | None, marker: dict[str, Any]) -> LoadShardedStrategy:
-    if given is None:
-        given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
-    strategy: Any = given
-    if isinstance(given, tuple):
-        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *given)
-    if not isinstance(strategy, LoadShardedStrategy):
-        raise core.CheckpointingException(
-            f"sharded_strategy must be a LoadShardedStrategy, (backend, version) or None, got {type(given).__name__}."
-        )
-    return strategy
-
-
 def _compare_keys(
     ranks: Ranks, mode: StrictHandling, asked: set[str], strategy: LoadShardedStrategy, location: str
 ) -> tuple[set[str], set[str]]:
@@ -313,110 +314,76 @@ def _compare_keys(
     return missing, unexpected
 
 
-def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
-    """Return the common state of a checkpoint: everything that was saved without being sharded.
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    keys: str | Sequence[str] | None = None,
+    rules: Sequence[Rule] = (),
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    tied: Literal["drop", "write"] = "drop",
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    extra_files_from: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    verify: Verify = "full",
+    max_inflight_bytes: int = 256 << 20,
+    process_group: Any = None,
+) -> ExportReport:
+    """Merge the shards of a checkpoint into a Hugging Face checkpoint, without building the model.
 
-    Any rank may call, alone.
+    Everything is checked before a byte is written: shards must tile every tensor. The export is written beside its
+    place and appears there in one step; an earlier one stays whole until then. Memory is bounded whatever the size of
+    a tensor.
 
-    Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
-    """
-    strategy, location = _strategy_alone(checkpoint_dir)
-    common = strategy.load({"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}, location)["common"]
-    compacted: StateDict = _state_dict.compact(common)
-    return compacted
+        distckpt.consolidate("checkpoints/step_100", "exports/step_100", keys="model.", dtype=torch.bfloat16)
 
-
-def load_tensors_metadata(
-    checkpoint_dir: str | os.PathLike[str], sharded_strategy: LoadShardedStrategy | None = None
-) -> dict[str, ShardedTensor]:
-    """Describe the tensors of a checkpoint: for each key a `ShardedTensor` without data that is the whole tensor.
-
-    Any rank may call, alone. With `init_data` the result can be passed to `load`.
-
-    Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
-    """
-    strategy, location = _strategy_alone(checkpoint_dir, sharded_strategy)
-    return strategy.load_tensors_metadata(location)
-
-
-def load_sharded_metadata(
-    checkpoint_dir: str | os.PathLike[str], sharded_strategy: LoadShardedStrategy | None = None
-) -> dict[str, ShardedTensor | ShardedObject]:
-    """Describe the tensors (by key) and objects (by unique key) of a checkpoint, without data.
-
-    Any rank may call, alone.
-
-    Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
-    """
-    strategy, location = _strategy_alone(checkpoint_dir, sharded_strategy)
-    described = strategy.load_sharded_metadata(location)
-    return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
-
-
-def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Load all tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not included.
-
-    Any rank may call, alone.
-
-    Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
-    """
-    strategy, location = _strategy_alone(checkpoint_dir)
-    loaded: dict[str, torch.Tensor] = strategy.load(dict(strategy.load_tensors_metadata(location)), location)
-    return loaded
-
-
-def load_content_metadata(
-    checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: StateDict | None = None
-) -> dict[str, Any] | None:
-    """Return the `content_metadata` that was given to `save`, None when there was none.
+    Collective: every rank of the process group calls; each writes whole files. Works in one process as well.
 
     Args:
-        checkpoint_dir: of the checkpoint; not read when `preloaded_state_dict` is given.
-        preloaded_state_dict: common state that was loaded already.
+        checkpoint: a distckpt checkpoint, or a folder of shards that torch's
+            `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote.
+        output_dir: gets `model.safetensors`, or several files and their index. Other files that are there stay.
+        keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; None for all.
+        rules: changes of names and shapes, see `distckpt.rules`.
+        rename: afterwards, old beginnings of names -> new ones.
+        dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new names. Integers and
+            8-bit floats are converted only by a pattern that is exactly their name.
+        tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each ("write").
+        max_file_bytes: how much data goes into one file.
+        fqn_to_index_mapping: new name -> number of its file, from 1, instead.
+        like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it.
+        extra_files_from: a directory whose other files (config, tokenizer, code) are copied.
+        overwrite: replace an export that is there.
+        verify: as in `load`; checksums of a distckpt checkpoint are verified by default.
+        max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
+        process_group: the ranks that work together; None for the default group, or for this process alone when
+            torch.distributed is not initialised.
+
+    Returns:
+        What was written, as read back from the files.
 
     Raises:
-        ValueError: neither argument was given.
+        CheckpointNotFoundError: there is nothing to consolidate.
+        CheckpointExistsError: `output_dir` holds an export and `overwrite` is False.
+        CorruptCheckpointError: shards are missing, overlap, contradict each other or are damaged.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
-    if preloaded_state_dict is None:
-        if checkpoint_dir is None:
-            raise ValueError("Give checkpoint_dir or preloaded_state_dict.")
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
-    return preloaded_state_dict.get(CONTENT_METADATA)
-
-
-def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-    """Remove the tensors whose keys begin with a prefix, optimizer state for example, and give their space back.
-
-    One rank calls. The checkpoint stays whole at every moment: what remains is put together beside it and takes its
-    place in one step.
-
-    Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
-    """
-    strategy, location = _strategy_alone(checkpoint_dir)
-    strategy.remove_sharded_tensors(location, key_prefix)
-
-
-def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VERSION) -> SaveShardedStrategy:
-    """Return the saving strategy registered for a backend."""
-    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
-    assert isinstance(strategy, SaveShardedStrategy)
-    return strategy
-
-
-def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadShardedStrategy:
-    """Return the strategy that reads a checkpoint, or the built-in format when none is given."""
-    marker = {"sharded_backend": BACKEND} if checkpoint_dir is None else _sources.identify(os.fspath(checkpoint_dir))
-    return _load_strategy(None, marker)
-
-
-def _strategy_alone(
-    checkpoint_dir: str | os.PathLike[str], given: LoadShardedStrategy | None = None
-) -> tuple[LoadShardedStrategy, str]:
-    """Return the strategy for a checkpoint, to be used by this rank without the others, and the location."""
-    location = _storage.normalize(checkpoint_dir)
-    return _load_strategy(given, _sources.identify(location)), location
+    strategy = HuggingFaceConsolidationStrategy(
+        keys=keys,
+        rules=rules,
+        rename=rename or {},
+        dtype=dtype,
+        tied=tied,
+        max_file_bytes=max_file_bytes,
+        fqn_to_index_mapping=fqn_to_index_mapping,
+        like=None if like is None else os.fspath(like),
+        extra_files_from=None if extra_files_from is None else os.fspath(extra_files_from),
+        overwrite=overwrite,
+        verify=_parse_verify(verify),
+        max_inflight_bytes=max_inflight_bytes,
+        process_group=process_group,
+    )
+    return strategy.consolidate(os.fspath(checkpoint), os.fspath(output_dir))

@@ -151,9 +151,7 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
         details, bad_keys = _replica_differences(table)
     if details:
         more = f"\nAll keys with such errors: {summarize_keys(bad_keys)}" if len(details) > MAX_DETAILS else ""
-        raise InvalidShardingError(
-            "Invalid sharding, nothing was written:\n- " + "\n- ".join(details[:MAX_DETAILS]) + more
-        )
+        raise InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(details[:MAX_DETAILS]) + more)
 
 
 def _is_trivial(table: GlobalTable) -> npt.NDArray[np.bool_]:

@@ -104,7 +104,7 @@ def test_a_region_that_was_not_saved_is_an_error_that_names_it():
     stored = Request("w", (4, 4), Region((0, 1), (2, 2)))
     assert len(plan_load(manifest, [stored], "here")) == 1
     absent = Request("w", (4, 4), Region((1, 1), (2, 2)))
-    with pytest.raises(LoadMismatchError, match=r"\[1:3, 1:3\] of key 'w' is not stored completely in 'here'") as caught:
+    with pytest.raises(LoadMismatchError, match=r"\[1:3, 1:3\] of key 'w' is not stored .* in 'here'") as caught:
         plan_load(manifest, [stored, absent], "here")
     assert caught.value.unexpected == {"w"}
 

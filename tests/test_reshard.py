@@ -1,4 +1,4 @@
-"""One process plays all ranks: it saves the shards of any layout and loads those of any other; numpy says what is right."""
+"""One process plays all ranks: saves the shards of any layout, loads those of any other; numpy says what is right."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def boxes(draw, shape):
 @st.composite
 def layouts(draw, shape, replicas=True):
     """Draw pieces whose main replicas tile a tensor."""
-    prepended = draw(st.integers(0, len(shape)))
+    # An empty prepended axis would leave no piece, and then there is no tensor.
+    prepended = draw(st.integers(0, shape.index(0) if 0 in shape else len(shape)))
     leading = list(itertools.product(*map(range, shape[:prepended])))
     tiles = [
         (index + offset, (1,) * prepended + extent)
@@ -183,6 +184,7 @@ def test_any_layout_loads_into_any_other(data):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @SWEEP
 @given(st.data())
 def test_any_layout_loads_into_any_other_at_length(data):
@@ -215,7 +217,7 @@ def test_every_regular_grid_loads_into_every_other(tmp_path, shape):
             assert all(torch.equal(shard.data, part) for part, shard in zip(parts, shards, strict=True))
 
 
-def test_optimizer_shards_that_cross_rows_load_under_another_number_of_data_parallel_and_tensor_parallel_ranks(tmp_path):
+def test_flat_optimizer_shards_that_cross_rows_load_under_other_numbers_of_ranks(tmp_path):
     # ZeRO-1: each data-parallel rank holds an equal run of the flattened tensor-parallel shard, padding aside.
     tensor = torch.arange(12 * 10, dtype=torch.float32).view(12, 10)
 
@@ -304,6 +306,7 @@ def test_a_tensor_of_another_shape_is_cropped_or_padded_with_zeros_where_allowed
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @SWEEP
 @given(st.data())
 def test_a_tensor_of_another_shape_is_cropped_or_padded_at_length(data):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 from distckpt.core import CheckpointingException
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from distckpt.rules import Rule
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 
@@ -30,6 +31,7 @@ class Options:
         validate_replicas: see `save`.
         verify: see `load`.
         allow_dtype_cast: see `load`.
+        rules: see `load`.
     """
 
     process_group: Any = None
@@ -38,6 +40,7 @@ class Options:
     validate_replicas: bool = False
     verify: str = "read"
     allow_dtype_cast: bool = False
+    rules: Sequence[Rule] = ()
 
 
 class StrategyAction(Enum):
@@ -122,8 +125,8 @@ class ConsolidationStrategy(StrategyBase):
     """Merges a checkpoint into files without shards."""
 
     @abstractmethod
-    def consolidate(self, checkpoint_dir: str, output_dir: str) -> None:
-        """Write the merged files."""
+    def consolidate(self, checkpoint_dir: str, output_dir: str) -> object:
+        """Write the merged files; may return a report."""
 
 
 _registry: dict[StrategyAction, dict[tuple[str, int], StrategyBase]] = defaultdict(dict)

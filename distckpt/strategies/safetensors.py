@@ -25,6 +25,7 @@ from distckpt._region import Region
 from distckpt._shard_writer import write_pieces
 from distckpt._shards import Shard, ShardTable, describe, merge_tables, region_view, shard_regions
 from distckpt._sources import BACKEND, VERSION
+from distckpt._translate import translate
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
 
@@ -174,7 +175,6 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         # Files that others wrote have no common state.
         without = {n for n, s in sharded_state_dict.items() if s.key == COMMON_KEY and s.key not in manifest.key_index}
         wanted = {name: shard for name, shard in sharded_state_dict.items() if name not in without}
-        _check_known(manifest, wanted.values(), checkpoint_dir)
         tensors = {name: s for name, s in wanted.items() if isinstance(s, ShardedTensor)}
         objects = {name: s for name, s in wanted.items() if isinstance(s, ShardedObject)}
         loaded: dict[str, Any] = {
@@ -191,7 +191,6 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         targets: list[torch.Tensor] = []
         filled: dict[str, torch.Tensor] = {}
         for name, shard in tensors.items():
-            _check_dtype(manifest, shard, checkpoint_dir, self.options.allow_dtype_cast)
             if shard.data is None:
                 shard = shard.without_data()
                 shard.init_data("cpu")
@@ -200,6 +199,11 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             for region in shard_regions(shard):
                 requests.append(Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch))
                 targets.append(region_view(shard, region))
+        if self.options.rules:
+            requests, targets = translate(self.options.rules, requests, targets)
+        _check_known(manifest, [request.key for request in requests], checkpoint_dir)
+        for key, dtype in {(r.key, t.dtype): None for r, t in zip(requests, targets, strict=True)}:
+            _check_dtype(manifest, key, dtype, checkpoint_dir, self.options.allow_dtype_cast)
         copies = plan_load(manifest, requests, checkpoint_dir)
         for request, target in zip(requests, targets, strict=True):
             if request.allow_shape_mismatch:
@@ -210,6 +214,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def _load_objects(
         self, manifest: Manifest, objects: Mapping[str, ShardedObject], checkpoint_dir: str
     ) -> dict[str, object]:
+        _check_known(manifest, [shard.key for shard in objects.values()], checkpoint_dir)
         chunks = [_object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
         blobs = read_chunks(checkpoint_dir, manifest, chunks, self.options.verify)
         return {name: _codec.decode(blob) for name, blob in zip(objects, blobs, strict=True)}
@@ -264,8 +269,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return Manifest.from_bytes(self.ranks.broadcast(data), checkpoint_dir)
 
 
-def _check_known(manifest: Manifest, shards: Iterable[Shard], checkpoint_dir: str) -> None:
-    absent = sorted({shard.key for shard in shards if shard.key not in manifest.key_index})
+def _check_known(manifest: Manifest, keys: Iterable[str], checkpoint_dir: str) -> None:
+    absent = sorted({key for key in keys if key not in manifest.key_index})
     if absent:
         hint = did_you_mean(absent[0], manifest.key_index)
         raise core.LoadMismatchError(
@@ -275,19 +280,18 @@ def _check_known(manifest: Manifest, shards: Iterable[Shard], checkpoint_dir: st
         )
 
 
-def _check_dtype(manifest: Manifest, shard: ShardedTensor, checkpoint_dir: str, allow_cast: bool) -> None:
-    name = manifest.dtypes[manifest.key_index[shard.key]]
+def _check_dtype(manifest: Manifest, key: str, wanted: torch.dtype, checkpoint_dir: str, allow_cast: bool) -> None:
+    name = manifest.dtypes[manifest.key_index[key]]
     if name == OBJECT:
         raise core.LoadMismatchError(
-            f"Key {shard.key!r} is an object in {checkpoint_dir!r} and was asked for as a tensor.",
-            unexpected=[shard.key],
+            f"Key {key!r} is an object in {checkpoint_dir!r} and was asked for as a tensor.", unexpected=[key]
         )
-    stored, wanted = _dtypes.FROM_NAME[name], shard.dtype if shard.data is None else shard.data.dtype
+    stored = _dtypes.FROM_NAME[name]
     if not (allow_cast or _dtypes.is_lossless_cast(stored, wanted)):
         raise core.LoadMismatchError(
-            f"Key {shard.key!r} is stored in {checkpoint_dir!r} as {stored} and was asked for as {wanted}, which would "
+            f"Key {key!r} is stored in {checkpoint_dir!r} as {stored} and was asked for as {wanted}, which would "
             "change values. Ask for the stored dtype or a wider one, or pass allow_dtype_cast=True.",
-            unexpected=[shard.key],
+            unexpected=[key],
         )
 
 

@@ -34,7 +34,7 @@ OVERALL_TIMEOUT = 90.0
 """Seconds after which what is left of a launch is killed."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed", "safetensors.torch", "distckpt"])
+_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed.checkpoint", "distckpt"])
 
 _to_parent: Any = None
 
@@ -94,10 +94,14 @@ class Launch:
         for rank in ranks:
             self.processes[rank].join()
 
+    def wait_for_end(self, *ranks: int) -> None:
+        """Wait until the functions of these ranks have returned, or the ranks have died."""
+        while any(self._is_pending(rank) for rank in ranks):
+            self._pump(f"waiting for ranks {ranks} to end")
+
     def outcomes(self) -> list[Outcome | None]:
         """Wait for all ranks; None stands for one that was killed."""
-        while any(self._is_pending(rank) for rank in range(len(self.processes))):
-            self._pump("waiting for the ranks to end")
+        self.wait_for_end(*range(len(self.processes)))
         return [self._outcomes.get(rank) for rank in range(len(self.processes))]
 
     def values(self) -> list[Any]:

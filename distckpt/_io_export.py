@@ -1,0 +1,135 @@
+"""Writing output files: ranges of a checkpoint's chunks, through a bounded window, in their new place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt import _shard_file
+from distckpt._dtypes import FROM_NAME
+from distckpt._io import UNIT_BYTES, Bytes, bounce_buffer
+from distckpt._io_read import read_chunks_into, read_copies
+from distckpt._io_write import Part, write_file
+from distckpt._manifest import Manifest
+from distckpt._plan_export import OutputFile, OutputTensor
+from distckpt._plan_load import Request, plan_load
+from distckpt._region import flat_range_regions, whole
+from distckpt.rules import resolve, target_view
+
+
+class Source(NamedTuple):
+    """Where an export reads: the location, its manifest, and how reads are verified."""
+
+    location: str
+    manifest: Manifest
+    verify: str
+
+
+def write_output_file(source: Source, file: OutputFile, location: str, num_threads: int) -> dict[str, int]:
+    """Write one output file.
+
+    Args:
+        source: what to read.
+        file: what it holds.
+        location: must not exist.
+        num_threads: each uses up to four windows of `UNIT_BYTES`.
+
+    Returns:
+        For each tensor in which finite values became infinite when they were converted, how many.
+    """
+    entries = [_shard_file.Entry(t.name, t.dtype, t.mapped.shape, t.num_bytes) for t in file.tensors]
+    order = _shard_file.layout_order(entries)
+    tensors, entries = [file.tensors[i] for i in order], [entries[i] for i in order]
+    header, _ = _shard_file.build_header(entries, {"format": "pt"})
+    chunks = [_whole_chunk(source.manifest, tensor) for tensor in tensors]
+    overflows = np.zeros(len(tensors), np.int64)
+
+    def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
+        filled = scratch[: sum(part.stop - part.start for part in unit)]
+        plain: list[tuple[int, Bytes]] = []
+        others: list[tuple[Part, Bytes]] = []
+        begin = 0
+        for part in unit:
+            memory = filled[begin : begin + part.stop - part.start]
+            begin += len(memory)
+            chunk = chunks[part.chunk]
+            if chunk is not None and len(memory) == entries[part.chunk].num_bytes:
+                plain.append((chunk, memory))
+            else:
+                others.append((part, memory))
+        read_chunks_into(source.location, source.manifest, *_columns(plain), source.verify, num_threads=1)
+        _read_ranges(source, tensors, [pair for pair in others if not _is_cast(tensors[pair[0].chunk])])
+        for part, memory in others:
+            if _is_cast(tensors[part.chunk]):
+                overflows[part.chunk] += _read_and_cast(source, tensors, part, memory)
+        return [filled]
+
+    write_file(location, header, [e.num_bytes for e in entries], fill, with_checksums=False, num_threads=num_threads)
+    return {tensors[i].name: int(overflows[i]) for i in np.flatnonzero(overflows).tolist()}
+
+
+def _columns(pairs: Sequence[tuple[int, Bytes]]) -> tuple[list[int], list[Bytes]]:
+    return [chunk for chunk, _ in pairs], [memory for _, memory in pairs]
+
+
+def _is_cast(tensor: OutputTensor) -> bool:
+    return tensor.dtype != tensor.mapped.dtype
+
+
+def _whole_chunk(manifest: Manifest, tensor: OutputTensor) -> int | None:
+    """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
+    if _is_cast(tensor) or len(tensor.mapped.parts) != 1:
+        return None
+    part = tensor.mapped.parts[0]
+    rows = manifest.chunk_rows(manifest.key_index[part.key])
+    in_order = part.order == tuple(range(len(part.source.shape)))
+    if not in_order or rows.stop - rows.start != 1 or manifest.chunk_region(rows.start) != part.source:
+        return None
+    return rows.start if part.target == whole(tensor.mapped.shape) else None
+
+
+def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Part, Bytes]]) -> None:
+    """Read ranges of output tensors, in the dtype they are stored in, into the memory beside each."""
+    requests: list[Request] = []
+    targets: list[torch.Tensor] = []
+    for part, memory in ranges:
+        mapped = tensors[part.chunk].mapped
+        dtype = FROM_NAME[mapped.dtype]
+        values = torch.from_numpy(memory).view(dtype)
+        if mapped.padding:
+            memory[:] = 0
+        first, last = part.start // dtype.itemsize, part.stop // dtype.itemsize
+        done = 0
+        for box in flat_range_regions(mapped.shape, first, last):
+            view = values[done : done + box.num_elements].view(box.shape)
+            done += box.num_elements
+            for place, piece in resolve(mapped, box):
+                shape = source.manifest.global_shapes[source.manifest.key_index[piece.key]]
+                requests.append(Request(piece.key, shape, piece.source))
+                targets.append(target_view(view[place.slices()], piece))
+    copies = plan_load(source.manifest, requests, source.location)
+    read_copies(source.location, source.manifest, copies, targets, source.verify, num_threads=1)
+
+
+def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Part, memory: Bytes) -> int:
+    """Read a range, convert it, and count the finite values that became infinite."""
+    tensor = tensors[part.chunk]
+    stored, wanted = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
+    first, last = part.start // wanted.itemsize, part.stop // wanted.itemsize
+    step = UNIT_BYTES // stored.itemsize
+    overflows = 0
+    converted = torch.from_numpy(memory).view(wanted)
+    for begin in range(first, last, step):
+        end = min(begin + step, last)
+        wide = bounce_buffer("cast", (end - begin) * stored.itemsize)
+        bytes_of = Part(part.chunk, begin * stored.itemsize, end * stored.itemsize)
+        _read_ranges(source, tensors, [(bytes_of, wide)])
+        values, target = torch.from_numpy(wide).view(stored), converted[begin - first : end - first]
+        target.copy_(values)
+        if wanted.is_floating_point and stored.is_floating_point:
+            # 8-bit floats without infinities become NaN instead.
+            overflows += int((~torch.isfinite(target.float()) & torch.isfinite(values.float())).sum())
+    return overflows

@@ -1,0 +1,164 @@
+"""Planning a consolidation: which tensors go into which output file, and what they are made of. Pure functions."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from distckpt import _dtypes, core
+from distckpt._manifest import OBJECT, Manifest
+from distckpt._names import did_you_mean, natural_order, summarize_keys
+from distckpt.hf import group_keys_by_bytes, shard_filename
+from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
+
+SINGLE_FILE = "model.safetensors"
+DEFAULT_MAX_FILE_BYTES = 5_000_000_000
+
+
+class OutputTensor(NamedTuple):
+    """A tensor of the export: its name, its safetensors dtype and what it is made of."""
+
+    name: str
+    dtype: str
+    mapped: MappedTensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the output file."""
+        return self.num_elements * _dtypes.FROM_NAME[self.dtype].itemsize
+
+    @property
+    def num_elements(self) -> int:
+        """Its number of elements."""
+        count = 1
+        for extent in self.mapped.shape:
+            count *= extent
+        return count
+
+
+class OutputFile(NamedTuple):
+    """A file of the export."""
+
+    name: str
+    tensors: tuple[OutputTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its data."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def matches(key: str, patterns: str | Sequence[str]) -> bool:
+    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its beginning."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    return any(fnmatch.fnmatchcase(key, p) if set(p) & set("*?[") else key.startswith(p) for p in listed)
+
+
+def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_tied: bool) -> dict[str, TensorInfo]:
+    """Return the stored tensors that match; of tied ones only the first, unless all are to be written.
+
+    Raises:
+        LoadMismatchError: nothing matches.
+    """
+    names = [*manifest.keys, *(manifest.aliases if write_tied else ())]
+    infos = {}
+    for name in sorted(names, key=natural_order):
+        key_id = manifest.key_index[name]
+        if manifest.dtypes[key_id] != OBJECT and (keys is None or matches(name, keys)):
+            infos[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
+    if not infos:
+        raise core.LoadMismatchError(f"No tensor matches {keys!r}; there are {summarize_keys(names)}.")
+    return infos
+
+
+def plan_tensors(
+    tensors: Mapping[str, TensorInfo],
+    rules: Sequence[Rule],
+    rename: Mapping[str, str],
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+) -> list[OutputTensor]:
+    """Apply rules, then give each tensor its name and dtype in the output.
+
+    Args:
+        tensors: to be exported.
+        rules: see `distckpt.rules`.
+        rename: old beginnings of names -> new ones; the first that fits counts.
+        dtype: for all floating point tensors of 16 bits and more, or by pattern of output names; other tensors
+            (integers, 8-bit floats) are converted only by a pattern without wildcards that is their name.
+
+    Raises:
+        CheckpointingException: a pattern matches nothing, or two tensors get one name.
+    """
+    outputs: list[OutputTensor] = []
+    used: set[str] = set()
+    by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else dict(dtype or {})
+    for original, mapped in apply_rules(rules, tensors).items():
+        old = next((old for old in rename if original.startswith(old)), "")
+        name = rename.get(old, "") + original[len(old) :]
+        pattern = next((p for p in by_pattern if name == p or matches(name, p)), None)
+        stored = _dtypes.FROM_NAME[mapped.dtype]
+        target = stored
+        if pattern is not None:
+            used.add(pattern)
+            is_ordinary = stored.is_floating_point and stored.itemsize > 1
+            target = by_pattern[pattern] if is_ordinary or pattern == name else stored
+        outputs.append(OutputTensor(name, _dtypes.TO_NAME[target], mapped))
+    names = [tensor.name for tensor in outputs]
+    if len(set(names)) < len(names):
+        twice = summarize_keys(name for name in set(names) if names.count(name) > 1)
+        raise core.CheckpointingException(f"Several tensors would get one name: {twice}. Change rename.")
+    unused = set(by_pattern) - used - {"*"}
+    if unused:
+        raise core.CheckpointingException(f"No exported tensor matches the dtype patterns {sorted(unused)}.")
+    return sorted(outputs, key=lambda tensor: natural_order(tensor.name))
+
+
+def plan_files(
+    outputs: Sequence[OutputTensor], max_file_bytes: int, file_numbers: Mapping[str, int] | None
+) -> list[OutputFile]:
+    """Divide tensors among files.
+
+    Args:
+        outputs: in natural order.
+        max_file_bytes: of the data of a file; a larger tensor has a file of its own.
+        file_numbers: name -> number of its file, counted from 1, instead. Names that are not exported are ignored
+            (the index of a model with tied weights lists both).
+
+    Raises:
+        CheckpointingException: a tensor has no number, or a number is not one from 1 on.
+    """
+    by_name = {tensor.name: tensor for tensor in outputs}
+    if file_numbers is None:
+        groups = group_keys_by_bytes({tensor.name: tensor.num_bytes for tensor in outputs}, max_file_bytes)
+    else:
+        unmapped = [name for name in by_name if name not in file_numbers]
+        if unmapped:
+            raise core.CheckpointingException(
+                f"The mapping of tensors to files does not name {summarize_keys(unmapped)}"
+                f"{did_you_mean(unmapped[0], file_numbers)}: add them, or select other keys."
+            )
+        numbers = sorted({file_numbers[name] for name in by_name})
+        if not all(isinstance(number, int) and number >= 1 for number in numbers):
+            raise core.CheckpointingException(f"Files are numbered from 1, got {numbers}.")
+        groups = [[name for name in by_name if file_numbers[name] == number] for number in range(1, numbers[-1] + 1)]
+    if len(groups) == 1:
+        return [OutputFile(SINGLE_FILE, tuple(by_name[name] for name in groups[0]))]
+    return [
+        OutputFile(shard_filename("model", number, len(groups)), tuple(by_name[name] for name in names))
+        for number, names in enumerate(groups, start=1)
+        if names
+    ]
+
+
+def assign_files(files: Sequence[OutputFile], num_ranks: int) -> list[list[int]]:
+    """Give each file to a rank, the largest first to the rank with the least to write."""
+    loads = [0] * num_ranks
+    assigned: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index in sorted(range(len(files)), key=lambda i: -files[i].num_bytes):
+        rank = loads.index(min(loads))
+        loads[rank] += files[index].num_bytes
+        assigned[rank].append(index)
+    return assigned

@@ -1,0 +1,110 @@
+"""What can be asked of a checkpoint without a sharded state dict. Any rank may ask, alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from distckpt import _sources, _state_dict, _storage
+from distckpt._common_state import COMMON_KEY, CONTENT_METADATA
+from distckpt.mapping import ShardedObject, ShardedTensor, StateDict
+from distckpt.strategies.base import LoadShardedStrategy
+from distckpt.strategies.defaults import load_strategy
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+    """Return the common state of a checkpoint: everything that was saved without being sharded.
+
+    Any rank may call, alone.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    strategy, location = _strategy_alone(checkpoint_dir)
+    common = strategy.load({"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}, location)["common"]
+    compacted: StateDict = _state_dict.compact(common)
+    return compacted
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: LoadShardedStrategy | None = None
+) -> dict[str, ShardedTensor]:
+    """Describe the tensors of a checkpoint: for each key a `ShardedTensor` without data that is the whole tensor.
+
+    Any rank may call, alone. With `init_data` the result can be passed to `load`.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    strategy, location = _strategy_alone(checkpoint_dir, sharded_strategy)
+    return strategy.load_tensors_metadata(location)
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: LoadShardedStrategy | None = None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """Describe the tensors (by key) and objects (by unique key) of a checkpoint, without data.
+
+    Any rank may call, alone.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    strategy, location = _strategy_alone(checkpoint_dir, sharded_strategy)
+    described = strategy.load_sharded_metadata(location)
+    return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Load all tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not included.
+
+    Any rank may call, alone.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    strategy, location = _strategy_alone(checkpoint_dir)
+    loaded: dict[str, torch.Tensor] = strategy.load(dict(strategy.load_tensors_metadata(location)), location)
+    return loaded
+
+
+def load_content_metadata(
+    checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> dict[str, Any] | None:
+    """Return the `content_metadata` that was given to `save`, None when there was none.
+
+    Args:
+        checkpoint_dir: of the checkpoint; not read when `preloaded_state_dict` is given.
+        preloaded_state_dict: common state that was loaded already.
+
+    Raises:
+        ValueError: neither argument was given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("Give checkpoint_dir or preloaded_state_dict.")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA)
+
+
+def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+    """Remove the tensors whose keys begin with a prefix, optimizer state for example, and give their space back.
+
+    One rank calls. The checkpoint stays whole at every moment: what remains is put together beside it and takes its
+    place in one step.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    strategy, location = _strategy_alone(checkpoint_dir)
+    strategy.remove_sharded_tensors(location, key_prefix)
+
+
+def _strategy_alone(
+    checkpoint_dir: str | os.PathLike[str], given: LoadShardedStrategy | None = None
+) -> tuple[LoadShardedStrategy, str]:
+    """Return the strategy for a checkpoint, to be used by this rank without the others, and the location."""
+    location = _storage.normalize(checkpoint_dir)
+    return load_strategy(given, _sources.identify(location)), location

@@ -1,0 +1,376 @@
+"""Rules that turn the tensors of one checkpoint into those of another: names and shapes only, no data.
+
+Two programs store the same model under other names, with layers stacked, projections fused, vocabularies padded. A
+list of rules says how one gets from the first form to the second. Rules are applied in order, each to what those
+before it made, so they combine freely; `apply_rules` returns where every box of every new tensor comes from, and
+`invert` the way back.
+
+Key patterns: `*` stands for one dotted component (one or more characters other than a dot), `**` for one or more
+components. In new names, `{0}` is what the first of them stood for, `{1}` the second and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from distckpt import core
+from distckpt._mapped import (
+    MappedTensor,
+    Part,
+    TensorInfo,
+    crop_axis,
+    drop_axis,
+    identity,
+    invert,
+    join,
+    permute,
+    resolve,
+    resolve_padding,
+    target_view,
+    trim_axis,
+)
+from distckpt._names import did_you_mean, summarize_keys
+from distckpt._rule import (
+    Captures,
+    OneKeyRule,
+    Rule,
+    Step,
+    check_names,
+    check_packed,
+    count_wildcards,
+    fill_captures,
+    fill_name,
+    find_matches,
+    misfit,
+    normalize_axis,
+)
+
+__all__ = [
+    "Concat",
+    "Drop",
+    "MappedTensor",
+    "Part",
+    "Rename",
+    "Rule",
+    "Split",
+    "SplitQKV",
+    "TensorInfo",
+    "Transpose",
+    "Trim",
+    "Unstack",
+    "apply_rules",
+    "invert",
+    "resolve",
+    "resolve_padding",
+    "target_view",
+]
+
+
+@dataclass(frozen=True)
+class Rename(OneKeyRule):
+    """Give a tensor another name.
+
+    Attributes:
+        pattern: which tensors.
+        to: new name.
+    """
+
+    to: str
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        return [(fill_name(self.to, captures), tensor)]
+
+
+@dataclass(frozen=True)
+class Unstack(OneKeyRule):
+    """Take a stack apart: one tensor for each index of an axis, without that axis.
+
+    Attributes:
+        pattern: which tensors.
+        to: name of the tensor at index `{i}`.
+        axis: the axis to take apart.
+        size: the size that the axis must have, where it is known beforehand.
+    """
+
+    to: str
+    axis: int = 0
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,), has_index=True)
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        axis = normalize_axis(self, key, tensor, self.axis)
+        num = tensor.shape[axis]
+        if self.size not in (None, num):
+            raise misfit(self, key, tensor, f"axis {axis} should have size {self.size}")
+        check_packed(self, key, tensor, moves_last_axis=axis == len(tensor.shape) - 1)
+        pieces = [drop_axis(crop_axis(tensor, axis, i, i + 1), axis) for i in range(num)]
+        return zip([fill_name(self.to, captures, i) for i in range(num)], _keep_trimmed(tensor, pieces), strict=True)
+
+
+@dataclass(frozen=True)
+class Split(OneKeyRule):
+    """Cut a tensor into pieces along an axis, such as a fused gate and up projection.
+
+    Attributes:
+        pattern: which tensors.
+        to: names of the pieces, in the order in which they lie in the tensor.
+        axis: the axis to cut.
+        sizes: sizes of the pieces along the axis; equal ones when left out.
+    """
+
+    to: tuple[str, ...]
+    axis: int = 0
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_names(self, self.to)
+        if not self.to:
+            raise ValueError(f"{self}: name one piece or more")
+        if self.sizes is not None and (len(self.sizes) != len(self.to) or min(self.sizes) < 0):
+            raise ValueError(f"{self}: give one size, 0 or more, for each name in `to`")
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        axis = normalize_axis(self, key, tensor, self.axis)
+        num = tensor.shape[axis]
+        sizes = self.sizes or (num // len(self.to),) * len(self.to)
+        if sum(sizes) != num:
+            wanted = f"sizes {sizes}" if self.sizes else f"{len(self.to)} equal pieces"
+            raise misfit(self, key, tensor, f"axis {axis} cannot be cut into {wanted}")
+        ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+        pieces = [crop_axis(tensor, axis, end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        return zip([fill_name(name, captures) for name in self.to], _keep_trimmed(tensor, pieces), strict=True)
+
+
+@dataclass(frozen=True)
+class SplitQKV(OneKeyRule):
+    """Take a fused query-key-value projection apart along axis 0, its weight or its bias.
+
+    The fused axis runs over key-value groups; a group is its `num_heads / num_kv_heads` query heads, then its key
+    head, then its value head, each `head_dim` rows (the layout of Megatron).
+
+    Attributes:
+        pattern: which tensors.
+        to: names of query, key and value.
+        num_heads: number of query heads in the whole model.
+        num_kv_heads: number of key heads, which divides `num_heads`; both are equal without grouped queries.
+        head_dim: rows of a head.
+    """
+
+    to: tuple[str, str, str]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_names(self, self.to)
+        if len(self.to) != 3 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads or self.head_dim < 1:
+            raise ValueError(f"{self}: give three names, and a num_heads that num_kv_heads divides")
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        query_rows = self.num_heads // self.num_kv_heads * self.head_dim
+        group_rows = query_rows + 2 * self.head_dim
+        if tensor.shape[:1] != (self.num_kv_heads * group_rows,):
+            raise misfit(self, key, tensor, f"axis 0 should have size {self.num_kv_heads * group_rows}")
+
+        def gather(first: int, rows: int) -> MappedTensor:
+            starts = [group * group_rows + first for group in range(self.num_kv_heads)]
+            return join([crop_axis(tensor, 0, start, start + rows) for start in starts], 0)
+
+        pieces = [
+            gather(0, query_rows),
+            gather(query_rows, self.head_dim),
+            gather(query_rows + self.head_dim, self.head_dim),
+        ]
+        return zip([fill_name(name, captures) for name in self.to], _keep_trimmed(tensor, pieces), strict=True)
+
+
+@dataclass(frozen=True)
+class Concat(Rule):
+    """Put tensors behind one another along an axis.
+
+    Attributes:
+        patterns: which tensors, in order; all have the same number of wildcards, and those that belong together stand
+            for the same text in each.
+        to: name of the whole.
+        axis: the axis along which the tensors follow one another.
+    """
+
+    patterns: tuple[str, ...]
+    to: str
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.patterns, str) or not self.patterns:
+            raise ValueError(f"{self}: give a tuple of one pattern or more")
+        check_names(self, (self.to,))
+        if len({count_wildcards(pattern) for pattern in self.patterns}) != 1:
+            raise ValueError(f"{self}: all patterns must have the same number of wildcards")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.patterns
+
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        found = [{captures: key for key, captures in find_matches(pattern, tensors)} for pattern in self.patterns]
+        for captures in dict.fromkeys(captures for keys in found for captures in keys):
+            wanted = zip(self.patterns, found, strict=True)
+            missing = [fill_captures(pattern, captures) for pattern, keys in wanted if captures not in keys]
+            if missing:
+                present = next(keys[captures] for keys in found if captures in keys)
+                raise core.LoadMismatchError(
+                    f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it belongs to {present!r}. "
+                    "Correct the patterns, or the checkpoint is incomplete.",
+                    unexpected=missing,
+                )
+            keys = tuple(matches[captures] for matches in found)
+            yield Step(keys, ((fill_name(self.to, captures), self._join(keys, [tensors[key] for key in keys])),))
+
+    def _join(self, keys: Sequence[str], tensors: Sequence[MappedTensor]) -> MappedTensor:
+        first, axis = tensors[0], normalize_axis(self, keys[0], tensors[0], self.axis)
+        for key, tensor in zip(keys, tensors, strict=True):
+            same_ndim = len(tensor.shape) == len(first.shape)
+            if not same_ndim or any(a != axis and n != first.shape[a] for a, n in enumerate(tensor.shape)):
+                raise misfit(self, key, tensor, f"{keys[0]!r} has shape {first.shape}, other than along axis {axis}")
+            if tensor.dtype != first.dtype:
+                raise misfit(self, key, tensor, f"{keys[0]!r} has another dtype, {first.dtype}")
+        return join(tensors, axis)
+
+
+@dataclass(frozen=True)
+class Transpose(OneKeyRule):
+    """Put the axes of a tensor in another order.
+
+    Attributes:
+        pattern: which tensors.
+        to: new name.
+        order: axis `j` of the result is axis `order[j]` of the tensor.
+    """
+
+    to: str
+    order: tuple[int, ...] = (1, 0)
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
+        if sorted(self.order) != list(range(len(self.order))):
+            raise ValueError(f"{self}: `order` must name every axis from 0 on once")
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        if len(self.order) != len(tensor.shape):
+            raise misfit(self, key, tensor, f"it should have {len(self.order)} axes")
+        check_packed(self, key, tensor, moves_last_axis=self.order[-1:] != (len(self.order) - 1,))
+        return [(fill_name(self.to, captures), permute(tensor, self.order))]
+
+
+@dataclass(frozen=True)
+class Drop(OneKeyRule):
+    """Leave tensors out. They are missing on the way back, too."""
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        return []
+
+
+@dataclass(frozen=True)
+class Trim(OneKeyRule):
+    """Cut padding off the end of an axis, such as that of a vocabulary. On the way back it is filled with zeros.
+
+    Attributes:
+        pattern: which tensors; they keep their names.
+        axis: the padded axis.
+        size: its size without the padding.
+    """
+
+    axis: int
+    size: int
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        axis = normalize_axis(self, key, tensor, self.axis)
+        if not 0 <= self.size <= tensor.shape[axis]:
+            raise misfit(self, key, tensor, f"axis {axis} cannot be trimmed to size {self.size}")
+        return [(key, trim_axis(tensor, axis, self.size))]
+
+
+def apply_rules(
+    rules: Iterable[Rule], tensors: Mapping[str, TensorInfo], *, strict: bool = False
+) -> dict[str, MappedTensor]:
+    """Apply rules, in order, to the tensors of a checkpoint.
+
+    Args:
+        rules: the changes; each sees what those before it made.
+        tensors: what the checkpoint holds, by key.
+        strict: whether every tensor must be matched by a rule; otherwise those that are not keep name and shape.
+
+    Returns:
+        The new tensors by name.
+
+    Raises:
+        LoadMismatchError: a rule that is not optional matches nothing, or not as often as its `count` says; a member
+            of a `Concat` is missing; or, if `strict`, no rule matches some tensor (`missing` names them).
+        InvalidShardingError: a rule does not fit the shape or dtype of a tensor, consumes a tensor twice, or makes a
+            name that is there already.
+    """
+    current = {key: identity(key, info) for key, info in tensors.items()}
+    origins: dict[str, str] = {}
+    for rule in rules:
+        current = _apply(rule, current, origins)
+    untouched = [key for key in current if key not in origins]
+    if strict and untouched:
+        raise core.LoadMismatchError(
+            f"No rule matches {summarize_keys(untouched)}: add rules for them (`Drop` to leave them out).",
+            missing=untouched,
+        )
+    return current
+
+
+def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, str]) -> dict[str, MappedTensor]:
+    """Apply one rule; `origins` holds, for each tensor that a rule made, how it came about."""
+    steps = list(rule.steps(tensors))
+    if not steps and not rule.optional:
+        hint = next((text for text in (did_you_mean(pattern, tensors) for pattern in rule.reads) if text), "")
+        raise core.LoadMismatchError(
+            f"{rule} matches no tensor{hint}. Correct the pattern, or set optional=True if the tensor may be absent.",
+            unexpected=rule.reads,
+        )
+    if steps and rule.count not in (None, len(steps)):
+        raise core.LoadMismatchError(
+            f"{rule} should match {rule.count} times and matches {len(steps)} times, "
+            f"{summarize_keys(key for step in steps for key in step.consumed)}: the checkpoint is incomplete, or the "
+            "rule is for another model.",
+            unexpected=rule.reads,
+        )
+    result = dict(tensors)
+    consumed: dict[str, str] = {}
+    for step in steps:
+        made = ", ".join(repr(name) for name, _ in step.produced[:3]) or "nothing"
+        for key in step.consumed:
+            if key in consumed:
+                raise core.InvalidShardingError(
+                    f"{rule} uses {key!r} twice, for {consumed[key]} and for {made}: make the patterns narrower."
+                )
+            consumed[key] = made
+            del result[key]
+            origins.pop(key, None)
+    for step in steps:
+        origin = f"{rule} makes it of {', '.join(map(repr, step.consumed))}"
+        for name, tensor in step.produced:
+            if name in result:
+                earlier = origins.get(name, "it is in the checkpoint")
+                raise core.InvalidShardingError(
+                    f"Two tensors would be named {name!r}: {earlier}, and {origin}. Give one of them another name, or "
+                    "drop it."
+                )
+            result[name] = tensor
+            origins[name] = origin
+    return result
+
+
+def _keep_trimmed(tensor: MappedTensor, pieces: Sequence[MappedTensor]) -> Iterator[MappedTensor]:
+    """Hand the record of what was trimmed from a tensor to the first of its pieces."""
+    for number, piece in enumerate(pieces):
+        trimmed = tensor.trimmed if number == 0 else ()
+        yield MappedTensor(piece.shape, piece.dtype, piece.parts, trimmed)

@@ -1,0 +1,70 @@
+"""Which strategy a call uses: the one that was given, or the one registered for a backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from distckpt import _sources, core
+from distckpt._sources import BACKEND, VERSION
+from distckpt.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+    register_default_strategy,
+)
+from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
+
+register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SafetensorsSaveStrategy())
+register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, SafetensorsLoadStrategy())
+
+
+def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
+    """Return the strategy to save with, given what the caller passed.
+
+    Raises:
+        CheckpointingException: it is no strategy for saving, or none is registered under that name.
+    """
+    strategy: Any = given
+    if given is None or isinstance(given, tuple):
+        strategy = get_default_save_sharded_strategy(*(given or ()))
+    if not isinstance(strategy, SaveShardedStrategy):
+        raise core.CheckpointingException(
+            f"sharded_strategy must be a SaveShardedStrategy, (backend, version) or None, got {type(given).__name__}."
+        )
+    return strategy
+
+
+def load_strategy(
+    given: LoadShardedStrategy | tuple[str, int] | None, marker: Mapping[str, Any]
+) -> LoadShardedStrategy:
+    """Return the strategy to load with, given what the caller passed and the marker of the checkpoint.
+
+    Raises:
+        CheckpointingException: it is no strategy for loading, or none is registered under that name.
+    """
+    if given is None:
+        given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
+    strategy: Any = given
+    if isinstance(given, tuple):
+        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *given)
+    if not isinstance(strategy, LoadShardedStrategy):
+        raise core.CheckpointingException(
+            f"sharded_strategy must be a LoadShardedStrategy, (backend, version) or None, got {type(given).__name__}."
+        )
+    return strategy
+
+
+def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VERSION) -> SaveShardedStrategy:
+    """Return the saving strategy registered for a backend."""
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    assert isinstance(strategy, SaveShardedStrategy)
+    return strategy
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadShardedStrategy:
+    """Return the strategy that reads a checkpoint, or the built-in format when none is given."""
+    marker = {"sharded_backend": BACKEND} if checkpoint_dir is None else _sources.identify(os.fspath(checkpoint_dir))
+    return load_strategy(None, marker)

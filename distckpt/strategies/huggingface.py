@@ -1,0 +1,239 @@
+"""Consolidation: merges shards into a Hugging Face checkpoint, without the model and within bounded memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from distckpt import _commit, _hf_source, _sources, _storage, core
+from distckpt._collectives import Ranks
+from distckpt._io import NUM_THREADS, UNIT_BYTES
+from distckpt._io_export import Source, write_output_file
+from distckpt._manifest import Manifest
+from distckpt._names import summarize_keys
+from distckpt._plan_export import (
+    DEFAULT_MAX_FILE_BYTES,
+    OutputFile,
+    OutputTensor,
+    assign_files,
+    plan_files,
+    plan_tensors,
+    select_tensors,
+)
+from distckpt.hf import index_json
+from distckpt.rules import Rule
+from distckpt.strategies.base import ConsolidationStrategy
+
+logger = logging.getLogger(__name__)
+
+WINDOWS_PER_THREAD = 4
+"""Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening, conversion."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported, as read back from the written files.
+
+    Attributes:
+        num_tensors: number of tensors.
+        num_bytes: size of their data.
+        num_parameters: number of their elements.
+        files: names of the files that hold them.
+        dtypes: number of tensors of each safetensors dtype.
+        overflows: for each tensor in which conversion made finite values infinite, how many.
+        seconds: that it took.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    num_parameters: int
+    files: tuple[str, ...]
+    dtypes: Mapping[str, int]
+    overflows: Mapping[str, int]
+    seconds: float
+
+
+@dataclass
+class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
+    """Merge a checkpoint into `model*.safetensors` files and their index; see `distckpt.consolidate`."""
+
+    keys: str | Sequence[str] | None = None
+    rules: Sequence[Rule] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+    tied: Literal["drop", "write"] = "drop"
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    fqn_to_index_mapping: Mapping[str, int] | None = None
+    like: str | None = None
+    extra_files_from: str | None = None
+    overwrite: bool = False
+    verify: str = "full"
+    max_inflight_bytes: int = 256 << 20
+    num_threads: int = NUM_THREADS
+    process_group: Any = None
+    alone: bool = False
+    require_sharding_info: bool = False
+    backend: str = "huggingface"
+    version: int = 1
+
+    def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
+        """Write the export.
+
+        Collective: every rank of the process group calls; each writes whole files. The plan is made on every rank
+        from the manifest, which rank 0 reads.
+
+        Raises:
+            CheckpointExistsError: there is an export in `output_dir` and `overwrite` is False.
+            CorruptCheckpointError: shards are missing, overlap, leave gaps or are damaged.
+            RankFailedError: a rank failed.
+        """
+        started = time.perf_counter()
+        ranks = Ranks.alone() if self.alone else Ranks(self.process_group)
+        location, target = _storage.normalize(checkpoint_dir), _commit.resolve(output_dir)
+
+        # 1. Read what there is and plan: everything is checked before a byte is written.
+        data = b""
+        with ranks.phase("open the checkpoint", decision=True):
+            if ranks.is_coordinator:
+                self._check_target(location, target)
+                data = self._manifest_bytes(location)
+        data = ranks.broadcast(data)
+        with ranks.phase("plan the export"):
+            source = Source(location, Manifest.from_bytes(data, location), self.verify)
+            files = self._plan(source.manifest)
+            mine = assign_files(files, ranks.size)[ranks.rank]
+
+        # 2. Write beside the target.
+        nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
+        staging = _commit.staging_location(target, nonce)
+        try:
+            with ranks.phase("write output files"):
+                _storage.make_directories(staging)
+                overflows: dict[str, int] = {}
+                for index in mine:
+                    path = _storage.join(staging, files[index].name)
+                    overflows.update(write_output_file(source, files[index], path, self._threads()))
+                _storage.sync_directory(staging)
+            for other in ranks.all_gather(json.dumps(overflows).encode()):
+                overflows.update(json.loads(other))
+
+            # 3. Read back what stands in the headers, write the index, commit.
+            report: dict[str, Any] = {}
+            with ranks.phase("commit the export", decision=True):
+                if ranks.is_coordinator:
+                    report = _check_written(staging, files)
+                    self._write_others(staging, files, report)
+                    _commit.commit_beside_others(staging, target, _belongs_to_export)
+        except BaseException:
+            if ranks.is_coordinator:
+                _abandon(staging, target, files)
+            raise
+        report = json.loads(ranks.broadcast(json.dumps(report).encode()))
+        names = tuple(file.name for file in files)
+        if overflows and ranks.is_coordinator:
+            logger.warning("conversion made finite values infinite in %s", summarize_keys(overflows))
+        return ExportReport(files=names, overflows=overflows, seconds=time.perf_counter() - started, **report)
+
+    def _check_target(self, location: str, target: str) -> None:
+        if target == location or target == _commit.resolve(location):
+            raise core.CheckpointingException(f"The export cannot replace its own source {location!r}.")
+        if not _storage.exists(target):
+            return
+        if not _storage.isdir(target):
+            raise core.CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
+        present = [name for name in _storage.list_names(target) if _belongs_to_export(name)]
+        if present and not (self.overwrite and _storage.is_local(target)):
+            raise core.CheckpointExistsError(
+                f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, on local file "
+                "systems, pass overwrite=True."
+            )
+
+    def _manifest_bytes(self, location: str) -> bytes:
+        if self.require_sharding_info:
+            return _hf_source.read_directory(location, require_sharding_info=True).to_bytes()
+        return _sources.manifest_bytes(location, _sources.identify(location))
+
+    def _plan(self, manifest: Manifest) -> list[OutputFile]:
+        tensors = select_tensors(manifest, self.keys, write_tied=self.tied == "write")
+        outputs = plan_tensors(tensors, self.rules, self.rename, self.dtype)
+        numbers = self.fqn_to_index_mapping
+        if self.like is not None:
+            numbers = _file_numbers(_storage.normalize(self.like), outputs)
+        return plan_files(outputs, self.max_file_bytes, numbers)
+
+    def _threads(self) -> int:
+        return max(1, min(self.num_threads, self.max_inflight_bytes // (WINDOWS_PER_THREAD * UNIT_BYTES)))
+
+    def _write_others(self, staging: str, files: Sequence[OutputFile], report: Mapping[str, Any]) -> None:
+        if self.extra_files_from is not None:
+            origin = _storage.normalize(self.extra_files_from)
+            for name in _storage.list_names(origin):
+                path = _storage.join(origin, name)
+                if not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and not _storage.isdir(path):
+                    _storage.write_bytes(_storage.join(staging, name), _storage.read_bytes(path))
+        if len(files) > 1:
+            weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+            index = index_json(weight_map, report["num_bytes"], report["num_parameters"])
+            _storage.write_bytes(_storage.join(staging, _hf_source.INDEX_NAME), index)
+
+
+def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
+    if staging != target:
+        _storage.remove_tree(staging)
+        return
+    # On an object store the files stand in their final place; the index was not written.
+    for file in files:
+        _storage.remove_file(_storage.join(target, file.name))
+
+
+def _belongs_to_export(name: str) -> bool:
+    return name.endswith(_hf_source.SUFFIX) or name == _hf_source.INDEX_NAME
+
+
+def _file_numbers(like: str, outputs: Sequence[OutputTensor]) -> dict[str, int]:
+    """Number the files of a reference directory, after checking that it holds tensors of the same shapes."""
+    reference = _hf_source.read_directory(like)
+    for tensor in outputs:
+        key_id = reference.key_index.get(tensor.name)
+        if key_id is not None and reference.global_shapes[key_id] != tensor.mapped.shape:
+            raise core.CheckpointingException(
+                f"Tensor {tensor.name!r} would be exported with shape {tensor.mapped.shape}; in {like!r} it has "
+                f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
+            )
+    return {
+        key: int(reference.file_ids[reference.chunk_rows(key_id).start]) + 1
+        for key, key_id in reference.key_index.items()
+    }
+
+
+def _check_written(staging: str, files: Sequence[OutputFile]) -> dict[str, Any]:
+    """Compare the headers of the written files with the plan, and sum up what they hold."""
+    expected = {t.name: (t.dtype, t.mapped.shape, file.name) for file in files for t in file.tensors}
+    written = _hf_source.read_directory(staging)
+    dtypes: dict[str, int] = {}
+    num_parameters = 0
+    for key, key_id in written.key_index.items():
+        row = written.chunk_rows(key_id).start
+        found = (written.dtypes[key_id], written.global_shapes[key_id], written.files[int(written.file_ids[row])].name)
+        if expected.pop(key, None) != found:
+            raise core.CorruptCheckpointError(f"{staging!r} holds {key!r} as {found}, which is not as planned.")
+        dtypes[found[0]] = dtypes.get(found[0], 0) + 1
+        num_parameters += int(torch.Size(found[1]).numel())
+    if expected:
+        raise core.CorruptCheckpointError(f"{staging!r} lacks {summarize_keys(expected)}: it was changed meanwhile.")
+    num_bytes = int(written.num_bytes.sum())
+    return {
+        "num_tensors": len(written.keys),
+        "num_bytes": num_bytes,
+        "num_parameters": num_parameters,
+        "dtypes": dtypes,
+    }

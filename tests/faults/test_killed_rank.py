@@ -1,0 +1,249 @@
+"""Ranks that are killed in the middle of a save: earlier checkpoints stay, no half one appears, saving goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import RankFailedError, ShardedObject, ShardedTensor, ShardedTensorFactory
+from distckpt.strategies.safetensors import SafetensorsSaveStrategy
+from tests.distributed.disk import tree_of
+from tests.distributed.harness import ask_parent, error_of, launched, run, signal_parent
+
+NUM_RANKS = 3
+TIMEOUT = 8.0
+"""Of the process group, in seconds: short, since some survivors wait it out."""
+
+
+def state_of(rank, value, num_rows=200):
+    rows = torch.full((num_rows, 256), float(value))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, NUM_RANKS)),
+        "shared": ShardedTensor.from_rank_offsets("shared", torch.full((100, 256), float(value)), replica_id=rank),
+        "rng": ShardedObject("rng", {"value": value}, (NUM_RANKS,), (rank,)),
+        "value": value,
+    }
+
+
+def save_state(rank, path, value, overwrite=False):
+    distckpt.save(state_of(rank, value), path, overwrite=overwrite)
+
+
+def loaded_values(rank, path):
+    """Return all distinct values that the checkpoint of `state_of` holds for this rank."""
+    loaded = distckpt.load(state_of(rank, -1), path, verify="full")
+    tensors = torch.cat([loaded["rows"].flatten(), loaded["shared"].flatten()])
+    return sorted({*tensors.tolist(), loaded["rng"]["value"], loaded["value"]})
+
+
+class StopsBeforeWriting(SafetensorsSaveStrategy):
+    """Waits for the test once the directory is made."""
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        ask_parent()
+        return super().save(sharded_state_dict, checkpoint_dir)
+
+
+class StopsAfterWriting(SafetensorsSaveStrategy):
+    """Waits for the test once all files are written, before they are committed."""
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        fields = super().save(sharded_state_dict, checkpoint_dir)
+        ask_parent()
+        return fields
+
+
+def stops_while_taking_apart(rank, path):
+    """Before anything is on disk."""
+
+    def build(key, data, replica_id, flattened_range):
+        del flattened_range
+        ask_parent()
+        return ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id)
+
+    factory = ShardedTensorFactory("fused", torch.ones(4), build, lambda loaded: loaded, replica_id=rank)
+    distckpt.save({**state_of(rank, 2), "fused": factory}, path, overwrite=True)
+
+
+def stops_before_writing(rank, path):
+    distckpt.save(state_of(rank, 2), path, StopsBeforeWriting(), overwrite=True)
+
+
+def stops_after_writing(rank, path):
+    distckpt.save(state_of(rank, 2), path, StopsAfterWriting(), overwrite=True)
+
+
+def save_and_be_killed(rank, stop, path):
+    """Every rank stops at the same place; the survivors are told to go on when the others are dead."""
+    error = error_of(stop, rank, path)
+    return error, time.monotonic()
+
+
+STOPS = [stops_while_taking_apart, stops_before_writing, stops_after_writing]
+
+
+def check_that_saving_goes_on(folder, path):
+    """A new job finds the earlier checkpoint as it was, and saves to both paths."""
+    assert tree_of(folder / "old") == tree_of(folder.with_name("before"))
+    assert run(loaded_values, NUM_RANKS, str(folder / "old")) == [[1]] * NUM_RANKS
+    run(save_state, NUM_RANKS, str(path), 3, True)
+    assert run(loaded_values, NUM_RANKS, str(path)) == [[3]] * NUM_RANKS
+    left = {name for name in os.listdir(folder) if not name.startswith(".")}
+    assert left == {"old", path.name}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A directory with the checkpoint `old`; a copy of that lies beside the directory as `before`."""
+    run(save_state, NUM_RANKS, str(tmp_path / "run" / "old"), 1)
+    run(save_state, NUM_RANKS, str(tmp_path / "before"), 1)
+    assert tree_of(tmp_path / "before") == tree_of(tmp_path / "run" / "old"), "saving is deterministic"
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("target", ["new", "old"])
+@pytest.mark.parametrize("stop", STOPS, ids=lambda case: case.__name__)
+def test_one_killed_rank(stop, target, folder):
+    path = folder / target
+    with launched(save_and_be_killed, NUM_RANKS, stop, str(path), group_timeout=TIMEOUT) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        launch.kill(1)
+        killed = time.monotonic()
+        for survivor in (0, 2):
+            launch.answer(survivor)
+        outcomes = launch.values()
+    assert outcomes[1] is None
+    for survivor in (0, 2):
+        error, raised = outcomes[survivor]
+        assert isinstance(error, RankFailedError), error
+        assert "Lost contact with another rank" in str(error)
+        assert raised - killed < TIMEOUT + 4
+    assert [name for name in os.listdir(folder) if name.startswith(".")] == [], "rank 0 lives and has cleaned up"
+    assert (folder / "new").exists() is False
+    check_that_saving_goes_on(folder, path)
+
+
+@pytest.mark.parametrize("target", ["new", "old"])
+@pytest.mark.parametrize("victims", [(0,), (0, 1, 2)], ids=["coordinator", "all"])
+def test_killed_coordinator(victims, target, folder):
+    path = folder / target
+    with launched(save_and_be_killed, NUM_RANKS, stops_after_writing, str(path), group_timeout=TIMEOUT) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        launch.kill(*victims)
+        survivors = [rank for rank in range(NUM_RANKS) if rank not in victims]
+        for survivor in survivors:
+            launch.answer(survivor)
+        outcomes = launch.values()
+    for survivor in survivors:
+        assert isinstance(outcomes[survivor][0], RankFailedError)
+        assert "Lost contact with another rank" in str(outcomes[survivor][0])
+    assert (folder / "new").exists() is False
+    (staging,) = [name for name in os.listdir(folder) if name != "old"]
+    assert staging.startswith("."), "nobody was left to clean up; what is left is hidden and no checkpoint"
+    assert not distckpt.check_is_distributed_checkpoint(str(folder / staging))
+    check_that_saving_goes_on(folder, path)
+
+
+LARGE_ROWS = 100_000
+"""Rows of 1 KB per rank, so that writing takes a while."""
+
+
+def save_large(rank, path):
+    signal_parent()
+    distckpt.save(state_of(rank, 2, LARGE_ROWS), path, overwrite=True)
+
+
+def files_being_written(folder):
+    return list(folder.glob(".*.tmp-*/tensors/*"))
+
+
+@pytest.mark.parametrize("target", ["new", "old"])
+def test_all_ranks_killed_while_they_write(target, folder):
+    path = folder / target
+    with launched(save_large, NUM_RANKS, str(path)) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        deadline = time.monotonic() + 60
+        while not files_being_written(folder):
+            assert time.monotonic() < deadline
+        launch.kill(*range(NUM_RANKS))
+        assert launch.values() == [None] * NUM_RANKS
+    assert files_being_written(folder), "they were killed before the commit"
+    assert (folder / "new").exists() is False
+    check_that_saving_goes_on(folder, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(40))
+def test_ranks_killed_at_any_moment(moment, folder):
+    """Whatever moment it is, the target is the earlier checkpoint or the new one, whole."""
+    victims = [(0,), (1,), (0, 1, 2)][moment % 3]
+    with launched(save_large, NUM_RANKS, str(folder / "old"), group_timeout=TIMEOUT) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        time.sleep(moment * 0.02)
+        launch.kill(*victims)
+        launch.outcomes()
+    everything = distckpt.load_plain_tensors(str(folder / "old"))
+    (value,) = set(everything["shared"].flatten().tolist())
+    assert set(everything["rows"].flatten().tolist()) == {value}
+    assert len(everything["rows"]) == (200 if value == 1 else LARGE_ROWS) * NUM_RANKS
+    run(save_state, NUM_RANKS, str(folder / "old"), 3, True)
+    assert run(loaded_values, NUM_RANKS, str(folder / "old")) == [[3]] * NUM_RANKS
+
+
+def load_and_be_killed(rank, path):
+    def merge(loaded):
+        ask_parent()
+        return loaded
+
+    def build(key, data, replica_id, flattened_range):
+        del flattened_range
+        return ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id)
+
+    data = torch.zeros(100, 256)
+    factory = ShardedTensorFactory("shared", data, build, merge, replica_id=rank)
+    return error_of(distckpt.load, {"shared": factory}, path)
+
+
+def test_a_rank_killed_while_loading(folder):
+    before = tree_of(folder)
+    with launched(load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=TIMEOUT) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        launch.kill(2)
+        for survivor in (0, 1):
+            launch.answer(survivor)
+        outcomes = launch.values()
+    for error in outcomes[:2]:
+        assert isinstance(error, RankFailedError)
+        assert "Lost contact with another rank" in str(error)
+    assert tree_of(folder) == before
+
+
+def save_then_wait(rank, path):
+    """A rank that does not come in time is as good as dead for the others; they do not wait for ever."""
+    if rank == 1:
+        ask_parent()
+    started = time.monotonic()
+    error = error_of(distckpt.save, state_of(rank, 2), path)
+    return error, time.monotonic() - started
+
+
+def test_a_rank_that_does_not_come(tmp_path):
+    with launched(save_then_wait, NUM_RANKS, str(tmp_path / "checkpoint"), group_timeout=3.0) as launch:
+        launch.wait_for_signal(1)
+        launch.wait_for_end(0, 2)
+        launch.answer(1)
+        outcomes = launch.values()
+    for error, seconds in outcomes:
+        assert isinstance(error, RankFailedError)
+        assert seconds < 3.0 + 4
+    assert list(Path(tmp_path).iterdir()) == []
