@@ -101,7 +101,10 @@ def _divide(manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str) -
     shape = manifest.chunk_region(chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[chunk]]]
     item, block, size = dtype.itemsize, manifest.block_bytes, int(manifest.num_bytes[chunk])
-    goal = target[copy.target.slices()] if copy.target.shape else target
+    goal = target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
+    if copy.source.shape == shape and goal.dtype == dtype and is_plain_memory(goal):
+        yield from _direct_parts(chunk, 0, size, tensor_bytes(goal), block)
+        return
     for run in _long_runs(shape, copy.source, item):
         run_goal = goal[run.relative_to(copy.source.offset).slices()] if run.shape else goal
         first = flat_start(shape, run) * item

@@ -11,7 +11,7 @@ import torch
 from distckpt import _dtypes, core
 from distckpt._manifest import OBJECT, Manifest
 from distckpt._names import did_you_mean, natural_order, summarize_keys
-from distckpt.hf import group_keys_by_bytes, shard_filename
+from distckpt._hf_names import group_keys_by_bytes, shard_filename
 from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
 
 SINGLE_FILE = "model.safetensors"

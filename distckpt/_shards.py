@@ -87,8 +87,10 @@ def flat_bounds(shard: ShardedTensor) -> tuple[int, int]:
 def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
     """Return the part of a shard's data that holds `region` (of the global tensor), as a view of that shape."""
     assert shard.data is not None
-    local = region.relative_to(tuple(shard.global_offset))
     data = shard.data.detach()
+    if region.shape == tuple(data.shape) and shard.flattened_range is None:
+        return data
+    local = region.relative_to(tuple(shard.global_offset))
     prepended = shard.prepend_axis_num
     if shard.flattened_range is None:
         return data[(None,) * prepended][local.slices()] if region.offset else data
@@ -113,27 +115,23 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
     is_main: list[bool] = []
     regions: list[Region] = []
     for shard_id, shard in enumerate(shards):
-        kind = (_dtype_name(shard), tuple(int(n) for n in shard.global_shape))
+        kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
         key_id = key_index.setdefault(shard.key, len(kinds))
         if key_id == len(kinds):
+            _check_name(shard.key)
             kinds.append(kind)
         elif kinds[key_id] != kind:
             raise core.InvalidShardingError(_contradiction(shard.key, kinds[key_id], kind, "in one state dict"))
         tie_id = memory.setdefault(_memory_identity(shard, shard_id), shard_id)
         main = is_main_replica(shard.replica_id)
         for region in shard_regions(shard):
-            if any(o < 0 or o + n > size for o, n, size in zip(region.offset, region.shape, kind[1], strict=True)):
-                raise core.InvalidShardingError(
-                    f"Shard {region} of key {shard.key!r} lies outside of its global shape {kind[1]}: "
-                    "check global_offset and global_shape (or the rank offsets they were made from)."
-                )
             key_ids.append(key_id)
             shard_ids.append(shard_id)
             tie_ids.append(tie_id)
             is_main.append(main)
             regions.append(region)
     offsets, shapes = regions_to_arrays(regions)
-    return ShardTable(
+    table = ShardTable(
         keys=list(key_index),
         dtypes=[dtype for dtype, _ in kinds],
         global_shapes=[shape for _, shape in kinds],
@@ -145,6 +143,25 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
         offsets=offsets,
         shapes=shapes,
     )
+    _check_inside(table)
+    return table
+
+
+def _check_inside(table: ShardTable) -> None:
+    ndim = table.offsets.shape[1]
+    bounds = np.ones((len(table.keys), ndim), np.int64)
+    for key_id, shape in enumerate(table.global_shapes):
+        # Longer shapes belong to keys of which this rank holds no element.
+        bounds[key_id, : len(shape)] = shape[:ndim]
+    outside = (table.offsets < 0) | (table.offsets + table.shapes > bounds[table.key_ids])
+    rows = np.flatnonzero(outside.any(axis=1))
+    if len(rows):
+        key_id = table.key_ids[rows[0]]
+        raise core.InvalidShardingError(
+            f"Shard {table.row_region(rows[0])} of key {table.keys[key_id]!r} lies outside of its global shape "
+            f"{table.global_shapes[key_id]}: check global_offset and global_shape (or the rank offsets they were made "
+            "from)."
+        )
 
 
 def regions_to_arrays(regions: Sequence[Region]) -> tuple[IntArray, IntArray]:
@@ -236,6 +253,18 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
 def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
     """Pad `(n, d)` offsets or shapes to `ndim` axes."""
     return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
+
+
+def _check_name(key: str) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise core.InvalidShardingError(
+            f"The key {key!r} is not Unicode text (it has half of a surrogate pair), so it cannot be a name in a "
+            "safetensors file: rename it."
+        ) from error
+    if key == "__metadata__":
+        raise core.InvalidShardingError(f"The key {key!r} has a meaning of its own in safetensors files: rename it.")
 
 
 def _dtype_name(shard: Shard) -> str:

@@ -3,6 +3,9 @@
 Each function makes the rules from the few numbers that names and shapes do not tell. `apply_rules` with them leads from
 Megatron's tensors to those of Hugging Face, `invert` back. The keys are those that Megatron Core's
 `sharded_state_dict` gives. If yours have a prefix, put `Rename("model.**", "{0}")` in front of the list.
+
+Rules move numbers and never compute any: models trained with `rotary_interleaved` or with
+`layernorm_zero_centered_gamma` have other numbers than Hugging Face expects, which these rules do not change.
 """
 
 from __future__ import annotations

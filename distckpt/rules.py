@@ -108,6 +108,8 @@ class Unstack(OneKeyRule):
         num = tensor.shape[axis]
         if self.size not in (None, num):
             raise misfit(self, key, tensor, f"axis {axis} should have size {self.size}")
+        if num == 0:
+            raise misfit(self, key, tensor, f"axis {axis} is empty, so nothing would be left of the tensor")
         check_packed(self, key, tensor, moves_last_axis=axis == len(tensor.shape) - 1)
         pieces = [drop_axis(crop_axis(tensor, axis, i, i + 1), axis) for i in range(num)]
         return zip([fill_name(self.to, captures, i) for i in range(num)], _keep_trimmed(tensor, pieces), strict=True)

@@ -27,7 +27,7 @@ from distckpt._plan_export import (
     plan_tensors,
     select_tensors,
 )
-from distckpt.hf import index_json
+from distckpt._hf_names import index_json
 from distckpt.rules import Rule
 from distckpt.strategies.base import ConsolidationStrategy
 

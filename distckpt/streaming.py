@@ -1,0 +1,289 @@
+"""Write safetensors files from tensors that come one at a time: one tensor in memory, however large the model is.
+
+Names, dtypes and shapes are announced before, so that every byte has its place before the first tensor comes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from distckpt import _commit, _storage, core, hf
+from distckpt._dtypes import FROM_NAME, TO_NAME
+from distckpt._names import did_you_mean, summarize_keys
+from distckpt._shard_file import Entry, build_header, layout_order, stored_shape
+from distckpt._stream_files import Layout, LocalFiles, Place, RemoteFiles
+from distckpt.tensors import as_torch_dtype
+
+DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
+    spelling: name
+    for dtype, name in TO_NAME.items()
+    for spelling in (dtype, str(dtype), str(dtype).removeprefix("torch."), name)
+}
+"""dtype in any of its spellings (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16") -> safetensors name."""
+
+DTYPE_ELEMENT_SIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
+"""safetensors name -> bytes of one item of a tensor of torch (F4 packs two elements into it)."""
+
+StateDictMetaItem: TypeAlias = tuple[str, torch.dtype | str, Sequence[int]]
+"""Name, dtype in any spelling, and shape of a tensor that will come."""
+StateDictMeta: TypeAlias = Iterable[StateDictMetaItem]
+
+_BASE_PREFIX = "model"
+
+
+class TensorMeta(NamedTuple):
+    """What is announced of a tensor: its name, its dtype as safetensors names it, and its shape as torch counts."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its data."""
+        return math.prod(self.shape) * DTYPE_ELEMENT_SIZE[self.dtype]
+
+
+def save_safetensors_streaming(
+    tensor_iter: Iterable[tuple[str, torch.Tensor]],
+    filepath: str | os.PathLike[str],
+    state_dict_meta: StateDictMeta,
+    *,
+    rename: bool = True,
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Write a safetensors file from tensors that come one at a time.
+
+    An earlier file at the destination stays until the new one is complete and on disk. Nothing is left of an
+    unsuccessful call.
+
+        meta = [(name, tensor.dtype, tensor.shape) for name, tensor in model.state_dict().items()]
+        save_safetensors_streaming(model.state_dict().items(), "model.safetensors", meta)
+
+    Args:
+        tensor_iter: gives `(name, tensor)`, each announced tensor once, in any order; of any device and strides. A
+            tensor is let go before the next is asked for.
+        filepath: the file to write, or a URL. An object store takes tensors only in the order of the announcement
+            (or, where that would leave items unaligned, those of larger items first), and no file that exists.
+        state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
+        rename: whether to put the file in its place; otherwise the caller renames the temporary file beside it.
+        metadata: texts for the header, besides `format: pt`.
+
+    Returns:
+        `filepath`, or with `rename=False` the path of the complete temporary file.
+
+    Raises:
+        ValueError: tensors that come are not those announced, a dtype is not one of safetensors, or the
+            announcement contradicts itself.
+        CheckpointExistsError: an object store has such a file, or a directory of that name is there.
+    """
+    destination, location = os.fspath(filepath), _storage.normalize(filepath)
+    layout = _lay_out([_read_meta(state_dict_meta)], metadata)
+    if not _storage.is_local(location):
+        if not rename:
+            raise ValueError(f"rename=False needs a local path; {destination!r} can only be written in place")
+        _refuse([location] if _storage.exists(location) else [])
+        _stream(RemoteFiles([location], layout), layout, tensor_iter)
+        return destination
+    _refuse([location] if os.path.isdir(location) else [])
+    parent, name = _storage.split(location)
+    temporary = _storage.join(parent, f".{name}.{secrets.token_hex(8)}")
+    _stream(LocalFiles([temporary], layout), layout, tensor_iter)
+    if not rename:
+        return temporary
+    try:
+        os.replace(temporary, location)
+    except BaseException:
+        _storage.remove_file(temporary)
+        raise
+    _storage.sync_directory(parent)
+    return destination
+
+
+def save_safetensors_streaming_sharded(
+    tensor_iter: Iterable[tuple[str, torch.Tensor]],
+    output_dir: str | os.PathLike[str],
+    state_dict_meta: StateDictMeta,
+    *,
+    max_file_bytes: int = 5_000_000_000,
+    metadata: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Write a Hugging Face directory of weights from tensors that come one at a time.
+
+    Tensors are divided into `model-00001-of-0000n.safetensors` in the order of the announcement, with an index; what
+    fits one file becomes `model.safetensors` without. Everything is written beside the directory and put in its place
+    in one step: an earlier export there stays whole until then, other files there stay. On an object store files
+    are written in place, the index last.
+
+    Args:
+        tensor_iter: gives `(name, tensor)`, see `save_safetensors_streaming`.
+        output_dir: the directory to write, or a URL. An object store must not have an export there.
+        state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
+        max_file_bytes: size of the tensors of a file at most; a larger tensor gets a file of its own.
+        metadata: texts for the headers, besides `format: pt`.
+
+    Returns:
+        The paths of the files with tensors, in order.
+
+    Raises:
+        ValueError: as `save_safetensors_streaming` does, or the limit is not positive.
+        CheckpointExistsError: an object store has an export there, or a file is in the way.
+    """
+    metas = {meta.name: meta for meta in _read_meta(state_dict_meta)}
+    groups = hf.group_keys_by_bytes({name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes) or [[]]
+    layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
+    names = hf.output_filenames(_BASE_PREFIX, len(groups))
+    location = _commit.resolve(os.fspath(output_dir))
+    _refuse(_in_the_way(location))
+    staging = _commit.staging_location(location, secrets.token_hex(8))
+    files = [_storage.join(staging, name) for name in names]
+    output = LocalFiles(files, layout) if _storage.is_local(location) else RemoteFiles(files, layout)
+    try:
+        _storage.make_directories(staging)
+        _stream(output, layout, tensor_iter)
+        if len(names) > 1:
+            index = _storage.join(staging, hf.index_filename(_BASE_PREFIX))
+            _storage.write_bytes(index, _index(metas.values(), layout, names))
+        _storage.sync_directory(staging)
+        _commit.commit_beside_others(staging, location, _is_output_file)
+    except BaseException:
+        output.remove()
+        if staging != location:
+            _storage.remove_tree(staging)
+        raise
+    return [_storage.join(os.fspath(output_dir), name) for name in names]
+
+
+# --- what was announced -----------------------------------------------------------------------------------------------
+
+
+def _read_meta(state_dict_meta: StateDictMeta) -> list[TensorMeta]:
+    metas: dict[str, TensorMeta] = {}
+    for name, dtype, shape in state_dict_meta:
+        known = TO_NAME.get(_dtype_of(name, dtype))
+        if known is None:
+            raise ValueError(f"the tensor {name!r} is announced as {dtype}, which safetensors does not have")
+        sizes = tuple(operator.index(size) for size in shape)
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"the tensor {name!r} is announced with the shape {sizes}")
+        if name in metas or name == "__metadata__" or not _is_text(name):
+            problem = "twice" if name in metas else "under a name that safetensors does not allow"
+            raise ValueError(f"the tensor {name!r} is announced {problem}")
+        metas[name] = TensorMeta(name, known, sizes)
+    return list(metas.values())
+
+
+def _dtype_of(name: str, dtype: torch.dtype | str) -> torch.dtype:
+    try:
+        return as_torch_dtype(dtype)
+    except ValueError as error:
+        raise ValueError(f"the tensor {name!r} is announced with an unknown dtype: {error}") from error
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
+
+
+def _lay_out(groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None) -> Layout:
+    """Lay out one file for each group."""
+    texts = {"format": "pt", **(metadata or {})}
+    bad = [key for key, value in texts.items() if not (_is_text(key) and _is_text(value))]
+    if bad:
+        raise ValueError(f"header metadata holds texts only, {bad[0]!r} is not one")
+    layout = Layout([], [], {})
+    for number, group in enumerate(groups):
+        entries = [Entry(meta.name, meta.dtype, meta.shape, meta.num_bytes) for meta in group]
+        order = _aligned_order(entries)
+        header, first_bytes = build_header([entries[i] for i in order], texts)
+        layout.headers.append(header)
+        layout.num_bytes.append(len(header) + sum(entry.num_bytes for entry in entries))
+        layout.places.update(
+            (group[i].name, Place(entries[i], number, first)) for i, first in zip(order, first_bytes, strict=True)
+        )
+    return layout
+
+
+def _aligned_order(entries: Sequence[Entry]) -> Sequence[int]:
+    """Keep the order of the announcement, in which tensors mostly come, unless items would stand unaligned."""
+    position = 0
+    for entry in entries:
+        if position % DTYPE_ELEMENT_SIZE[entry.dtype]:
+            return layout_order(entries)
+        position += entry.num_bytes
+    return range(len(entries))
+
+
+def _index(metas: Iterable[TensorMeta], layout: Layout, names: Sequence[str]) -> bytes:
+    total_bytes = sum(meta.num_bytes for meta in metas)
+    total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
+    return hf.index_json(
+        {key: names[place.file] for key, place in layout.places.items()}, total_bytes, total_parameters
+    )
+
+
+# --- what comes -------------------------------------------------------------------------------------------------------
+
+
+def _stream(output: LocalFiles | RemoteFiles, layout: Layout, tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write every tensor that comes; all that was announced must come. Removes the files otherwise."""
+    try:
+        output.create()
+        awaited = dict.fromkeys(layout.places)
+        for name, tensor in tensor_iter:
+            _check(layout, awaited, name, tensor)
+            output.write(layout.places[name], tensor.detach())
+            del awaited[name]
+            # Its memory is needed for the next one.
+            del tensor
+        if awaited:
+            raise ValueError(
+                f"{len(awaited)} of {len(layout.places)} announced tensors did not come: {summarize_keys(awaited)}"
+            )
+        output.finish()
+    except BaseException:
+        output.remove()
+        raise
+
+
+def _check(layout: Layout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor) -> None:
+    place = layout.places.get(name)
+    if place is None:
+        raise ValueError(f"the tensor {name!r} came but was not announced{did_you_mean(str(name), layout.places)}")
+    if name not in awaited:
+        raise ValueError(f"the tensor {name!r} came twice")
+    if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
+        raise ValueError(f"{name!r} came as a {type(tensor).__name__}: give plain tensors (of a DTensor full_tensor())")
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"the tensor {name!r} came as {tensor.dtype} in {tensor.layout} on {tensor.device}: not dense")
+    came = (TO_NAME.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+    if came != place.entry[1:3]:
+        raise ValueError(
+            f"the tensor {name!r} came as {came[0]} {came[1]}, but was announced as "
+            f"{place.entry.dtype} {place.entry.shape}"
+        )
+
+
+def _is_output_file(name: str) -> bool:
+    return hf.derive_base_prefix_from_path(name) == _BASE_PREFIX != name
+
+
+def _in_the_way(location: str) -> list[str]:
+    if not _storage.exists(location):
+        return []
+    if not _storage.isdir(location):
+        return [location]
+    if _storage.is_local(location):
+        return []
+    return [_storage.join(location, name) for name in _storage.list_names(location) if _is_output_file(name)]
+
+
+def _refuse(in_the_way: Sequence[str]) -> None:
+    if in_the_way:
+        raise core.CheckpointExistsError(f"{in_the_way[0]!r} is there already: remove it, or choose another place.")

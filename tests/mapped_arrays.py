@@ -1,0 +1,45 @@
+"""Mapped tensors as numpy arrays: what the tests of rules compare."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from distckpt.rules import TensorInfo
+
+
+def infos(arrays, dtype="I64"):
+    return {key: TensorInfo(array.shape, dtype) for key, array in arrays.items()}
+
+
+def numbered(**shapes):
+    """Make arrays in which no number occurs twice, none of them 0."""
+    arrays, first = {}, 1
+    for key, shape in shapes.items():
+        arrays[key.replace("__", ".")] = np.arange(first, first + math.prod(shape), dtype=np.int64).reshape(shape)
+        first += math.prod(shape)
+    return arrays
+
+
+def materialize(mapped, arrays):
+    """Copy the parts of one tensor together; every element must be given exactly once."""
+    result, covers = np.zeros(mapped.shape, np.int64), np.zeros(mapped.shape, np.int64)
+    for part in mapped.parts:
+        box = arrays[part.key][part.source.slices()].transpose(part.order)
+        result[part.target.slices()] = box.reshape(part.target.shape)
+        covers[part.target.slices()] += 1
+    for region in mapped.padding:
+        covers[region.slices()] += 1
+    assert (covers == 1).all()
+    return result
+
+
+def materialize_all(mapped, arrays):
+    return {name: materialize(tensor, arrays) for name, tensor in mapped.items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
