@@ -1,4 +1,4 @@
-"""Train a language model on 4 processes, save it, and train on from the checkpoint in three other layouts.
+"""Train a language model on 4 processes, save it, train on from the checkpoint in three other layouts, export it.
 
     torchrun --standalone --nproc-per-node 4 examples/train_reshard_resume.py --work-dir /tmp/reshard
 
@@ -6,6 +6,7 @@
 2. Load at tensor parallel 4, train on.
 3. Load at data parallel 2, on two of the processes, train on.
 4. Load in one plain process without any process group, train on.
+5. Export the weights, without the optimizer, as a Hugging Face style safetensors file.
 
 The losses after loading must be those of the first run. For that everything has to come back: the weights and both
 moments of Adam, divided among the processes in another way, the decayed learning rate, the step, and the state of the
@@ -30,6 +31,7 @@ from torch import Tensor
 
 import distckpt
 from distckpt.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from distckpt.rules import Unstack
 
 NUM_STEPS, SAVE_AT = 40, 20
 NUM_MICROBATCHES, MICROBATCH = 4, 4  # of each step, over all processes; every layout sees the same ones
@@ -156,6 +158,13 @@ def resume_in_plain_process(work_dir: str) -> list[float]:
     return json.loads(subprocess.run(command, env=clean, stdout=subprocess.PIPE, check=True, text=True).stdout)
 
 
+def export(path: str, output_dir: str) -> distckpt.ExportReport:
+    """Merge the shards of the weights, each layer under names of its own; the model is not built for it."""
+    weights = ("embedding.", "decoder.", "head.")  # the rest is the optimizer's
+    rules = [Unstack("decoder.layers.**", "decoder.layers.{i}.{0}")]
+    return distckpt.consolidate(path, output_dir, keys=weights, rules=rules, overwrite=True)
+
+
 def report(expected: list[float], resumed: dict[tuple[str, int], list[float]]) -> bool:
     """Print how the losses of the resumed runs compare with the uninterrupted one; return whether all agree."""
     print(f"Trained {NUM_STEPS} steps on the standard library's source, loss {expected[0]:.4f} to {expected[-1]:.4f}.")
@@ -175,7 +184,7 @@ def report(expected: list[float], resumed: dict[tuple[str, int], list[float]]) -
 
 
 def main() -> None:
-    """Run all four parts, on every rank."""
+    """Run all five parts, on every rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", required=True, help="where to put the checkpoint")
     parser.add_argument("--plain", action="store_true", help="only load and train on in this one process")
@@ -197,10 +206,13 @@ def main() -> None:
         layout = make_layout(tp, pp, dp)
         if layout is not None:
             resumed[f"TP{tp} x PP{pp} x DP{dp}", layout.world.size] = resume(layout, path)
+    exported = export(path, str(Path(arguments.work_dir, "exported")))
     is_ok = True
     if dist.get_rank() == 0:
         resumed["no process group", 1] = resume_in_plain_process(arguments.work_dir)
         is_ok = report(expected, resumed)
+        size = f"{exported.num_tensors} tensors, {exported.num_bytes / 1e6:.1f} MB"
+        print(f"Exported the weights ({size}) to {arguments.work_dir}/exported/{exported.files[0]}.")
     dist.barrier()
     dist.destroy_process_group()
     if not is_ok:

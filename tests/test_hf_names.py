@@ -120,7 +120,7 @@ def transformer(num_layers, num_experts=0):
 
 
 def test_layers_stay_together_in_natural_order():
-    groups = optimize_shard_layout(transformer(12), 25)
+    groups = optimize_shard_layout(transformer(12), 26)
     layers = [[key.split(".")[2] for key in group if ".layers." in key] for group in groups]
     assert [sorted(set(group), key=int) for group in layers if group] == [
         ["0"], ["1", "2"], ["3", "4"], ["5", "6"], ["7", "8"], ["9", "10"], ["11"],

@@ -166,7 +166,7 @@ def applicable_rules(draw, arrays, name):
     return rule, set(rule.reads), produced
 
 
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(converted_tensors())
 def test_any_stack_of_rules_gives_what_numpy_gives_and_leads_back(case):
     arrays, rules, expected = case
@@ -181,7 +181,7 @@ def test_any_stack_of_rules_gives_what_numpy_gives_and_leads_back(case):
     assert_same(materialize_all(invert(back, infos(expected)), arrays), expected)
 
 
-@settings(max_examples=6000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(converted_tensors(), st.booleans(), st.data())
 def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, data):
     arrays, rules, targets = case

@@ -29,8 +29,8 @@ from distckpt.validation import (
     determine_global_metadata,
     parse_strict_flag,
     validate_integrity_and_strict_load,
-    validate_shards,
     validate_sharding_integrity,
+    validate_shards,
     verify_checkpoint,
 )
 
@@ -235,7 +235,7 @@ def test_large_grids_are_checked_in_little_time():
     ids=["regular grid", "irregular grid", "prepended axis", "flattened range", "objects"],
 )
 def test_a_hole_is_found_even_by_one_process_alone(tmp_path, shards):
-    with pytest.raises(InvalidShardingError, match="key 'w'.*no rank holds element"):
+    with pytest.raises(InvalidShardingError, match=r"key 'w'.*no rank holds element"):
         distckpt.save(dict(enumerate(shards)), tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
@@ -258,7 +258,7 @@ def test_a_hole_is_found_even_by_one_process_alone(tmp_path, shards):
     ids=["irregular grid", "flattened range", "objects", "0-dim"],
 )
 def test_an_overlap_is_never_saved(tmp_path, shards, validated):
-    with pytest.raises(InvalidShardingError, match="key 'w'.*2 main replicas hold the same element"):
+    with pytest.raises(InvalidShardingError, match=r"key 'w'.*2 main replicas hold the same element"):
         distckpt.save(dict(enumerate(shards)), tmp_path / "c", validate_access_integrity=validated)
     assert list(tmp_path.iterdir()) == []
 
@@ -435,7 +435,7 @@ def test_a_checkpoint_is_recognised_by_its_marker(tmp_path):
     assert verify_checkpoint(str(tmp_path / "c"))["sharded_backend"] == "safetensors"
     with pytest.raises(CheckpointNotFoundError, match="'/nowhere' does not exist"):
         verify_checkpoint("/nowhere")
-    with pytest.raises(CheckpointNotFoundError, match="has no metadata.json"):
+    with pytest.raises(CheckpointNotFoundError, match=r"has no metadata\.json"):
         verify_checkpoint(str(tmp_path))
 
 
