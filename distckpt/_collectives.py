@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -203,12 +204,12 @@ class Ranks:
                 dist.all_gather(gathered, padded, group=self._group)
             return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
 
-    def broadcast_tensor_(self, tensor: torch.Tensor, src: int) -> None:
-        """Fill a contiguous CPU tensor with what it holds on rank `src`; of the same size in bytes on every rank."""
-        if self.size > 1 and tensor.numel():
+    def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
+        """Fill memory with what it holds on rank `src`; it is of the same size on every rank."""
+        if self.size > 1 and len(memory):
             with self._contact("broadcast of a tensor"):
                 source = dist.get_global_rank(self._group, src)
-                dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=self._group)
+                dist.broadcast(torch.from_numpy(memory), src=source, group=self._group)
 
     def _all_gather_sizes(self, size: int) -> list[int]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

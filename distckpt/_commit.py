@@ -6,6 +6,7 @@ and renamed. Object stores: everything is written under the final prefix, the ma
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -79,13 +80,30 @@ def commit(staging: str, location: str, overwrite: bool) -> None:
         _replace(staging, location)
         return
     if state == "incomplete":
-        aside = _beside(staging, location, "incomplete")
-        logger.warning(
-            "%s holds files but no %s (an unfinished save?): moved to %s; delete it when nothing there is needed",
-            location, core.CONFIG_FNAME, aside,
-        )  # fmt: skip
+        _move_aside(location, _beside(staging, location, "incomplete"))
+    try:
+        _storage.rename(staging, location)
+    except OSError as error:
+        # Another program has put something there since we looked: look again.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        commit(staging, location, overwrite)
+
+
+def _move_aside(location: str, aside: str) -> None:
+    try:
         _storage.rename(location, aside)
-    _storage.rename(staging, location)
+    except FileNotFoundError:
+        # Another program has moved it.
+        return
+    if _state_of(aside) == "complete":
+        # Another program has finished its save since we looked, and we have moved that: back with it.
+        _storage.rename(aside, location)
+        return
+    logger.warning(
+        "%s held files but no %s (an unfinished save?): moved to %s; delete it when nothing there is needed",
+        location, core.CONFIG_FNAME, aside,
+    )  # fmt: skip
 
 
 def _replace(staging: str, location: str) -> None:
@@ -146,4 +164,7 @@ def _state_of(location: str) -> _State:
         return "free"
     if _storage.exists(_storage.join(location, core.CONFIG_FNAME)):
         return "complete"
-    return "incomplete" if _storage.list_names(location) else "free"
+    try:
+        return "incomplete" if _storage.list_names(location) else "free"
+    except FileNotFoundError:
+        return "free"

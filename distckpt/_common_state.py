@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from distckpt import _codec
 from distckpt._collectives import Ranks
 from distckpt._io import checksum
 from distckpt._names import summarize_keys
-from distckpt.dict_utils import dict_list_map_outplace
 from distckpt.mapping import CommonStateDict, StateDict
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,18 @@ def comparable(common: CommonStateDict, preprocess: Callable[[CommonStateDict], 
     """Return what ranks compare. The function of the caller gets a copy, so it cannot change what is saved."""
     if preprocess is None:
         return common
-    return preprocess(dict_list_map_outplace(lambda value: value, common))
+    copied: CommonStateDict = _copy_containers(common)
+    return preprocess(copied)
+
+
+def _copy_containers(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _copy_containers(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_copy_containers(value) for value in node]
+    if type(node) is tuple:
+        return tuple(_copy_containers(value) for value in node)
+    return node
 
 
 def warn_about_differences(ranks: Ranks, common: CommonStateDict) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distckpt import _shard_file, _storage, core
 from distckpt._io import BLOCK_BYTES
-from distckpt._manifest import Manifest, ShardFile
+from distckpt._manifest import MANIFEST_NAME, Manifest, ShardFile
 from distckpt._names import did_you_mean, natural_order, summarize_keys
 from distckpt._region import Region, find_tiling_faults
 from distckpt._shards import regions_to_arrays
@@ -26,6 +27,16 @@ INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 
 _HEADER_GUESS_BYTES = 1 << 20
+_MAX_ELEMENTS = 1 << 62
+
+
+class Header(NamedTuple):
+    """What a file says of itself: its size, that of its header, and the header's content."""
+
+    num_bytes: int
+    header_bytes: int
+    metadata: dict[str, str]
+    entries: list[_shard_file.StoredEntry]
 
 
 class _Piece(NamedTuple):
@@ -39,8 +50,9 @@ class _Piece(NamedTuple):
 
 
 def holds_safetensors(location: str) -> bool:
-    """Tell whether a directory holds safetensors files at its top level."""
-    return _storage.isdir(location) and any(name.endswith(SUFFIX) for name in _storage.list_names(location))
+    """Tell whether a directory holds safetensors files at its top level (a distckpt manifest is none of them)."""
+    names = _storage.list_names(location) if _storage.isdir(location) else []
+    return any(name.endswith(SUFFIX) and name != MANIFEST_NAME for name in names)
 
 
 def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
@@ -58,7 +70,7 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
             in dtype; naming file and key.
     """
     weight_map = _read_index(location)
-    names = sorted(set(weight_map.values())) if weight_map else _safetensors_names(location)
+    names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
     files: dict[str, ShardFile] = {}
     pieces: list[_Piece] = []
     with_info: list[str] = []
@@ -73,55 +85,65 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
             f"it has no {_shard_file.SHARDING_INFO} in its header metadata, so it is no shard of a distributed save. "
             "Remove it from the folder, or name the folder of the shards."
         )
-    if weight_map:
+    if weight_map is not None:
         pieces = _indexed(location, pieces, weight_map)
     return _to_manifest(location, files, pieces)
 
 
 def _safetensors_names(location: str) -> list[str]:
-    names = [name for name in _storage.list_names(location) if name.endswith(SUFFIX)]
+    present = _storage.list_names(location) if _storage.isdir(location) else []
+    names = [name for name in present if name.endswith(SUFFIX)]
     if not names:
         raise core.CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
     return sorted(names, key=natural_order)
 
 
-def _read_index(location: str) -> dict[str, str]:
-    """Return key -> file name from the index, an empty dict when there is none."""
+def _read_index(location: str) -> dict[str, str] | None:
+    """Return key -> file name from the index, None when there is no index."""
     path = _storage.join(location, INDEX_NAME)
     try:
         weight_map = json.loads(_storage.read_bytes(path))["weight_map"]
-        is_map = all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
+        names = [str(name) for name in weight_map.values()]
     except FileNotFoundError:
-        return {}
+        return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise core.CorruptCheckpointError(
             f"The index {path!r} is damaged ({error}): restore it from a copy."
         ) from error
-    bad = [name for name in weight_map.values() if not name.endswith(SUFFIX) or "/" in name or "\\" in name]
-    if not is_map or bad:
+    bad = [name for name in names if not name.endswith(SUFFIX) or "/" in name or "\\" in name]
+    if bad or not names:
         raise core.CorruptCheckpointError(
-            f"The index {path!r} names {bad[:1]}, which is no safetensors file beside it."
+            f"The index {path!r} names {bad[0]!r}, which is no safetensors file beside it."
+            if bad
+            else f"The index {path!r} names no tensors: whatever wrote it found none. Make the export again."
         )
     return dict(weight_map)
+
+
+def read_header(path: str) -> Header:
+    """Read the header of a safetensors file.
+
+    Raises:
+        ValueError: it is not whole.
+    """
+    size = _storage.file_size(path)
+    head = _storage.read_range(path, 0, min(size, _HEADER_GUESS_BYTES))
+    header_bytes = _shard_file.header_length(head, size)
+    if header_bytes > len(head):
+        head += _storage.read_range(path, len(head), header_bytes)
+    return Header(size, header_bytes, *_shard_file.parse_header(head[:header_bytes], size))
 
 
 def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[_Piece]]:
     path = _storage.join(location, name)
     try:
-        size = _storage.file_size(path)
-        head = _storage.read_range(path, 0, min(size, _HEADER_GUESS_BYTES))
-        header_bytes = _shard_file.header_length(head, size)
-        if header_bytes > len(head):
-            head += _storage.read_range(path, len(head), header_bytes)
-        metadata, entries = _shard_file.parse_header(head[:header_bytes], size)
+        size, header_bytes, metadata, entries = read_header(path)
         info = json.loads(metadata[_shard_file.SHARDING_INFO]) if _shard_file.SHARDING_INFO in metadata else None
         shapes = json.loads(metadata.get(_shard_file.GLOBAL_SHAPES, "{}"))
         pieces = []
         for entry in entries:
-            offset = (0,) * len(entry.shape) if info is None else tuple(map(int, info[entry.name]["saved_offsets"]))
-            if len(offset) != len(entry.shape) or min(offset, default=0) < 0:
-                raise ValueError(f"saved_offsets {offset} of {entry.name!r} do not fit its shape {entry.shape}")
-            shape = tuple(map(int, shapes[entry.name])) if entry.name in shapes else None
+            offset = (0,) * len(entry.shape) if info is None else _counts(entry, info[entry.name]["saved_offsets"])
+            shape = _counts(entry, shapes[entry.name]) if entry.name in shapes else None
             shape = entry.shape if info is None else shape
             region = Region(offset, entry.shape)
             pieces.append(_Piece(entry.name, entry.dtype, region, shape, name, entry.first_byte, entry.num_bytes))
@@ -134,6 +156,14 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[_Piece]]
             f"{path!r} is not a whole safetensors file ({type(error).__name__}: {error}): restore it from a copy."
         ) from error
     return ShardFile(name, size, header_bytes, 0), info is not None, pieces
+
+
+def _counts(entry: _shard_file.StoredEntry, values: Any) -> tuple[int, ...]:
+    """Check an offset or a shape that stands in the metadata, which is not trusted."""
+    is_list = type(values) is list and all(type(n) is int and n >= 0 for n in values)
+    if not is_list or len(values) != len(entry.shape):
+        raise ValueError(f"offset or global shape {values} of {entry.name!r} do not fit its shape {entry.shape}")
+    return tuple(values)
 
 
 def _indexed(location: str, pieces: Sequence[_Piece], weight_map: Mapping[str, str]) -> list[_Piece]:
@@ -155,10 +185,12 @@ def _to_manifest(location: str, files: Mapping[str, ShardFile], pieces: Sequence
     by_key: dict[str, list[_Piece]] = {}
     for piece in pieces:
         by_key.setdefault(piece.key, []).append(piece)
-    keys = sorted(by_key, key=natural_order)
+    keys = list(by_key)
     shapes = [_global_shape(location, by_key[key]) for key in keys]
     _check_tiling(location, [by_key[key] for key in keys], shapes)
-    ordered = [piece for key in keys for piece in sorted(by_key[key], key=lambda piece: piece.region.offset)]
+    for group in by_key.values():
+        group.sort(key=lambda piece: piece.region.offset)
+    ordered = [piece for group in by_key.values() for piece in group]
     offsets, extents = regions_to_arrays([piece.region for piece in ordered])
     file_ids = {name: i for i, name in enumerate(files)}
     columns = {
@@ -184,11 +216,16 @@ def _global_shape(location: str, pieces: Sequence[_Piece]) -> tuple[int, ...]:
                 f"{other.dtype} {other.region.shape} in {other.file!r}, which do not fit together: the files are of "
                 "different saves. Remove those that do not belong here."
             )
-    if first.global_shape is not None:
-        return first.global_shape
     # Not stored by torch and Automodel: as far as the pieces reach.
-    ends = [[o + n for o, n in zip(piece.region.offset, piece.region.shape, strict=True)] for piece in pieces]
-    return tuple(max(column) for column in zip(*ends, strict=True))
+    ends = [tuple(o + n for o, n in zip(piece.region.offset, piece.region.shape, strict=True)) for piece in pieces]
+    reached = tuple(max(column) for column in zip(*ends, strict=True))
+    if math.prod(n + 1 for n in reached) > _MAX_ELEMENTS:
+        farthest = max(zip(ends, pieces, strict=True), key=lambda pair: max(pair[0]))[1]
+        raise core.CorruptCheckpointError(
+            f"Key {first.key!r} in {location!r} would have the global shape {reached}: its offset "
+            f"{farthest.region.offset} in {farthest.file!r} is damaged. Restore the file from a copy."
+        )
+    return reached if first.global_shape is None else first.global_shape
 
 
 def _check_tiling(location: str, groups: Sequence[Sequence[_Piece]], shapes: Sequence[tuple[int, ...]]) -> None:

@@ -65,11 +65,6 @@ class MappedTensor:
     trimmed: tuple[tuple[str, Region], ...] = ()
     padding: tuple[Region, ...] = ()
 
-    @property
-    def is_padded(self) -> bool:
-        """Tell whether some elements have no source and are to be zero."""
-        return bool(self.padding)
-
     @cached_property
     def boxes(self) -> tuple[IntArray, IntArray]:
         """Offsets and shapes of the parts in the target, arrays of shape (number of parts, number of axes)."""

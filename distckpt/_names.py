@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 _NUMBER = re.compile(r"\d+")
+_DIGITS = re.compile(r"([0-9]+)")
 
 
 def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
@@ -26,10 +27,12 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
     return ", ".join(patterns)
 
 
-def natural_order(key: str) -> list[tuple[int, int, str]]:
+def natural_order(key: str) -> list[str | int]:
     """Sort key that puts `layers.2` before `layers.10`."""
-    parts = re.split(r"(\d+)", key)
-    return [(0, int(part), "") if part.isdigit() and part.isascii() else (1, 0, part) for part in parts]
+    # Text and numbers alternate, so that like is compared with like.
+    parts: list[str | int] = list(_DIGITS.split(key))
+    parts[1::2] = map(int, parts[1::2])
+    return parts
 
 
 def did_you_mean(key: str, candidates: Iterable[str]) -> str:

@@ -83,7 +83,7 @@ def plan_tensors(
     """Apply rules, then give each tensor its name and dtype in the output.
 
     Args:
-        tensors: to be exported.
+        tensors: to be exported, in natural order.
         rules: see `distckpt.rules`.
         rename: old beginnings of names -> new ones; the first that fits counts.
         dtype: for all floating point tensors of 16 bits and more, or by pattern of output names; other tensors
@@ -113,7 +113,7 @@ def plan_tensors(
     unused = set(by_pattern) - used - {"*"}
     if unused:
         raise core.CheckpointingException(f"No exported tensor matches the dtype patterns {sorted(unused)}.")
-    return sorted(outputs, key=lambda tensor: natural_order(tensor.name))
+    return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
 
 
 def plan_files(

@@ -240,7 +240,9 @@ def _alignment(dtype: str) -> int:
 
 def _stored_entry(name: str, entry: Any, data_start: int) -> StoredEntry:
     dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not all(type(number) is int and 0 <= number < 2**62 for number in [first, end, *shape]):
+    for number in (first, end, *shape):
+        if type(number) is int and 0 <= number < 2**62:
+            continue
         raise ValueError(f"the entry {name[:50]!r} has no proper shape and position")
     if dtype not in _dtypes.FROM_NAME:
         raise ValueError(f"the entry {name[:50]!r} has the dtype {dtype!r}, which torch does not have")

@@ -6,6 +6,7 @@ container, so positions in lists stay what they were.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -89,35 +90,54 @@ def _common_of(node: Any, skeleton: Any) -> Any:
         return node
     if isinstance(node, dict):
         return {key: _common_of(node[key], child) for key, child in skeleton.items()}
-    return _map_container(list(zip(node, skeleton, strict=True)), lambda pair: _common_of(*pair), like=node)
+    # A named tuple becomes a plain one: its class need not be known to whoever reads the common state.
+    pairs = list(zip(node, skeleton, strict=True))
+    return _map_container(pairs, lambda pair: _common_of(*pair), like=() if isinstance(node, tuple) else [])
 
 
-def fill(skeleton: Any, values: Sequence[Any]) -> Any:
-    """Put loaded values in the places of shards; a value may be `HOLE`. A factory that lacks a part becomes a hole."""
-    if isinstance(skeleton, _Slot):
-        return values[skeleton.number]
-    if isinstance(skeleton, _Local):
-        return skeleton.value
-    if isinstance(skeleton, _Merge):
-        built = fill(skeleton.built, values)
-        return HOLE if _has_hole(built) else skeleton.factory.merge_fn(built)
-    if _is_container(skeleton):
-        return _map_container(skeleton, lambda child: fill(child, values))
-    return HOLE
+def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any, Any]:
+    """Put loaded values in the places of shards, and common values in the others.
+
+    Loaded values are taken as they are. Places that nothing fills are dropped; the items of a list move together.
+
+    Args:
+        skeleton: from `split`.
+        values: for each shard its value, or `HOLE`.
+        common: tree with holes, at the same places; what only it has is added.
+    """
+    filled = _fill(skeleton, values, common)
+    return {} if filled is HOLE else filled
 
 
-def overlay(below: Any, above: Any) -> Any:
-    """Lay one tree over another: what is a hole above shows what is below."""
-    if above is HOLE:
-        return below
-    if isinstance(below, dict) and isinstance(above, dict):
-        return {key: overlay(below.get(key, HOLE), above.get(key, HOLE)) for key in {**below, **above}}
-    if isinstance(below, list | tuple) and isinstance(above, list | tuple):
-        length = max(len(below), len(above))
-        padded = [[*items, *[HOLE] * (length - len(items))] for items in (below, above)]
-        merged = [overlay(*pair) for pair in zip(*padded, strict=True)]
-        return _map_container(merged, lambda item: item, like=above)
-    return above
+def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
+    if isinstance(skeleton, _Slot | _Local | _Merge):
+        value = _value_at(skeleton, values)
+        return _compact(common) if value is HOLE else value
+    if skeleton is HOLE:
+        return _compact(common)
+    if isinstance(skeleton, dict):
+        below = common if isinstance(common, dict) else {}
+        keys = {**below, **skeleton}
+        return _close_up({key: _fill(skeleton.get(key, HOLE), values, below.get(key, HOLE)) for key in keys})
+    items = common if isinstance(common, list | tuple) else ()
+    pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
+    return _close_up([_fill(above, values, below) for above, below in pairs], like=skeleton)
+
+
+def _value_at(leaf: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
+    if isinstance(leaf, _Slot):
+        return values[leaf.number]
+    if isinstance(leaf, _Local):
+        return leaf.value
+    built = _fill_built(leaf.built, values)
+    # A factory that lacks a part cannot be merged.
+    return HOLE if _has_hole(built) else leaf.factory.merge_fn(built)
+
+
+def _fill_built(skeleton: Any, values: Sequence[Any]) -> Any:
+    if isinstance(skeleton, _Slot | _Local | _Merge):
+        return _value_at(skeleton, values)
+    return _map_container(skeleton, lambda child: _fill_built(child, values))
 
 
 def prune(tree: Any) -> Any:
@@ -138,14 +158,21 @@ def compact(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _compact(tree: Any) -> Any:
-    pruned = prune(tree)
-    if isinstance(pruned, dict):
-        return {key: _compact(value) for key, value in pruned.items()}
-    if _is_container(pruned):
-        if hasattr(pruned, "_fields"):
-            return _map_container(pruned, lambda item: None if item is HOLE else _compact(item))
-        return _map_container([item for item in pruned if item is not HOLE], _compact, like=pruned)
-    return pruned
+    return _close_up(_map_container(tree, _compact), like=tree) if _is_container(tree) else tree
+
+
+def _close_up(children: Any, like: Any = None) -> Any:
+    """Drop holes from a dict or list; one that held nothing else becomes a hole. A list becomes a tuple as `like` is."""
+    if isinstance(children, dict):
+        kept = {key: child for key, child in children.items() if child is not HOLE}
+        return HOLE if children and not kept else kept
+    items = [child for child in children if child is not HOLE]
+    if children and not items:
+        return HOLE
+    if hasattr(like, "_fields"):
+        # A named tuple has a place for each of its fields, and for nothing else.
+        return type(like)(*(None if child is HOLE else child for child in children[: len(like)]))
+    return tuple(items) if isinstance(like, tuple) else items
 
 
 def _is_container(node: Any) -> bool:

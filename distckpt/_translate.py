@@ -30,7 +30,7 @@ def translate(
     """
     pairs = zip(requests, targets, strict=True)
     infos = {r.key: TensorInfo(r.global_shape, _dtypes.TO_NAME[t.dtype]) for r, t in pairs}
-    stored = apply_rules([replace(rule, optional=True) for rule in rules], infos)
+    stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)
     wanted = invert(stored, infos)
     translated: list[Request] = []
     views: list[torch.Tensor] = []

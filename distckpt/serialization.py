@@ -281,9 +281,8 @@ def load(
         wanted = {str(i): shard for i, shard in enumerate(shards) if shard.key not in unexpected}
         wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
         values = strategy.load(wanted, location)
-        loaded = _state_dict.fill(skeleton, [values.get(str(i), HOLE) for i in range(len(shards))])
-        common = values["common"]
-    result: StateDict = _state_dict.compact(_state_dict.overlay(common, loaded))
+        loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
+        result = _state_dict.put_together(skeleton, loaded, values["common"])
     return (result, missing, unexpected) if StrictHandling.requires_returning_mismatch_keys(mode) else result
 
 

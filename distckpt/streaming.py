@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from distckpt import _commit, _storage, core, hf
+from distckpt import _commit, _hf_names, _storage, core
 from distckpt._dtypes import FROM_NAME, TO_NAME
 from distckpt._names import did_you_mean, summarize_keys
 from distckpt._shard_file import Entry, build_header, layout_order, stored_shape
@@ -137,9 +137,11 @@ def save_safetensors_streaming_sharded(
         CheckpointExistsError: an object store has an export there, or a file is in the way.
     """
     metas = {meta.name: meta for meta in _read_meta(state_dict_meta)}
-    groups = hf.group_keys_by_bytes({name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes) or [[]]
+    groups = _hf_names.group_keys_by_bytes({name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes) or [
+        []
+    ]
     layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
-    names = hf.output_filenames(_BASE_PREFIX, len(groups))
+    names = _hf_names.output_filenames(_BASE_PREFIX, len(groups))
     location = _commit.resolve(os.fspath(output_dir))
     _refuse(_in_the_way(location))
     staging = _commit.staging_location(location, secrets.token_hex(8))
@@ -149,7 +151,7 @@ def save_safetensors_streaming_sharded(
         _storage.make_directories(staging)
         _stream(output, layout, tensor_iter)
         if len(names) > 1:
-            index = _storage.join(staging, hf.index_filename(_BASE_PREFIX))
+            index = _storage.join(staging, _hf_names.index_filename(_BASE_PREFIX))
             _storage.write_bytes(index, _index(metas.values(), layout, names))
         _storage.sync_directory(staging)
         _commit.commit_beside_others(staging, location, _is_output_file)
@@ -223,7 +225,7 @@ def _aligned_order(entries: Sequence[Entry]) -> Sequence[int]:
 def _index(metas: Iterable[TensorMeta], layout: Layout, names: Sequence[str]) -> bytes:
     total_bytes = sum(meta.num_bytes for meta in metas)
     total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
-    return hf.index_json(
+    return _hf_names.index_json(
         {key: names[place.file] for key, place in layout.places.items()}, total_bytes, total_parameters
     )
 
@@ -271,7 +273,7 @@ def _check(layout: Layout, awaited: Mapping[str, None], name: str, tensor: torch
 
 
 def _is_output_file(name: str) -> bool:
-    return hf.derive_base_prefix_from_path(name) == _BASE_PREFIX != name
+    return _hf_names.derive_base_prefix_from_path(name) == _BASE_PREFIX != name
 
 
 def _in_the_way(location: str) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 
 from distckpt._collectives import Ranks
 from distckpt._dtypes import FROM_NAME, as_integers
-from distckpt._io import is_plain_memory
+from distckpt._io import is_plain_memory, tensor_bytes
 from distckpt._memory import estimate_available_memory as estimate_available_memory
 from distckpt._names import did_you_mean, summarize_keys
 from distckpt.dict_utils import Position
@@ -367,7 +367,7 @@ def broadcast_tensor(
         chunks = chunk_tensor_by_memory(tensor.detach(), min(limit for _, limit in everyone))
     for chunk in chunks if ranks.size > 1 else ():
         plain = to_plain_memory(chunk)
-        ranks.broadcast_tensor_(plain, src)
+        ranks.broadcast_into(tensor_bytes(plain), src)
         if ranks.rank != src and plain is not chunk:
             target = chunk if plain.dtype == chunk.dtype else as_integers(chunk)
             target.copy_(plain)

@@ -119,7 +119,7 @@ DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex64]
 def test_chunks_are_views_within_the_limit_in_flattened_order(shape, dtype, extra, kind):
     tensor = torch.arange(math.prod(shape)).to(dtype).reshape(shape)
     if kind == "transposed":
-        tensor = tensor.permute(*reversed(range(len(shape))))
+        tensor = tensor.permute(tuple(reversed(range(len(shape)))))
     elif kind == "sliced" and shape:
         tensor = tensor[..., ::2]
     elif kind == "expanded":
@@ -228,7 +228,7 @@ NESTED = {"b": {"x": 1, "empty": {}, 0: [2, {"y": (3, 4)}, []]}, "a.c": None, ("
 def test_flatten_and_back():
     flat = flatten_for_broadcast(NESTED)
     assert flat == {("b", "x"): 1, ("b", 0, 0): 2, ("b", 0, 1, "y"): (3, 4), ("a.c",): None, (("t",),): 5}
-    assert list(flat)[0] == ("b", "x")
+    assert next(iter(flat)) == ("b", "x")
     back = unflatten_from_broadcast({position: str(leaf) for position, leaf in flat.items()}, NESTED)
     assert back == {"b": {"x": "1", "empty": {}, 0: ["2", {"y": "(3, 4)"}, []]}, "a.c": "None", ("t",): "5"}
     assert unflatten_from_broadcast(flat, NESTED) == NESTED

@@ -6,6 +6,7 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -217,23 +218,21 @@ def _file_numbers(like: str, outputs: Sequence[OutputTensor]) -> dict[str, int]:
 
 def _check_written(staging: str, files: Sequence[OutputFile]) -> dict[str, Any]:
     """Compare the headers of the written files with the plan, and sum up what they hold."""
-    expected = {t.name: (t.dtype, t.mapped.shape, file.name) for file in files for t in file.tensors}
-    written = _hf_source.read_directory(staging)
-    dtypes: dict[str, int] = {}
-    num_parameters = 0
-    for key, key_id in written.key_index.items():
-        row = written.chunk_rows(key_id).start
-        found = (written.dtypes[key_id], written.global_shapes[key_id], written.files[int(written.file_ids[row])].name)
-        if expected.pop(key, None) != found:
-            raise core.CorruptCheckpointError(f"{staging!r} holds {key!r} as {found}, which is not as planned.")
-        dtypes[found[0]] = dtypes.get(found[0], 0) + 1
-        num_parameters += int(torch.Size(found[1]).numel())
-    if expected:
-        raise core.CorruptCheckpointError(f"{staging!r} lacks {summarize_keys(expected)}: it was changed meanwhile.")
-    num_bytes = int(written.num_bytes.sum())
+    dtypes: Counter[str] = Counter()
+    num_parameters = num_bytes = 0
+    for file in files:
+        path = _storage.join(staging, file.name)
+        written = {entry.name: (entry.dtype, entry.shape) for entry in _hf_source.read_header(path).entries}
+        planned = {tensor.name: (tensor.dtype, tensor.mapped.shape) for tensor in file.tensors}
+        if written != planned:
+            different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
+            raise core.CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")
+        dtypes.update(dtype for dtype, _ in written.values())
+        num_parameters += sum(tensor.num_elements for tensor in file.tensors)
+        num_bytes += file.num_bytes
     return {
-        "num_tensors": len(written.keys),
+        "num_tensors": dtypes.total(),
         "num_bytes": num_bytes,
         "num_parameters": num_parameters,
-        "dtypes": dtypes,
+        "dtypes": dict(dtypes),
     }

@@ -1,6 +1,6 @@
 """Save and load very many small tensors, where what counts is the work per tensor and not the bytes.
 
-    python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 3] [--dir DIR] [--json FILE] [--profile]
+    python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 3] [--only NAME ...] [--profile]
 
 Every rank holds a row block of each tensor. Measured as in save_load.py, in one process and on two ranks. With
 --profile, the main thread of rank 0 is profiled while distckpt saves and loads once more.
@@ -25,7 +25,7 @@ from _contest import at_rest, measure, tables
 from _contestants import Contestant, Part, State, contestants, local_bytes
 from _measure import machine_facts, run_ranks
 
-NAMES = ("distckpt", "DCP", "safetensors", "Megatron")
+NAMES = ("distckpt", "DCP FileSystemWriter", "safetensors")
 
 
 def main() -> None:

@@ -63,6 +63,8 @@ class Launch:
         self._logs = [log_dir / f"rank{rank}.log" for rank in range(setting.num_ranks)]
         self._outcomes: dict[int, Outcome] = {}
         self._signals: list[list[Any]] = [[] for _ in self._logs]
+        self._running = set(range(setting.num_ranks))
+        self._killed: set[int] = set()
         self._deadline = time.monotonic() + OVERALL_TIMEOUT
         self.processes: list[Any] = []
         self._connections: list[Any] = []
@@ -78,8 +80,7 @@ class Launch:
     def wait_for_signal(self, rank: int) -> Any:
         """Return what the rank passes to `signal_parent`; an AssertionError when it ends without doing so."""
         while not self._signals[rank]:
-            assert rank not in self._outcomes, f"rank {rank} ended without a signal: {self._outcomes[rank]}"
-            assert self.processes[rank].is_alive(), f"rank {rank} died\n{self._log(rank)}"
+            assert rank in self._running, f"rank {rank} ended: {self._outcomes.get(rank)}\n{self._log(rank)}"
             self._pump(f"waiting for a signal of rank {rank}")
         return self._signals[rank].pop(0)
 
@@ -89,6 +90,7 @@ class Launch:
 
     def kill(self, *ranks: int) -> None:
         """End ranks with SIGKILL, and return when they are gone."""
+        self._killed.update(ranks)
         for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGKILL)
         for rank in ranks:
@@ -96,7 +98,7 @@ class Launch:
 
     def wait_for_end(self, *ranks: int) -> None:
         """Wait until the functions of these ranks have returned, or the ranks have died."""
-        while any(self._is_pending(rank) for rank in ranks):
+        while self._running.intersection(ranks):
             self._pump(f"waiting for ranks {ranks} to end")
 
     def outcomes(self) -> list[Outcome | None]:
@@ -109,10 +111,12 @@ class Launch:
 
         The first rank that ends with an error ends the wait, since the others may hang for want of it.
         """
-        while any(self._is_pending(rank) for rank in range(len(self.processes))):
+        while self._running:
             self._pump("waiting for the ranks to end")
             for rank, outcome in self._outcomes.items():
                 assert outcome.error is None, f"rank {rank}: {outcome.error}\n{self._log(rank)}"
+        for rank in set(range(len(self.processes))) - set(self._outcomes) - self._killed:
+            raise AssertionError(f"rank {rank} died\n{self._log(rank)}")
         outcomes = [self._outcomes.get(rank) for rank in range(len(self.processes))]
         return [None if outcome is None else outcome.value for outcome in outcomes]
 
@@ -130,31 +134,25 @@ class Launch:
         for connection in self._connections:
             connection.close()
 
-    def _is_pending(self, rank: int) -> bool:
-        # A rank that sent its outcome and died right after is seen as done, hence the second look at its pipe.
-        return rank not in self._outcomes and (self.processes[rank].is_alive() or self._connections[rank].poll())
-
     def _pump(self, doing: str) -> None:
-        """Take in what ranks have sent, after waiting for at least one of them to say something or to end."""
-        pending = [rank for rank in range(len(self.processes)) if self._is_pending(rank)]
-        sources = {self._connections[rank]: rank for rank in pending}
-        ends = [self.processes[rank].sentinel for rank in pending]
-        ready = multiprocessing.connection.wait([*sources, *ends], max(0.0, self._deadline - time.monotonic()))
-        logs = "".join(f"\n--- rank {rank}\n{self._log(rank)}" for rank in pending) if not ready else ""
-        assert ready, f"timed out {doing}; ranks {pending} were still running{logs}"
+        """Take in what running ranks have sent, after waiting for at least one of them to say something or to end."""
+        sources = {self._connections[rank]: rank for rank in self._running}
+        remaining = max(0.0, self._deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(list(sources), remaining) if remaining else []
+        logs = "" if ready else "".join(f"\n--- rank {rank}\n{self._log(rank)}" for rank in self._running)
+        assert ready, f"timed out {doing}; ranks {sorted(self._running)} were still running{logs}"
         for connection in ready:
-            rank = sources.get(connection)
-            if rank is None:
-                continue
+            rank = sources[connection]
             try:
                 kind, content = connection.recv()
             except (EOFError, ConnectionResetError):
-                self.processes[rank].join()
+                self._running.discard(rank)
                 continue
             if kind == "signal":
                 self._signals[rank].append(content)
             else:
                 self._outcomes[rank] = pickle.loads(content)
+                self._running.discard(rank)
 
     def _log(self, rank: int) -> str:
         return self._logs[rank].read_text(errors="replace")[-6000:] if self._logs[rank].exists() else ""

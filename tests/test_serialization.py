@@ -1,0 +1,461 @@
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.numpy
+import torch
+
+import distckpt
+from distckpt import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    LoadMismatchError,
+    ShardedObject,
+    ShardedTensor,
+    StrictHandling,
+)
+from distckpt.core import RankFailedError
+from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
+
+
+def tensor(key, value=1.0, shape=(4,), **kwargs):
+    return ShardedTensor.from_rank_offsets(key, torch.full(shape, float(value)), **kwargs)
+
+
+def obj(key, data=None, count=1, index=0):
+    return ShardedObject(key, data, (count,), (index,))
+
+
+# ---- loading
+
+
+def test_tensors_are_filled_in_place_or_allocated(tmp_path):
+    distckpt.save({"a": tensor("a", 1), "b": tensor("b", 2)}, tmp_path / "c")
+    target = torch.zeros(4)
+    address = target.data_ptr()
+    asked = {"a": ShardedTensor.from_rank_offsets("a", target), "b": tensor("b").without_data()}
+    loaded = distckpt.load(asked, tmp_path / "c")
+    assert loaded["a"] is target
+    assert target.data_ptr() == address
+    assert target.tolist() == [1, 1, 1, 1]
+    assert loaded["b"].tolist() == [2, 2, 2, 2]
+    assert asked["b"].data is None
+
+
+def test_a_part_may_be_asked_for(tmp_path):
+    state = {name: tensor(name, number) for number, name in enumerate("abcdef")}
+    distckpt.save({**state, "o": obj("o", [1]), "step": 3}, tmp_path / "c")
+    loaded = distckpt.load({"only": ShardedTensor.from_rank_offsets("d", torch.zeros(2), (0, 1, 2))}, tmp_path / "c")
+    assert loaded.keys() == {"step", "only"}
+    assert loaded["only"].tolist() == [3, 3]
+
+
+def test_a_checkpoint_without_shards(tmp_path):
+    distckpt.save({"step": 3}, tmp_path / "c")
+    assert distckpt.load({}, tmp_path / "c") == {"step": 3}
+    assert distckpt.load_plain_tensors(tmp_path / "c") == {}
+    assert distckpt.load_sharded_metadata(tmp_path / "c") == {}
+
+
+def test_an_empty_state_dict(tmp_path):
+    distckpt.save({}, tmp_path / "c")
+    assert distckpt.load({}, tmp_path / "c") == {}
+
+
+def test_only_scalars(tmp_path):
+    distckpt.save({"t": ShardedTensor.from_rank_offsets("t", torch.tensor(2.5))}, tmp_path / "c")
+    loaded = distckpt.load({"t": ShardedTensor.from_rank_offsets("t", torch.tensor(0.0))}, tmp_path / "c")
+    assert loaded["t"].item() == 2.5
+
+
+def test_nothing_to_load_from(tmp_path):
+    for function in (
+        lambda path: distckpt.load({}, path),
+        distckpt.load_common_state_dict,
+        distckpt.load_plain_tensors,
+        distckpt.load_tensors_metadata,
+        distckpt.load_sharded_metadata,
+        distckpt.load_content_metadata,
+    ):
+        with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+            function(tmp_path / "none")
+        with pytest.raises(CheckpointNotFoundError, match="no metadata"):
+            function(tmp_path)
+
+
+def test_a_checkpoint_without_its_marker_is_none(tmp_path):
+    distckpt.save({"a": tensor("a"), "step": 1}, tmp_path / "c")
+    (tmp_path / "c" / "metadata.json").unlink()
+    assert not distckpt.check_is_distributed_checkpoint(tmp_path / "c")
+    for function in (lambda path: distckpt.load({}, path), distckpt.load_plain_tensors):
+        with pytest.raises(CheckpointNotFoundError, match=r"no metadata\.json"):
+            function(tmp_path / "c")
+
+
+def test_a_tensor_that_is_not_stored_is_an_error_with_the_nearest_name(tmp_path):
+    distckpt.save({"a": tensor("decoder.layers.0.weight")}, tmp_path / "c")
+    target = torch.full((4,), 7.0)
+    asked = {"a": ShardedTensor.from_rank_offsets("decoder.layer.0.weight", target), "b": tensor("x")}
+    with pytest.raises(LoadMismatchError, match=r"did you mean 'decoder\.layers\.0\.weight'") as caught:
+        distckpt.load(asked, tmp_path / "c")
+    assert caught.value.unexpected == {"decoder.layer.0.weight", "x"}
+    assert target.tolist() == [7] * 4
+
+
+def test_a_tensor_is_no_object_and_an_object_no_tensor(tmp_path):
+    distckpt.save({"t": tensor("t"), "o": obj("o", 1)}, tmp_path / "c")
+    with pytest.raises(LoadMismatchError, match="'o' is an object in .* and was asked for as a tensor"):
+        distckpt.load({"x": tensor("o")}, tmp_path / "c")
+    with pytest.raises(LoadMismatchError, match="'t' is a tensor in .* and was asked for as an object"):
+        distckpt.load({"x": obj("t")}, tmp_path / "c")
+
+
+def test_metadata_are_read_anew_when_a_checkpoint_was_replaced(tmp_path):
+    distckpt.save({"a": tensor("a", 1), "step": 1}, tmp_path / "c")
+    assert distckpt.load_tensors_metadata(tmp_path / "c")["a"].global_shape == (4,)
+    assert distckpt.load({"a": tensor("a", 0)}, tmp_path / "c")["a"].tolist() == [1] * 4
+    distckpt.save({"a": tensor("a", 2, (5,)), "b": tensor("b"), "step": 2}, tmp_path / "c", overwrite=True)
+    assert distckpt.load_tensors_metadata(tmp_path / "c")["a"].global_shape == (5,)
+    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {"a", "b"}
+    assert distckpt.load({"a": tensor("a", 0, (5,))}, tmp_path / "c")["a"].tolist() == [2] * 5
+    assert distckpt.load_common_state_dict(tmp_path / "c") == {"step": 2}
+
+
+@pytest.mark.parametrize("verify", ["FULL", "", None, True])
+def test_verify_takes_three_words(tmp_path, verify):
+    distckpt.save({}, tmp_path / "c")
+    with pytest.raises(ValueError, match="verify must be 'none', 'read' or 'full'"):
+        distckpt.load({}, tmp_path / "c", verify=verify)
+
+
+# ---- objects of each rank
+
+
+def test_objects_come_back_each_to_its_place(tmp_path):
+    distckpt.save({i: obj("rng", {"seed": i}, 3, i) for i in range(3)}, tmp_path / "c")
+    assert distckpt.load({"mine": obj("rng", None, 3, 1)}, tmp_path / "c") == {"mine": {"seed": 1}}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_another_number_of_objects_is_an_error_that_says_so(tmp_path, count):
+    distckpt.save({i: obj("rng", i, 3, i) for i in range(3)}, tmp_path / "c")
+    with pytest.raises(LoadMismatchError, match=rf"'rng' was saved in \(3,\) parts and is asked for in \({count},\)"):
+        distckpt.load({"mine": obj("rng", None, count, 0)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+def test_objects_lie_in_grids_of_any_number_of_axes(tmp_path, shape):
+    cells = [()] if not shape else [(i, j) for i in range(2) for j in range(2)]
+    distckpt.save({cell: ShardedObject("o", list(cell), shape, cell) for cell in cells}, tmp_path / "c")
+    for cell in cells:
+        assert distckpt.load({"o": ShardedObject("o", None, shape, cell)}, tmp_path / "c") == {"o": list(cell)}
+
+
+def test_a_part_of_an_object_that_was_not_saved_is_an_error(tmp_path):
+    distckpt.save({"o": obj("o", 1, 2, 0)}, tmp_path / "c", validate_access_integrity=False)
+    with pytest.raises(LoadMismatchError, match=r"Part \(1,\) of the object 'o' is not in"):
+        distckpt.load({"o": obj("o", None, 2, 1)}, tmp_path / "c")
+
+
+def test_copies_of_objects_may_differ_and_the_main_one_is_saved(tmp_path):
+    main, copy = obj("o", "main"), ShardedObject("o", object(), (1,), (0,), replica_id=1)
+    distckpt.save({"copy": copy, "main": main}, tmp_path / "c")
+    assert distckpt.load({"o": obj("o")}, tmp_path / "c") == {"o": "main"}
+
+
+# ---- keys that only one side has
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A checkpoint with tensors `a` and `left`, objects `o` and `left/o`."""
+    state = {"a": tensor("a"), "left": tensor("left"), "o": obj("o", 1), "lo": obj("left/o", 2), "step": 3}
+    distckpt.save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def asked_for():
+    return {
+        "list": [tensor("new", 0), tensor("a", 0)],
+        "nested": {"deep": {"new": obj("new/o")}},
+        "o": obj("o"),
+        "new": tensor("new.2", 0),
+    }
+
+
+MISSING = {"left", "left/o"}
+UNEXPECTED = {"new", "new/o", "new.2"}
+MODES = {
+    # mode: (raises with missing, raises with unexpected, warns of missing, warns of unexpected, returns)
+    "assume_ok_unexpected": (None, UNEXPECTED, None, None, None),
+    "log_unexpected": (None, None, set(), UNEXPECTED, None),
+    "log_all": (None, None, MISSING, UNEXPECTED, None),
+    "raise_unexpected": (set(), UNEXPECTED, None, None, None),
+    "raise_all": (MISSING, UNEXPECTED, None, None, None),
+    "return_unexpected": (None, None, None, None, (set(), UNEXPECTED)),
+    "return_all": (None, None, None, None, (MISSING, UNEXPECTED)),
+    "ignore_all": (None, None, None, None, None),
+}
+
+
+@pytest.mark.parametrize("as_enum", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_does_with_differing_keys_what_it_says(stored, mode, as_enum, caplog):
+    raises_missing, raises_unexpected, warns_missing, warns_unexpected, returns = MODES[mode]
+    strict = StrictHandling(mode) if as_enum else mode
+    caplog.set_level(logging.WARNING)
+    if raises_unexpected:
+        with pytest.raises(LoadMismatchError) as caught:
+            distckpt.load(asked_for(), stored, strict=strict)
+        named = caught.value.unexpected
+        # Without a comparison of keys, tensors or objects that are not there are found first.
+        assert named == raises_unexpected or (mode == "assume_ok_unexpected" and named and named < raises_unexpected)
+        assert caught.value.missing == (raises_missing or set())
+        assert all(repr(key) in str(caught.value) for key in named | (raises_missing or set()))
+        return
+    result = distckpt.load(asked_for(), stored, strict=strict)
+    if returns is not None:
+        result, *differing = result
+        assert tuple(differing) == returns
+    assert result.keys() == {"list", "o", "step"}
+    assert [value.tolist() for value in result["list"]] == [[1, 1, 1, 1]]
+    assert (result["o"], result["step"]) == (1, 3)
+    for expected, key in ((warns_missing, "'left'"), (warns_unexpected, "'new.2'")):
+        assert (key in caplog.text) == bool(expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_accepts_equal_keys(stored, mode, caplog):
+    caplog.set_level(logging.WARNING)
+    asked = {"a": tensor("a", 0), "left": tensor("left", 0), "o": obj("o"), "lo": obj("left/o")}
+    result = distckpt.load(asked, stored, strict=mode)
+    if mode.startswith("return"):
+        result, missing, unexpected = result
+        assert (missing, unexpected) == (set(), set())
+    assert (result["a"].tolist(), result["lo"], result["step"]) == ([1] * 4, 2, 3)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("mode", ["log_unexpected", "raise_unexpected", "return_unexpected", "assume_ok_unexpected"])
+def test_missing_keys_are_ignored_where_only_unexpected_ones_count(stored, mode, caplog):
+    caplog.set_level(logging.WARNING)
+    result = distckpt.load({"a": tensor("a", 0)}, stored, strict=mode)
+    if mode == "return_unexpected":
+        assert result[1:] == (set(), set())
+    assert caplog.text == ""
+
+
+def test_unknown_modes_are_refused(stored):
+    with pytest.raises(ValueError, match="Invalid strict flag: True"):
+        distckpt.load({}, stored, strict=True)
+
+
+def test_hundreds_of_keys_are_named_in_one_line(stored):
+    asked = {i: tensor(f"layers.{i}.weight") for i in range(300)}
+    with pytest.raises(LoadMismatchError) as caught:
+        distckpt.load(asked, stored, strict="raise_all")
+    assert "'layers.{0..299}.weight' (300 keys)" in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert len(caught.value.unexpected) == 300
+
+
+# ---- what can be asked of a checkpoint
+
+
+def test_metadata_describe_what_is_stored(tmp_path):
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 2)),
+        "v": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 0, 2)),
+        "stack": ShardedTensor.from_rank_offsets("stack", torch.zeros(3), (0, 0, 1), prepend_axis_num=1),
+        "o": obj("o", 1, 2, 0),
+        "p": obj("o", 2, 2, 1),
+        "step": 1,
+    }
+    distckpt.save(state, tmp_path / "c")
+    tensors = distckpt.load_tensors_metadata(tmp_path / "c")
+    assert {key: (t.dtype, t.global_shape, t.local_shape, t.data) for key, t in tensors.items()} == {
+        "w": (torch.bfloat16, (4, 3), (4, 3), None),
+        "stack": (torch.float32, (1, 3), (1, 3), None),
+    }
+    sharded = distckpt.load_sharded_metadata(tmp_path / "c")
+    assert sharded.keys() == {"w", "stack", "o/shard_0_2", "o/shard_1_2"}
+    assert sharded["o/shard_1_2"].global_offset == (1,)
+    # What was described can be loaded.
+    for shard in tensors.values():
+        shard.init_data("cpu")
+    loaded = distckpt.load(sharded | tensors, tmp_path / "c")
+    assert (loaded["o/shard_0_2"], loaded["o/shard_1_2"]) == (1, 2)
+    assert loaded["w"].shape == (4, 3)
+
+
+def test_plain_tensors_are_all_tensors_and_nothing_else(tmp_path):
+    parts = {i: ShardedTensor.from_rank_offsets("w", torch.full((2,), float(i)), (0, i, 3)) for i in range(3)}
+    distckpt.save({**parts, "s": tensor("s", 5, ()), "o": obj("o", 1), "step": 2}, tmp_path / "c")
+    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    assert {key: value.tolist() for key, value in loaded.items()} == {"w": [0, 0, 1, 1, 2, 2], "s": 5.0}
+
+
+def test_content_metadata_are_kept_apart(tmp_path):
+    metadata = {"distrib_optim_sharding_type": "fully", "dp_cp_group": object(), "n": [1]}
+    distckpt.save({"step": 1}, tmp_path / "c", content_metadata=metadata, validate_access_integrity=False)
+    kept = {"distrib_optim_sharding_type": "fully", "n": [1]}
+    assert "dp_cp_group" in metadata
+    assert distckpt.load_content_metadata(tmp_path / "c") == kept
+    common = distckpt.load_common_state_dict(tmp_path / "c")
+    assert distckpt.load_content_metadata(preloaded_state_dict=common) == kept
+    distckpt.save({"step": 1}, tmp_path / "d")
+    assert distckpt.load_content_metadata(tmp_path / "d") is None
+    with pytest.raises(ValueError, match="checkpoint_dir or preloaded_state_dict"):
+        distckpt.load_content_metadata()
+
+
+def test_an_entry_of_that_name_is_not_overwritten(tmp_path):
+    with pytest.raises(CheckpointingException, match="entry 'content_metadata' and content_metadata was given"):
+        distckpt.save({"content_metadata": 1}, tmp_path / "c", content_metadata={"a": 2})
+    assert not (tmp_path / "c").exists()
+
+
+# ---- removing tensors
+
+
+def test_removed_tensors_are_gone_and_the_others_whole(tmp_path):
+    weight = torch.randn(1000, 20)
+    moments = {
+        ("exp", i): ShardedTensor.from_rank_offsets("optimizer.exp", weight[:, i : i + 1], (1, i, 20))
+        for i in range(20)
+    }
+    state = {
+        "w": ShardedTensor.from_rank_offsets("model.w", weight),
+        "m": ShardedTensor.from_rank_offsets("optimizer.sq", weight + 1),
+        "o": obj("optimizer.o", 1),
+        "step": 3,
+    }
+    distckpt.save({**state, **moments}, tmp_path / "c")
+    before = sum(file.stat().st_size for file in Path(tmp_path, "c").rglob("*.*"))
+    distckpt.remove_sharded_tensors(tmp_path / "c", "optimizer.")
+    after = sum(file.stat().st_size for file in Path(tmp_path, "c").rglob("*.*"))
+    assert before - after >= 2 * weight.nbytes
+    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {"model.w", "optimizer.o/shard_0_1"}
+    loaded = distckpt.load(
+        {"w": ShardedTensor.from_rank_offsets("model.w", torch.zeros(1000, 20)), "o": obj("optimizer.o")},
+        tmp_path / "c",
+        strict="raise_all",
+        verify="full",
+    )
+    assert torch.equal(loaded["w"], weight)
+    assert (loaded["o"], loaded["step"]) == (1, 3)
+    stored = [safetensors.numpy.load_file(file) for file in Path(tmp_path, "c", "tensors").iterdir()]
+    assert [list(entries) for entries in stored] == [["model.w"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_tied_tensor_stays_under_its_other_name(tmp_path):
+    weight = torch.randn(4, 3)
+    state = {name: ShardedTensor.from_rank_offsets(name, weight) for name in ("a.w", "b.w")}
+    for prefix, left in (("a.", "b.w"), ("b.", "a.w")):
+        distckpt.save(state, tmp_path / prefix)
+        distckpt.remove_sharded_tensors(tmp_path / prefix, prefix)
+        loaded = distckpt.load_plain_tensors(tmp_path / prefix)
+        assert loaded.keys() == {left}
+        assert torch.equal(loaded[left], weight)
+
+
+def test_removing_nothing_leaves_the_checkpoint_alone(tmp_path, caplog):
+    distckpt.save({"a": tensor("a")}, tmp_path / "c")
+    before = {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")}
+    distckpt.remove_sharded_tensors(tmp_path / "c", "optimizer.")
+    assert {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")} == before
+    assert "'optimizer.': nothing removed" in caplog.text
+
+
+# ---- arguments
+
+
+def test_arguments_have_megatrons_order(tmp_path):
+    distckpt.save({"a": tensor("a")}, str(tmp_path / "c"), None, True, False, None, {"m": 1})
+    result = distckpt.load({"a": tensor("a", 0)}, str(tmp_path / "c"), None, True, "return_all", True)
+    assert result[0]["a"].tolist() == [1] * 4
+    assert result[0]["content_metadata"] == {"m": 1}
+
+
+def test_what_is_not_available_is_refused(tmp_path):
+    with pytest.raises(CheckpointingException, match="common_strategy must be None"):
+        distckpt.save({}, tmp_path / "c", common_strategy=("torch", 1))
+    with pytest.raises(CheckpointingException, match="async_sharded_save=True is not available"):
+        distckpt.save({}, tmp_path / "c", async_sharded_save=True)
+    distckpt.save({}, tmp_path / "c", common_strategy=None, async_strategy="nvrx", verify_integrity=True)
+    with pytest.raises(CheckpointingException, match="common_strategy must be None"):
+        distckpt.load({}, tmp_path / "c", common_strategy=("torch", 1))
+
+
+def test_a_process_group_needs_torch_distributed(tmp_path):
+    with pytest.raises(CheckpointingException, match=r"torch\.distributed is not initialised"):
+        distckpt.save({}, tmp_path / "c", process_group=object())
+
+
+def test_errors_of_one_process_are_raised_as_they_are(tmp_path):
+    def explode(common):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        distckpt.save({}, tmp_path / "c", preprocess_common_before_consistancy_check=explode)
+    assert not isinstance(caught.value, RankFailedError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_strategies_are_found_for_checkpoints(tmp_path):
+    distckpt.save({}, tmp_path / "c")
+    assert get_default_load_sharded_strategy(tmp_path / "c").backend == "safetensors"
+    assert get_default_save_sharded_strategy().version == 1
+
+
+# ---- what loading does not do
+
+
+NO_PICKLE = """
+import sys
+events = []
+sys.addaudithook(lambda event, args: events.append(event) if event.startswith(("pickle.", "subprocess.", "os.fork", "os.exec")) else None)
+import torch
+import distckpt
+from distckpt import ShardedObject, ShardedTensor
+loaded_before = set(sys.modules)
+events.clear()
+if sys.argv[2] == "save":
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4)), "o": ShardedObject("o", {"a": (1, 2.5)}, (1,), (0,))}
+    distckpt.save({**state, "args": {"lr": 0.1, "rng": torch.get_rng_state()}}, sys.argv[1])
+loaded = distckpt.load(
+    {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4)), "o": ShardedObject("o", None, (1,), (0,))},
+    sys.argv[1],
+    verify="full",
+)
+assert loaded["w"].tolist() == [1, 1, 1, 1] and loaded["o"] == {"a": (1, 2.5)} and loaded["args"]["lr"] == 0.1
+distckpt.load_common_state_dict(sys.argv[1]), distckpt.load_plain_tensors(sys.argv[1])
+distckpt.load_sharded_metadata(sys.argv[1])
+assert events == [], events
+assert "psutil" not in sys.modules
+import threading
+assert threading.active_count() == 1, threading.enumerate()
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("action", ["save", "load"])
+def test_nothing_is_unpickled_and_no_process_started(tmp_path, action):
+    if action == "load":
+        state = {"w": tensor("w"), "o": obj("o", {"a": (1, 2.5)}), "args": {"lr": 0.1, "rng": torch.get_rng_state()}}
+        distckpt.save(state, tmp_path / "c")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_PICKLE, str(tmp_path / "c"), action],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
