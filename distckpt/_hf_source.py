@@ -212,9 +212,9 @@ def _global_shape(location: str, pieces: Sequence[_Piece]) -> tuple[int, ...]:
         same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
         if not same_kind or other.global_shape != first.global_shape:
             raise core.CorruptCheckpointError(
-                f"Key {first.key!r} in {location!r} is {first.dtype} {first.region.shape} in {first.file!r} and "
-                f"{other.dtype} {other.region.shape} in {other.file!r}, which do not fit together: the files are of "
-                "different saves. Remove those that do not belong here."
+                f"Key {first.key!r} in {location!r} is {_kind(first)} in {first.file!r} and {_kind(other)} in "
+                f"{other.file!r}, which do not fit together: the files are of different saves. Remove those that do "
+                "not belong here."
             )
     # Not stored by torch and Automodel: as far as the pieces reach.
     ends = [tuple(o + n for o, n in zip(piece.region.offset, piece.region.shape, strict=True)) for piece in pieces]
@@ -228,6 +228,11 @@ def _global_shape(location: str, pieces: Sequence[_Piece]) -> tuple[int, ...]:
     return reached if first.global_shape is None else first.global_shape
 
 
+def _kind(piece: _Piece) -> str:
+    whole = "" if piece.global_shape is None else f" of {piece.global_shape}"
+    return f"{piece.dtype} {piece.region.shape}{whole}"
+
+
 def _check_tiling(location: str, groups: Sequence[Sequence[_Piece]], shapes: Sequence[tuple[int, ...]]) -> None:
     for ndim in sorted({len(shape) for shape in shapes}):
         members = [i for i, shape in enumerate(shapes) if len(shape) == ndim]
@@ -235,8 +240,12 @@ def _check_tiling(location: str, groups: Sequence[Sequence[_Piece]], shapes: Seq
         offsets, extents = regions_to_arrays([piece.region for _, piece in rows])
         global_shapes = np.array([shapes[i] for i in members], np.int64).reshape(len(members), ndim)
         ids = np.array([number for number, _ in rows], np.int64)
-        if (offsets + extents > global_shapes[ids]).any():
-            raise core.CorruptCheckpointError(f"A piece in {location!r} lies outside of its tensor's global shape.")
+        for row in np.flatnonzero((offsets + extents > global_shapes[ids]).any(axis=1))[:1].tolist():
+            piece = rows[row][1]
+            raise core.CorruptCheckpointError(
+                f"Key {piece.key!r} in {location!r}: {piece.region} in {piece.file!r} lies outside of the global shape "
+                f"{piece.global_shape} that the file names: it is damaged. Restore it from a copy."
+            )
         for fault in find_tiling_faults(ids, offsets, extents, global_shapes)[:1]:
             _raise_fault(location, groups[members[fault.tensor]], shapes[members[fault.tensor]], fault.element)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distckpt import _storage
-from distckpt._io import UNIT_BYTES, allocate, run_threads, tensor_bytes
+from distckpt._io import UNIT_BYTES, allocate, tensor_bytes
 from distckpt._shard_file import Entry
 from distckpt.tensors import chunk_tensor_by_memory, to_plain_memory
 
@@ -55,12 +55,9 @@ class LocalFiles:
         if self._open_file != place.file:
             self._close()
             self._fd, self._open_file = os.open(location, os.O_WRONLY | os.O_CLOEXEC), place.file
-
-        def write_window(window: tuple[int, torch.Tensor]) -> None:
-            _write_at(self._fd, memoryview(tensor_bytes(to_plain_memory(window[1]))), window[0])
-
         with _naming(location):
-            run_threads(write_window, _windows(tensor, place.first_byte))
+            for position, window in _windows(tensor, place.first_byte):
+                _write_at(self._fd, window, position)
 
     def finish(self) -> None:
         """Bring everything to disk."""
@@ -103,7 +100,7 @@ class RemoteFiles:
         if place.file == len(self._created):
             self._begin_next()
         for _, window in _windows(tensor, place.first_byte):
-            self._file.write(memoryview(tensor_bytes(to_plain_memory(window))))
+            self._file.write(window)
 
     def finish(self) -> None:
         self._close()
@@ -128,11 +125,12 @@ class RemoteFiles:
             file.close()
 
 
-def _windows(tensor: torch.Tensor, first_byte: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Divide a tensor into windows, each with its place in the file."""
-    for window in chunk_tensor_by_memory(tensor, UNIT_BYTES):
+def _windows(tensor: torch.Tensor, first_byte: int) -> Iterator[tuple[int, memoryview]]:
+    """Divide a tensor into its bytes, a window at a time, each with its place in the file."""
+    for chunk in chunk_tensor_by_memory(tensor, UNIT_BYTES):
+        window = memoryview(tensor_bytes(to_plain_memory(chunk)))
         yield first_byte, window
-        first_byte += window.numel() * window.element_size()
+        first_byte += len(window)
 
 
 @contextlib.contextmanager

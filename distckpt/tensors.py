@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from distckpt._collectives import Ranks
-from distckpt._dtypes import FROM_NAME, as_integers
+from distckpt._dtypes import FROM_NAME
 from distckpt._io import is_plain_memory, tensor_bytes
 from distckpt._memory import estimate_available_memory as estimate_available_memory
 from distckpt._names import did_you_mean, summarize_keys
@@ -117,16 +117,8 @@ def _chunks(tensor: torch.Tensor, limit: int, axis: int) -> Iterator[torch.Tenso
 
 
 def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose bytes in CPU memory are the values of `tensor`: itself when it is one, else a copy.
-
-    A copy may come with another dtype of the same item size: it is meant for its bytes.
-    """
-    if is_plain_memory(tensor):
-        return tensor
-    if not (tensor.is_conj() or tensor.is_neg() or tensor.is_complex()):
-        # Some of the 8-bit and packed types cannot be copied as what they are.
-        tensor = as_integers(tensor)
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    """Return a tensor whose bytes in CPU memory are the values of `tensor`: itself when it is one, else a copy."""
+    return tensor if is_plain_memory(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def to_host(
@@ -369,8 +361,7 @@ def broadcast_tensor(
         plain = to_plain_memory(chunk)
         ranks.broadcast_into(tensor_bytes(plain), src)
         if ranks.rank != src and plain is not chunk:
-            target = chunk if plain.dtype == chunk.dtype else as_integers(chunk)
-            target.copy_(plain)
+            chunk.copy_(plain)
     return tensor
 
 

@@ -109,9 +109,9 @@ def test_a_tensor_that_is_not_stored_is_an_error_with_the_nearest_name(tmp_path)
 
 def test_a_tensor_is_no_object_and_an_object_no_tensor(tmp_path):
     distckpt.save({"t": tensor("t"), "o": obj("o", 1)}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match="'o' is an object in .* and was asked for as a tensor"):
+    with pytest.raises(LoadMismatchError, match=r"'o' is an object in .* and was asked for as a tensor"):
         distckpt.load({"x": tensor("o")}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match="'t' is a tensor in .* and was asked for as an object"):
+    with pytest.raises(LoadMismatchError, match=r"'t' is a tensor in .* and was asked for as an object"):
         distckpt.load({"x": obj("t")}, tmp_path / "c")
 
 
@@ -418,16 +418,25 @@ def test_strategies_are_found_for_checkpoints(tmp_path):
 
 
 NO_PICKLE = """
+import pickle
 import sys
-events = []
-sys.addaudithook(lambda event, args: events.append(event) if event.startswith(("pickle.", "subprocess.", "os.fork", "os.exec")) else None)
+import threading
+
 import torch
+
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-loaded_before = set(sys.modules)
-events.clear()
+
+events = []
+
+def note(event, args):
+    if event.startswith(("pickle.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn")):
+        events.append(event)
+
+sys.addaudithook(note)
 if sys.argv[2] == "save":
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4)), "o": ShardedObject("o", {"a": (1, 2.5)}, (1,), (0,))}
+    tensor, value = torch.ones(4), {"a": (1, 2.5)}
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor), "o": ShardedObject("o", value, (1,), (0,))}
     distckpt.save({**state, "args": {"lr": 0.1, "rng": torch.get_rng_state()}}, sys.argv[1])
 loaded = distckpt.load(
     {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4)), "o": ShardedObject("o", None, (1,), (0,))},
@@ -439,8 +448,9 @@ distckpt.load_common_state_dict(sys.argv[1]), distckpt.load_plain_tensors(sys.ar
 distckpt.load_sharded_metadata(sys.argv[1])
 assert events == [], events
 assert "psutil" not in sys.modules
-import threading
 assert threading.active_count() == 1, threading.enumerate()
+pickle.loads(b"cos\\ngetcwd\\n.")
+assert events == ["pickle.find_class"], events
 print("fine")
 """
 

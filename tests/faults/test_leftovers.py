@@ -1,0 +1,99 @@
+"""What saving and loading leave behind in the processes that do it, and beside the checkpoint: nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import ShardedObject, ShardedTensor
+from tests.distributed.harness import error_of, launched, sum_over_ranks
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def state_of(rank, value):
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", torch.full((3000, 256), float(value)), (0, rank, 2)),
+        "shared": ShardedTensor.from_rank_offsets("shared", torch.full((3000, 256), float(value)), replica_id=rank),
+        "rng": ShardedObject("rng", {"value": value}, (2,), (rank,)),
+    }
+
+
+def save_and_load(rank, path):
+    distckpt.save(state_of(rank, 1), path, overwrite=True)
+    distckpt.load(state_of(rank, 0), path)
+    error_of(distckpt.save, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, f"{path}_invalid")
+    error_of(distckpt.load, state_of(rank, 0), f"{path}_absent")
+
+
+def open_things():
+    """Return the open files, threads and children of this process."""
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    # The descriptor through which they were listed is closed already.
+    files = sorted(os.readlink(link) for link in links if os.path.lexists(link))
+    return files, sorted(thread.name for thread in threading.enumerate()), children_of(os.getpid())
+
+
+def children_of(pid):
+    stats = [stat.read_text() for stat in Path("/proc").glob("[0-9]*/stat") if stat.exists()]
+    # "pid (name) state parent ...", and a name may hold anything.
+    return [stat for stat in stats if int(stat.rpartition(")")[2].split()[1]) == pid]
+
+
+def mapped_shared_memory():
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(SHARED_MEMORY) in line]
+
+
+def watch_saving_and_loading(rank, path):
+    """The first round may start what stays (a gloo worker, say); the later ones must not add to it."""
+    save_and_load(rank, path)
+    sum_over_ranks(0)
+    before = open_things()
+    for _ in range(3):
+        save_and_load(rank, path)
+    sum_over_ranks(0)
+    return before, open_things(), mapped_shared_memory(), os.getpid()
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("leftovers")
+    before = set(os.listdir(SHARED_MEMORY))
+    with launched(watch_saving_and_loading, 2, str(folder / "checkpoint")) as launch:
+        values = launch.values()
+    return folder, values, set(os.listdir(SHARED_MEMORY)) - before
+
+
+def test_no_open_files_threads_or_children(watched):
+    _, values, _ = watched
+    for (files, threads, children), after, _, _ in values:
+        assert children == []
+        assert threads == ["MainThread"]
+        assert after == (files, threads, children)
+
+
+def test_no_shared_memory(watched):
+    _, values, appeared = watched
+    for _, _, mapped, pid in values:
+        assert mapped == []
+        assert [name for name in appeared if str(pid) in name] == []
+
+
+def test_no_processes(watched):
+    _, values, _ = watched
+    for *_, pid in values:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_no_files_beside_the_checkpoint(watched):
+    folder, _, _ = watched
+    assert os.listdir(folder) == ["checkpoint"]
+    assert sorted(os.listdir(folder / "checkpoint")) == ["manifest.safetensors", "metadata.json", "objects", "tensors"]
+    # Four saves, but only the files of the last one: one per rank.
+    assert len(os.listdir(folder / "checkpoint" / "tensors")) == 2
+    assert len(os.listdir(folder / "checkpoint" / "objects")) == 2
