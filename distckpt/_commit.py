@@ -140,13 +140,9 @@ def commit_beside_others(staging: str, location: str, replaced: Callable[[str], 
     _replace(staging, location)
 
 
-def abandon(staging: str, location: str) -> None:
-    """Remove what an unsuccessful save has written."""
-    if staging != location:
-        _storage.remove_tree(staging)
-        return
-    for name in SUBDIRECTORIES:
-        _storage.remove_tree(_storage.join(location, name))
+def abandon(staging: str) -> None:
+    """Remove what an unsuccessful save has written; `check_target` made sure that there was nothing else."""
+    _storage.remove_tree(staging)
 
 
 def _beside(staging: str, location: str, what: str) -> str:

@@ -69,6 +69,15 @@ def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return info_int.min <= low and high <= info_int.max
 
 
+def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
+    """Tell whether converting keeps what values mean, apart from range and precision (complex to real does not)."""
+    if source == target:
+        return True
+    if source in _PECULIAR or target in _PECULIAR or target == torch.bool or target not in TO_NAME:
+        return False
+    return target.is_complex or not source.is_complex
+
+
 def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
     wide, narrow = torch.finfo(target), torch.finfo(source)
     # Only float16, bfloat16, float32 and float64 take part as targets: the 8-bit kinds differ in their special values.

@@ -13,6 +13,7 @@ from distckpt.tensors import estimate_array_nbytes
 
 # --- names of files ---------------------------------------------------------------------------------------------------
 
+BASE_PREFIX = "model"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -57,6 +58,11 @@ def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
         path_str: path or URL of an output file or index.
     """
     return _FILE_NAME_END.sub("", os.fspath(path_str))
+
+
+def belongs_to_export(name: str) -> bool:
+    """Tell whether a file name is one that an export of a model has for its tensors or their index."""
+    return derive_base_prefix_from_path(name) == BASE_PREFIX != name
 
 
 # --- which tensors share a file ---------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import gc
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -47,6 +49,22 @@ def bounce_buffer(purpose: str, num_bytes: int) -> Bytes:
         buffer = np.empty(max(num_bytes, UNIT_BYTES), np.uint8)
         setattr(_local, purpose, buffer)
     return buffer[:num_bytes]
+
+
+@contextlib.contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Keep the cyclic garbage collector from running.
+
+    Planning makes many small tuples that all live on; the collector would walk over them again and again, which takes
+    as long as the planning itself.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def checksum(data: bytes | memoryview | Bytes) -> int:

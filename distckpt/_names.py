@@ -6,8 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_NUMBER = re.compile(r"\d+")
-_DIGITS = re.compile(r"([0-9]+)")
+# Longer runs of digits are several numbers: Python refuses to convert thousands of digits.
+_NUMBER = re.compile(r"([0-9]{1,18})")
 
 
 def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
@@ -17,9 +17,9 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
         keys: any number of names.
         limit: patterns named at most; the rest is counted.
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for key in sorted(set(keys), key=natural_order):
-        groups.setdefault(_NUMBER.sub("#", key), []).append(key)
+        groups.setdefault(tuple(_NUMBER.split(key)[::2]), []).append(key)
     patterns = [_pattern(members) for members in groups.values()]
     if len(patterns) > limit:
         num_left = sum(len(members) for members in list(groups.values())[limit:])
@@ -30,7 +30,7 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
 def natural_order(key: str) -> list[str | int]:
     """Sort key that puts `layers.2` before `layers.10`."""
     # Text and numbers alternate, so that like is compared with like.
-    parts: list[str | int] = list(_DIGITS.split(key))
+    parts: list[str | int] = list(_NUMBER.split(key))
     parts[1::2] = map(int, parts[1::2])
     return parts
 

@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from distckpt import _dtypes, core
+from distckpt._hf_names import group_keys_by_bytes, shard_filename
 from distckpt._manifest import OBJECT, Manifest
 from distckpt._names import did_you_mean, natural_order, summarize_keys
-from distckpt._hf_names import group_keys_by_bytes, shard_filename
 from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
 
 SINGLE_FILE = "model.safetensors"
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
+MAX_FILES = 99_999
+"""Names of files have five digits."""
 
 
 class OutputTensor(NamedTuple):
-    """A tensor of the export: its name, its safetensors dtype and what it is made of."""
+    """A tensor of the export: its name, safetensors dtype, number of elements, size, and what it is made of."""
 
     name: str
     dtype: str
+    num_elements: int
+    num_bytes: int
     mapped: MappedTensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in the output file."""
-        return self.num_elements * _dtypes.FROM_NAME[self.dtype].itemsize
-
-    @property
-    def num_elements(self) -> int:
-        """Its number of elements."""
-        count = 1
-        for extent in self.mapped.shape:
-            count *= extent
-        return count
 
 
 class OutputFile(NamedTuple):
@@ -58,20 +50,24 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
 
 
 def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_tied: bool) -> dict[str, TensorInfo]:
-    """Return the stored tensors that match; of tied ones only the first, unless all are to be written.
+    """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written.
 
     Raises:
         LoadMismatchError: nothing matches.
     """
-    names = [*manifest.keys, *(manifest.aliases if write_tied else ())]
-    infos = {}
-    for name in sorted(names, key=natural_order):
+    names = [*manifest.keys, *manifest.aliases]
+    chosen: dict[str, int] = {}
+    for name in names:
         key_id = manifest.key_index[name]
-        if manifest.dtypes[key_id] != OBJECT and (keys is None or matches(name, keys)):
-            infos[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
-    if not infos:
+        is_written = not write_tied and key_id in chosen.values()
+        if manifest.dtypes[key_id] != OBJECT and (keys is None or matches(name, keys)) and not is_written:
+            chosen[name] = key_id
+    if not chosen:
         raise core.LoadMismatchError(f"No tensor matches {keys!r}; there are {summarize_keys(names)}.")
-    return infos
+    return {
+        name: TensorInfo(manifest.global_shapes[chosen[name]], manifest.dtypes[chosen[name]])
+        for name in sorted(chosen, key=natural_order)
+    }
 
 
 def plan_tensors(
@@ -90,7 +86,7 @@ def plan_tensors(
             (integers, 8-bit floats) are converted only by a pattern without wildcards that is their name.
 
     Raises:
-        CheckpointingException: a pattern matches nothing, or two tensors get one name.
+        CheckpointingException: a pattern matches nothing, a conversion makes no sense, or two tensors get one name.
     """
     outputs: list[OutputTensor] = []
     used: set[str] = set()
@@ -105,14 +101,21 @@ def plan_tensors(
             used.add(pattern)
             is_ordinary = stored.is_floating_point and stored.itemsize > 1
             target = by_pattern[pattern] if is_ordinary or pattern == name else stored
-        outputs.append(OutputTensor(name, _dtypes.TO_NAME[target], mapped))
+            if not _dtypes.is_convertible(stored, target):
+                raise core.CheckpointingException(
+                    f"Tensor {name!r} is {stored} and cannot be converted to {target}: give another dtype for it."
+                )
+        count = math.prod(mapped.shape)
+        outputs.append(OutputTensor(name, _dtypes.TO_NAME[target], count, count * target.itemsize, mapped))
     names = [tensor.name for tensor in outputs]
     if len(set(names)) < len(names):
         twice = summarize_keys(name for name in set(names) if names.count(name) > 1)
         raise core.CheckpointingException(f"Several tensors would get one name: {twice}. Change rename.")
     unused = set(by_pattern) - used - {"*"}
     if unused:
-        raise core.CheckpointingException(f"No exported tensor matches the dtype patterns {sorted(unused)}.")
+        raise core.CheckpointingException(
+            f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches, or an earlier pattern does."
+        )
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
 
 
@@ -140,10 +143,12 @@ def plan_files(
                 f"The mapping of tensors to files does not name {summarize_keys(unmapped)}"
                 f"{did_you_mean(unmapped[0], file_numbers)}: add them, or select other keys."
             )
-        numbers = sorted({file_numbers[name] for name in by_name})
-        if not all(isinstance(number, int) and number >= 1 for number in numbers):
-            raise core.CheckpointingException(f"Files are numbered from 1, got {numbers}.")
-        groups = [[name for name in by_name if file_numbers[name] == number] for number in range(1, numbers[-1] + 1)]
+        bad = [(name, file_numbers[name]) for name in by_name if not _is_file_number(file_numbers[name])]
+        if bad:
+            raise core.CheckpointingException(f"Files are numbered from 1, got {bad[0][1]!r} for {bad[0][0]!r}.")
+        groups = [[] for _ in range(max(file_numbers[name] for name in by_name))]
+        for name in by_name:
+            groups[file_numbers[name] - 1].append(name)
     if len(groups) == 1:
         return [OutputFile(SINGLE_FILE, tuple(by_name[name] for name in groups[0]))]
     return [
@@ -151,6 +156,10 @@ def plan_files(
         for number, names in enumerate(groups, start=1)
         if names
     ]
+
+
+def _is_file_number(number: object) -> bool:
+    return isinstance(number, int) and 1 <= number <= MAX_FILES
 
 
 def assign_files(files: Sequence[OutputFile], num_ranks: int) -> list[list[int]]:

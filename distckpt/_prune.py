@@ -51,7 +51,7 @@ def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: c
         core.save_config(config, staging, extra=marker_fields(data))
         _commit.commit(staging, location, overwrite=True)
     except BaseException:
-        _commit.abandon(staging, location)
+        _commit.abandon(staging)
         raise
     return removed
 

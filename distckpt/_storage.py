@@ -31,7 +31,7 @@ def normalize(location: str | os.PathLike[str]) -> str:
 
 def is_local(location: str) -> bool:
     """Tell whether a location is a path of this machine's file system rather than an fsspec URL."""
-    return "://" not in location and "::" not in location
+    return "://" not in location
 
 
 def join(base: str, *names: str) -> str:

@@ -75,7 +75,7 @@ class RankFailedError(CheckpointingException):
             message: text to use in place of a list of the failures.
             phase: what the ranks were doing, for the list.
         """
-        super().__init__(describe_failures(failures, phase) if message is None else message)
+        super().__init__(_describe_failures(failures, phase) if message is None else message)
         self.failures = dict(sorted(failures.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class RankFailedError(CheckpointingException):
         return type(self), (self.failures, str(self)), self.__dict__
 
 
-def describe_failures(failures: Mapping[int, BaseException], phase: str | None) -> str:
+def _describe_failures(failures: Mapping[int, BaseException], phase: str | None) -> str:
     lines = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
     if len(lines) > _MAX_LISTED_RANKS:
         lines[_MAX_LISTED_RANKS:] = [f"... and {len(lines) - _MAX_LISTED_RANKS} more"]

@@ -16,6 +16,7 @@ from distckpt import _commit, _sources, _state_dict, _storage, core, validation
 from distckpt._codec import HOLE
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY, CONTENT_METADATA, comparable, warn_about_differences
+from distckpt._io import paused_garbage_collection
 from distckpt._plan_export import DEFAULT_MAX_FILE_BYTES
 from distckpt._queries import (
     load_common_state_dict,
@@ -59,6 +60,7 @@ logger = logging.getLogger(__name__)
 Verify = Literal["none", "read", "full"]
 
 
+@paused_garbage_collection()
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | os.PathLike[str],
@@ -154,7 +156,7 @@ def save(
                 _commit.commit(staging, location, overwrite)
     except BaseException:
         if ranks.is_coordinator:
-            _commit.abandon(staging, location)
+            _commit.abandon(staging)
         raise
     if ranks.is_coordinator:
         logger.info("saved %s in %.2f s", location, time.perf_counter() - started)
@@ -188,6 +190,7 @@ def _split_for_saving(
     return shards, common
 
 
+@paused_garbage_collection()
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | os.PathLike[str],
@@ -313,6 +316,7 @@ def _compare_keys(
     return missing, unexpected
 
 
+@paused_garbage_collection()
 def consolidate(
     checkpoint: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],

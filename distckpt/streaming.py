@@ -35,7 +35,6 @@ StateDictMetaItem: TypeAlias = tuple[str, torch.dtype | str, Sequence[int]]
 """Name, dtype in any spelling, and shape of a tensor that will come."""
 StateDictMeta: TypeAlias = Iterable[StateDictMetaItem]
 
-_BASE_PREFIX = "model"
 
 
 class TensorMeta(NamedTuple):
@@ -141,7 +140,7 @@ def save_safetensors_streaming_sharded(
         []
     ]
     layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
-    names = _hf_names.output_filenames(_BASE_PREFIX, len(groups))
+    names = _hf_names.output_filenames(_hf_names.BASE_PREFIX, len(groups))
     location = _commit.resolve(os.fspath(output_dir))
     _refuse(_in_the_way(location))
     staging = _commit.staging_location(location, secrets.token_hex(8))
@@ -151,10 +150,10 @@ def save_safetensors_streaming_sharded(
         _storage.make_directories(staging)
         _stream(output, layout, tensor_iter)
         if len(names) > 1:
-            index = _storage.join(staging, _hf_names.index_filename(_BASE_PREFIX))
+            index = _storage.join(staging, _hf_names.index_filename(_hf_names.BASE_PREFIX))
             _storage.write_bytes(index, _index(metas.values(), layout, names))
         _storage.sync_directory(staging)
-        _commit.commit_beside_others(staging, location, _is_output_file)
+        _commit.commit_beside_others(staging, location, _hf_names.belongs_to_export)
     except BaseException:
         output.remove()
         if staging != location:
@@ -272,10 +271,6 @@ def _check(layout: Layout, awaited: Mapping[str, None], name: str, tensor: torch
         )
 
 
-def _is_output_file(name: str) -> bool:
-    return _hf_names.derive_base_prefix_from_path(name) == _BASE_PREFIX != name
-
-
 def _in_the_way(location: str) -> list[str]:
     if not _storage.exists(location):
         return []
@@ -283,7 +278,8 @@ def _in_the_way(location: str) -> list[str]:
         return [location]
     if _storage.is_local(location):
         return []
-    return [_storage.join(location, name) for name in _storage.list_names(location) if _is_output_file(name)]
+    names = _storage.list_names(location)
+    return [_storage.join(location, name) for name in names if _hf_names.belongs_to_export(name)]
 
 
 def _refuse(in_the_way: Sequence[str]) -> None:

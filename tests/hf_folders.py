@@ -1,4 +1,4 @@
-"""Folders of safetensors files as torch's distributed writer leaves them, and exports, through the reference library."""
+"""Folders of shards as torch's distributed writer leaves them, and exports, through the reference library."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 
 from distckpt import _commit, _hf_source, _sources, _storage, core
 from distckpt._collectives import Ranks
+from distckpt._hf_names import belongs_to_export, index_json
 from distckpt._io import NUM_THREADS, UNIT_BYTES
 from distckpt._io_export import Source, write_output_file
 from distckpt._manifest import Manifest
@@ -28,7 +29,6 @@ from distckpt._plan_export import (
     plan_tensors,
     select_tensors,
 )
-from distckpt._hf_names import index_json
 from distckpt.rules import Rule
 from distckpt.strategies.base import ConsolidationStrategy
 
@@ -133,7 +133,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
                 if ranks.is_coordinator:
                     report = _check_written(staging, files)
                     self._write_others(staging, files, report)
-                    _commit.commit_beside_others(staging, target, _belongs_to_export)
+                    _commit.commit_beside_others(staging, target, belongs_to_export)
         except BaseException:
             if ranks.is_coordinator:
                 _abandon(staging, target, files)
@@ -151,7 +151,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             return
         if not _storage.isdir(target):
             raise core.CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
-        present = [name for name in _storage.list_names(target) if _belongs_to_export(name)]
+        present = [name for name in _storage.list_names(target) if belongs_to_export(name)]
         if present and not (self.overwrite and _storage.is_local(target)):
             raise core.CheckpointExistsError(
                 f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, on local file "
@@ -194,10 +194,6 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
     # On an object store the files stand in their final place; the index was not written.
     for file in files:
         _storage.remove_file(_storage.join(target, file.name))
-
-
-def _belongs_to_export(name: str) -> bool:
-    return name.endswith(_hf_source.SUFFIX) or name == _hf_source.INDEX_NAME
 
 
 def _file_numbers(like: str, outputs: Sequence[OutputTensor]) -> dict[str, int]:

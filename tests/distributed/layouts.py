@@ -73,9 +73,7 @@ def irregular_shard(
     part = tensor_from(content[slices], dtype)
     bounds = [s.indices(n)[:2] for s, n in zip(slices, content.shape, strict=False)]
     offset = tuple(start for start, _ in bounds)
-    return ShardedTensor(
-        key, part, dtype, tuple(part.shape), content.shape[:-1], offset, None, replica_id
-    )
+    return ShardedTensor(key, part, dtype, tuple(part.shape), content.shape[:-1], offset, None, replica_id)
 
 
 def flat_part(num_elements: int, parts: int, index: int) -> slice:

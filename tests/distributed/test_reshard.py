@@ -9,7 +9,15 @@ import torch
 import distckpt
 from distckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from tests.distributed.harness import run
-from tests.distributed.layouts import Layout, bytes_of, even_part, global_bytes, irregular_shard, tensor_from, uneven_part
+from tests.distributed.layouts import (
+    Layout,
+    bytes_of,
+    even_part,
+    global_bytes,
+    irregular_shard,
+    tensor_from,
+    uneven_part,
+)
 
 GRIDS = [Layout(tp=2), Layout(dp=2), Layout(tp=2, dp=2), Layout(tp=4), Layout(tp=2, dp=4), Layout(tp=8)]
 
@@ -78,7 +86,9 @@ def fused_expected(layout, rank):
     tp = layout.position(rank)[0]
     content = global_bytes("mlp.fused", FUSED_SHAPE, torch.float32)
     half = FUSED_SHAPE[0] // 2
-    return np.concatenate([content[:half][even_part(half, layout.tp, tp)], content[half:][even_part(half, layout.tp, tp)]])
+    return np.concatenate(
+        [content[:half][even_part(half, layout.tp, tp)], content[half:][even_part(half, layout.tp, tp)]]
+    )
 
 
 def state_of(layout, rank, *, blank=False):
@@ -90,7 +100,9 @@ def state_of(layout, rank, *, blank=False):
         "fused": [fused_factory(layout, rank, blank=blank)],
         "tokenizer": ShardedObject("tokenizer", None if blank else {"merges": ("a", "b")}, (1,), (0,), replica_id=rank),
         "rank": LocalNonpersistentObject(f"rank {rank}"),
-        "args": {"lr": -1.0} if blank else {"lr": 3e-4, "betas": (0.9, 0.95), "names": [f"layer {i}" for i in range(3)]},
+        "args": {"lr": -1.0}
+        if blank
+        else {"lr": 3e-4, "betas": (0.9, 0.95), "names": [f"layer {i}" for i in range(3)]},
     }
     return state, {key: expected for key, (_, expected) in shards.items()}
 
@@ -209,7 +221,11 @@ def save_and_load_boxes(rank, num_ranks, seeds, folder):
 
 @pytest.mark.parametrize(
     ("num_ranks", "seeds"),
-    [(3, range(8)), pytest.param(4, range(200), marks=pytest.mark.slow), pytest.param(8, range(100), marks=pytest.mark.slow)],
+    [
+        (3, range(8)),
+        pytest.param(4, range(200), marks=pytest.mark.slow),
+        pytest.param(8, range(100), marks=pytest.mark.slow),
+    ],
 )
 def test_any_division_into_boxes_loads_under_any_other(num_ranks, seeds, tmp_path):
     assert run(save_and_load_boxes, num_ranks, num_ranks, seeds, str(tmp_path)) == [[]] * num_ranks

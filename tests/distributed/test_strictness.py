@@ -103,7 +103,9 @@ def test_the_default_mode_fails_on_every_rank(stored):
 
 
 def save_objects(rank, path, num_ranks):
-    distckpt.save({"rng": ShardedObject("rng_state", {"seed": rank}, (num_ranks,), (rank,)), "w": whole("w", rank)}, path)
+    distckpt.save(
+        {"rng": ShardedObject("rng_state", {"seed": rank}, (num_ranks,), (rank,)), "w": whole("w", rank)}, path
+    )
 
 
 def load_objects(rank, path, num_ranks, strict):

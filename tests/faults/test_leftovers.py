@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -40,9 +41,14 @@ def open_things():
 
 
 def children_of(pid):
-    stats = [stat.read_text() for stat in Path("/proc").glob("[0-9]*/stat") if stat.exists()]
-    # "pid (name) state parent ...", and a name may hold anything.
-    return [stat for stat in stats if int(stat.rpartition(")")[2].split()[1]) == pid]
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since it was listed
+            # "pid (name) state parent ...", and a name may hold anything.
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                children.append(stat.parent.name)
+    return children
 
 
 def mapped_shared_memory():
