@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from distckpt import _shard_file
-from distckpt._dtypes import FROM_NAME
+from distckpt._dtypes import FROM_NAME, is_lossless_cast
 from distckpt._io import UNIT_BYTES, Bytes, bounce_buffer
 from distckpt._io_read import read_chunks_into, read_copies
 from distckpt._io_write import Part, write_file
@@ -18,6 +19,10 @@ from distckpt._plan_export import OutputFile, OutputTensor
 from distckpt._plan_load import Request, plan_load
 from distckpt._region import flat_range_regions, whole
 from distckpt.rules import resolve, target_view
+
+
+_COUNTED_AT_ONCE = 1 << 17
+"""Elements; counting makes several temporary tensors of 8 bytes an element."""
 
 
 class Source(NamedTuple):
@@ -38,7 +43,7 @@ def write_output_file(source: Source, file: OutputFile, location: str, num_threa
         num_threads: each uses up to four windows of `UNIT_BYTES`.
 
     Returns:
-        For each tensor in which finite values became infinite when they were converted, how many.
+        For each tensor in which values did not fit the dtype they were converted to, how many.
     """
     entries = [_shard_file.Entry(t.name, t.dtype, t.mapped.shape, t.num_bytes) for t in file.tensors]
     order = _shard_file.layout_order(entries)
@@ -115,7 +120,7 @@ def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequen
 
 
 def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Part, memory: Bytes) -> int:
-    """Read a range, convert it, and count the finite values that became infinite."""
+    """Read a range, convert it, and count the values that do not fit."""
     tensor = tensors[part.chunk]
     stored, wanted = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
     first, last = part.start // wanted.itemsize, part.stop // wanted.itemsize
@@ -129,7 +134,25 @@ def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Part, 
         _read_ranges(source, tensors, [(bytes_of, wide)])
         values, target = torch.from_numpy(wide).view(stored), converted[begin - first : end - first]
         target.copy_(values)
-        if wanted.is_floating_point and stored.is_floating_point:
-            # 8-bit floats without infinities become NaN instead.
-            overflows += int((~torch.isfinite(target.float()) & torch.isfinite(values.float())).sum())
+        if not is_lossless_cast(stored, wanted):
+            pairs = zip(values.split(_COUNTED_AT_ONCE), target.split(_COUNTED_AT_ONCE), strict=True)
+            overflows += sum(_count_overflows(*pair) for pair in pairs)
     return overflows
+
+
+def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
+    """Count the values beyond the range of what they were converted to; infinities may stay infinite."""
+    dtype = converted.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        limits = torch.iinfo(dtype)
+        if values.dtype.is_floating_point:
+            doubles = values.double().trunc()
+            return len(values) - int(((doubles >= limits.min) & (doubles < limits.max + 1.0)).sum())
+        integers = values.numpy()
+        return len(values) - int(((integers >= limits.min) & (integers <= limits.max)).sum())
+    doubles, info = values.double(), torch.finfo(dtype)
+    # What is less than half a unit in the last place above the largest number is rounded to it. Some 8-bit floats
+    # hold their largest number, or NaN, in the place of infinities.
+    beyond = doubles.abs() >= info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+    kept = doubles.isinf() & (converted.real if dtype.is_complex else converted.float()).isinf()
+    return int((beyond & ~kept).sum())

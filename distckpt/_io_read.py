@@ -73,6 +73,8 @@ def read_copies(
 
 def read_chunks(location: str, manifest: Manifest, chunks: Sequence[int], verify: str) -> list[bytes]:
     """Return the whole content of some chunks (encoded objects)."""
+    # Before memory is asked for: sizes may be damaged.
+    _check_files(location, manifest, chunks)
     contents = [np.empty(int(manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
     read_chunks_into(location, manifest, chunks, contents, verify)
     return [content.tobytes() for content in contents]
@@ -178,9 +180,7 @@ def _read_parts(
         return int(manifest.file_ids[part.chunk]), int(manifest.first_bytes[part.chunk]) + part.start
 
     parts.sort(key=place)
-    file_ids = sorted({int(manifest.file_ids[part.chunk]) for part in parts})
-    for file_id in file_ids:
-        _check_file(location, manifest, file_id)
+    _check_files(location, manifest, [part.chunk for part in parts])
     run_threads(lambda unit: _read_unit(location, manifest, unit, verify), _units(manifest, parts), num_threads)
 
 
@@ -284,8 +284,15 @@ def _read_local(file: str, position: int, buffers: list[Bytes]) -> int:
             if not more:
                 return got
             got += more
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file) from error
     finally:
         os.close(fd)
+
+
+def _check_files(location: str, manifest: Manifest, chunks: Sequence[int]) -> None:
+    for file_id in sorted({int(manifest.file_ids[chunk]) for chunk in chunks}):
+        _check_file(location, manifest, file_id)
 
 
 def _check_file(location: str, manifest: Manifest, file_id: int) -> None:

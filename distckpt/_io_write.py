@@ -86,7 +86,8 @@ def write_file(
                     for buffer in buffers_of(unit):
                         file.write(memoryview(buffer))
     except OSError as error:
-        if error.errno is None or isinstance(error, core.CheckpointingException):
+        # An error that names a file already is one of reading what goes into this one.
+        if error.errno is None or error.filename is not None or isinstance(error, core.CheckpointingException):
             raise
         raise OSError(error.errno, error.strerror, location) from error
     return checksums

@@ -57,11 +57,13 @@ def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_t
     """
     names = [*manifest.keys, *manifest.aliases]
     chosen: dict[str, int] = {}
+    taken: set[int] = set()
     for name in names:
         key_id = manifest.key_index[name]
-        is_written = not write_tied and key_id in chosen.values()
-        if manifest.dtypes[key_id] != OBJECT and (keys is None or matches(name, keys)) and not is_written:
+        is_wanted = manifest.dtypes[key_id] != OBJECT and (keys is None or matches(name, keys))
+        if is_wanted and (write_tied or key_id not in taken):
             chosen[name] = key_id
+            taken.add(key_id)
     if not chosen:
         raise core.LoadMismatchError(f"No tensor matches {keys!r}; there are {summarize_keys(names)}.")
     return {
@@ -145,7 +147,8 @@ def plan_files(
             )
         bad = [(name, file_numbers[name]) for name in by_name if not _is_file_number(file_numbers[name])]
         if bad:
-            raise core.CheckpointingException(f"Files are numbered from 1, got {bad[0][1]!r} for {bad[0][0]!r}.")
+            name, number = bad[0]
+            raise core.CheckpointingException(f"Files are numbered from 1 to {MAX_FILES}, got {number!r} for {name!r}.")
         groups = [[] for _ in range(max(file_numbers[name] for name in by_name))]
         for name in by_name:
             groups[file_numbers[name] - 1].append(name)

@@ -107,4 +107,4 @@ def _strategy_alone(
 ) -> tuple[LoadShardedStrategy, str]:
     """Return the strategy for a checkpoint, to be used by this rank without the others, and the location."""
     location = _storage.normalize(checkpoint_dir)
-    return load_strategy(given, _sources.identify(location)), location
+    return load_strategy(given, _sources.identify(location), location), location

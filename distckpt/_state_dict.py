@@ -162,7 +162,7 @@ def _compact(tree: Any) -> Any:
 
 
 def _close_up(children: Any, like: Any = None) -> Any:
-    """Drop holes from a dict or list; one that held nothing else becomes a hole. A list becomes a tuple as `like` is."""
+    """Drop holes from a dict or list; one that held nothing else becomes a hole. A list becomes a tuple like `like`."""
     if isinstance(children, dict):
         kept = {key: child for key, child in children.items() if child is not HOLE}
         return HOLE if children and not kept else kept

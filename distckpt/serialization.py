@@ -260,7 +260,7 @@ def load(
         mode = parse_strict_flag(strict)
         if rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
             raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
-        strategy = load_strategy(sharded_strategy, marker).configure(
+        strategy = load_strategy(sharded_strategy, marker, location).configure(
             Options(
                 process_group=process_group,
                 verify="full" if verify_integrity else _parse_verify(verify),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import itertools
 import json
 import logging
 import os
+import resource
+import signal
 import tempfile
 from pathlib import Path
 
@@ -20,11 +25,12 @@ from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatch
 from distckpt.core import CheckpointingException
 from distckpt.hf import consolidate_safetensors_files
 from distckpt.rules import Split, Trim, Unstack
+from tests.benchmarks._measure import peak_memory_bytes
 from tests.distributed.disk import header_of, tree_of
+from tests.distributed.harness import ask_parent, launched, run
 from tests.hf_folders import (
     INDEX,
     parts_along,
-    raw,
     read_export,
     same_bytes,
     tilings,
@@ -32,6 +38,7 @@ from tests.hf_folders import (
     write_indexed,
     write_shard,
 )
+from tests.hooked_store import hooked_reads
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
@@ -278,11 +285,18 @@ def test_a_pattern_that_matches_nothing(tmp_path):
 
 
 OVERFLOWS = [
+    # One of the values is infinite, which is an overflow where there are no infinities.
     (torch.float32, {"w": 1}),
     (torch.float16, {"w": 2}),
     (torch.bfloat16, {"w": 1}),
     (torch.float8_e5m2, {"w": 2, "half": 1}),
-    (torch.float8_e4m3fn, {"w": 2, "half": 1}),
+    (torch.float8_e5m2fnuz, {"w": 3, "half": 1}),
+    (torch.float8_e4m3fn, {"w": 3, "half": 1}),
+    (torch.float8_e4m3fnuz, {"w": 3, "half": 1}),
+    (torch.complex64, {"w": 1}),
+    (torch.int64, {"w": 2}),
+    (torch.uint64, {"w": 2}),
+    (torch.uint8, {"w": 3, "half": 1}),
 ]
 
 
@@ -293,6 +307,41 @@ def test_values_that_overflow_are_counted(tmp_path, caplog, dtype, expected):
         report = distckpt.consolidate(source, tmp_path / "out", dtype=dtype)
     assert report.overflows == expected
     assert "'w'" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+def test_what_is_rounded_to_the_largest_number_is_no_overflow(tmp_path, dtype):
+    largest = torch.finfo(dtype).max
+    unit = 2.0 ** (np.floor(np.log2(largest))) * torch.finfo(dtype).eps
+    inside = torch.tensor([largest, largest + unit * 0.49, -largest - unit * 0.49, 0.0, torch.nan]).double()
+    outside = torch.tensor([largest + unit * 0.51, -2 * largest]).double()
+    source = save_folder(tmp_path / "in", {"inside": inside, "outside": outside})
+    report = distckpt.consolidate(source, tmp_path / "out", dtype=dtype)
+    assert report.overflows == {"outside": 2}
+    assert same_bytes(read_export(tmp_path / "out"), {"inside": inside.to(dtype), "outside": outside.to(dtype)})
+
+
+INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_integers_that_do_not_fit_are_counted(data):
+    stored, wanted = (data.draw(st.sampled_from(INTEGERS)) for _ in range(2))
+    low, high = torch.iinfo(stored).min, torch.iinfo(stored).max
+    edges = [torch.iinfo(wanted).min, torch.iinfo(wanted).max]
+    near = st.sampled_from([edge + step for edge in edges for step in (-1, 0, 1)])
+    values = data.draw(st.lists((near | st.integers(low, high)).filter(lambda n: low <= n <= high), min_size=1))
+    with tempfile.TemporaryDirectory() as directory:
+        tensor = torch.from_numpy(np.array(values, str(stored).removeprefix("torch.")))
+        write_folder(Path(directory) / "in", {"ids": tensor}, 0, 1)
+        report = distckpt.consolidate(f"{directory}/in", f"{directory}/out", dtype={"ids": wanted})
+        outside = [n for n in values if not edges[0] <= n <= edges[1]]
+        assert report.overflows == ({"ids": len(outside)} if outside else {})
+        found = read_export(f"{directory}/out")["ids"]
+        assert found.dtype == wanted
+        if not outside:
+            assert [int(n) for n in found.numpy()] == values
 
 
 @pytest.mark.parametrize(
@@ -311,13 +360,6 @@ def test_a_conversion_that_makes_no_sense_is_refused(tmp_path, key, dtype):
     with pytest.raises(CheckpointingException, match=f"'{key}'.*{dtype}"):
         distckpt.consolidate(source, tmp_path / "out", dtype={key: dtype})
     assert os.listdir(tmp_path) == ["in"]
-
-
-def test_integers_that_do_not_fit_are_counted(tmp_path):
-    tensors = {"ids": torch.tensor([1, 300, -1]), "w": torch.tensor([1.0, 3e9, 2.5])}
-    source = save_folder(tmp_path / "in", tensors)
-    report = distckpt.consolidate(source, tmp_path / "out", dtype={"ids": torch.uint8, "w": torch.int32})
-    assert report.overflows == {"ids": 2, "w": 1}
 
 
 # ---- tied tensors
@@ -590,6 +632,15 @@ def test_the_checkpoint_cannot_be_replaced_by_its_own_export(tmp_path, place):
     assert tree_of(source) == before
 
 
+def test_a_checkpoint_stays_whole_when_something_is_exported_into_its_directory(tmp_path):
+    source, other = (save_checkpoint(tmp_path / name, model(number)) for number, name in enumerate("ab", 1))
+    before = tree_of(other)
+    distckpt.consolidate(source, other)
+    distckpt.consolidate(source, other, overwrite=True)
+    assert {name: content for name, content in tree_of(other).items() if name != "model.safetensors"} == before
+    assert same_bytes(distckpt.load_plain_tensors(other), model(2))
+
+
 def test_a_file_is_in_the_place_of_the_output_directory(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="is a file"):
@@ -611,7 +662,9 @@ def memory_url(tmp_path):
     """A place in fsspec's memory file system, named by a path with characters that patterns are made of."""
     url = f"memory://{tmp_path.name} [a]/x"
     yield url
-    fsspec.filesystem("memory").rm(f"/{tmp_path.name} [a]", recursive=True) if False else None
+    store = fsspec.filesystem("memory").store
+    for path in [path for path in store if path.startswith(f"/{tmp_path.name} ")]:
+        del store[path]
 
 
 def download(url, folder):
@@ -632,7 +685,11 @@ def test_urls(tmp_path, memory_url, save):
                 f"{memory_url}/in/{name.relative_to(source)}".removeprefix("memory:/"), name.read_bytes()
             )
     for number, (origin, target) in enumerate(
-        [(source, f"{memory_url}/out"), (f"{memory_url}/in", f"{memory_url}/out2"), (f"{memory_url}/in", tmp_path / "o")]
+        [
+            (source, f"{memory_url}/out"),
+            (f"{memory_url}/in", f"{memory_url}/out2"),
+            (f"{memory_url}/in", tmp_path / "o"),
+        ]
     ):
         distckpt.consolidate(origin, target, max_file_bytes=400)
         folder = target if isinstance(target, Path) else download(target, tmp_path / str(number))
@@ -653,6 +710,29 @@ def test_a_failure_leaves_nothing_under_a_url(tmp_path, memory_url):
     with pytest.raises(CorruptCheckpointError, match="Checksum"):
         distckpt.consolidate(source, f"{memory_url}/failed", max_file_bytes=100)
     assert not fsspec.filesystem("memory").exists(f"{memory_url}/failed".removeprefix("memory:/"))
+
+
+def test_an_error_of_reading_names_the_shard_file_and_one_of_writing_the_output(tmp_path):
+    (path,) = write_folder(tmp_path / "in", model(), 0, 1)
+    start = header_of(path)[0]
+
+    def fail(name, first, stop):
+        if first is not None and first >= start:
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    with hooked_reads(fail), pytest.raises(OSError, match=f"Input/output error.*{path.name}"):
+        distckpt.consolidate(f"hooked://{tmp_path}/in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*model\.safetensors"):
+            distckpt.consolidate(tmp_path / "in", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == ["in"]
 
 
 # ---- under torch's name
@@ -683,3 +763,85 @@ def test_torchs_function_raises_value_errors_and_leaves_an_earlier_export(tmp_pa
         consolidate_safetensors_files(str(source), str(tmp_path / "out"))
     assert tree_of(tmp_path / "out") == before
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+# ---- limits of a process
+
+
+def export_with_few_files(rank, folder):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit))
+    distckpt.consolidate(f"{folder}/in", f"{folder}/out")
+    return same_bytes(distckpt.load_plain_tensors(f"{folder}/in"), read_export(f"{folder}/out"))
+
+
+def test_more_shard_files_than_may_be_open(tmp_path):
+    tensor = torch.arange(1100 * 3, dtype=torch.float32).view(1100, 3)
+    write_folder(tmp_path / "in", {"w": tensor}, 0, 1100)
+    assert len(os.listdir(tmp_path / "in")) == 1100
+    assert run(export_with_few_files, 1, str(tmp_path), backend=None) == [True]
+    assert same_bytes(read_export(tmp_path / "out"), {"w": tensor})
+
+
+BUDGETS = [32 << 20, 128 << 20]
+EXPORTS = {
+    "folder": {},
+    "folder to bfloat16": {"dtype": torch.bfloat16},
+    "checkpoint": {},
+    "checkpoint to 8 bits": {"dtype": torch.float8_e4m3fn},
+}
+
+
+def memory_of_exports(rank, folder):
+    torch.set_num_threads(1)
+    peaks = {}
+    for budget, (name, options) in itertools.product(BUDGETS, EXPORTS.items()):
+        source, target = f"{folder}/{name.split()[0]}", f"{folder}/out"
+        settings = {"max_inflight_bytes": budget, "overwrite": True, **options}
+        peaks[budget, name] = peak_memory_bytes(functools.partial(distckpt.consolidate, source, target, **settings))
+    return peaks
+
+
+def test_memory_is_bounded_however_large_a_tensor_is(tmp_path):
+    tensor = torch.zeros(9000, 9000)
+    tensor[::1000] = 1
+    assert tensor.nbytes > 300e6
+    save_folder(tmp_path / "folder", {"w": tensor}, axis=1)
+    save_checkpoint(tmp_path / "checkpoint", {"w": tensor}, axis=1)
+    (peaks,) = run(memory_of_exports, 1, str(tmp_path), backend=None)
+    assert len(peaks) == len(BUDGETS) * len(EXPORTS)
+    for (budget, name), peak in peaks.items():
+        assert peak < budget + (64 << 20), f"{name}: {peak / 2**20:.0f} MiB of {budget >> 20} MiB"
+
+
+# ---- a process that is killed
+
+
+def export_until_killed(rank, folder, num_reads):
+    reads = itertools.count(1)
+
+    def stop(path, first, last):
+        if first and next(reads) == num_reads:
+            ask_parent()
+
+    with hooked_reads(stop):
+        distckpt.consolidate(
+            f"hooked://{folder}/in", f"{folder}/out", overwrite=True, max_file_bytes=1200, max_inflight_bytes=1
+        )
+
+
+@pytest.mark.parametrize("num_reads", [1, 3, 5])
+def test_a_process_killed_in_the_middle_leaves_the_earlier_export(tmp_path, num_reads):
+    earlier, later = ({f"w{i}": torch.full((4, 60), float(i + start)) for i in range(3)} for start in (0, 100))
+    distckpt.consolidate(save_folder(tmp_path / "old", earlier), tmp_path / "out", max_file_bytes=2000)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    before = tree_of(tmp_path / "out")
+    save_folder(tmp_path / "in", later, axis=1)
+    with launched(export_until_killed, 1, str(tmp_path), num_reads, backend=None) as launch:
+        launch.wait_for_signal(0)
+        assert any(name.startswith(".out.") for name in os.listdir(tmp_path)), "it was in the middle"
+        launch.kill(0)
+    assert tree_of(tmp_path / "out") == before
+    assert same_bytes(read_export(tmp_path / "out"), earlier)
+    distckpt.consolidate(tmp_path / "in", tmp_path / "out", overwrite=True)
+    assert same_bytes(read_export(tmp_path / "out"), later)

@@ -214,7 +214,7 @@ def test_a_part_is_no_manifest(length):
         Manifest.from_bytes(example().to_bytes()[:length], "here")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(0, 8 * len(example().to_bytes()) - 1))
 def test_a_flipped_bit_is_found_or_leaves_a_usable_manifest(bit):
     data = bytearray(example().to_bytes())
@@ -230,7 +230,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_columns_are_found_or_leave_a_usable_manifest(data):
     columns = safetensors.numpy.load(example().to_bytes())

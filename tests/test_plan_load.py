@@ -69,7 +69,7 @@ def carry_out(copies, manifest, tensors, requests):
     return results
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_copies_make_up_the_requested_regions(data):
     shapes = {key: tuple(data.draw(st.lists(st.integers(0, 5), max_size=4))) for key in "abc"}
@@ -82,7 +82,7 @@ def test_copies_make_up_the_requested_regions(data):
         assert np.array_equal(result, tensors[request.key][request.region.slices()])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_copies_of_a_tensor_with_another_shape_are_what_both_have(data):
     ndim = data.draw(st.integers(0, 3))

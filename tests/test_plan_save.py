@@ -69,7 +69,7 @@ def clusters(draw):
     return shards_of_ranks, groups
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(clusters())
 def test_every_byte_has_one_owner_which_holds_it(cluster):
     shards_of_ranks, groups = cluster
@@ -227,7 +227,7 @@ def test_views_with_other_contents_are_not_aliases(second):
 # ---- how it lies in files
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data):
     pieces, keys, ndims, index = [], [], [], {}

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distckpt
 from distckpt import LoadMismatchError, ShardedTensor
-
-SWEEP = settings(deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow])
-
 
 # ---- layouts
 
@@ -177,7 +174,7 @@ def check_any_layout_loads_into_any_other(data):
         assert np.array_equal(whole[key].numpy(), tensor)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(st.data())
 def test_any_layout_loads_into_any_other(data):
     check_any_layout_loads_into_any_other(data)
@@ -185,7 +182,7 @@ def test_any_layout_loads_into_any_other(data):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@SWEEP
+@settings(max_examples=5000)
 @given(st.data())
 def test_any_layout_loads_into_any_other_at_length(data):
     check_any_layout_loads_into_any_other(data)
@@ -299,7 +296,7 @@ def check_other_shapes(data):
         assert np.array_equal(target.numpy(), piece.cut(expected))
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=70)
 @given(st.data())
 def test_a_tensor_of_another_shape_is_cropped_or_padded_with_zeros_where_allowed(data):
     check_other_shapes(data)
@@ -307,7 +304,7 @@ def test_a_tensor_of_another_shape_is_cropped_or_padded_with_zeros_where_allowed
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@SWEEP
+@settings(max_examples=5000)
 @given(st.data())
 def test_a_tensor_of_another_shape_is_cropped_or_padded_at_length(data):
     check_other_shapes(data)
@@ -341,7 +338,7 @@ def test_another_shape_is_an_error_where_it_is_not_allowed_and_nothing_is_touche
 # ---- elements that were not saved
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.data())
 def test_what_was_saved_with_gaps_loads_and_the_gaps_are_errors(data):
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))

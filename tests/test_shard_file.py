@@ -14,7 +14,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
@@ -203,7 +203,6 @@ def entry(name, dtype, shape):
     return Entry(name, dtype, shape, math.prod(shape) * size)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

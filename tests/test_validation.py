@@ -90,7 +90,7 @@ def clusters(draw):
     return shards_of_ranks, counts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(clusters())
 def test_what_is_wrong_is_what_counting_finds(cluster):
     shards_of_ranks, counts = cluster
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_what_counting_finds(cluster):
         assert expected in line
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(clusters())
 def test_where_gaps_are_allowed_only_overlaps_are_wrong(cluster):
     shards_of_ranks, counts = cluster

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from distckpt import _sources, core
+from distckpt import _sources, _storage, core
 from distckpt._sources import BACKEND, VERSION
 from distckpt.strategies.base import (
     LoadShardedStrategy,
@@ -38,9 +38,9 @@ def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveSh
 
 
 def load_strategy(
-    given: LoadShardedStrategy | tuple[str, int] | None, marker: Mapping[str, Any]
+    given: LoadShardedStrategy | tuple[str, int] | None, marker: Mapping[str, Any], location: str
 ) -> LoadShardedStrategy:
-    """Return the strategy to load with, given what the caller passed and the marker of the checkpoint.
+    """Return the strategy to load with, given what the caller passed and the marker of the checkpoint at a location.
 
     Raises:
         CheckpointingException: it is no strategy for loading, or none is registered under that name.
@@ -49,7 +49,10 @@ def load_strategy(
         given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
     strategy: Any = given
     if isinstance(given, tuple):
-        strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *given)
+        try:
+            strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *given)
+        except core.CheckpointingException as error:
+            raise core.CheckpointingException(f"Cannot read {location!r}: {error}") from error
     if not isinstance(strategy, LoadShardedStrategy):
         raise core.CheckpointingException(
             f"sharded_strategy must be a LoadShardedStrategy, (backend, version) or None, got {type(given).__name__}."
@@ -66,5 +69,5 @@ def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VER
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadShardedStrategy:
     """Return the strategy that reads a checkpoint, or the built-in format when none is given."""
-    marker = {"sharded_backend": BACKEND} if checkpoint_dir is None else _sources.identify(os.fspath(checkpoint_dir))
-    return load_strategy(None, marker)
+    location = "" if checkpoint_dir is None else _storage.normalize(checkpoint_dir)
+    return load_strategy(None, _sources.identify(location) if location else {"sharded_backend": BACKEND}, location)

@@ -50,7 +50,8 @@ class ExportReport:
         num_parameters: number of their elements.
         files: names of the files that hold them.
         dtypes: number of tensors of each safetensors dtype.
-        overflows: for each tensor in which conversion made finite values infinite, how many.
+        overflows: for each tensor with values that did not fit the dtype they were converted to (finite ones that
+            became infinite or, in 8-bit floats without infinities, NaN; numbers beyond an integer's range), how many.
         seconds: that it took.
     """
 
@@ -110,7 +111,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         data = ranks.broadcast(data)
         with ranks.phase("plan the export"):
             source = Source(location, Manifest.from_bytes(data, location), self.verify)
-            files = self._plan(source.manifest)
+            files = self._plan(source.manifest, is_speaker=ranks.is_coordinator)
             mine = assign_files(files, ranks.size)[ranks.rank]
 
         # 2. Write beside the target.
@@ -141,11 +142,12 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         report = json.loads(ranks.broadcast(json.dumps(report).encode()))
         names = tuple(file.name for file in files)
         if overflows and ranks.is_coordinator:
-            logger.warning("conversion made finite values infinite in %s", summarize_keys(overflows))
+            logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
         return ExportReport(files=names, overflows=overflows, seconds=time.perf_counter() - started, **report)
 
     def _check_target(self, location: str, target: str) -> None:
-        if target == location or target == _commit.resolve(location):
+        source = _commit.resolve(location)
+        if target in (source, *(_storage.join(source, name) for name in _commit.SUBDIRECTORIES)):
             raise core.CheckpointingException(f"The export cannot replace its own source {location!r}.")
         if not _storage.exists(target):
             return
@@ -163,12 +165,12 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             return _hf_source.read_directory(location, require_sharding_info=True).to_bytes()
         return _sources.manifest_bytes(location, _sources.identify(location))
 
-    def _plan(self, manifest: Manifest) -> list[OutputFile]:
+    def _plan(self, manifest: Manifest, is_speaker: bool) -> list[OutputFile]:
         tensors = select_tensors(manifest, self.keys, write_tied=self.tied == "write")
         outputs = plan_tensors(tensors, self.rules, self.rename, self.dtype)
         numbers = self.fqn_to_index_mapping
         if self.like is not None:
-            numbers = _file_numbers(_storage.normalize(self.like), outputs)
+            numbers = _file_numbers(_storage.normalize(self.like), outputs, is_speaker)
         return plan_files(outputs, self.max_file_bytes, numbers)
 
     def _threads(self) -> int:
@@ -196,9 +198,12 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
         _storage.remove_file(_storage.join(target, file.name))
 
 
-def _file_numbers(like: str, outputs: Sequence[OutputTensor]) -> dict[str, int]:
+def _file_numbers(like: str, outputs: Sequence[OutputTensor], is_speaker: bool) -> dict[str, int]:
     """Number the files of a reference directory, after checking that it holds tensors of the same shapes."""
     reference = _hf_source.read_directory(like)
+    absent = set(reference.keys) - {tensor.name for tensor in outputs}
+    if absent and is_speaker:
+        logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
     for tensor in outputs:
         key_id = reference.key_index.get(tensor.name)
         if key_id is not None and reference.global_shapes[key_id] != tensor.mapped.shape:

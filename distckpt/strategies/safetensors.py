@@ -17,7 +17,7 @@ from distckpt._io import checksum, is_plain_memory, tensor_bytes
 from distckpt._io_read import read_chunks, read_copies
 from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, marker_fields
 from distckpt._names import did_you_mean, summarize_keys
-from distckpt._plan_load import Request, plan_load
+from distckpt._plan_load import Copy, Request, plan_load
 from distckpt._plan_save import Pieces, find_aliases, plan_owners
 from distckpt._prune import remove_tensors
 from distckpt._records import Record, assemble_manifest
@@ -187,29 +187,35 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def _load_tensors(
         self, manifest: Manifest, tensors: Mapping[str, ShardedTensor], checkpoint_dir: str
     ) -> dict[str, torch.Tensor]:
-        requests: list[Request] = []
-        targets: list[torch.Tensor] = []
-        filled: dict[str, torch.Tensor] = {}
-        for name, shard in tensors.items():
-            if shard.data is None:
-                shard = shard.without_data()
-                shard.init_data("cpu")
-            assert shard.data is not None
-            filled[name] = shard.data
-            for region in shard_regions(shard):
-                requests.append(Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch))
-                targets.append(region_view(shard, region))
+        wanted = [(name, region) for name, shard in tensors.items() for region in shard_regions(shard)]
+        requests = [
+            Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
+            for shard, region in ((tensors[name], region) for name, region in wanted)
+        ]
+        copies: list[Copy] = []
+        if not self.options.rules:
+            # Before memory is asked for: what is not stored may be of any size.
+            dtypes = [_dtype_of(tensors[name]) for name, _ in wanted]
+            copies = self._plan(manifest, requests, dtypes, checkpoint_dir)
+        filled = {name: _with_data(shard) for name, shard in tensors.items()}
+        targets = [region_view(filled[name], region) for name, region in wanted]
         if self.options.rules:
             requests, targets = translate(self.options.rules, requests, targets)
-        _check_known(manifest, [request.key for request in requests], checkpoint_dir)
-        for key, dtype in {(r.key, t.dtype): None for r, t in zip(requests, targets, strict=True)}:
-            _check_dtype(manifest, key, dtype, checkpoint_dir, self.options.allow_dtype_cast)
-        copies = plan_load(manifest, requests, checkpoint_dir)
+            copies = self._plan(manifest, requests, [target.dtype for target in targets], checkpoint_dir)
         for request, target in zip(requests, targets, strict=True):
             if request.allow_shape_mismatch:
                 target.zero_()
         read_copies(checkpoint_dir, manifest, copies, targets, self.options.verify)
-        return filled
+        return {name: shard.data for name, shard in filled.items() if shard.data is not None}
+
+    def _plan(
+        self, manifest: Manifest, requests: Sequence[Request], dtypes: Sequence[torch.dtype], checkpoint_dir: str
+    ) -> list[Copy]:
+        """Find what fills the requests, whose targets have the given dtypes."""
+        _check_known(manifest, [request.key for request in requests], checkpoint_dir)
+        for key, dtype in dict.fromkeys(zip((request.key for request in requests), dtypes, strict=True)):
+            _check_dtype(manifest, key, dtype, checkpoint_dir, self.options.allow_dtype_cast)
+        return plan_load(manifest, requests, checkpoint_dir)
 
     def _load_objects(
         self, manifest: Manifest, objects: Mapping[str, ShardedObject], checkpoint_dir: str
@@ -269,6 +275,19 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return Manifest.from_bytes(self.ranks.broadcast(data), checkpoint_dir)
 
 
+def _dtype_of(shard: ShardedTensor) -> torch.dtype:
+    return shard.dtype if shard.data is None else shard.data.dtype
+
+
+def _with_data(shard: ShardedTensor) -> ShardedTensor:
+    """Return the shard, or a copy with a new tensor when it has none."""
+    if shard.data is not None:
+        return shard
+    allocated = shard.without_data()
+    allocated.init_data("cpu")
+    return allocated
+
+
 def _check_known(manifest: Manifest, keys: Iterable[str], checkpoint_dir: str) -> None:
     absent = sorted({key for key in keys if key not in manifest.key_index})
     if absent:
@@ -305,10 +324,10 @@ def _object_chunk(manifest: Manifest, shard: ShardedObject, checkpoint_dir: str)
     stored_shape = manifest.global_shapes[key_id]
     if stored_shape != tuple(shard.global_shape):
         raise core.LoadMismatchError(
-            f"The object {shard.key!r} was saved in {stored_shape} parts and is asked for in {shard.global_shape}: "
-            "objects cannot be resharded. Such per-rank state (RNG, data loader position) belongs to the number of "
-            "ranks it was saved with: leave the key out, or load all stored parts (see load_sharded_metadata) and "
-            "merge them yourself.",
+            f"The object {shard.key!r} was saved in {stored_shape} parts and is asked for in {shard.global_shape} "
+            f"(checkpoint {checkpoint_dir!r}): objects cannot be resharded. Such per-rank state (RNG, data loader "
+            "position) belongs to the number of ranks it was saved with: leave the key out, or load all stored parts "
+            "(see load_sharded_metadata) and merge them yourself.",
             unexpected=[shard.unique_key],
         )
     rows = manifest.chunk_rows(key_id)

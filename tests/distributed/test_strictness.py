@@ -19,7 +19,7 @@ def save_keys(rank, path):
 
 
 def request_of(rank):
-    """Rank 1 alone asks for keys that are not stored; no rank asks for `layers.1.w`; `b` is asked for by rank 2 alone."""
+    """Rank 1 alone asks for keys that are not stored; no rank asks for `layers.1.w`; rank 2 alone for `b`."""
     asked = {"a": whole("a", rank), "layers.0.w": whole("layers.0.w", rank)}
     if rank == 1:
         asked |= {name: whole(name, 0) for name in ("layers.7.w", "aa")}

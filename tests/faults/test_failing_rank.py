@@ -26,7 +26,7 @@ from distckpt import (
 )
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 from tests.distributed.disk import header_of, tree_of
-from tests.distributed.harness import error_of, run, sum_over_ranks
+from tests.distributed.harness import error_of, launched, run, sum_over_ranks
 
 NUM_RANKS = 4
 FAILING = 2
@@ -316,6 +316,48 @@ def test_a_target_that_is_taken_when_the_save_is_to_be_committed(appears, tmp_pa
         assert distckpt.load_common_state_dict(str(tmp_path / "checkpoint")) == {"value": 1}
 
 
+def save_over_another(rank, folder):
+    path = f"{folder}/checkpoint"
+    distckpt.save(good_state(rank, 1), path)
+    sum_over_ranks(0)
+    before = tree_of(Path(folder))
+    error = error_of(distckpt.save, good_state(rank, 2), path)
+    total = sum_over_ranks(rank)
+    return error, total, tree_of(Path(folder)) == before
+
+
+def test_a_whole_checkpoint_is_not_overwritten_unasked(tmp_path):
+    results = run(save_over_another, NUM_RANKS, str(tmp_path))
+    for error, total, unchanged in results:
+        assert isinstance(error, CheckpointExistsError)
+        assert str(error) == str(results[0][0])
+        assert str(tmp_path / "checkpoint") in str(error)
+        assert "overwrite=True" in str(error)
+        assert total == 6
+        assert unchanged
+
+
+def save_over_unfinished(rank, path):
+    distckpt.save(good_state(rank, 2), path)
+    return loads_as(rank, path, 2)
+
+
+def test_what_an_unfinished_save_left_is_moved_aside(tmp_path):
+    path = tmp_path / "checkpoint"
+    run(save_over_unfinished, NUM_RANKS, str(path))
+    (path / "metadata.json").unlink()
+    left = tree_of(path)
+    with launched(save_over_unfinished, NUM_RANKS, str(path)) as launch:
+        outcomes = launch.outcomes()
+    assert [outcome.value for outcome in outcomes] == [True] * NUM_RANKS
+    (aside,) = [name for name in tmp_path.iterdir() if name != path]
+    assert tree_of(aside) == left
+    (warning,) = outcomes[0].warnings_logged
+    assert str(path) in warning
+    assert str(aside) in warning
+    assert [outcome.warnings_logged for outcome in outcomes[1:]] == [[], [], []], "one rank speaks for all"
+
+
 def many_small(rank):
     """Rank 1 holds so many tensors that the list of them is larger than LIMIT_BYTES."""
     keys = [f"layers.{i}.a.rather.long.name.of.a.tensor" for i in range(1500)] if rank == 1 else []
@@ -364,7 +406,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 class ReadsNotBefore(SafetensorsLoadStrategy):
     def load(self, sharded_state_dict, checkpoint_dir):
         if torch.distributed.get_rank() == FAILING:
-            raise RuntimeError("my strategy does not read on rank 2")
+            raise CorruptCheckpointError("my strategy finds no index on rank 2")
         return super().load(sharded_state_dict, checkpoint_dir)
 
 
@@ -422,7 +464,7 @@ LOADS = {
     load_incomplete: (CorruptCheckpointError, ["load", "shard-00003-", "missing"]),
     merge_fn_raises: (RuntimeError, ["load", "gate and up do not fit"]),
     build_fn_raises_while_loading: (ValueError, ["3 heads do not divide by 2"]),
-    strategy_does_not_read: (RuntimeError, ["my strategy does not read on rank 2"]),
+    strategy_does_not_read: (CorruptCheckpointError, ["my strategy finds no index on rank 2"]),
     strategy_loses_what_it_read: (RuntimeError, ["my strategy lost what it read on rank 2"]),
     no_files_to_read_with: (OSError, [os.strerror(errno.EMFILE), "shard-00003-"]),
 }

@@ -215,7 +215,7 @@ def load_and_be_killed(rank, path):
 
 def test_a_rank_killed_while_loading(folder):
     before = tree_of(folder)
-    with launched(load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=TIMEOUT) as launch:
+    with launched(load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=3.0) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(2)

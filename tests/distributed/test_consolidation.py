@@ -1,0 +1,282 @@
+"""Consolidation and import by several ranks: folders that torch really wrote, work divided, failures that reach all."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import distckpt
+from distckpt import CheckpointExistsError, CorruptCheckpointError, RankFailedError, ShardedTensor
+from distckpt.hf import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
+from tests.distributed.disk import header_of, tree_of
+from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.hf_folders import read_export, same_bytes, shard_name, write_folder
+from tests.hooked_store import hooked_reads
+
+
+def numbered(*shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+# ---- folders that torch wrote
+
+WEIGHTS = {
+    "rows.weight": (numbered(12, 5), [Shard(0)]),
+    "columns.weight": (numbered(6, 24, dtype=torch.bfloat16), [Shard(1)]),
+    "uneven.rows": (numbered(7, 3), [Shard(0)]),
+    "uneven.columns": (numbered(3, 2, 7, dtype=torch.float64), [Shard(2)]),
+    "fewer.than.ranks": (numbered(1, 4), [Shard(0)]),
+    "copied.norm": (numbered(9), [Replicate()]),
+    "ids": (numbered(8, dtype=torch.int64), [Shard(0)]),
+    "mask": (numbered(8, dtype=torch.bool), [Replicate()]),
+    "scalar": (torch.tensor(2.5), [Replicate()]),
+}
+GRID = {"both.axes": (numbered(8, 6), [Shard(0), Shard(1)]), "only.inner": (numbered(5, 7), [Replicate(), Shard(1)])}
+ALL = {key: tensor for key, (tensor, _) in (WEIGHTS | GRID).items()}
+
+
+def save_with_torch(path, mapping=None):
+    """Save with torch's writer, as its users do."""
+    num_ranks = dist.get_world_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        line = init_device_mesh("cpu", (num_ranks,))
+        state = {key: distribute_tensor(tensor, line, places) for key, (tensor, places) in WEIGHTS.items()}
+        if num_ranks == 4:
+            grid = init_device_mesh("cpu", (2, 2))
+            state |= {key: distribute_tensor(tensor, grid, places) for key, (tensor, places) in GRID.items()}
+        state = {key: tensor for key, tensor in state.items() if mapping is None or key in mapping}
+        writer = HuggingFaceStorageWriter(path, save_distributed=True, fqn_to_index_mapping=mapping)
+        dcp.save(state, storage_writer=writer)
+
+
+def column_parts(tensors, rank, num_ranks):
+    """Ask for the rank's share of the last axis of every tensor, cut as unevenly as it is."""
+    state, expected = {}, {}
+    for key, tensor in tensors.items():
+        if tensor.ndim == 0:
+            continue
+        size = tensor.shape[-1]
+        low, high = rank * size // num_ranks, (rank + 1) * size // num_ranks
+        expected[key] = tensor[..., low:high]
+        local_shape = tuple(expected[key].shape)
+        offset = (*(0,) * (tensor.ndim - 1), low)
+        target = torch.zeros(local_shape, dtype=tensor.dtype)
+        state[key] = ShardedTensor(key, target, tensor.dtype, local_shape, tuple(tensor.shape), offset, None)
+    return state, expected
+
+
+MAPPING = {key: 1 + index % 3 for index, key in enumerate(sorted(ALL)) if key not in ("scalar", "mask")}
+MAPPINGS = {"one file": None, "three files": MAPPING}
+
+
+def expected_of(num_ranks, mapping):
+    weights = ALL if num_ranks == 4 else {key: ALL[key] for key in WEIGHTS}
+    return {key: tensor for key, tensor in weights.items() if mapping is None or key in mapping}
+
+
+def export_what_torch_wrote(rank, root):
+    num_ranks, reports = dist.get_world_size(), []
+    for name, mapping in MAPPINGS.items():
+        folder = f"{root}/{name}"
+        save_with_torch(f"{folder}/sharded", mapping)
+        dist.barrier()
+        report = distckpt.consolidate(f"{folder}/sharded", f"{folder}/out", fqn_to_index_mapping=mapping)
+        reports.append((report.files, report.num_tensors))
+        consolidate_safetensors_files_on_every_rank(f"{folder}/sharded", f"{folder}/every", mapping)
+        if rank == 1:
+            # The other ranks do not call: no exchange may be involved.
+            consolidate_safetensors_files(f"{folder}/sharded", f"{folder}/alone", mapping)
+        dist.barrier()
+        for place in ("sharded", "out"):
+            state, parts = column_parts(expected_of(num_ranks, mapping), rank, num_ranks)
+            assert same_bytes(distckpt.load(state, f"{folder}/{place}"), parts)
+    return reports
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_what_torch_wrote_is_exported_and_loaded(num_ranks, tmp_path):
+    first, *others = run(export_what_torch_wrote, num_ranks, str(tmp_path))
+    assert all(reports == first for reports in others), "every rank gets the same report"
+    for (name, mapping), (files, num_tensors) in zip(MAPPINGS.items(), first, strict=True):
+        expected = expected_of(num_ranks, mapping)
+        assert num_tensors == len(expected)
+        assert len(files) == (1 if mapping is None else 3)
+        for place in ("out", "every", "alone"):
+            assert same_bytes(read_export(tmp_path / name / place), expected)
+        assert same_bytes(distckpt.load_plain_tensors(tmp_path / name / "sharded"), expected)
+
+
+def save_twice_with_torch(rank, folder):
+    save_with_torch(folder)
+    dist.barrier()
+    save_with_torch(folder, {key: 1 + (key == "ids") for key in ALL})
+    dist.barrier()
+    return error_of(distckpt.consolidate, folder, f"{folder}-out")
+
+
+def test_what_torch_left_of_an_earlier_save_is_noticed(tmp_path):
+    for error in run(save_twice_with_torch, 2, str(tmp_path / "sharded")):
+        assert isinstance(error, CorruptCheckpointError)
+        assert re.search(r"'\S+' .*in several files.*-model-00001-of-00001\.", str(error))
+        assert re.search(r"-model-0000\d-of-00002\.", str(error))
+    assert os.listdir(tmp_path) == ["sharded"]
+
+
+# ---- the work is divided
+
+
+def io_count(field):
+    return int(re.search(rf"^{field}: (\d+)$", Path("/proc/self/io").read_text(), re.M)[1])
+
+
+SIZES = {f"layers.{i}.w": (64 + 32 * (i % 3), 512) for i in range(12)}
+
+
+def tp_state(rank, num_ranks):
+    state = {}
+    for key, shape in SIZES.items():
+        part = numbered(*shape).chunk(num_ranks, 1)[rank].contiguous()
+        state[key] = ShardedTensor.from_rank_offsets(key, part, (1, rank, num_ranks))
+    return state
+
+
+def save_and_export(rank, folder, num_ranks):
+    distckpt.save(tp_state(rank, num_ranks), f"{folder}/in")
+    before = io_count("wchar")
+    report = distckpt.consolidate(f"{folder}/in", f"{folder}/out", max_file_bytes=400_000)
+    return io_count("wchar") - before, report
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_rank_writes_its_share_of_the_bytes(num_ranks, tmp_path):
+    values = run(save_and_export, num_ranks, str(tmp_path), num_ranks)
+    tensors = {key: numbered(*shape) for key, shape in SIZES.items()}
+    assert same_bytes(read_export(tmp_path / "out"), tensors)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    largest = max(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    for written, report in values:
+        assert total / num_ranks - largest < written < total / num_ranks + largest
+        assert (report.num_tensors, report.num_bytes) == (len(tensors), total)
+    assert sum(written for written, _ in values) < total * 1.1
+
+
+# ---- failures reach every rank
+
+
+def export_damaged(rank, folder, options):
+    error = error_of(distckpt.consolidate, f"{folder}/in", f"{folder}/out", **options)
+    return error, sum_over_ranks(rank + 1)
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    """A checkpoint that is exported in two files, of which rank 0 writes the larger, and an earlier export."""
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, numbered(rows, 512)) for key, rows in {"a": 1200, "b": 800}.items()
+    }
+    distckpt.save(state, tmp_path / "in")
+    write_folder(tmp_path / "other", {"old": numbered(3)}, 0, 1)
+    distckpt.consolidate(tmp_path / "other", tmp_path / "out")
+    return {"fqn_to_index_mapping": {"a": 1, "b": 2}, "overwrite": True}
+
+
+def flip_last_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_shard_that_only_one_rank_needs_is_damaged(tmp_path, two_files):
+    (path,) = (tmp_path / "in" / "tensors").iterdir()
+    assert max(header_of(path)[1].items(), key=lambda item: item[1].get("data_offsets", [0])[0])[0] == "b"
+    flip_last_bit(path)
+    before = tree_of(tmp_path / "out")
+    for error, total in run(export_damaged, 3, str(tmp_path), two_files):
+        assert total == 6, "the process group still works"
+        assert isinstance(error, RankFailedError)
+        assert list(error.failures) == [1]
+        assert isinstance(error.failures[1], CorruptCheckpointError)
+        assert path.name in str(error)
+        assert "'b'" in str(error)
+    assert tree_of(tmp_path / "out") == before
+    assert sorted(os.listdir(tmp_path)) == ["in", "other", "out"]
+
+
+def test_what_the_coordinator_finds_is_raised_everywhere(tmp_path, two_files):
+    before = tree_of(tmp_path / "out")
+    for error, total in run(export_damaged, 3, str(tmp_path), two_files | {"overwrite": False}):
+        assert isinstance(error, CheckpointExistsError)
+        assert total == 6
+    for error, total in run(export_damaged, 3, str(tmp_path), two_files | {"extra_files_from": f"{tmp_path}/absent"}):
+        assert isinstance(error, FileNotFoundError | RankFailedError)
+        assert "absent" in str(error)
+        assert total == 6
+    assert tree_of(tmp_path / "out") == before
+    assert sorted(os.listdir(tmp_path)) == ["in", "other", "out"]
+
+
+def value_error_on_every_rank(rank, folder):
+    error = error_of(consolidate_safetensors_files_on_every_rank, f"{folder}/in", f"{folder}/out")
+    return error, sum_over_ranks(1)
+
+
+def test_under_torchs_name_all_ranks_raise_a_value_error(tmp_path):
+    write_folder(tmp_path / "in", {"w": numbered(9, 3)}, 0, 3)[1].unlink()
+    for error, total in run(value_error_on_every_rank, 2, str(tmp_path)):
+        assert isinstance(error, ValueError)
+        assert "'w'" in str(error)
+        assert shard_name(3) in str(error)
+        assert total == 2
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def export_in_a_group(rank, folder):
+    """Ranks 1 and 2 export; rank 0 does not take part."""
+    group = dist.new_group([1, 2])
+    error = None
+    if rank:
+        consolidate_safetensors_files_on_every_rank(f"{folder}/in", f"{folder}/every", process_group=group)
+        distckpt.consolidate(f"{folder}/in", f"{folder}/out", process_group=group)
+    else:
+        error = error_of(distckpt.consolidate, f"{folder}/in", f"{folder}/out", process_group=group)
+    return error, sum_over_ranks(1)
+
+
+def test_a_group_of_the_ranks_exports(tmp_path):
+    write_folder(tmp_path / "in", {"w": numbered(9, 3)}, 0, 3)
+    outcomes = run(export_in_a_group, 3, str(tmp_path))
+    assert [total for _, total in outcomes] == [3, 3, 3]
+    assert "not a member" in str(outcomes[0][0])
+    for place in ("every", "out"):
+        assert same_bytes(read_export(tmp_path / place), {"w": numbered(9, 3)})
+
+
+def export_until_killed(rank, folder, options):
+    if rank == 1:
+        with hooked_reads(lambda path, first, stop: ask_parent() if first else None):
+            return error_of(distckpt.consolidate, f"hooked://{folder}/in", f"{folder}/out", **options)
+    return error_of(distckpt.consolidate, f"hooked://{folder}/in", f"{folder}/out", **options)
+
+
+def test_a_rank_that_is_killed_does_not_make_the_others_wait(tmp_path, two_files):
+    before = tree_of(tmp_path / "out")
+    with launched(export_until_killed, 3, str(tmp_path), two_files, group_timeout=30) as launch:
+        launch.wait_for_signal(1)
+        launch.kill(1)
+        outcomes = launch.values()
+    for survivor in (0, 2):
+        assert isinstance(outcomes[survivor], RankFailedError)
+        assert "Lost contact with another rank" in str(outcomes[survivor])
+    assert tree_of(tmp_path / "out") == before
+    assert sorted(os.listdir(tmp_path)) == ["in", "other", "out"]

@@ -1,0 +1,430 @@
+"""Checkpoints that were damaged after the save: found, named, and never loaded as if they were whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distckpt
+from distckpt import CheckpointingException, CorruptCheckpointError, LoadMismatchError, ShardedObject, ShardedTensor
+
+COMMON = {"step": 7, "args": {"lr": 0.5, "names": ["a", "b"]}, "rng": torch.arange(500, dtype=torch.uint8)}
+TENSORS = {
+    "w": torch.arange(24.0).view(4, 6),
+    "bias": torch.arange(5, dtype=torch.bfloat16),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "flags": torch.tensor([True, False, True]),
+}
+
+
+def save(path, shift=0):
+    """Save tensors in two files of equal size, objects and common state."""
+    columns = (TENSORS["w"] + shift).chunk(2, 1)
+    state = {i: ShardedTensor.from_rank_offsets("w", column, (1, i, 2)) for i, column in enumerate(columns)}
+    for key in ("bias", "scalar"):
+        state[key] = ShardedTensor.from_rank_offsets(key, TENSORS[key])
+    # A second chunk of another key, so that both files hold several.
+    state["flags"] = ShardedTensor.from_rank_offsets("flags", TENSORS["flags"])
+    state |= {f"o{i}": ShardedObject("o", {"rank": i, "text": "x" * 50}, (2,), (i,)) for i in range(2)}
+    distckpt.save({**state, **COMMON}, path)
+
+
+def load(path, verify="full"):
+    """Load everything and check that it is what was saved."""
+    asked = {key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value)) for key, value in TENSORS.items()}
+    asked |= {f"o{i}": ShardedObject("o", None, (2,), (i,)) for i in range(2)}
+    loaded = distckpt.load(asked, path, verify=verify, strict="raise_all")
+    assert all(torch.equal(loaded.pop(key), value) for key, value in TENSORS.items())
+    assert torch.equal(loaded.pop("rng"), COMMON["rng"])
+    assert [loaded.pop(f"o{i}")["rank"] for i in range(2)] == [0, 1]
+    assert loaded == {"step": COMMON["step"], "args": COMMON["args"]}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save(tmp_path / "c")
+    load(tmp_path / "c")
+    return tmp_path / "c"
+
+
+FILES = [
+    "tensors/shard-00001-model-00001-of-00002.safetensors",
+    "tensors/shard-00001-model-00002-of-00002.safetensors",
+    "objects/rank-00001.safetensors",
+    "manifest.safetensors",
+    "metadata.json",
+]
+
+
+def test_the_checkpoint_has_these_files(checkpoint):
+    assert sorted(str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()) == sorted(FILES)
+
+
+def entries_of(file):
+    """Return where in a safetensors file the data of each entry lie."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    return {
+        name: range(8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
+        for name, entry in header.items()
+    }
+
+
+def error_of(function):
+    """Return the error of this package that a call raises, None when it raises none."""
+    try:
+        function()
+    except CheckpointingException as error:
+        return error
+    return None
+
+
+def positions(size, count, seed):
+    """Choose the first and last bytes and some others."""
+    random = np.random.default_rng(seed)
+    return sorted({*range(min(16, size)), size - 1, *random.integers(0, size, count).tolist()})
+
+
+# ---- single bits
+
+
+@pytest.mark.parametrize("name", FILES[:3])
+def test_a_flipped_bit_of_data_is_found_with_file_and_key(checkpoint, name):
+    file = checkpoint / name
+    original = file.read_bytes()
+    entries = entries_of(file)
+    random = np.random.default_rng(0)
+    for entry, span in entries.items():
+        key = entry.rpartition("/shard_")[0] or entry
+        for position in {span[0], span[-1], *random.choice(span, 20).tolist()}:
+            flipped = bytearray(original)
+            flipped[position] ^= 1 << int(random.integers(8))
+            file.write_bytes(flipped)
+            with pytest.raises(CorruptCheckpointError) as caught:
+                load(checkpoint)
+            assert str(file) in str(caught.value)
+            assert repr(key) in str(caught.value)
+    file.write_bytes(original)
+    load(checkpoint)
+
+
+@pytest.mark.parametrize("name", FILES[:3])
+def test_a_flipped_bit_of_a_header_does_no_harm(checkpoint, name):
+    # Where the data lie is read from the manifest, not from the headers.
+    file = checkpoint / name
+    original = file.read_bytes()
+    header_bytes = min(span[0] for span in entries_of(file).values())
+    for position in positions(header_bytes, 40, 1):
+        flipped = bytearray(original)
+        flipped[position] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        load(checkpoint)
+
+
+def test_a_flipped_bit_of_the_manifest_is_found(checkpoint):
+    file = checkpoint / "manifest.safetensors"
+    original = file.read_bytes()
+    for position in positions(len(original), 150, 2):
+        flipped = bytearray(original)
+        flipped[position] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        with pytest.raises(CorruptCheckpointError, match="is not the one that was saved") as caught:
+            load(checkpoint)
+        assert str(file) in str(caught.value)
+
+
+def test_a_flipped_bit_of_the_marker_is_found_or_does_no_harm(checkpoint):
+    file = checkpoint / "metadata.json"
+    original = file.read_bytes()
+    found = 0
+    for position in range(len(original)):
+        flipped = bytearray(original)
+        flipped[position] ^= 1 << (position * 5) % 8
+        file.write_bytes(flipped)
+        error = error_of(lambda: load(checkpoint))
+        if error is not None:
+            found += 1
+            assert str(checkpoint) in str(error)
+            # The name or version of the backend could be one that is merely unknown here.
+            unknown = "No strategy for load_sharded" in str(error)
+            assert isinstance(error, CheckpointingException if unknown else CorruptCheckpointError)
+    assert found > len(original) / 2
+
+
+def test_all_bytes_are_checked_when_a_part_is_read(tmp_path):
+    tensor = torch.zeros(3, 2**18)
+    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "c")
+    (file,) = Path(tmp_path, "c", "tensors").iterdir()
+    (span,) = entries_of(file).values()
+
+    def load_some(verify):
+        # A few items in the middle of a block of one row.
+        target = torch.zeros(1, 8)
+        shard = ShardedTensor("w", target, target.dtype, (1, 8), (3, 2**18), (1, 64), None)
+        return distckpt.load({"w": shard}, tmp_path / "c", verify=verify)["w"]
+
+    inside, outside = span[0] + 2**20 + 4 * 66 + 3, span[0] + 2**20 + 4 * 200
+    for position, is_inside in ((inside, True), (outside, False)):
+        original = file.read_bytes()
+        flipped = bytearray(original)
+        flipped[position] ^= 0x40
+        file.write_bytes(flipped)
+        with pytest.raises(CorruptCheckpointError, match=r"chunk \[0:3, 0:262144\] of key 'w'") as caught:
+            load_some("full")
+        assert str(file) in str(caught.value)
+        # The others read no whole block.
+        for verify in ("none", "read"):
+            assert bool(load_some(verify).any()) == is_inside
+        file.write_bytes(original)
+    assert not load_some("full").any()
+
+
+def test_checks_may_be_left_out(checkpoint):
+    file = checkpoint / FILES[0]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(AssertionError):
+        load(checkpoint, verify="none")
+    with pytest.raises(CorruptCheckpointError):
+        load(checkpoint, verify="read")
+
+
+def test_the_old_name_of_full_verification(checkpoint):
+    tensor = torch.zeros(2)
+    shard = {"w": ShardedTensor("w", tensor, tensor.dtype, (2,), (4, 6), (0, 0), None, prepend_axis_num=1)}
+    file = checkpoint / FILES[0]
+    data = bytearray(file.read_bytes())
+    data[entries_of(file)["w"][-1]] ^= 1
+    file.write_bytes(data)
+    assert distckpt.load(shard, checkpoint)["w"].tolist() == [0, 1]
+    with pytest.raises(CorruptCheckpointError):
+        distckpt.load(shard, checkpoint, verify_integrity=True)
+
+
+# ---- whole files
+
+
+def cut_one_byte(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def cut_in_half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def extend(file):
+    file.write_bytes(file.read_bytes() + b"\0")
+
+
+def delete(file):
+    file.unlink()
+
+
+def replace_by_dangling_link(file):
+    file.unlink()
+    file.symlink_to(file.parent / "nowhere")
+
+
+@pytest.mark.parametrize("name", FILES[:4])
+@pytest.mark.parametrize("damage", [cut_one_byte, cut_in_half, empty, extend, delete, replace_by_dangling_link])
+def test_a_damaged_file_is_named(checkpoint, name, damage):
+    damage(checkpoint / name)
+    for verify in ("none", "full"):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            load(checkpoint, verify=verify)
+        assert str(checkpoint / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [cut_in_half, empty, extend])
+def test_a_damaged_marker_is_named(checkpoint, damage):
+    damage(checkpoint / "metadata.json")
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load(checkpoint)
+    assert str(checkpoint / "metadata.json") in str(caught.value)
+
+
+def test_two_files_of_equal_size_that_changed_places_are_found(checkpoint):
+    first, second = checkpoint / FILES[0], checkpoint / FILES[1]
+    # Make room for a third name, so that nothing else changes.
+    keys = [set(entries_of(file)) for file in (first, second)]
+    assert "w" in keys[0] & keys[1]
+    columns = {i: ShardedTensor.from_rank_offsets("v", torch.full((4, 3), float(i)), (1, i, 2)) for i in range(2)}
+    distckpt.save(columns, checkpoint.parent / "d")
+    one, two = (checkpoint.parent / "d" / name for name in FILES[:2])
+    assert one.stat().st_size == two.stat().st_size
+    os.rename(one, checkpoint.parent / "x")
+    os.rename(two, one)
+    os.rename(checkpoint.parent / "x", two)
+    with pytest.raises(CorruptCheckpointError, match=f"Checksum mismatch in '{one}'.*key 'v'"):
+        distckpt.load_plain_tensors(checkpoint.parent / "d")
+
+
+@pytest.mark.parametrize("name", [FILES[0], FILES[3], FILES[4]])
+def test_a_file_of_another_checkpoint_is_found(checkpoint, name):
+    save(checkpoint.parent / "other", shift=1)
+    assert (checkpoint.parent / "other" / name).stat().st_size == (checkpoint / name).stat().st_size
+    shutil.copyfile(checkpoint.parent / "other" / name, checkpoint / name)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load(checkpoint)
+    assert str(checkpoint / ("manifest.safetensors" if name.startswith("m") else name)) in str(caught.value)
+
+
+def test_a_foreign_file_in_the_directories_is_not_read(checkpoint):
+    shutil.copyfile(checkpoint / FILES[0], checkpoint / "tensors" / "shard-00002-model-00001-of-00001.safetensors")
+    (checkpoint / "tensors" / "model.safetensors").write_bytes(b"nonsense")
+    load(checkpoint)
+
+
+def test_what_is_not_asked_for_may_be_damaged(checkpoint):
+    files = [checkpoint / name for name in FILES[:2]]
+    (needed,) = [file for file in files if "bias" in entries_of(file)]
+    files.remove(needed)
+    files[0].unlink()
+    loaded = distckpt.load({"b": ShardedTensor.from_rank_offsets("bias", TENSORS["bias"] * 0)}, checkpoint)
+    assert torch.equal(loaded["b"], TENSORS["bias"])
+    target = torch.full((4, 6), -1.0)
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        distckpt.load({"w": ShardedTensor.from_rank_offsets("w", target)}, checkpoint)
+    # Files are looked at before anything is read into the target.
+    assert bool((target == -1).all())
+
+
+# ---- manifests made by somebody who means harm
+
+
+def forge(path, change):
+    """Change the manifest, and the marker with it so that they agree."""
+    file = path / "manifest.safetensors"
+    columns = safetensors.numpy.load(file.read_bytes())
+    fields = json.loads(columns.pop("json").tobytes())
+    change(fields, columns)
+    columns["json"] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
+    data = safetensors.numpy.save({name: np.ascontiguousarray(column) for name, column in columns.items()})
+    file.write_bytes(data)
+    marker = json.loads((path / "metadata.json").read_text())
+    marker["manifest"].update(bytes=len(data), checksum=f"{xxhash.xxh3_64_intdigest(data):016x}")
+    (path / "metadata.json").write_text(json.dumps(marker))
+
+
+def test_forging_nothing_changes_nothing(checkpoint):
+    forge(checkpoint, lambda fields, columns: None)
+    load(checkpoint)
+
+
+def test_a_file_elsewhere_is_never_read(checkpoint):
+    secret = checkpoint.parent / "secret"
+    shutil.copyfile(checkpoint / FILES[0], secret)
+    for name in ("../secret", "tensors/../../secret", str(secret), "tensors/../../../" + str(secret)):
+        forge(checkpoint, lambda fields, columns, name=name: fields["files"][0].__setitem__(0, name))
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            load(checkpoint)
+
+
+def test_sizes_that_no_memory_holds_are_found_before_it_is_asked_for(checkpoint):
+    def enlarge(fields, columns):
+        row = int(np.flatnonzero(columns["key_ids"] == fields["keys"].index("o"))[0])
+        fields["files"][int(columns["file_ids"][row])][1] = 2**60
+        columns["num_bytes"][row] = 2**50
+        # Still one block per chunk.
+        fields["block_bytes"] = 2**61
+
+    forge(checkpoint, enlarge)
+    with pytest.raises(CorruptCheckpointError, match=r"has .* bytes, but the manifest"):
+        load(checkpoint)
+
+
+def test_a_giant_tensor_without_chunks_is_not_allocated(checkpoint):
+    def enlarge(fields, columns):
+        fields["keys"].append("zz")
+        fields["dtypes"].append("U8")
+        columns["key_shapes"] = np.concatenate([columns["key_shapes"], [[2**30, 2**31]]])
+        columns["key_ndims"] = np.append(columns["key_ndims"], 2)
+
+    forge(checkpoint, enlarge)
+    assert distckpt.load_tensors_metadata(checkpoint)["zz"].global_shape == (2**30, 2**31)
+    with pytest.raises(LoadMismatchError, match="of key 'zz' is not stored completely"):
+        distckpt.load_plain_tensors(checkpoint)
+
+
+def test_positions_on_top_of_each_other_are_found_by_their_checksums(checkpoint):
+    def move(fields, columns):
+        rows = np.flatnonzero(columns["key_ids"] == fields["keys"].index("w"))
+        columns["file_ids"][rows], columns["first_bytes"][rows] = (
+            columns["file_ids"][rows[0]],
+            columns["first_bytes"][rows[0]],
+        )
+
+    forge(checkpoint, move)
+    with pytest.raises(CorruptCheckpointError, match="Checksum mismatch"):
+        load(checkpoint)
+
+
+NASTY = st.sampled_from([0, 1, -1, 2, 5, 2**20, 2**31, 2**53, 2**62, 2**63 - 1, -(2**63)])
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "c"
+    save(path)
+    return path
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_a_mutated_manifest_does_not_lead_to_other_errors(template, tmp_path_factory, data):
+    def change(fields, columns):
+        for _ in range(data.draw(st.integers(1, 2))):
+            column = columns[data.draw(st.sampled_from(sorted(columns)))]
+            item = data.draw(st.integers(0, column.size - 1))
+            column.reshape(-1)[item] = np.array(data.draw(NASTY)).astype(column.dtype)
+        if data.draw(st.booleans()):
+            file = data.draw(st.sampled_from(fields["files"]))
+            file[1] = data.draw(NASTY)
+
+    path = tmp_path_factory.mktemp("mutated") / "c"
+    shutil.copytree(template, path)
+    forge(path, change)
+    asked = {key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value)) for key, value in TENSORS.items()}
+    asked |= {f"o{i}": ShardedObject("o", None, (2,), (i,)) for i in range(2)}
+    errors = [error_of(lambda: distckpt.load(asked, path)), error_of(lambda: distckpt.load_plain_tensors(path))]
+    shutil.rmtree(path)
+    for error in errors:
+        # A mismatch: another shape, or a hole. What the manifest describes is not what is asked for.
+        assert error is None or isinstance(error, CorruptCheckpointError | LoadMismatchError)
+        assert error is None or str(path) in str(error)
+
+
+# ---- objects
+
+
+@settings(max_examples=100)
+@given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_damage_that_checksums_were_not_asked_to_find_is_found_when_decoding(template, tmp_path_factory, position, bit):
+    path = tmp_path_factory.mktemp("object") / "c"
+    shutil.copytree(template, path)
+    file = path / FILES[2]
+    span = entries_of(file)["o/shard_0_2"]
+    data = bytearray(file.read_bytes())
+    data[span[math.floor(position * len(span))]] ^= 1 << bit
+    file.write_bytes(data)
+    error = error_of(lambda: distckpt.load({"o": ShardedObject("o", None, (2,), (0,))}, path, verify="none"))
+    shutil.rmtree(path)
+    assert error is None or isinstance(error, CorruptCheckpointError)
