@@ -489,6 +489,14 @@ def test_extra_files_are_copied_and_weights_are_not(tmp_path):
     assert (tmp_path / "out" / "linked.json").read_text() == "config.json"
 
 
+@pytest.mark.parametrize("option", [{"tied": "keep"}, {"verify": "all"}, {"max_file_bytes": 0}], ids=str)
+def test_an_option_that_does_not_exist(tmp_path, option):
+    source = save_folder(tmp_path / "in", model(1))
+    with pytest.raises(ValueError, match=f"{next(iter(option))}|size of a file"):
+        distckpt.consolidate(source, tmp_path / "out", **option)
+    assert os.listdir(tmp_path) == ["in"]
+
+
 @pytest.mark.parametrize("option", ["extra_files_from", "like"])
 def test_a_reference_directory_that_is_not_there(tmp_path, option):
     source = save_folder(tmp_path / "in", model(1))

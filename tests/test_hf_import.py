@@ -18,7 +18,6 @@ import distckpt
 from distckpt import LoadMismatchError, ShardedTensor
 from distckpt.rule_sets import megatron_gpt_to_llama, megatron_gpt_to_mixtral
 from distckpt.rules import Concat, Rename, Split, Transpose, Trim, Unstack
-from tests.distributed.harness import run
 from tests.hf_folders import INDEX, read_export, same_bytes, tilings, write_indexed, write_plain
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -136,7 +135,7 @@ def both_forms():
     return trained, stored
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_layout_is_filled_through_rules_and_exported_again(data):
     trained, stored = both_forms()
@@ -434,39 +433,3 @@ def test_a_padded_vocabulary_is_filled_with_zeros_and_cut_off_again(tmp_path):
     distckpt.save(parts, tmp_path / "checkpoint")
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", rules=rules)
     assert same_bytes(read_export(tmp_path / "out"), {"model.embed_tokens.weight": words})
-
-
-# ---- what is read
-
-
-def bytes_read():
-    return int(re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.M)[1])
-
-
-def read_part(rank, directory, shape, axis, num_parts):
-    target = torch.zeros([n // num_parts if i == axis else n for i, n in enumerate(shape)])
-    shard = ShardedTensor.from_rank_offsets("w", target, (axis, rank, num_parts))
-    before = bytes_read()
-    distckpt.load({"w": shard}, directory)
-    read = bytes_read() - before
-    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    assert torch.equal(target, whole.chunk(num_parts, axis)[rank])
-    return read, target.nbytes
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis", "num_parts", "limit"),
-    [
-        pytest.param((4096, 4096), 0, 2, 1.02, id="rows"),
-        # What lies between the runs of a part is read along: twice as much as is needed.
-        pytest.param((4096, 4096), 1, 2, 2.02, id="columns"),
-        # Unless the runs are long and most of what lies there is of others.
-        pytest.param((32, 524288), 1, 4, 1.02, id="long columns"),
-    ],
-)
-def test_a_rank_reads_its_part_only(tmp_path, shape, axis, num_parts, limit):
-    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    write_plain(tmp_path / "model.safetensors", {"w": tensor})
-    header_bytes = 1 << 20
-    for read, wanted in run(read_part, 2, str(tmp_path), shape, axis, num_parts, backend=None):
-        assert read <= wanted * limit + header_bytes

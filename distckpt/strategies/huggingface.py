@@ -87,6 +87,10 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     backend: str = "huggingface"
     version: int = 1
 
+    def __post_init__(self) -> None:
+        if self.tied not in ("drop", "write"):
+            raise ValueError(f"tied must be 'drop' or 'write', got {self.tied!r}")
+
     def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
         """Write the export.
 

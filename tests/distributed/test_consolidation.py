@@ -20,7 +20,7 @@ from distckpt import CheckpointExistsError, CorruptCheckpointError, RankFailedEr
 from distckpt.hf import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
 from tests.distributed.disk import header_of, tree_of
 from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
-from tests.hf_folders import read_export, same_bytes, shard_name, write_folder
+from tests.hf_folders import read_export, same_bytes, shard_name, write_folder, write_plain
 from tests.hooked_store import hooked_reads
 
 
@@ -280,3 +280,34 @@ def test_a_rank_that_is_killed_does_not_make_the_others_wait(tmp_path, two_files
         assert "Lost contact with another rank" in str(outcomes[survivor])
     assert tree_of(tmp_path / "out") == before
     assert sorted(os.listdir(tmp_path)) == ["in", "other", "out"]
+
+
+# ---- what is read
+
+
+def read_part(rank, directory, shape, axis, num_parts):
+    target = torch.zeros([n // num_parts if i == axis else n for i, n in enumerate(shape)])
+    asked = {"w": ShardedTensor.from_rank_offsets("w", target, (axis, rank, num_parts))}
+    before = io_count("rchar")
+    # With fewer ranks than parts, some parts are asked for by nobody.
+    distckpt.load(asked, directory, validate_access_integrity=False)
+    read = io_count("rchar") - before
+    assert torch.equal(target, numbered(*shape).chunk(num_parts, axis)[rank])
+    return read, target.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "num_parts", "limit"),
+    [
+        pytest.param((4096, 4096), 0, 2, 1.02, id="rows"),
+        # What lies between the runs of a part is read along: twice as much as is needed.
+        pytest.param((4096, 4096), 1, 2, 2.02, id="columns"),
+        # Unless the runs are long and most of what lies there is of others.
+        pytest.param((32, 524288), 1, 4, 1.02, id="long columns"),
+    ],
+)
+def test_a_rank_reads_its_part_only(tmp_path, shape, axis, num_parts, limit):
+    write_plain(tmp_path / "model.safetensors", {"w": numbered(*shape)})
+    header_bytes = 1 << 20
+    for read, wanted in run(read_part, 2, str(tmp_path), shape, axis, num_parts):
+        assert read <= wanted * limit + header_bytes
