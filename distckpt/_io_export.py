@@ -20,7 +20,6 @@ from distckpt._plan_load import Request, plan_load
 from distckpt._region import flat_range_regions, whole
 from distckpt.rules import resolve, target_view
 
-
 _COUNTED_AT_ONCE = 1 << 17
 """Elements; counting makes several temporary tensors of 8 bytes an element."""
 
@@ -135,8 +134,9 @@ def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Part, 
         values, target = torch.from_numpy(wide).view(stored), converted[begin - first : end - first]
         target.copy_(values)
         if not is_lossless_cast(stored, wanted):
-            pairs = zip(values.split(_COUNTED_AT_ONCE), target.split(_COUNTED_AT_ONCE), strict=True)
-            overflows += sum(_count_overflows(*pair) for pair in pairs)
+            for low in range(0, len(values), _COUNTED_AT_ONCE):
+                high = low + _COUNTED_AT_ONCE
+                overflows += _count_overflows(values[low:high], target[low:high])
     return overflows
 
 

@@ -16,7 +16,6 @@ from distckpt._dtypes import FROM_NAME, as_integers
 from distckpt._io import (
     MAX_BUFFERS,
     NUM_THREADS,
-    UNIT_BYTES,
     Bytes,
     bounce_buffer,
     checksum,
@@ -28,6 +27,8 @@ from distckpt._manifest import Manifest
 from distckpt._plan_load import Copy
 from distckpt._region import Region, flat_start, num_outer_axes
 
+READ_UNIT_BYTES = 2 << 20
+"""One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
 LONG_RUN_BYTES = 128 << 10
 """Runs at least this long are read one by one; shorter ones together with what lies between them."""
 
@@ -62,7 +63,7 @@ def read_copies(
         copies: what to read.
         targets: for each request a tensor of its region's shape, of any strides, device and dtype.
         verify: "none", "read" (every block that is read whole) or "full" (widen reads to whole blocks).
-        num_threads: that read at the same time, each with a buffer of about `UNIT_BYTES`.
+        num_threads: that read at the same time, each with a buffer of about `READ_UNIT_BYTES`.
 
     Raises:
         CorruptCheckpointError: naming file, key, region and bytes.
@@ -98,7 +99,7 @@ def read_chunks_into(
 
 
 def _divide(manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str) -> Iterator[_Part]:
-    """Divide a copy into parts of at most `UNIT_BYTES`."""
+    """Divide a copy into parts of at most `READ_UNIT_BYTES`."""
     chunk = copy.chunk
     shape = manifest.chunk_region(chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[chunk]]]
@@ -120,7 +121,7 @@ def _divide(manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str) -
         ):
             yield from _direct_parts(chunk, first, last, tensor_bytes(run_goal), block)
             continue
-        for box in _slabs(shape, run, UNIT_BYTES // item):
+        for box in _slabs(shape, run, READ_UNIT_BYTES // item):
             start = flat_start(shape, box) * item
             stop = start + _covering_elements(shape, box) * item
             if verify == "full":
@@ -133,7 +134,7 @@ def _direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) 
     start = first
     while start < last:
         # Cut between blocks, so that each is read whole and can be verified.
-        stop = min(last, max((start + UNIT_BYTES) // block, start // block + 1) * block)
+        stop = min(last, max((start + READ_UNIT_BYTES) // block, start // block + 1) * block)
         yield _Part(chunk, start, stop, memory[start - first : stop - first], None, None)
         start = stop
 
@@ -193,7 +194,7 @@ def _units(manifest: Manifest, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         num_bytes = part.stop - part.start
         is_direct = part.memory is not None and bool(unit) and unit[-1].memory is not None
         follows = is_direct and end == (file_id, first + part.start)
-        if not (follows and len(unit) < MAX_BUFFERS and unit_bytes + num_bytes <= UNIT_BYTES):
+        if not (follows and len(unit) < MAX_BUFFERS and unit_bytes + num_bytes <= READ_UNIT_BYTES):
             if unit:
                 yield unit
             unit, unit_bytes = [], 0

@@ -47,6 +47,7 @@ MODULES = {
 }
 FLOOR = "cp + fsync"
 NUM_THREADS = 2
+SETTLE_SECONDS = 5
 
 
 class Case(NamedTuple):
@@ -135,11 +136,12 @@ def measure(case: Case, names: list[str], arguments: argparse.Namespace, folder:
     """Consolidate a folder with every contestant in turn, round after round; returns rows of the table."""
     tensors = case.tensors(arguments.scale)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    source, target = f"{folder}/in", f"{folder}/out"
+    source = f"{folder}/in"
     write_shards(case, tensors, source)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for round_number in range(arguments.runs):
-        for name in names:
+        targets = [f"{folder}/{name}" for name in names]
+        for name, target in zip(names, targets, strict=True):
             os.mkdir(target)
             at_rest(source)
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
@@ -147,8 +149,12 @@ def measure(case: Case, names: list[str], arguments: argparse.Namespace, folder:
                 runs[name].append(fresh.submit(run_once, *todo).result())
             if round_number == 0 and name != FLOOR and runs[name][-1].error is None:
                 compare(tensors, target, name)
-            shutil.rmtree(target)
             print(f"{case.name}: {name}: {runs[name][-1]}", file=sys.stderr)
+        # Deleted blocks are given back to the disk in the background, which slows down whoever writes then.
+        for target in targets:
+            shutil.rmtree(target)
+        os.sync()
+        time.sleep(SETTLE_SECONDS)
     shutil.rmtree(source)
     medians = {name: statistics.median(run.seconds for run in runs[name]) for name in names}
     return [row(case, name, runs, medians, num_bytes) for name in names]
@@ -211,7 +217,6 @@ def at_rest(folder: str) -> None:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-    time.sleep(0.5)
 
 
 def run_once(name: str, source: str, target: str, max_open_files: int, automodel: str | None) -> Run:
