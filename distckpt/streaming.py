@@ -36,7 +36,6 @@ StateDictMetaItem: TypeAlias = tuple[str, torch.dtype | str, Sequence[int]]
 StateDictMeta: TypeAlias = Iterable[StateDictMetaItem]
 
 
-
 class TensorMeta(NamedTuple):
     """What is announced of a tensor: its name, its dtype as safetensors names it, and its shape as torch counts."""
 
