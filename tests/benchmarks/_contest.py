@@ -1,22 +1,23 @@
-"""The contest: every contestant saves and loads in turn, round after round; what they needed, as tables."""
+"""The contest of `distckpt bench`, only durable saves and warm loads, with peaks of memory, as Markdown tables."""
 
 from __future__ import annotations
 
-import gc
-import os
-import shutil
 import statistics
-import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from _contestants import Contestant, State
-from _measure import markdown_table, peak_memory_bytes, time_together
+from _measure import markdown_table
 
+from distckpt._bench import rounds
+from distckpt._bench.figures import Figure
+from distckpt._bench.measure import at_rest
+from distckpt._bench.state import llama_sizes
+
+__all__ = ["CASES", "Figures", "at_rest", "by_contestant", "measure", "tables"]
+
+CASES = ("save", "warm_load")
 REFERENCE = "DCP FileSystemWriter"
-SETTLE_SECONDS = 0.5
 
 
 class Figures(NamedTuple):
@@ -32,57 +33,20 @@ class Figures(NamedTuple):
 
 def measure(taking_part: list[Contestant], state: State, targets: State, num_runs: int, folder: str) -> list[Figures]:
     """Save and load with every contestant in turn, `num_runs` times over, and once more for memory."""
-    seconds: list[tuple[list[float], list[float]]] = [([], []) for _ in taking_part]
-    peaks: list[tuple[int, int]] = []
-    for round_number in range(num_runs + 2):
-        for contestant, (save_seconds, load_seconds) in zip(taking_part, seconds, strict=True):
-            if round_number <= num_runs:
-                saved, loaded = save_and_load(contestant, state, targets, folder, time_together)
-                save_seconds.append(saved)
-                load_seconds.append(loaded)
-            else:
-                pair = torch.tensor(save_and_load(contestant, state, targets, folder, peak_memory_bytes))
-                dist.all_reduce(pair, dist.ReduceOp.MAX)
-                peaks.append((int(pair[0]), int(pair[1])))
-    return [
-        Figures(contestant.name, contestant.is_checkpoint, saves[1:], loads[1:], *peak)
-        for contestant, (saves, loads), peak in zip(taking_part, seconds, peaks, strict=True)
-    ]
+    settings = rounds.Settings(llama_sizes(0.01), num_runs, CASES, None, (), folder, with_peaks=True)
+    durable = [contestant for contestant in taking_part if "save" in contestant.cases]
+    return by_contestant(rounds.measure(durable, state, rounds.Targets(targets, {}, None), settings))
 
 
-def save_and_load(contestant: Contestant, state: State, targets: State, folder: str, gauge: Any) -> tuple[Any, Any]:
-    """Save, load, compare and delete one checkpoint; `gauge` calls the first two and returns its measurement."""
-    location = f"{folder}/checkpoint"
-    to_save, to_fill = contestant.prepare(state), contestant.prepare(targets)
-    for part in targets.values():
-        part.local.zero_()
-    at_rest(folder)
-    saved = gauge(lambda: contestant.save(to_save, location))
-    at_rest(location)
-    loaded = gauge(lambda: contestant.load(to_fill, location))
-    if contestant.is_checkpoint:
-        wrong = [key for key, part in targets.items() if not torch.equal(part.local, state[key].local)]
-        assert not wrong, f"{contestant.name} loaded other values than it saved: {wrong[:3]}"
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(location)
-    return saved, loaded
-
-
-def at_rest(folder: str) -> None:
-    """Wait until nothing is being written to disk any more, and all files in a folder are in the page cache."""
-    gc.collect()  # nobody pays for what others left behind
-    dist.barrier()
-    if dist.get_rank() == 0:
-        os.sync()
-        buffer = bytearray(16 << 20)
-        for path in Path(folder).rglob("*.*"):
-            if path.is_file():
-                with path.open("rb", buffering=0) as file:
-                    while file.readinto(buffer):
-                        pass
-        time.sleep(SETTLE_SECONDS)  # deleted blocks are given back to the disk in the background
-    dist.barrier()
+def by_contestant(figures: Sequence[Figure]) -> list[Figures]:
+    """Put the figures of both cases together; who takes part in one only has no seconds in the other."""
+    of_case = {(figure.case, figure.name): figure for figure in figures}
+    results = []
+    for name, is_checkpoint in {figure.name: figure.is_checkpoint for figure in figures}.items():
+        save, load = (of_case.get((case, name), Figure(case, name, is_checkpoint, 0, [])) for case in CASES)
+        peaks = (save.peak_bytes or 0, load.peak_bytes or 0)
+        results.append(Figures(name, is_checkpoint, save.seconds, load.seconds, *peaks))
+    return results
 
 
 def tables(results: list[Figures], num_bytes: int) -> str:
@@ -90,7 +54,8 @@ def tables(results: list[Figures], num_bytes: int) -> str:
     return "\n\n".join(_table(verb, results, num_bytes) for verb in ("save", "load"))
 
 
-def _table(verb: str, results: list[Figures], num_bytes: int) -> str:
+def _table(verb: str, every_result: list[Figures], num_bytes: int) -> str:
+    results = [result for result in every_result if getattr(result, f"{verb}_seconds")]
     medians = {result.name: statistics.median(getattr(result, f"{verb}_seconds")) for result in results}
     floor = min((medians[result.name] for result in results if not result.is_checkpoint), default=None)
     first = "durable save" if verb == "save" else "warm load"

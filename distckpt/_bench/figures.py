@@ -1,0 +1,132 @@
+"""What was measured, and what follows from it: medians, rates and ratios, as rows and as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+TITLES = {
+    "save": "durable save",
+    "save_unsynced": "save without fsync",
+    "warm_load": "warm load, same layout",
+    "cold_load": "cold load, same layout",
+    "reshard_axis": "warm load, axis 0 -> axis 1",
+    "reshard_one": "warm load, TP{num_ranks} -> TP1",
+}
+"""The cases, as they are shown."""
+HEADS = ("", "seconds", "range", "GB/s", "of raw", "distckpt is")
+
+
+class Figure(NamedTuple):
+    """What was measured of one contestant in one case.
+
+    Attributes:
+        case: a key of `TITLES`.
+        name: of the contestant.
+        is_checkpoint: False for raw bytes.
+        num_bytes: that all ranks together moved.
+        seconds: until the last rank was done, one number per round.
+        peak_bytes: of extra memory, of the rank that needed most; None when it was not measured.
+    """
+
+    case: str
+    name: str
+    is_checkpoint: bool
+    num_bytes: int
+    seconds: list[float]
+    peak_bytes: int | None = None
+
+    @property
+    def median(self) -> float:
+        """The median of the rounds, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def gb_per_second(self) -> float:
+        """The rate, in 10^9 bytes per second."""
+        return self.num_bytes / self.median / 1e9
+
+
+class Outcome(NamedTuple):
+    """Everything that came out of a benchmark.
+
+    Attributes:
+        machine: facts in one line.
+        num_bytes: size of the state.
+        num_ranks: that saved and loaded.
+        num_runs: rounds that count.
+        cold: how files were taken out of the page cache; empty when they were not.
+        figures: by case.
+        failed: contestants that failed, and why.
+        left_out: contestants that are not there, and why.
+    """
+
+    machine: str
+    num_bytes: int
+    num_ranks: int
+    num_runs: int
+    cold: str
+    figures: Sequence[Figure]
+    failed: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+    def title(self, case: str) -> str:
+        """Return a case as it is shown."""
+        return TITLES[case].format(num_ranks=self.num_ranks)
+
+    def cases(self) -> dict[str, list[Figure]]:
+        """Return the figures of each case."""
+        return {
+            case: of_case for case in TITLES if (of_case := [figure for figure in self.figures if figure.case == case])
+        }
+
+
+def raw_seconds(figures: Sequence[Figure]) -> float | None:
+    """Return the time of the fastest raw contestant of one case."""
+    return min((figure.median for figure in figures if not figure.is_checkpoint), default=None)
+
+
+def own_seconds(figures: Sequence[Figure]) -> float | None:
+    """Return the time of distckpt in one case: that of its defaults, where they take part."""
+    return next((figure.median for figure in figures if figure.name.startswith("distckpt")), None)
+
+
+def rows_of(figures: Sequence[Figure]) -> list[list[str]]:
+    """Lay the figures of one case out as rows under `HEADS`."""
+    raw, own = raw_seconds(figures), own_seconds(figures)
+    return [
+        [
+            figure.name,
+            f"{figure.median:.3f}",
+            f"{min(figure.seconds):.3f} - {max(figure.seconds):.3f}",
+            f"{figure.gb_per_second:.2f}",
+            f"{raw / figure.median:.2f}" if raw else "",
+            f"{figure.median / own:.2f}x" if own and figure.is_checkpoint and not is_own(figure) else "",
+        ]
+        for figure in figures
+    ]
+
+
+def is_own(figure: Figure) -> bool:
+    """Tell whether a figure is one of distckpt."""
+    return figure.name.startswith("distckpt")
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Put everything into values that JSON can hold, with the ratios."""
+    figures = []
+    for case, of_case in outcome.cases().items():
+        raw, own = raw_seconds(of_case), own_seconds(of_case)
+        figures += [
+            {
+                **figure._asdict(),
+                "title": outcome.title(case),
+                "median_seconds": figure.median,
+                "gb_per_second": figure.gb_per_second,
+                "of_raw": raw / figure.median if raw else None,
+                "time_by_distckpts": figure.median / own if own else None,
+            }
+            for figure in of_case
+        ]
+    return {**outcome._asdict(), "failed": dict(outcome.failed), "left_out": dict(outcome.left_out), "figures": figures}

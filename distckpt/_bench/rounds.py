@@ -1,0 +1,213 @@
+"""The rounds: every contestant saves and loads in turn, round after round, so that noise hits all alike."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distckpt._bench.contestants import (
+    ACROSS,
+    ALONE,
+    COLD,
+    Contestant,
+    chosen,
+    loading_cases,
+    saving_case,
+    takes_part,
+)
+from distckpt._bench.figures import Figure
+from distckpt._bench.measure import MAX_SETTLE_SECONDS, at_rest, empty_cache, peak_memory_bytes, time_together
+from distckpt._bench.ranks import send
+from distckpt._bench.state import (
+    Part,
+    Sizes,
+    State,
+    across,
+    differing_keys,
+    empty_like,
+    llama_state,
+    local_bytes,
+    whole,
+)
+
+COLD_METHODS = ("", "posix_fadvise", "drop_caches")
+
+
+class Settings(NamedTuple):
+    """What to measure.
+
+    Attributes:
+        sizes: of the model whose state is saved.
+        num_runs: rounds that count.
+        cases: of `contestants.CASES`.
+        only: beginnings of names of contestants; None for all.
+        without: names of contestants that have failed.
+        folder: where checkpoints go, one at a time.
+        with_peaks: whether one more round measures memory.
+    """
+
+    sizes: Sizes
+    num_runs: int
+    cases: tuple[str, ...]
+    only: tuple[str, ...] | None
+    without: tuple[str, ...]
+    folder: str
+    with_peaks: bool
+
+
+class Targets(NamedTuple):
+    """Memory to load into: under the layout of the save, across it, and whole in rank 0."""
+
+    same: State
+    across: State
+    alone: State | None
+
+    def of(self, case: str) -> State | None:
+        """Return what a case loads into."""
+        return {ACROSS: self.across, ALONE: self.alone}.get(case, self.same)
+
+
+def run_rank(rank: int, settings: Settings) -> None:
+    """Measure everything in one rank; rank 0 sends the figures."""
+    os.dup2(2, 1)  # libraries that print do not print among the results
+    warnings.simplefilter("ignore")
+    left_out: dict[str, str] = {}
+    taking_part = [
+        contestant
+        for contestant in chosen(settings.only, left_out)
+        if contestant.name not in settings.without and takes_part(contestant, settings.cases)
+    ]
+    state = llama_state(settings.sizes)
+    figures = measure(taking_part, state, make_targets(state, settings.cases), settings)
+    if rank == 0:
+        send(("figures", figures, left_out))
+
+
+def make_targets(state: State, cases: Sequence[str]) -> Targets:
+    """Make the memory that some cases need."""
+    is_loader = ALONE in cases and dist.get_rank() == 0
+    return Targets(
+        empty_like(state),
+        across(state) if ACROSS in cases else {},
+        {key: Part(tensor, None) for key, tensor in whole(state).items()} if is_loader else None,
+    )
+
+
+def measure(taking_part: Sequence[Contestant], state: State, targets: Targets, settings: Settings) -> list[Figure]:
+    """Save and load with every contestant in turn.
+
+    Round 0 does not count; what is loaded in it is compared with what was saved. Collective: every rank calls.
+    """
+    alone_group = dist.new_group([0])
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    peaks: dict[tuple[str, str], int] = {}
+    for round_number in range(settings.num_runs + 1 + settings.with_peaks):
+        for contestant in taking_part:
+            send(("at", contestant.name, round_number))
+            is_for_peaks = round_number > settings.num_runs
+            turn = _Turn(contestant, state, targets, settings, alone_group, round_number == 0)
+            for case, value in turn.run(peak_memory_bytes if is_for_peaks else time_together).items():
+                if is_for_peaks:
+                    peak = torch.tensor(value)
+                    dist.all_reduce(peak, dist.ReduceOp.MAX)
+                    peaks[contestant.name, case] = int(peak)
+                elif round_number:
+                    seconds[contestant.name, case].append(value)
+    sizes = _bytes_of_cases(state, targets)
+    is_checkpoint = {contestant.name: contestant.is_checkpoint for contestant in taking_part}
+    figures = [
+        Figure(case, name, is_checkpoint[name], sizes.get(case, sizes[""]), taken, peaks.get((name, case)))
+        for (name, case), taken in seconds.items()
+    ]
+    return sorted(figures, key=lambda figure: settings.cases.index(figure.case))
+
+
+def _bytes_of_cases(state: State, targets: Targets) -> dict[str, int]:
+    """Return how many bytes all ranks together move; "" stands for the cases that move all."""
+    num_bytes = torch.tensor([local_bytes(state), sum(part.num_bytes for part in targets.across.values())])
+    dist.all_reduce(num_bytes)
+    return {"": int(num_bytes[0]), ACROSS: int(num_bytes[1])}
+
+
+class _Turn(NamedTuple):
+    """One contestant's turn in one round."""
+
+    contestant: Contestant
+    state: State
+    targets: Targets
+    settings: Settings
+    alone_group: Any
+    is_compared: bool
+
+    def run(self, gauge: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
+        """Save, load in all cases, delete; return what `gauge` measured, by case."""
+        location = f"{self.settings.folder}/checkpoint"
+        prepared = self.contestant.prepare(self.state)
+        at_rest(self.settings.folder, self._settle_seconds())
+        measured = {}
+        took = gauge(lambda: self.contestant.save(prepared, location))
+        saved_as = saving_case(self.contestant)
+        if saved_as in self.settings.cases:
+            measured[saved_as] = took
+        for case, is_alone in loading_cases(self.contestant).items():
+            if case not in self.settings.cases or not self._make_ready(location, case == COLD):
+                continue
+            load = self._loading(case, is_alone, location)
+            self._forget(case)
+            measured[case] = gauge(load)
+            self._compare(case)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(location)
+        return {case: value for case, value in measured.items() if case is not None}
+
+    def _make_ready(self, location: str, is_cold: bool) -> bool:
+        """Have the files in the page cache, or not there; False where that cannot be."""
+        at_rest(location, self._settle_seconds())
+        if not is_cold:
+            return True
+        method = torch.zeros(1, dtype=torch.int64)
+        if dist.get_rank() == 0:
+            method[0] = COLD_METHODS.index(empty_cache(location))
+            send(("cold", COLD_METHODS[int(method)]))
+            send(("at", self.contestant.name, None))
+        dist.broadcast(method, 0)
+        return bool(method)
+
+    def _settle_seconds(self) -> float:
+        # Little is soon done.
+        return min(MAX_SETTLE_SECONDS, self.settings.sizes.num_bytes / 1e9)
+
+    def _loading(self, case: str, is_alone: bool, location: str) -> Callable[[], Any]:
+        target = self.targets.of(case)
+        if not is_alone:
+            assert target is not None
+            to_fill = self.contestant.prepare(target)
+            return lambda: self.contestant.load(to_fill, location)
+        load_alone = self.contestant.load_alone
+        assert load_alone is not None
+        if target is None:
+            return lambda: None
+        tensors = {key: part.local for key, part in target.items()}
+        return lambda: load_alone(tensors, location, self.alone_group)
+
+    def _forget(self, case: str) -> None:
+        for part in (self.targets.of(case) or {}).values() if self.is_compared else ():
+            part.local.zero_()
+
+    def _compare(self, case: str) -> None:
+        if self.is_compared and self.contestant.is_checkpoint:
+            target = self.targets.of(case)
+            axes = (
+                dict.fromkeys(self.state) if case == ALONE else {key: part.axis for key, part in (target or {}).items()}
+            )
+            wrong = differing_keys(self.state, axes, target)
+            if wrong:
+                raise ValueError(f"it loaded other values than it saved, for example of {wrong[0]!r} ({case})")

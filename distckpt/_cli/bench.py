@@ -1,0 +1,86 @@
+"""`distckpt bench`: what a storage can do, and what distckpt and other libraries make of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from distckpt._bench.figures import HEADS, TITLES, Outcome, rows_of, to_json
+from distckpt._bench.picture import draw
+from distckpt._cli.output import Output
+from distckpt._cli.verb import Verb, positive, positive_number
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("dir", metavar="DIR", help="a directory on the storage; what is written there is removed")
+    parser.add_argument(
+        "--gb", type=positive_number, default=2.0, help="size of the state, all ranks together (default: %(default)s)"
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="processes, a power of two (default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=5, help="rounds, whose median counts (default: %(default)s)")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the figures")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants whose name begins with one of these")
+    parser.add_argument("--cases", nargs="+", choices=tuple(TITLES), default=tuple(TITLES), help="what to measure")
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Measure, print a table per case, return 1 when distckpt failed."""
+    _check_writable(arguments.json, arguments.svg)
+    # Imports torch.distributed.checkpoint, which takes most of a second that the other verbs need not wait.
+    bench: Any = importlib.import_module("distckpt._bench.run")
+    only = tuple(arguments.only) if arguments.only else None
+    cases = tuple(case for case in TITLES if case in arguments.cases)
+    outcome: Outcome = bench.run_benchmark(
+        arguments.dir, arguments.gb, arguments.ranks, arguments.runs, cases, only, tell=output.message
+    )
+    if arguments.json:
+        _write(arguments.json, json.dumps(to_json(outcome), indent=1) + "\n")
+    if arguments.svg:
+        _write(arguments.svg, draw(outcome))
+    _show(outcome, cases, output)
+    return 1 if any(name.startswith("distckpt") for name in outcome.failed) else 0
+
+
+def _show(outcome: Outcome, cases: tuple[str, ...], output: Output) -> None:
+    output.line(f"{outcome.machine}")
+    output.line(
+        f"{outcome.num_bytes / 1e9:.2f} GB: a Llama in bf16 with fp32 moments of Adam; {outcome.num_ranks} ranks; "
+        f"median of {outcome.num_runs} rounds"
+    )
+    for case, figures in outcome.cases().items():
+        output.line()
+        how = f" (files out of memory by {outcome.cold})" if case == "cold_load" else ""
+        output.table(HEADS, rows_of(figures), title=outcome.title(case) + how)
+    output.line()
+    output.line("of raw: share of the raw storage's speed; distckpt is: so many times as fast as this contestant")
+    if "cold_load" in cases and not outcome.cold:
+        output.line("cold load was not measured: the files cannot be taken out of memory here")
+    for name, why in outcome.left_out.items():
+        output.line(f"left out: {name}: {why}")
+    for name, why in outcome.failed.items():
+        output.line(f"FAILED: {name}: {' '.join(why.split())[:300]}")
+
+
+def _check_writable(*paths: str | None) -> None:
+    """Find out before minutes of work that a result cannot be stored."""
+    for path in paths:
+        if path is not None and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+            raise PermissionError(f"{path!r} cannot be written: its directory is missing or closed")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+VERB = Verb(
+    "bench",
+    "Measure a storage, raw and with distckpt and other libraries.",
+    add_arguments,
+    run,
+    json_to_file=True,
+)

@@ -1,0 +1,38 @@
+"""`distckpt convert`: make a distckpt checkpoint of one that PyTorch or Megatron Core wrote."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from distckpt._cli.output import Output, size_text
+from distckpt._cli.verb import Verb
+from distckpt.interop import megatron, torch_dist
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("source", help="a directory with a .metadata file, or a Hugging Face directory: a path or URL")
+    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
+    parser.add_argument(
+        "--megatron-types", action="store_true", help="import Megatron Core, and admit its Enum classes in objects"
+    )
+    parser.add_argument(
+        "--without-common-state", action="store_true", help="leave out common state: what is not sharded"
+    )
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Convert and say what was written."""
+    if arguments.megatron_types:
+        megatron.register_types()
+    common_state: dict[str, object] | None = {} if arguments.without_common_state else None
+    report = torch_dist.convert(
+        arguments.source, arguments.checkpoint, common_state=common_state, overwrite=arguments.overwrite
+    )
+    output.json({"location": report.location, "num_bytes": report.num_bytes, "seconds": report.seconds})
+    output.line(f"{size_text(report.num_bytes)} converted to {report.location} in {report.seconds:.2f} s")
+    return 0
+
+
+VERB = Verb("convert", "Make a distckpt checkpoint of one that PyTorch or Megatron Core wrote.", add_arguments, run)

@@ -1,0 +1,175 @@
+"""The chunks of one tensor as a grid: where they lie, who wrote them, drawn as text and as SVG."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from distckpt._manifest import Manifest
+
+COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#86bcb6")
+_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_TEXT_WIDTH, _TEXT_HEIGHT = 64, 16
+_SVG_WIDTH, _SVG_HEIGHT = 640, 400
+
+
+class Chunk(NamedTuple):
+    """A piece of a tensor on disk; `owner` is the rank that wrote it, the file where its name does not tell."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    owner: str
+    rank: int | None
+    file: str
+    first_byte: int
+    num_bytes: int
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank that wrote a file, from its name; None where that does not tell."""
+    match = re.fullmatch(r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.safetensors", name)
+    return int(match[1]) - 1 if match else None
+
+
+def chunks_of(manifest: Manifest, key_id: int) -> list[Chunk]:
+    """List the chunks of a key."""
+    rows = manifest.chunk_rows(key_id)
+    found = []
+    for row in range(rows.start, rows.stop):
+        region = manifest.chunk_region(row)
+        file = manifest.files[int(manifest.file_ids[row])].name
+        rank = rank_of_file(file)
+        owner = file if rank is None else f"rank {rank}"
+        place = (int(manifest.first_bytes[row]), int(manifest.num_bytes[row]))
+        found.append(Chunk(region.offset, region.shape, owner, rank, file, *place))
+    return found
+
+
+def region_text(chunk: Chunk) -> str:
+    """Write a region as a slice."""
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.offset, chunk.shape, strict=True)) + "]"
+
+
+def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:
+    """Choose the axes of a picture: those that the tensor is divided along; None where there are more than two."""
+    if not chunks or math.prod(shape) == 0:
+        return None
+    divided = [axis for axis, size in enumerate(shape) if any(chunk.shape[axis] != size for chunk in chunks)]
+    if len(divided) > 2:
+        return None
+    # The last axes fill up: an undivided matrix is drawn as a rectangle.
+    for axis in reversed(range(len(shape))):
+        if len(divided) < 2 and axis not in divided:
+            divided.append(axis)
+    return tuple(sorted(divided))
+
+
+def text_picture(
+    shape: tuple[int, ...], chunks: Sequence[Chunk], axes: tuple[int, ...], in_colour: bool
+) -> Iterator[str]:
+    """Yield the lines of a picture: one character or coloured cell per part of the tensor, and a legend."""
+    owners = _owners(chunks)
+    rows, columns = _extent(shape, axes)
+    height, width = min(_TEXT_HEIGHT, rows), min(_TEXT_WIDTH, columns)
+    boxes = [(*_box(chunk, axes), owners.index(chunk.owner)) for chunk in chunks]
+    for line in range(height):
+        at_row = (2 * line + 1) * rows // (2 * height)
+        cells = [_owner_at(boxes, at_row, (2 * i + 1) * columns // (2 * width)) for i in range(width)]
+        yield "".join(_cell(owner, in_colour) for owner in cells)
+    for index, owner in enumerate(owners):
+        yield f"{_cell(index, in_colour)} {owner}"
+    if len(shape) > 1:
+        yield f"down: axis {axes[0]}, across: axis {axes[1]}"
+
+
+def svg_picture(title: str, shape: tuple[int, ...], chunks: Sequence[Chunk], axes: tuple[int, ...]) -> str:
+    """Draw the chunks as rectangles whose colours are the ranks."""
+    owners = _owners(chunks)
+    rows, columns = _extent(shape, axes)
+    # True proportions as far as they can be looked at.
+    width = min(_SVG_WIDTH, max(80, _SVG_HEIGHT * columns / rows))
+    height = min(_SVG_HEIGHT, max(40, width * rows / columns))
+    left, top = 70, 60
+    parts = [f'<text x="{left}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>']
+    for chunk in chunks:
+        row, column, num_rows, num_columns = _box(chunk, axes)
+        index = owners.index(chunk.owner)
+        x, y = left + width * column / columns, top + height * row / rows
+        w, h = width * num_columns / columns, height * num_rows / rows
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}" fill="{_colour(index)}" stroke="#ffffff" '
+            f'stroke-width="1"><title>{escape(f"{chunk.owner} {region_text(chunk)} {chunk.file}")}</title></rect>'
+        )
+        if w > 16 and h > 14:
+            label = str(chunk.rank) if chunk.rank is not None else ""
+            parts.append(_label(x + w / 2, y + h / 2 + 4, label, 'text-anchor="middle" fill="#ffffff"'))
+    parts.append(_label(left + width, top - 8, f"axis {axes[-1]}: {columns}" if axes else "", 'text-anchor="end"'))
+    if len(axes) > 1:
+        parts.append(_label(left - 8, top + 12, f"axis {axes[0]}:", 'text-anchor="end"'))
+        parts.append(_label(left - 8, top + 28, str(rows), 'text-anchor="end"'))
+    legend_top = top + height + 24
+    for index, owner in enumerate(owners):
+        x, y = left + index % 6 * 100, legend_top + index // 6 * 20
+        if not owner.startswith("rank "):
+            x, y = left, legend_top + index * 20
+        parts.append(f'<rect x="{x}" y="{y - 10:.2f}" width="12" height="12" fill="{_colour(index)}"/>')
+        parts.append(_label(x + 18, y, owner, ""))
+    lines = len(owners) if not owners[0].startswith("rank ") else -(-len(owners) // 6)
+    return svg_document(left + 6 * 100 + 70, legend_top + lines * 20, parts)
+
+
+def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
+    """Put drawn parts onto a white page."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'height="{height:.0f}" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif" font-size="12" '
+        'fill="#24292f">'
+    )
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>", ""])
+
+
+def _label(x: float, y: float, text: str, attributes: str) -> str:
+    return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(text)}</text>'
+
+
+def _owners(chunks: Sequence[Chunk]) -> list[str]:
+    """Return the owners, by rank."""
+    return sorted({chunk.owner for chunk in chunks}, key=lambda owner: (len(owner), owner))
+
+
+def _extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
+    sizes = [shape[axis] for axis in axes]
+    rows, columns = [1] * (2 - len(sizes)) + sizes
+    return rows, columns
+
+
+def _box(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return first row, first column, rows and columns of a chunk in the picture."""
+    offsets, sizes = [chunk.offset[axis] for axis in axes], [chunk.shape[axis] for axis in axes]
+    row, column = [0] * (2 - len(axes)) + offsets
+    num_rows, num_columns = [1] * (2 - len(axes)) + sizes
+    return row, column, num_rows, num_columns
+
+
+def _owner_at(boxes: Sequence[tuple[int, int, int, int, int]], row: int, column: int) -> int | None:
+    for first_row, first_column, num_rows, num_columns, owner in boxes:
+        if 0 <= row - first_row < num_rows and 0 <= column - first_column < num_columns:
+            return owner
+    return None
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _cell(owner: int | None, in_colour: bool) -> str:
+    if owner is None:
+        return "."  # not stored
+    letter = _LETTERS[owner % len(_LETTERS)]
+    if not in_colour:
+        return letter
+    red, green, blue = (int(_colour(owner)[i : i + 2], 16) for i in (1, 3, 5))
+    return f"\x1b[48;2;{red};{green};{blue}m\x1b[38;2;255;255;255m{letter}\x1b[0m"

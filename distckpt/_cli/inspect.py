@@ -1,0 +1,255 @@
+"""`distckpt inspect`: what is in a checkpoint, and who wrote it."""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distckpt import _dtypes, _sources, _storage, core
+from distckpt._cli import grid
+from distckpt._cli.output import Output, size_text
+from distckpt._cli.verb import Verb
+from distckpt._common_state import COMMON_KEY
+from distckpt._manifest import OBJECT, Manifest
+from distckpt._names import did_you_mean, natural_order
+
+_MAX_FILES = 64
+_BAR_WIDTH = 30
+
+
+class Group(NamedTuple):
+    """Keys that differ in numbers only and have one dtype and shape; `pattern` shows ranges of numbers."""
+
+    pattern: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_keys: int
+    num_bytes: int
+    num_chunks: int
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and who wrote them")
+    parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, with ranks as colours (needs --key)")
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Print the summary of a checkpoint, or the chunks of one key."""
+    if arguments.svg and arguments.key is None:
+        raise ValueError("--svg draws the chunks of one tensor: name it with --key")
+    location = _storage.normalize(arguments.path)
+    manifest = _sources.open_manifest(location)
+    if arguments.key is not None:
+        return _show_key(manifest, arguments.key, arguments.svg, output)
+    groups, files = group_keys(manifest), list_files(manifest)
+    facts = summary(location, manifest)
+    output.json({**facts, "groups": [group._asdict() for group in groups], "files": files})
+    if not output.as_json:
+        _show(facts, groups, files, manifest, output)
+    return 0
+
+
+# --- The whole checkpoint ---------------------------------------------------------------------------------------------
+
+
+def summary(location: str, manifest: Manifest) -> dict[str, Any]:
+    """Count what a checkpoint holds."""
+    is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
+    of_tensors = is_tensor[manifest.key_ids] if len(manifest.keys) else np.zeros(0, bool)
+    items = [
+        math.prod(shape) * _dtypes.PACKED_PER_ITEM.get(dtype, 1)
+        for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
+        if dtype != OBJECT
+    ]
+    return {
+        "location": location,
+        "num_tensors": int(is_tensor.sum()),
+        "num_elements": sum(items),
+        "tensor_bytes": int(manifest.num_bytes[of_tensors].sum()),
+        "num_objects": sum(
+            dtype == OBJECT and key != COMMON_KEY for key, dtype in zip(manifest.keys, manifest.dtypes, strict=True)
+        ),
+        "object_bytes": int(manifest.num_bytes[~of_tensors].sum()),
+        "num_chunks": len(manifest.key_ids),
+        "num_files": len(manifest.files),
+        "has_checksums": manifest.has_checksums,
+        "tied": manifest.aliases,
+    }
+
+
+def group_keys(manifest: Manifest) -> list[Group]:
+    """Put keys that differ in numbers only, `layers.0.weight` and `layers.1.weight`, under one pattern."""
+    members: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
+        pattern = re.sub(r"\d+", "*", manifest.keys[key_id])
+        members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
+    sizes = np.concatenate([[0], np.cumsum(manifest.num_bytes)])
+    starts = manifest.key_starts
+    return [
+        Group(
+            _pattern_of([manifest.keys[i] for i in ids]),
+            dtype,
+            shape,
+            len(ids),
+            int(sum(sizes[starts[i + 1]] - sizes[starts[i]] for i in ids)),
+            int(sum(starts[i + 1] - starts[i] for i in ids)),
+        )
+        for (_, dtype, shape), ids in members.items()
+    ]
+
+
+def _pattern_of(keys: Sequence[str]) -> str:
+    numbers = zip(*(re.findall(r"\d+", key) for key in keys), strict=True)
+    shown = iter([_numbers_text(column) for column in numbers])
+    return re.sub(r"\d+", lambda _: next(shown), keys[0])
+
+
+def _numbers_text(column: Sequence[str]) -> str:
+    distinct = set(column)
+    if len(distinct) == 1:
+        return column[0]
+    values = sorted(map(int, distinct))
+    return f"{{{values[0]}..{values[-1]}}}" if values[-1] - values[0] == len(values) - 1 else "*"
+
+
+def list_files(manifest: Manifest) -> list[dict[str, Any]]:
+    """List the files, with the rank that wrote each (None where the name does not tell) and the bytes of its data."""
+    data_bytes = np.zeros(len(manifest.files), np.int64)
+    np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
+    return [
+        {"name": file.name, "rank": grid.rank_of_file(file.name), "bytes": file.num_bytes, "data_bytes": int(size)}
+        for file, size in zip(manifest.files, data_bytes, strict=True)
+    ]
+
+
+def _show(
+    facts: dict[str, Any], groups: list[Group], files: list[dict[str, Any]], manifest: Manifest, output: Output
+) -> None:
+    output.line(f"{facts['location']}")
+    output.line(
+        f"{facts['num_tensors']:,} tensors, {facts['num_elements']:,} elements, {size_text(facts['tensor_bytes'])}; "
+        f"{facts['num_objects']} objects and common state, {size_text(facts['object_bytes'])}; "
+        f"{facts['num_chunks']:,} chunks in {facts['num_files']:,} files"
+        + ("" if facts["has_checksums"] else "; no checksums")
+    )
+    output.line()
+    rows = [
+        [label, *(_group_cells(group) if group else ("",) * 5)]
+        for label, group in _tree([group for group in groups if group.pattern != COMMON_KEY])
+    ]
+    output.table(["key", "shape", "dtype", "keys", "chunks", "size"], rows, num_text=3)
+    for alias, key in facts["tied"].items():
+        output.line(f"{alias} is tied to {key}")
+    output.line()
+    largest = max((file["data_bytes"] for file in files), default=0) or 1
+    shown = [
+        [
+            file["name"],
+            "" if file["rank"] is None else str(file["rank"]),
+            "#" * round(_BAR_WIDTH * file["data_bytes"] / largest),
+            size_text(file["data_bytes"]),
+        ]
+        for file in files[:_MAX_FILES]
+    ]
+    output.table(["file", "rank", "share", "data"], shown, num_text=3)
+    if len(files) > _MAX_FILES:
+        output.line(f"... and {len(files) - _MAX_FILES} more files (all with --json)")
+    _show_balance(files, output)
+
+
+def _show_balance(files: list[dict[str, Any]], output: Output) -> None:
+    by_rank: dict[int, int] = defaultdict(int)
+    for file in files:
+        if file["rank"] is not None:
+            by_rank[file["rank"]] += file["data_bytes"]
+    if sum(by_rank.values()):
+        mean = sum(by_rank.values()) / len(by_rank)
+        output.line(f"{len(by_rank)} ranks wrote; the busiest {max(by_rank.values()) / mean:.3f} of the mean")
+
+
+def _group_cells(group: Group) -> tuple[str, ...]:
+    shape = "x".join(map(str, group.shape)) if group.shape else "()"
+    return shape, group.dtype, str(group.num_keys), str(group.num_chunks), size_text(group.num_bytes)
+
+
+def _tree(groups: Sequence[Group]) -> Iterator[tuple[str, Group | None]]:
+    """Yield the lines of a tree of patterns, divided at dots; lines between carry no group."""
+    yield from _branches([(_segments(group.pattern), group) for group in groups], 0)
+
+
+def _branches(
+    members: Sequence[tuple[list[str], Group]], depth: int, parent: str = ""
+) -> Iterator[tuple[str, Group | None]]:
+    by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
+    for (first, *rest), group in members:
+        by_first[first].append((rest, group))
+    for first, below in by_first.items():
+        leaves = [group for rest, group in below if not rest]
+        deeper = [(rest, group) for rest, group in below if rest]
+        for group in leaves:
+            yield "  " * depth + parent + first, group
+        if not leaves and len({rest[0] for rest, _ in deeper}) == 1:
+            # The only branch: on the same line.
+            yield from _branches(deeper, depth, f"{parent}{first}.")
+        elif deeper:
+            if not leaves:
+                yield "  " * depth + parent + first, None
+            yield from _branches(deeper, depth + 1)
+
+
+def _segments(pattern: str) -> list[str]:
+    # A range of numbers, {0..3}, is not divided.
+    return re.split(r"(?<!\.)\.(?!\.)", pattern)
+
+
+# --- One key ----------------------------------------------------------------------------------------------------------
+
+
+def _show_key(manifest: Manifest, key: str, svg: str | None, output: Output) -> int:
+    key_id = manifest.key_index.get(key)
+    if key_id is None:
+        raise core.LoadMismatchError(f"The checkpoint has no key {key!r}{did_you_mean(key, manifest.key_index)}")
+    shape, dtype = manifest.global_shapes[key_id], manifest.dtypes[key_id]
+    chunks = grid.chunks_of(manifest, key_id)
+    output.json(
+        {
+            "key": key,
+            "stored_as": manifest.keys[key_id],
+            "dtype": dtype,
+            "shape": shape,
+            "chunks": [chunk._asdict() for chunk in chunks],
+        }
+    )
+    tied = "" if manifest.keys[key_id] == key else f", tied to {manifest.keys[key_id]}"
+    output.line(f"{key}: {'x'.join(map(str, shape)) or '()'} {dtype}, {len(chunks)} chunks{tied}")
+    rows = [
+        [grid.region_text(chunk), chunk.owner, chunk.file, f"{chunk.first_byte:,}", f"{chunk.num_bytes:,}"]
+        for chunk in chunks
+    ]
+    output.table(["region", "owner", "file", "first byte", "bytes"], rows, num_text=3)
+    axes = grid.drawn_axes(shape, chunks)
+    if not output.as_json:
+        if axes is None:
+            output.line("(no picture: this tensor is divided along more than two axes, or is empty)")
+        else:
+            output.line()
+            for line in grid.text_picture(shape, chunks, axes, output.in_colour):
+                output.line(line)
+    if svg is not None:
+        if axes is None:
+            raise ValueError(f"key {key!r} is divided along more than two axes or is empty: it cannot be drawn")
+        with open(svg, "w", encoding="utf-8") as file:
+            file.write(grid.svg_picture(f"{key}  {'x'.join(map(str, shape)) or '()'} {dtype}", shape, chunks, axes))
+        output.message(f"wrote {svg}")
+    return 0
+
+
+VERB = Verb("inspect", "Show what is in a checkpoint and who wrote it.", add_arguments, run)

@@ -1,0 +1,119 @@
+"""What the command line prints: results to stdout, all else to stderr; in colour on terminals when rich is there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.table import Table
+    from rich.text import Text
+
+    HAS_RICH = True
+except ImportError:
+    HAS_RICH = False
+
+
+class Output:
+    """Prints what a verb has to say.
+
+    Args:
+        as_json: results go to stdout as one JSON value; tables and lines are left out.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+    def json(self, value: Any) -> None:
+        """Print the result as JSON, when that was asked for."""
+        if self.as_json:
+            print(json.dumps(value, indent=1))
+
+    def line(self, text: str = "") -> None:
+        """Print a line of the result."""
+        if not self.as_json:
+            print(text)
+
+    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", num_text: int = 1) -> None:
+        """Print a table of the result.
+
+        Args:
+            heads: of the columns.
+            rows: cells.
+            title: line above.
+            num_text: so many columns hold text, the others numbers, which are aligned at the right.
+        """
+        if self.as_json:
+            return
+        if not (HAS_RICH and sys.stdout.isatty()):
+            print(plain_table(heads, rows, title, num_text))
+            return
+        table = Table(title=title or None, title_justify="left", title_style="bold", header_style="dim")
+        for index, head in enumerate(heads):
+            table.add_column(head, justify="left" if index < num_text else "right", overflow="fold")
+        for row in rows:
+            # As text: names may hold what rich takes for markup.
+            table.add_row(*(Text(cell) for cell in row))
+        Console(highlight=False).print(table)
+
+    def message(self, text: str) -> None:
+        """Tell something beside the result."""
+        print(text, file=sys.stderr, flush=True)
+
+    def error(self, text: str) -> None:
+        """Say in one line what went wrong."""
+        line = "error: " + " ".join(text.split())
+        self.message(f"\x1b[31m{line}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else line)
+
+    @contextlib.contextmanager
+    def progress(self, label: str) -> Iterator[Callable[[int, int], object]]:
+        """Show how far work is, on a terminal.
+
+        Args:
+            label: what is being done.
+
+        Yields:
+            A function to be called with the bytes done and the bytes to do.
+        """
+        if not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        if not HAS_RICH:
+            try:
+                yield lambda done, total: print(f"\r{label} {100 * done // max(1, total)} %", end="", file=sys.stderr)
+            finally:
+                print(file=sys.stderr)
+            return
+        columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", num_text: int = 1) -> str:
+    """Lay out a table as text whose columns are set apart by two spaces."""
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i < num_text else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in [heads, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join([title] * bool(title) + [line.rstrip() for line in lines])
+
+
+def size_text(num_bytes: float) -> str:
+    """Write a number of bytes for people: `1.23 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"

@@ -1,0 +1,68 @@
+"""`distckpt verify`: is a checkpoint what was saved?"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from distckpt._cli.output import Output, size_text
+from distckpt._cli.verb import Verb, positive
+from distckpt._verify import DEFAULT_THREADS, Problem, VerifyReport, verify
+
+_MAX_LISTED = 50
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", help="a checkpoint: a path or URL")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--fast", action="store_const", const="fast", dest="mode", help="marker, manifest, file sizes and headers only"
+    )
+    mode.add_argument(
+        "--full", action="store_const", const="full", dest="mode", help="read every byte once (the default)"
+    )
+    parser.add_argument("--jobs", type=positive, default=DEFAULT_THREADS, help="threads (default: %(default)s)")
+    parser.set_defaults(mode="full")
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Verify, list what is wrong, return 1 when anything is."""
+    with output.progress("verifying") as progress:
+        report = verify(arguments.path, arguments.mode, num_threads=arguments.jobs, progress=progress)
+    output.json(
+        {
+            **{name: value for name, value in vars(report).items() if name != "problems"},
+            "is_whole": report.is_whole,
+            "problems": [problem._asdict() for problem in report.problems],
+        }
+    )
+    for problem in report.problems[:_MAX_LISTED]:
+        output.line(f"BAD  {describe(problem)}")
+    if len(report.problems) > _MAX_LISTED:
+        output.line(f"BAD  ... and {len(report.problems) - _MAX_LISTED} more (all with --json)")
+    output.line(summary(report))
+    return 0 if report.is_whole else 1
+
+
+def describe(problem: Problem) -> str:
+    """Put a problem into one line."""
+    text = f"{problem.file}: {problem.message}"
+    if problem.first_byte is not None:
+        text += f"; bytes {problem.first_byte} to {problem.stop_byte}"
+    if problem.key is not None:
+        text += f"; key {problem.key!r}, region {problem.region}"
+    return text
+
+
+def summary(report: VerifyReport) -> str:
+    """Put the outcome into one line."""
+    verdict = "OK" if report.is_whole else f"DAMAGED ({len(report.problems)} problems)"
+    rate = f", {report.num_bytes / 1e9 / report.seconds:.2f} GB/s" if report.mode == "full" else ""
+    note = "" if report.has_checksums else "; these files have no checksums: only their structure could be judged"
+    return (
+        f"{verdict}: {report.location}, {report.num_keys} keys in {report.num_files} files, {report.mode}: "
+        f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s{rate}{note}"
+    )
+
+
+VERB = Verb("verify", "Check that a checkpoint is whole and is what was saved.", add_arguments, run)

@@ -1,0 +1,80 @@
+"""The command line: `distckpt VERB ...` or `python -m distckpt VERB ...`.
+
+A new verb is a module in `distckpt._cli` that makes a `Verb`, and its name in `VERBS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from distckpt._cli import bench, consolidate, convert, inspect, verify
+from distckpt._cli.output import Output
+from distckpt._cli.verb import Verb
+
+VERBS: tuple[Verb, ...] = (inspect.VERB, verify.VERB, consolidate.VERB, convert.VERB, bench.VERB)
+
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        arguments: of the command line, those of this process when None.
+
+    Returns:
+        The exit code: 0, 1 for errors and for checks that failed, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        SystemExit: with code 2, the arguments make no sense.
+    """
+    parsed = _parser().parse_args(arguments)
+    output = Output(as_json=parsed.json is True)
+    # Ends like Ctrl-C, so that everything is put away.
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        code: int = parsed.run(parsed, output)
+        sys.stdout.flush()
+        return code
+    except _Terminated:
+        output.error("terminated")
+        return EXIT_TERMINATED
+    except KeyboardInterrupt:
+        output.error("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    except Exception as error:
+        if parsed.debug:
+            raise
+        output.error(f"{error} ({type(error).__name__}; --debug shows where)")
+        return EXIT_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="distckpt", description="Look at checkpoints, check and convert them.")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        one = verbs.add_parser(verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary)
+        verb.add_arguments(one)
+        if verb.json_to_file:
+            one.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+        else:
+            one.add_argument("--json", action="store_true", help="print the result as JSON")
+        one.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+        one.set_defaults(run=verb.run)
+    return parser
+
+
+class _Terminated(KeyboardInterrupt):
+    """Report that the process was asked to end."""
+
+
+def _terminate(signal_number: int, frame: object) -> None:
+    raise _Terminated
