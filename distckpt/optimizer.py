@@ -1,7 +1,16 @@
 """Optimizer state as shards, derived from the sharded state dict of the model.
 
-An optimizer keeps, for each parameter, tensors of the parameter's shape. They are divided among ranks as the
-parameter is, so a model's sharded state dict tells all there is to know about them:
+For a torch optimizer, whatever it keeps:
+
+    model_state = sharded_state_dict(model)
+    optimizer_state = sharded_optimizer_state_dict(optimizer, model_state)
+    distckpt.save({"model": model_state, "optimizer": optimizer_state}, "checkpoints/step_100")
+    ...
+    loaded = distckpt.load({"model": model_state, "optimizer": optimizer_state}, "checkpoints/step_100")
+    load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
+
+Megatron's functions make shards of an optimizer's own state dict. The tensors in it are divided among ranks as the
+parameters are, so a model's sharded state dict tells all there is to know about them:
 
     model_state = model.sharded_state_dict(keep_vars=True)
     id_map = get_param_id_to_sharded_param_map(model_state, model.parameters())
@@ -13,21 +22,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from distckpt.core import InvalidShardingError
+from distckpt._collectives import Ranks
+from distckpt._dtensor import is_dtensor, is_in_mesh, local_part
+from distckpt._optimizer_blank import BlankStates
+from distckpt._optimizer_settings import (
+    ParamState,
+    by_param,
+    describe,
+    options_of,
+    restored_value,
+    set_options,
+    unite,
+)
+from distckpt._optimizer_shards import make_sharded_optimizer_tensor, param_name, state_shard
+from distckpt.core import InvalidShardingError, LoadMismatchError
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import (
     LocalNonpersistentObject,
+    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
 )
 from distckpt.utils import extract_sharded_tensors_and_factories
+
+__all__ = [
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
+    "load_sharded_optimizer_state_dict",
+    "make_sharded_optimizer_tensor",
+    "optim_state_to_sharding_state",
+    "sharded_optimizer_state_dict",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +81,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
     """
     positions: dict[int, int] = {}
     for position, param in enumerate(optim_params_iter):
-        # Not to_local(), which may give a new object each time: id() must be that of one which lives on.
-        positions.setdefault(id(getattr(param, "_local_tensor", param)), position)
+        positions.setdefault(id(local_part(param)), position)
     return positions
 
 
@@ -83,33 +113,11 @@ def get_param_id_to_sharded_param_map(
         if position is None:
             logger.debug("the optimizer has no parameter for key %r", shard.key)
         else:
-            sharded_params[position] = shard
+            # Of tied parameters the first: it is the one that the checkpoint stores.
+            sharded_params.setdefault(position, shard)
     if not sharded_params:
         logger.warning("no tensor of the model state dict is a parameter of the optimizer.%s", KEEP_VARS_HINT)
     return sharded_params
-
-
-def make_sharded_optimizer_tensor(
-    model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
-) -> ShardedTensor | ShardedTensorFactory:
-    """Wrap an optimizer tensor the way the parameter that it belongs to is wrapped.
-
-    Args:
-        model_param: shard or factory of the parameter.
-        optim_param: tensor of the shape of the parameter's shard (1-D if that is flat), of any dtype.
-        prefix: put before the parameter's key, with a dot between them.
-
-    Returns:
-        A shard or factory like `model_param`, of the new key, with `optim_param` as its data.
-
-    Raises:
-        InvalidShardingError: the shapes differ.
-    """
-    data = _local_part(optim_param)
-    key = f"{prefix}.{model_param.key}"
-    if isinstance(model_param, ShardedTensorFactory):
-        return replace(model_param, key=key, data=data)
-    return replace(model_param, key=key, data=data, dtype=data.dtype)
 
 
 def optim_state_to_sharding_state(
@@ -167,17 +175,157 @@ def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, n
         ) from error
 
 
-def _local_part(tensor: Any) -> Any:
-    """Return the part of a DTensor that this rank holds, and other tensors as they are."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+def sharded_optimizer_state_dict(
+    optimizer: torch.optim.Optimizer,
+    model_sharded_state_dict: ShardedStateDict,
+    prefix: str = "optimizer",
+    *,
+    process_group: Any = None,
+) -> ShardedStateDict:
+    """Describe the state of a torch optimizer, to save it or to load into it.
+
+        state = {"model": sharded_state_dict(model)}
+        state["optimizer"] = sharded_optimizer_state_dict(optimizer, state["model"])
+
+    A tensor that belongs to a parameter gets the key `<prefix>.state.<name>.<key of the parameter>` and the
+    parameter's place. Options of parameter groups and numbers such as `step` become one small object of the key
+    `<prefix>.settings`, in which parameters go by their keys.
+
+    A trainable parameter without a state, because the optimizer is new or it never had a gradient, gets a
+    blank one here, and has none again after loading. The optimizer is not changed.
+
+    Collective: every rank of the process group calls, and hashes of the options are exchanged; only where ranks hold
+    different parameters, the options are.
+
+    Args:
+        optimizer: of `torch.optim`, or any that keeps tensors per parameter in `state`. Besides tensors divided
+            like the parameter these may have another shape if they are DTensors, if this rank has the whole
+            parameter, or if they have size 1 along some axes of its part.
+        model_sharded_state_dict: holds the shards of all parameters of the optimizer, which are found by
+            their memory.
+        prefix: what keys begin with; optimizers in one checkpoint need different ones.
+        process_group: the ranks that save or load together; None for the default group, or for this process
+            alone when torch.distributed is not initialised.
+
+    Returns:
+        What to put in the state dict for `save` or `load`.
+
+    Raises:
+        InvalidShardingError: a parameter without a shard, or a tensor whose place cannot be told from it.
+        CheckpointingException: a parameter has no state, and the optimizer does not tell what that would be.
+        RankFailedError: on all ranks, when any failed.
+    """
+    ranks = Ranks(process_group)
+    with ranks.phase("describe the optimizer"):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        shards = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
+        # A parameter that comes twice has the number of its first place in the map.
+        first = get_optim_param_to_id_map(params)
+        own: list[list[ParamState | None]] = []
+        state: dict[int, Any] = {}
+        blanks, position = BlankStates(optimizer), 0
+        for group in optimizer.param_groups:
+            own.append([])
+            for param in group["params"]:
+                shard = shards.get(first[id(local_part(param))])
+                kept = None
+                if shard is not None:
+                    kept = _state_of(optimizer, group, param, param_name(shard), blanks)
+                    state[position] = {
+                        name: state_shard(shard, param, tensor, name, f"{prefix}.state.{name}")
+                        for name, tensor in kept.tensors.items()
+                    }
+                elif not is_dtensor(param) or is_in_mesh(param):
+                    raise InvalidShardingError(
+                        f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no shard in the "
+                        f"state dict of the model.{KEEP_VARS_HINT}"
+                    )
+                own[-1].append(kept)
+                position += 1
+        known = [[kept for kept in group if kept is not None] for group in own]
+        settings = describe(zip(optimizer.param_groups, known, strict=True))
+    return {
+        "state": state,
+        "settings": ShardedObject(f"{prefix}.settings", unite(ranks, settings), (1,), (0,), ranks.rank),
+        "own": LocalNonpersistentObject(own),
+    }
+
+
+def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: StateDict) -> None:
+    """Give a torch optimizer what was loaded into its sharded state dict.
+
+    States are set, also in a new optimizer that has made no step. Options of groups (learning rate and so on) become
+    those that the parameters were saved with, except the choice of an implementation (`foreach`, `fused`,
+    `capturable`, `differentiable`). Parameters that the checkpoint does not know keep what they have.
+
+    Args:
+        optimizer: the one whose `sharded_optimizer_state_dict` was loaded.
+        loaded: what `load` returned in its place.
+
+    Raises:
+        LoadMismatchError: something that the optimizer keeps was not saved, or the other way round; or parameters of
+            one group were saved in groups with different options. The options stay as they are then.
+    """
+    if "settings" not in loaded or "own" not in loaded:
+        raise LoadMismatchError(
+            "This holds no settings of an optimizer: pass what load() returned in the place of "
+            "sharded_optimizer_state_dict(optimizer, ...), from a checkpoint that was saved with it."
+        )
+    if [len(group["params"]) for group in optimizer.param_groups] != list(map(len, loaded["own"])):
+        raise LoadMismatchError("The optimizer has other groups of parameters than the one that was described.")
+    settings = by_param(loaded["settings"])
+    states: dict[torch.Tensor, dict[str, Any] | None] = {}
+    options: list[dict[str, Any] | None] = []
+    position = 0
+    for group, own in zip(optimizer.param_groups, loaded["own"], strict=True):
+        for param, kept in zip(group["params"], own, strict=True):
+            if kept is not None and kept.name in settings and (param.requires_grad or kept.tensors or kept.values):
+                states[param] = _restored(kept, settings[kept.name], loaded.get("state", {}).get(position, {}))
+            position += 1
+        options.append(options_of(loaded["settings"], [kept.name for kept in own if kept is not None]))
+    for param, state in states.items():
+        optimizer.state.pop(param, None)
+        if state is not None:
+            optimizer.state[param] = state
+    for group, found in zip(optimizer.param_groups, options, strict=True):
+        set_options(group, found or {})
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor, name: str, blanks: BlankStates
+) -> ParamState:
+    # Not state[param], which would make an entry.
+    state = optimizer.state.get(param)
+    has_state = bool(state)
+    if not state:
+        state = blanks.make(group, param) if param.requires_grad else {}
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim}
+    values = {key: value for key, value in state.items() if key not in tensors}
+    return ParamState(name, tensors, values, has_state)
+
+
+def _restored(kept: ParamState, entry: dict[str, Any], tensors: StateDict) -> dict[str, Any] | None:
+    """Return the state of a parameter made of what was loaded; None when it had none."""
+    if sorted(kept.tensors) != entry["tensors"] or sorted(tensors) != entry["tensors"]:
+        raise LoadMismatchError(
+            f"For the parameter {kept.name!r} the optimizer keeps {sorted(kept.tensors)}, saved were "
+            f"{entry['tensors']}, loaded {sorted(tensors)}. Make the optimizer with the options it was saved "
+            f"with: {entry['options']}.",
+            unexpected=[kept.name],
+        )
+    if not entry["has_state"]:
+        return None
+    for name, tensor in kept.tensors.items():
+        target = local_part(tensor).detach()
+        if _memory(target) is None or _memory(target) != _memory(tensors[name]):
+            target.copy_(local_part(tensors[name]))
+    values = {name: restored_value(kept.values.get(name), value) for name, value in entry["values"].items()}
+    return {**values, **kept.tensors}
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return what all views of the whole of a tensor have in common; None for a tensor without memory."""
-    local = _local_part(tensor)
+    local = local_part(tensor)
     if local.data_ptr() == 0:
         return None
     return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()

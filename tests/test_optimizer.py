@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import distckpt
 from distckpt import optimizer
 from distckpt.core import InvalidShardingError
 from distckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 
 
 def split_in_two(key, data, replica_id, flattened_range):
@@ -223,3 +227,288 @@ def test_optimizer_state_agrees_with_megatron(megatron):
         results[-1]["params"] = state["param_groups"][0]["params"].unwrap()
     assert results[0] == results[1]
     assert len(results[0]) == 5
+
+
+# Torch optimizers: sharded_optimizer_state_dict and back.
+
+
+class Net(torch.nn.Module):
+    """Two layers that are used, an expert that never is, and a frozen parameter."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = torch.nn.Linear(4, 6)
+        self.scale = torch.nn.Parameter(torch.randn(()))
+        self.expert = torch.nn.Linear(6, 6)
+        self.frozen = torch.nn.Parameter(torch.randn(6), requires_grad=False)
+
+    def forward(self, x):
+        return (self.up(x) * self.scale * self.frozen).square().mean()
+
+
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "Adam, fused": partial(torch.optim.Adam, lr=0.01, fused=True),
+    "Adam with amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=False),
+    "Adam with a tensor for lr": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01)),
+    "SGD": partial(torch.optim.SGD, lr=0.01),
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "NAdam": torch.optim.NAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Adafactor": torch.optim.Adafactor,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+def groups_of(net):
+    decayed = [net.up.weight, net.expert.weight]
+    return [
+        {"params": decayed},
+        {"params": [p for p in net.parameters() if all(p is not d for d in decayed)], "weight_decay": 0.0},
+    ]
+
+
+def train_net(net, torch_optimizer, steps):
+    losses = []
+    for step in steps:
+        torch_optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        loss = net(torch.randn(8, 4, generator=generator))
+        loss.backward()
+        torch_optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(net, torch_optimizer):
+    model = sharded_state_dict(net)
+    return {"model": model, "optimizer": optimizer.sharded_optimizer_state_dict(torch_optimizer, model)}
+
+
+def load_net(net, torch_optimizer, path, **options):
+    loaded = distckpt.load(state_of(net, torch_optimizer), path, **options)
+    load_sharded_state_dict(net, loaded["model"])
+    optimizer.load_sharded_optimizer_state_dict(torch_optimizer, loaded["optimizer"])
+
+
+def assert_equal_states(found, expected):
+    """Compare what two optimizers say themselves; numbers are exact."""
+    found, expected = found.state_dict(), expected.state_dict()
+    assert found["state"].keys() == expected["state"].keys()
+    for position, values in expected["state"].items():
+        assert found["state"][position].keys() == values.keys()
+        for name, value in values.items():
+            other = found["state"][position][name]
+            assert type(other) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert (other.dtype, other.device) == (value.dtype, value.device)
+                assert torch.equal(other, value), (position, name)
+            else:
+                assert other == value, (position, name)
+    assert found["param_groups"] == expected["param_groups"]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "used"])
+def test_a_torch_optimizer_goes_on_as_if_it_had_not_stopped(make, is_new, tmp_path):
+    net = Net(seed=1)
+    trained = make(groups_of(net))
+    train_net(net, trained, range(3))
+    distckpt.save(state_of(net, trained), tmp_path / "saved")
+
+    resumed_net = Net(seed=2)
+    resumed = make(groups_of(resumed_net))
+    if not is_new:
+        train_net(resumed_net, resumed, [7])
+    load_net(resumed_net, resumed, tmp_path / "saved", strict="raise_all")
+    assert_equal_states(resumed, trained)
+    assert train_net(resumed_net, resumed, range(3, 6)) == train_net(net, trained, range(3, 6))
+    assert_equal_states(resumed, trained)
+
+
+def test_describing_changes_nothing():
+    net = Net(seed=1)
+    adam = torch.optim.Adam(net.parameters(), lr=0.1, eps=0.0, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
+    steps = []
+    adam.register_step_post_hook(lambda *_: steps.append(1))
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    state_of(net, adam)
+    assert dict(adam.state) == {}
+    assert all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    assert steps == []
+    assert scheduler.get_last_lr() == [0.1]
+
+
+def test_groups_go_by_the_names_of_their_parameters(tmp_path):
+    net = Net(seed=1)
+    saved = torch.optim.AdamW(
+        [{"params": net.up.parameters(), "lr": 0.1, "betas": (0.5, 0.6)}, {"params": [net.scale], "lr": 0.2}]
+    )
+    train_net(net, saved, range(2))
+    distckpt.save(state_of(net, saved), tmp_path / "saved")
+
+    other = Net(seed=2)
+    # In another order, one group divided, one parameter that was in no group, and other ways to compute.
+    groups = [[other.scale], [other.expert.weight], [other.up.bias], [other.up.weight]]
+    loaded = torch.optim.AdamW([{"params": group, "lr": 9.0} for group in groups], foreach=True)
+    load_net(other, loaded, tmp_path / "saved", strict="ignore_all")
+    assert [group["lr"] for group in loaded.param_groups] == [0.2, 9.0, 0.1, 0.1]
+    assert [group["betas"] for group in loaded.param_groups] == [(0.9, 0.999), (0.9, 0.999), (0.5, 0.6), (0.5, 0.6)]
+    assert all(group["foreach"] is True for group in loaded.param_groups)
+    assert other.expert.weight not in loaded.state
+    assert loaded.state[other.up.bias]["step"] == 2
+    assert torch.equal(loaded.state[other.scale]["exp_avg"], saved.state[net.scale]["exp_avg"])
+
+    joined = torch.optim.AdamW([*other.up.parameters(), other.scale])
+    with pytest.raises(distckpt.LoadMismatchError, match=r"'up.weight' and 'scale' .* differ in \['betas', 'lr'\]"):
+        load_net(other, joined, tmp_path / "saved")
+    assert dict(joined.state) == {}
+
+
+def test_an_optimizer_that_keeps_something_else_is_refused(tmp_path):
+    net = Net(seed=1)
+    saved = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    train_net(net, saved, range(2))
+    distckpt.save(state_of(net, saved), tmp_path / "saved")
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"keeps \[\], saved were \['momentum_buffer'\].*'momentum': 0.9"
+    ):
+        load_net(net, plain, tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"optimizer\.state\.exp_avg"):
+        load_net(net, torch.optim.Adam(net.parameters()), tmp_path / "saved")
+    loaded = distckpt.load(state_of(net, saved), tmp_path / "saved")["optimizer"]
+    with pytest.raises(distckpt.LoadMismatchError, match="other groups of parameters"):
+        optimizer.load_sharded_optimizer_state_dict(torch.optim.SGD([net.scale]), loaded)
+    with pytest.raises(distckpt.LoadMismatchError, match="no settings of an optimizer"):
+        optimizer.load_sharded_optimizer_state_dict(plain, {"state": {}})
+
+
+def test_numbers_are_stored_once_and_not_as_tensors(tmp_path):
+    net = Net(seed=1)
+    adam = torch.optim.Adam(net.parameters())
+    train_net(net, adam, range(2))
+    state = state_of(net, adam)
+    distckpt.save(state, tmp_path / "saved")
+    stored = distckpt.load_tensors_metadata(tmp_path / "saved")
+    assert [key for key in stored if "step" in key] == []
+    # All parameters of a group with the same numbers share one entry.
+    settings = [(e["params"], e["has_state"], e["values"]) for e in state["optimizer"]["settings"].data]
+    assert settings[1:] == [
+        (["frozen"], False, {}),
+        (["up.weight", "up.bias"], True, {"step": 2.0}),
+        (["expert.weight", "expert.bias"], False, {}),
+    ]
+    assert settings[0][0] == ["scale"]
+
+
+def test_two_optimizers_of_one_checkpoint_have_prefixes(tmp_path):
+    nets = [Net(seed=1), Net(seed=2)]
+    adams = [torch.optim.Adam(net.parameters()) for net in nets]
+
+    def described():
+        state = {}
+        for number, (net, adam) in enumerate(zip(nets, adams, strict=True)):
+            state[f"model{number}"] = sharded_state_dict(net, f"{number}.")
+            state[f"adam{number}"] = optimizer.sharded_optimizer_state_dict(
+                adam, state[f"model{number}"], prefix=f"adam{number}"
+            )
+        return state
+
+    for number, (net, adam) in enumerate(zip(nets, adams, strict=True), start=1):
+        train_net(net, adam, range(number))
+    distckpt.save(described(), tmp_path / "saved")
+    expected = [copy.deepcopy(adam) for adam in adams]
+    for net, adam in zip(nets, adams, strict=True):
+        train_net(net, adam, range(3))
+    loaded = distckpt.load(described(), tmp_path / "saved", strict="raise_all")
+    for number, adam in enumerate(adams):
+        optimizer.load_sharded_optimizer_state_dict(adam, loaded[f"adam{number}"])
+        assert_equal_states(adam, expected[number])
+
+
+def test_parameters_need_a_shard():
+    net = Net(seed=1)
+    adam = torch.optim.Adam(net.parameters())
+    model = sharded_state_dict(net.up)
+    with pytest.raises(InvalidShardingError, match=r"parameter 0 of the optimizer, of shape \(\)"):
+        optimizer.sharded_optimizer_state_dict(adam, model)
+
+
+def test_an_optimizer_that_does_not_tell_its_state_is_refused():
+    net = Net(seed=1)
+    lbfgs = torch.optim.LBFGS(net.parameters())
+    with pytest.raises(distckpt.CheckpointingException, match=r"LBFGS does not tell .* step of its own"):
+        state_of(net, lbfgs)
+
+
+def test_stacked_layers_that_share_a_key_keep_their_own_numbers(tmp_path):
+    layers = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    fused = [torch.nn.Parameter(torch.randn(4)) for _ in range(2)]
+
+    def build(number):
+        def build_halves(key, data, replica_id, flattened_range):
+            return [
+                ShardedTensor.from_rank_offsets(key, half, (0, number, 2), (1, i, 2), prepend_axis_num=1)
+                for i, half in enumerate(data.chunk(2))
+            ]
+
+        return build_halves
+
+    def shards():
+        yield from (
+            ShardedTensor.from_rank_offsets("w", p, (0, i, 2), prepend_axis_num=1) for i, p in enumerate(layers)
+        )
+        yield from (ShardedTensorFactory("fused", p, build(i), torch.cat) for i, p in enumerate(fused))
+
+    adam = torch.optim.Adam([*layers, *fused])
+    for used in ([layers[1], fused[0]], [*layers, *fused]):
+        adam.zero_grad()
+        sum(p.square().sum() for p in used).backward()
+        adam.step()
+    expected = copy.deepcopy(adam.state_dict())
+    model = {str(i): shard for i, shard in enumerate(shards())}
+    distckpt.save({"optimizer": optimizer.sharded_optimizer_state_dict(adam, model)}, tmp_path / "saved")
+    new = torch.optim.Adam([*layers, *fused])
+    loaded = distckpt.load({"optimizer": optimizer.sharded_optimizer_state_dict(new, model)}, tmp_path / "saved")
+    optimizer.load_sharded_optimizer_state_dict(new, loaded["optimizer"])
+    assert [new.state[p]["step"].item() for p in (*layers, *fused)] == [1, 2, 2, 1]
+    for position, values in new.state_dict()["state"].items():
+        assert torch.equal(values["exp_avg"], expected["state"][position]["exp_avg"])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_row_and_column_factors_lie_along_the_axes_of_their_parameter(axis):
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    adafactor = torch.optim.Adafactor([weight])
+    weight.sum().backward()
+    adafactor.step()
+    model = {"w": ShardedTensor.from_rank_offsets("w", weight, (0, 5, 8), (1 + axis, 2, 3), prepend_axis_num=1)}
+    state = optimizer.sharded_optimizer_state_dict(adafactor, model)["state"][0]
+    place = {name: (s.key, s.global_shape, s.global_offset) for name, s in state.items()}
+    # Of a factor over the divided axis each rank has a value of its own.
+    assert place == {
+        "row_var": ("optimizer.state.row_var.w", ((8, 12, 1), (8, 4, 3))[axis], ((5, 8, 0), (5, 0, 2))[axis]),
+        "col_var": ("optimizer.state.col_var.w", ((8, 3, 6), (8, 1, 18))[axis], ((5, 2, 0), (5, 0, 12))[axis]),
+    }
+
+
+def test_factors_without_the_axis_are_described_for_whole_parameters_only():
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    adam = torch.optim.Adam([weight])
+    adam.state[weight] = {"exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(6), "RMS": 0.5, "step": 3}
+    whole = optimizer.sharded_optimizer_state_dict(adam, {"w": ShardedTensor.from_rank_offsets("w", weight)})
+    assert {name: s.global_shape for name, s in whole["state"][0].items()} == {
+        "exp_avg_sq_row": (4,),
+        "exp_avg_sq_col": (6,),
+    }
+    assert whole["settings"].data[0]["values"] == {"RMS": 0.5, "step": 3}
+    part = {"w": ShardedTensor.from_rank_offsets("w", weight, (0, 1, 2))}
+    with pytest.raises(InvalidShardingError, match=r"'exp_avg_sq_row' for the parameter 'w' has shape \(4,\)"):
+        optimizer.sharded_optimizer_state_dict(adam, part)

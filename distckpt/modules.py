@@ -1,0 +1,270 @@
+"""Sharded state dicts of torch modules, whatever they are made of.
+
+    state = sharded_state_dict(model)
+    distckpt.save(state, "checkpoints/step_100")
+    ...
+    load_sharded_state_dict(model, distckpt.load(sharded_state_dict(model), "checkpoints/step_100"))
+
+Parallel layouts are read from the tensors: a DTensor (as FSDP2, `parallelize_module` and `distribute_tensor` make
+them) knows its mesh and placements, and other tensors are taken to be whole and the same on every rank. A module with
+tensors that are divided in other ways defines `sharded_state_dict(prefix, sharded_offsets, metadata)`, for which the
+functions with Megatron's names are of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from distckpt._collectives import own_rank
+from distckpt._dtensor import Grid, is_dtensor, is_in_mesh, local_part, shard_of_dtensor
+from distckpt._layer_shards import (
+    EXTRA_STATE,
+    Group,
+    Offsets,
+    make_sharded_object_for_checkpoint,
+    make_sharded_tensor_for_checkpoint,
+    make_sharded_tensors_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+    prepended_axes,
+)
+from distckpt._names import summarize_keys
+from distckpt.core import LoadMismatchError
+from distckpt.mapping import ReplicaId, ShardedStateDict, ShardedTensor, StateDict
+
+__all__ = [
+    "load_sharded_state_dict",
+    "make_sharded_object_for_checkpoint",
+    "make_sharded_tensor_for_checkpoint",
+    "make_sharded_tensors_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "sharded_state_dict",
+    "sharded_state_dict_default",
+]
+
+# torch.compile and activation checkpointing put their modules around others; neither makes other parameters of theirs.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def sharded_state_dict(
+    module: torch.nn.Module,
+    prefix: str = "",
+    sharded_offsets: Offsets = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    replica_id: ReplicaId | None = None,
+) -> ShardedStateDict:
+    """Describe the parameters, persistent buffers and extra state of a module.
+
+        state = {"model": sharded_state_dict(model), "step": step}
+
+    Modules below `module` that define `sharded_state_dict` are asked for theirs. That of `module` itself is not called,
+    so that it may call this function.
+
+    A DTensor becomes the part of the global tensor that this rank holds, or several, with a replica id made from its
+    mesh. Tied parameters appear under each of their names; `save` stores them once. Names are those of
+    `module.state_dict()`, without what torch.compile and activation checkpointing add to them.
+
+    Args:
+        module: any module; one wrapped in DistributedDataParallel is its attribute `module`.
+        prefix: put before every name.
+        sharded_offsets: axes in front of those of every tensor, `(axis, position, number of parts)` each: the number
+            of a layer or expert among all of them, say.
+        metadata: passed on to the modules that are asked.
+        replica_id: which copy of the module this rank has, see `is_main_replica`. Needed where only some ranks
+            have it, such as those of a pipeline stage: one of them must have 0. By default all ranks of the default
+            process group have copies of tensors that are not DTensors, numbered by rank; and where
+            DTensors of one name are spread over several meshes, these are copies of each other.
+
+    Returns:
+        By name a `ShardedTensor` or `ShardedTensorFactory` for tensors, with the parameters and buffers themselves
+        (the local parts of DTensors) as data; a `ShardedObject` for extra state. DTensors on a mesh without this rank
+        are left out.
+
+    Raises:
+        InvalidShardingError: a DTensor that is not made of parts and copies, see its placements.
+    """
+    offsets = tuple(sharded_offsets)
+    copy = own_rank() if replica_id is None else replica_id
+    grid = Grid(prepended_axes(offsets, "sharded_offsets"))
+    state: ShardedStateDict = {}
+    entries, asked = _entries(module)
+    for name, (_, value) in entries.items():
+        key = prefix + name
+        if not _is_tensor_entry(name, value):
+            state[key] = make_sharded_object_for_checkpoint(value, key, offsets, copy)
+        elif is_dtensor(value):
+            if is_in_mesh(value):
+                state[key] = shard_of_dtensor(key, value, grid, replica_id)
+        else:
+            state[key] = _whole(key, value, grid, copy)
+    for name, child in asked:
+        state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata))
+    return state
+
+
+def sharded_state_dict_default(
+    module: torch.nn.Module,
+    prefix: str = "",
+    sharded_offsets: Offsets = (),
+    metadata: dict[str, Any] | None = None,
+    tp_group: Group | None = None,
+) -> ShardedStateDict:
+    """Ask a module for its sharded state dict, or describe its state as copied on tensor and data parallel ranks.
+
+    Args:
+        module: a module, as a rule below another one that puts its sharded state dict together.
+        prefix: put before every name.
+        sharded_offsets: axes in front of those of each tensor, see `sharded_state_dict`.
+        metadata: passed on; its entry `dp_cp_group`, if any, is the group of the ranks with copies.
+        tp_group: the tensor parallel ranks.
+    """
+    offsets = tuple(sharded_offsets)
+    own = getattr(module, "sharded_state_dict", None)
+    if callable(own):
+        asked: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
+        return asked
+    entries, below = _entries(module)
+    state = make_sharded_tensors_for_checkpoint(
+        {name: value for name, (_, value) in entries.items()},
+        prefix,
+        {},
+        offsets,
+        tp_group=tp_group,
+        dp_cp_group=(metadata or {}).get("dp_cp_group"),
+    )
+    for name, child in below:
+        state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata, tp_group))
+    return state
+
+
+def load_sharded_state_dict(
+    module: torch.nn.Module, loaded: StateDict, prefix: str = "", *, strict: bool = True
+) -> tuple[set[str], set[str]]:
+    """Give a module what was loaded into its sharded state dict.
+
+    Tensors that were loaded in place, as those of `sharded_state_dict` are, need nothing; others are copied. Extra
+    state is handed to `set_extra_state`.
+
+    Args:
+        module: the module whose `sharded_state_dict` was loaded.
+        loaded: what `load` returned in its place: tensors (the local parts of DTensors) and objects, by name.
+        prefix: what the names begin with; others are not looked at.
+        strict: whether names that only one side has are an error.
+
+    Returns:
+        Names that only the module has, and names that only `loaded` has. A parameter that is tied to one that was
+        loaded is not missing, nor is one that this rank has no part in.
+
+    Raises:
+        LoadMismatchError: names differ and `strict` is set, or a tensor has another shape. Nothing is changed by
+            the former.
+    """
+    entries, _ = _entries(module, ask=False)
+    given = {name[len(prefix) :]: value for name, value in loaded.items() if name.startswith(prefix)}
+    reached = {id(tensor) for name in given if name in entries and isinstance(tensor := entries[name][1], torch.Tensor)}
+    missing = {
+        prefix + name
+        for name, (_, value) in entries.items()
+        if name not in given and id(value) not in reached and not (is_dtensor(value) and not is_in_mesh(value))
+    }
+    unexpected = {prefix + name for name in given if name not in entries}
+    if strict and (missing or unexpected):
+        raise LoadMismatchError(_mismatch(type(module).__name__, missing, unexpected), missing, unexpected)
+    owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    others: StateDict = {}
+    for name, value in given.items():
+        if name in entries:
+            own_name, target = entries[name]
+            if id(target) in owned and isinstance(value, torch.Tensor):
+                _copy_into(prefix + name, target, value)
+            else:
+                others[own_name] = value
+    if others:
+        # Extra state, and whatever else only the module knows how to take in.
+        module.load_state_dict(others, strict=False)
+    return missing, unexpected
+
+
+def _mismatch(module: str, missing: set[str], unexpected: set[str]) -> str:
+    lines = [f"What was loaded does not fit the module {module}:"]
+    if missing:
+        lines.append(f"  not loaded: {summarize_keys(missing)}")
+    if unexpected:
+        lines.append(f"  not in the module: {summarize_keys(unexpected)}")
+    lines.append("Load the sharded state dict of this very module, or pass strict=False.")
+    return "\n".join(lines)
+
+
+def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    local, value = local_part(target).detach(), local_part(value).detach()
+    if value.device == local.device and value.data_ptr() == local.data_ptr() and value.shape == local.shape:
+        return
+    if local.is_meta:
+        raise LoadMismatchError(
+            f"{name!r} is on the meta device, where nothing can be loaded: call module.to_empty(device=...) before "
+            "sharded_state_dict(module).",
+            missing=[name],
+        )
+    if value.shape != local.shape:
+        raise LoadMismatchError(
+            f"{name!r} has shape {tuple(local.shape)} on this rank, but {tuple(value.shape)} was loaded for it: load "
+            "the sharded state dict of this very module.",
+            unexpected=[name],
+        )
+    local.copy_(value)
+
+
+def _entries(
+    module: torch.nn.Module, ask: bool = True
+) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, torch.nn.Module]]]:
+    """Return the state of a module by name, with the name that the module itself uses; and the modules to ask.
+
+    Args:
+        module: the module.
+        ask: whether modules that define `sharded_state_dict` are to be asked: then their state is left out.
+    """
+    asked = list(_modules_to_ask(module)) if ask else []
+    # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
+    own = module.state_dict(keep_vars=True)
+    entries = {_plain_name(name): (name, value) for name, value in own.items()}
+    if asked:
+        prefixes = {name for name, _ in asked}
+        entries = {name: entry for name, entry in entries.items() if not _lies_below(name, prefixes)}
+    return entries, asked
+
+
+def _modules_to_ask(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the uppermost modules below a module that define `sharded_state_dict`, with the prefixes of their names."""
+    # A module that is in two places has two names, so not named_modules().
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        below = prefix if name in _WRAPPERS else f"{prefix}{name}."
+        if callable(getattr(child, "sharded_state_dict", None)):
+            yield below, child
+        else:
+            yield from _modules_to_ask(child, below)
+
+
+def _lies_below(name: str, prefixes: set[str]) -> bool:
+    return "" in prefixes or any(name[: i + 1] in prefixes for i, character in enumerate(name) if character == ".")
+
+
+def _plain_name(name: str) -> str:
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _is_tensor_entry(name: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)
+
+
+def _whole(key: str, tensor: torch.Tensor, grid: Grid, replica_id: ReplicaId) -> ShardedTensor:
+    offsets = ((axis, position, parts) for axis, (position, parts) in enumerate(grid.prepended))
+    return ShardedTensor.from_rank_offsets(
+        key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=len(grid.prepended)
+    )

@@ -1,0 +1,116 @@
+"""Save the flat, bucketed shards of a distributed optimizer (ZeRO-1), and load them under another layout.
+
+    torchrun --standalone --nproc-per-node 4 examples/zero1.py --work-dir /tmp/zero1
+
+Trains at tensor parallel 2 x data parallel 2, saves, and goes on; then loads at tensor parallel 1 x data parallel 4
+and trains on from there. Each data parallel rank holds an equal part of every bucket: a run of elements that begins
+and ends anywhere in the parameters, in the middle of a fused SwiGLU weight, too. It says which with `flattened_range`.
+All values must be equal bit by bit after loading, and the losses up to the order of additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _tiny_experts import make_model
+from _tiny_lm import Axis, Layout, all_reduce, make_layout
+from _tiny_training import NUM_STEPS, SAVE_AT, forward_backward, report, start
+from torch import Tensor, nn
+
+import distckpt
+from distckpt.optimizer import get_param_id_to_sharded_param_map
+
+BUCKET_SIZE, LEARNING_RATE, BETAS = 20_000, 3e-3, (0.9, 0.95)
+
+
+class Bucket:
+    """Some parameters, one after another in one flat tensor that is padded; this rank has an equal part of it."""
+
+    def __init__(self, params: list[nn.Parameter], dp: Axis) -> None:
+        self.params, self.dp = params, dp
+        self.share = -(-sum(p.numel() for p in params) // dp.size)
+        self.first = dp.rank * self.share
+        own = self._own_part([p.detach() for p in params]).clone()
+        self.state = {"param": own, "exp_avg": torch.zeros_like(own), "exp_avg_sq": torch.zeros_like(own)}
+
+    def _own_part(self, tensors: list[Tensor | None], reduce: bool = False) -> Tensor:
+        flat = torch.cat([t.flatten() for t in tensors])
+        flat = nn.functional.pad(flat, (0, self.share * self.dp.size - len(flat)))
+        return (all_reduce(flat, self.dp) if reduce else flat)[self.first : self.first + self.share]
+
+    def update(self, step: int) -> None:
+        """Do a step of Adam on this rank's part, and hand the parameters round."""
+        gradient = self._own_part([p.grad for p in self.params], reduce=True)
+        param, mean, square = self.state.values()
+        mean.lerp_(gradient, 1 - BETAS[0])
+        square.lerp_(gradient.square(), 1 - BETAS[1])
+        scale = (square / (1 - BETAS[1] ** step)).sqrt() + 1e-8
+        param.addcdiv_(mean, scale, value=-LEARNING_RATE / (1 - BETAS[0] ** step))
+        parts = [torch.empty_like(param) for _ in range(self.dp.size)]
+        dist.all_gather(parts, param, group=self.dp.group)
+        sizes = [p.numel() for p in self.params]
+        for p, values in zip(self.params, torch.cat(parts)[: sum(sizes)].split(sizes), strict=True):
+            p.data.copy_(values.view_as(p))
+
+    def sharded_state_dict(self, shards: list[Any]) -> list[Any]:
+        """Describe this rank's part. `shards` are those of the parameters; padding belongs to none of them."""
+        described, start = [], 0
+        for param, shard in zip(self.params, shards, strict=True):
+            low, high = max(self.first, start), min(self.first + self.share, start + param.numel())
+            own, run = slice(low - self.first, high - self.first), slice(low - start, high - start)
+            # Copies are on tensor parallel ranks only: each data parallel rank has elements of its own.
+            flat = {"flattened_range": run, "replica_id": (shard.replica_id[0], 0)}
+            for name, values in self.state.items() if low < high else ():
+                described.append(replace(shard, key=f"optimizer.{name}.{shard.key}", data=values[own], **flat))
+            start += param.numel()
+        return described
+
+
+class Trainer:
+    """A model, its optimizer, and the number of steps done."""
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        self.layout, self.model, self.step = layout, make_model(layout, seed), 0
+        self.params, self.buckets, members = list(self.model.parameters()), [], []
+        for param in self.params:
+            members.append(param)
+            if param is self.params[-1] or sum(p.numel() for p in members) > BUCKET_SIZE:
+                self.buckets.append(Bucket(members, layout.dp))
+                members = []
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        model = self.model.sharded_state_dict()
+        by_number = get_param_id_to_sharded_param_map(model, self.params)
+        shards = iter([by_number[number] for number in range(len(self.params))])
+        optimizer = [bucket.sharded_state_dict([next(shards) for _ in bucket.params]) for bucket in self.buckets]
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def train_step(self) -> float:
+        loss = forward_backward(self.model, self.layout, self.step)
+        self.step += 1
+        for bucket in self.buckets:
+            bucket.update(self.step)
+        return loss
+
+
+def main() -> None:
+    work_dir = start(__doc__)
+    trainer, losses = Trainer(make_layout(tp=2, pp=1, dp=2), seed=1), []
+    for step in range(NUM_STEPS):
+        if step == SAVE_AT:
+            distckpt.save(trainer.sharded_state_dict(), work_dir / "tp2-dp2", overwrite=True)
+        losses.append(trainer.train_step())
+
+    trainer = Trainer(make_layout(tp=1, pp=1, dp=4), seed=2)  # another seed: nothing is right before it is loaded
+    # Tensors, flat ones too, are loaded in place; only the step has to be handed over.
+    trainer.step = distckpt.load(trainer.sharded_state_dict(), work_dir / "tp2-dp2")["step"]
+    distckpt.save(trainer.sharded_state_dict(), work_dir / "tp1-dp4", overwrite=True)
+    resumed = [trainer.train_step() for _ in range(trainer.step, NUM_STEPS)]
+    report([work_dir / "tp2-dp2", work_dir / "tp1-dp4"], losses, resumed)
+
+
+if __name__ == "__main__":
+    main()
