@@ -9,24 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from distckpt import _shard_file, _storage, core
-from distckpt._io import BLOCK_BYTES
 from distckpt._manifest import MANIFEST_NAME, Manifest, ShardFile
 from distckpt._names import did_you_mean, natural_order, summarize_keys
-from distckpt._region import Region, find_tiling_faults
-from distckpt._shards import regions_to_arrays
+from distckpt._region import Region
+from distckpt._stored_pieces import StoredPiece, find_fault, find_outside, group_by_key, tabulate, to_manifest
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 
-_HEADER_GUESS_BYTES = 1 << 20
+_HEADER_GUESS_BYTES = 1 << 17
 _MAX_ELEMENTS = 1 << 62
 
 
@@ -37,16 +35,6 @@ class Header(NamedTuple):
     header_bytes: int
     metadata: dict[str, str]
     entries: list[_shard_file.StoredEntry]
-
-
-class _Piece(NamedTuple):
-    key: str
-    dtype: str
-    region: Region
-    global_shape: tuple[int, ...] | None
-    file: str
-    first_byte: int
-    num_bytes: int
 
 
 def holds_safetensors(location: str) -> bool:
@@ -72,7 +60,7 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     weight_map = _read_index(location)
     names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
     files: dict[str, ShardFile] = {}
-    pieces: list[_Piece] = []
+    pieces: list[StoredPiece] = []
     with_info: list[str] = []
     without_info: list[str] = []
     for name in names:
@@ -134,7 +122,7 @@ def read_header(path: str) -> Header:
     return Header(size, header_bytes, *_shard_file.parse_header(head[:header_bytes], size))
 
 
-def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[_Piece]]:
+def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPiece]]:
     path = _storage.join(location, name)
     try:
         size, header_bytes, metadata, entries = read_header(path)
@@ -146,7 +134,7 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[_Piece]]
             shape = _counts(entry, shapes[entry.name]) if entry.name in shapes else None
             shape = entry.shape if info is None else shape
             region = Region(offset, entry.shape)
-            pieces.append(_Piece(entry.name, entry.dtype, region, shape, name, entry.first_byte, entry.num_bytes))
+            pieces.append(StoredPiece(entry.name, entry.dtype, region, shape, name, entry.first_byte, entry.num_bytes))
     except FileNotFoundError as error:
         raise core.CorruptCheckpointError(
             f"{path!r} is missing, but {INDEX_NAME} names it: restore it, or finish copying the directory."
@@ -160,13 +148,16 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[_Piece]]
 
 def _counts(entry: _shard_file.StoredEntry, values: Any) -> tuple[int, ...]:
     """Check an offset or a shape that stands in the metadata, which is not trusted."""
-    is_list = type(values) is list and all(type(n) is int and n >= 0 for n in values)
-    if not is_list or len(values) != len(entry.shape):
-        raise ValueError(f"offset or global shape {values} of {entry.name!r} do not fit its shape {entry.shape}")
-    return tuple(values)
+    if type(values) is list and len(values) == len(entry.shape):
+        for number in values:
+            if type(number) is not int or number < 0:
+                break
+        else:
+            return tuple(values)
+    raise ValueError(f"offset or global shape {values} of {entry.name!r} do not fit its shape {entry.shape}")
 
 
-def _indexed(location: str, pieces: Sequence[_Piece], weight_map: Mapping[str, str]) -> list[_Piece]:
+def _indexed(location: str, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]) -> list[StoredPiece]:
     kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
     absent = sorted(set(weight_map) - {piece.key for piece in kept})
     if absent:
@@ -181,32 +172,23 @@ def _indexed(location: str, pieces: Sequence[_Piece], weight_map: Mapping[str, s
     return kept
 
 
-def _to_manifest(location: str, files: Mapping[str, ShardFile], pieces: Sequence[_Piece]) -> Manifest:
-    by_key: dict[str, list[_Piece]] = {}
-    for piece in pieces:
-        by_key.setdefault(piece.key, []).append(piece)
-    keys = list(by_key)
-    shapes = [_global_shape(location, by_key[key]) for key in keys]
-    _check_tiling(location, [by_key[key] for key in keys], shapes)
-    for group in by_key.values():
-        group.sort(key=lambda piece: piece.region.offset)
-    ordered = [piece for group in by_key.values() for piece in group]
-    offsets, extents = regions_to_arrays([piece.region for piece in ordered])
-    file_ids = {name: i for i, name in enumerate(files)}
-    columns = {
-        "key_ids": np.repeat(np.arange(len(keys)), [len(by_key[key]) for key in keys]),
-        "file_ids": np.array([file_ids[piece.file] for piece in ordered], np.int64),
-        "first_bytes": np.array([piece.first_byte for piece in ordered], np.int64),
-        "num_bytes": np.array([piece.num_bytes for piece in ordered], np.int64),
-        "offsets": offsets,
-        "shapes": extents,
-        "block_checksums": np.zeros(0, np.uint64),
-    }
-    dtypes = [by_key[key][0].dtype for key in keys]
-    return Manifest(keys, dtypes, shapes, list(files.values()), {}, BLOCK_BYTES, columns, has_checksums=False)
+def _to_manifest(location: str, files: Mapping[str, ShardFile], pieces: Sequence[StoredPiece]) -> Manifest:
+    groups = group_by_key(pieces)
+    table = tabulate(groups, [_global_shape(location, group) for group in groups.values()])
+    outside = find_outside(table)
+    if outside is not None:
+        raise core.CorruptCheckpointError(
+            f"Key {outside.key!r} in {location!r}: {outside.region} in {outside.file!r} lies outside of the global "
+            f"shape {outside.global_shape} that the file names: it is damaged. Restore it from a copy."
+        )
+    found = find_fault(table)
+    if found is not None:
+        key_id, fault = found
+        _raise_fault(location, groups[table.keys[key_id]], table.shapes[key_id], fault.element)
+    return to_manifest(table, list(files.values()))
 
 
-def _global_shape(location: str, pieces: Sequence[_Piece]) -> tuple[int, ...]:
+def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
     first = pieces[0]
     for other in pieces[1:]:
         same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
@@ -217,9 +199,9 @@ def _global_shape(location: str, pieces: Sequence[_Piece]) -> tuple[int, ...]:
                 "not belong here."
             )
     # Not stored by torch and Automodel: as far as the pieces reach.
-    ends = [tuple(o + n for o, n in zip(piece.region.offset, piece.region.shape, strict=True)) for piece in pieces]
-    reached = tuple(max(column) for column in zip(*ends, strict=True))
-    if math.prod(n + 1 for n in reached) > _MAX_ELEMENTS:
+    ends = [tuple(map(operator.add, *piece.region)) for piece in pieces]
+    reached = tuple(map(max, zip(*ends, strict=True))) if len(ends) > 1 else ends[0]
+    if math.prod([n + 1 for n in reached]) > _MAX_ELEMENTS:
         farthest = max(zip(ends, pieces, strict=True), key=lambda pair: max(pair[0]))[1]
         raise core.CorruptCheckpointError(
             f"Key {first.key!r} in {location!r} would have the global shape {reached}: its offset "
@@ -228,29 +210,14 @@ def _global_shape(location: str, pieces: Sequence[_Piece]) -> tuple[int, ...]:
     return reached if first.global_shape is None else first.global_shape
 
 
-def _kind(piece: _Piece) -> str:
+def _kind(piece: StoredPiece) -> str:
     whole = "" if piece.global_shape is None else f" of {piece.global_shape}"
     return f"{piece.dtype} {piece.region.shape}{whole}"
 
 
-def _check_tiling(location: str, groups: Sequence[Sequence[_Piece]], shapes: Sequence[tuple[int, ...]]) -> None:
-    for ndim in sorted({len(shape) for shape in shapes}):
-        members = [i for i, shape in enumerate(shapes) if len(shape) == ndim]
-        rows = [(number, piece) for number, i in enumerate(members) for piece in groups[i]]
-        offsets, extents = regions_to_arrays([piece.region for _, piece in rows])
-        global_shapes = np.array([shapes[i] for i in members], np.int64).reshape(len(members), ndim)
-        ids = np.array([number for number, _ in rows], np.int64)
-        for row in np.flatnonzero((offsets + extents > global_shapes[ids]).any(axis=1))[:1].tolist():
-            piece = rows[row][1]
-            raise core.CorruptCheckpointError(
-                f"Key {piece.key!r} in {location!r}: {piece.region} in {piece.file!r} lies outside of the global shape "
-                f"{piece.global_shape} that the file names: it is damaged. Restore it from a copy."
-            )
-        for fault in find_tiling_faults(ids, offsets, extents, global_shapes)[:1]:
-            _raise_fault(location, groups[members[fault.tensor]], shapes[members[fault.tensor]], fault.element)
-
-
-def _raise_fault(location: str, pieces: Sequence[_Piece], shape: tuple[int, ...], element: tuple[int, ...]) -> None:
+def _raise_fault(
+    location: str, pieces: Sequence[StoredPiece], shape: tuple[int, ...], element: tuple[int, ...]
+) -> None:
     def holds(region: Region) -> bool:
         return all(o <= e < o + n for o, n, e in zip(region.offset, region.shape, element, strict=True))
 

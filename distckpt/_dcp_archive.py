@@ -1,0 +1,105 @@
+"""Archives that `torch.save` wrote: zip files without compression, in which every part can be read on its own."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+
+_WINDOW_BYTES = 4096
+"""Read at once at both ends of an archive: the pickle of a tensor stands at one, the directory at the other."""
+_LOCAL_HEADER_BYTES = 30
+_ENCRYPTED = 1
+
+ReadRange = Callable[[int, int], bytes]
+"""Returns the bytes [start, stop) of an archive."""
+
+
+class Archive:
+    """A zip file without compression. Most of it is never read."""
+
+    def __init__(self, read_range: ReadRange, size: int) -> None:
+        self._read_range = _windowed(read_range, size)
+        self._size = size
+        try:
+            entries = zipfile.ZipFile(_RangeFile(self._read_range, size)).infolist()
+        except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"not a whole archive of torch.save ({error!s:.200})") from error
+        # Entries are told apart by their names below the folder of the archive.
+        self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
+        if "data.pkl" not in self._entries or len(self._entries) != len(entries):
+            raise ValueError("not an archive of torch.save: it has no data.pkl")
+        if "byteorder" in self._entries and self.read("byteorder") != b"little":
+            raise ValueError("it was written by a machine that stores the highest byte first")
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Return where the content of an entry begins and ends."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ValueError(f"the archive has no entry {name!r:.100}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise ValueError(f"the entry {name!r:.100} is compressed")
+        if entry.flag_bits & _ENCRYPTED or entry.header_offset < 0:
+            raise ValueError(f"the entry {name!r:.100} is encrypted, or begins before the archive")
+        header = self._read_range(entry.header_offset, entry.header_offset + _LOCAL_HEADER_BYTES)
+        if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\3\4":
+            raise ValueError(f"the entry {name!r:.100} is not where the directory says")
+        # The lengths of name and padding, lowest byte first.
+        start = entry.header_offset + _LOCAL_HEADER_BYTES + header[26] + header[28] + 256 * (header[27] + header[29])
+        if start + entry.file_size > self._size:
+            raise ValueError(f"the entry {name!r:.100} reaches past the end")
+        return start, start + entry.file_size
+
+    def read(self, name: str) -> bytes:
+        return self._read_range(*self.span(name))
+
+    def pickle(self) -> bytes:
+        return self.read("data.pkl")
+
+
+def _windowed(read_range: ReadRange, size: int) -> ReadRange:
+    """Read both ends of an archive at once, and the rest when it is needed."""
+    if size <= 2 * _WINDOW_BYTES:
+        whole = read_range(0, size)
+        return lambda start, stop: whole[start:stop]
+    head, tail_start = read_range(0, _WINDOW_BYTES), size - _WINDOW_BYTES
+    tail = read_range(tail_start, size)
+
+    def read(start: int, stop: int) -> bytes:
+        if stop <= len(head):
+            return head[start:stop]
+        if start >= tail_start:
+            return tail[start - tail_start : stop - tail_start]
+        return read_range(start, min(stop, size))
+
+    return read
+
+
+class _RangeFile(io.RawIOBase):
+    """A file to seek and read in, for zipfile, of which only what is asked for is read."""
+
+    def __init__(self, read_range: ReadRange, size: int) -> None:
+        super().__init__()
+        self._read_range, self._size, self._position = read_range, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        count = self._size if size is None or size < 0 else size
+        data = self._read_range(self._position, max(self._position, min(self._position + count, self._size)))
+        self._position += len(data)
+        return data

@@ -1,0 +1,137 @@
+"""Checkpoints of torch.distributed.checkpoint, as PyTorch writes them and as Megatron Core does (`torch_dist`).
+
+`distckpt.load` and `distckpt.consolidate` read such directories as they are, whatever number of ranks wrote them:
+
+    state = distckpt.load({"model": model.sharded_state_dict()}, "megatron/iter_0001000")
+    distckpt.consolidate("fsdp/step_1000", "exported")
+
+Nothing in their pickles is ever run: see `docs/migrating-from-megatron.md`. `convert` makes distckpt checkpoints of
+them, which have checksums and open faster.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from distckpt import _dcp_load, _dtypes, _sources, _storage, core
+from distckpt._collectives import Ranks
+from distckpt._common_state import COMMON_KEY
+from distckpt._io import Bytes
+from distckpt._io_read import read_chunks
+from distckpt._manifest import OBJECT, Manifest
+from distckpt.mapping import CommonStateDict, ShardedObject, ShardedTensor
+from distckpt.serialization import SaveReport, save
+
+
+def convert(
+    source_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    common_state: CommonStateDict | None = None,
+    overwrite: bool = False,
+    process_group: Any = None,
+) -> SaveReport:
+    """Make a distckpt checkpoint of one that PyTorch or Megatron Core wrote: tensors, objects and common state.
+
+    Takes any number of ranks; each converts a share. Tensors go from file to file: a local source is mapped, so that a
+    window of it at a time is copied (`max_inflight_bytes` of `save`) and the system may drop what was read; of a remote
+    one (a URL) each rank holds its whole share. The objects of its share, and common state, are in memory whole. Each
+    stored chunk becomes a chunk.
+
+    Collective: every rank of the process group calls.
+
+    Args:
+        source_dir: a path or URL of what `distckpt.load` can read.
+        checkpoint_dir: of the new checkpoint.
+        common_state: stored in the place of the source's, for sources whose common state is refused.
+        overwrite: replace a checkpoint that is there.
+        process_group: the ranks that convert together; None for the default group, or for this process alone.
+
+    Returns:
+        What `distckpt.save` reports.
+
+    Raises:
+        CheckpointingException: the source is a checkpoint of distckpt already.
+        CorruptCheckpointError: the source is damaged.
+        UnsupportedObjectError: an object, or common state, needs a class that is not read from pickles.
+        RankFailedError: raised on all ranks when any rank failed.
+    """
+    ranks = Ranks(process_group)
+    location, data = _storage.normalize(source_dir), b""
+    with ranks.phase("open the source", decision=True):
+        if ranks.is_coordinator:
+            data = _sources.manifest_bytes(location, _sources.identify(location))
+    data = ranks.broadcast(data)
+    with ranks.phase("prepare to convert"):
+        manifest = Manifest.from_bytes(data, location)
+        if manifest.has_checksums:
+            raise core.CheckpointingException(f"{location!r} is a checkpoint of distckpt already: copy it.")
+        if common_state is None:
+            common_state = _common_state(location, manifest)
+        shards = _share(location, manifest, ranks.rank, ranks.size)
+    # Under a name that no common state has; an empty list would be common state itself.
+    state = {**common_state, **({uuid.uuid4().hex: shards} if shards else {})}
+    return save(state, checkpoint_dir, overwrite=overwrite, process_group=process_group)
+
+
+def _common_state(location: str, manifest: Manifest) -> CommonStateDict:
+    if COMMON_KEY not in manifest.key_index:
+        return {}
+    common = _dcp_load.load_common_state(location, manifest)
+    if not isinstance(common, dict):
+        raise core.CorruptCheckpointError(f"The common state of {location!r} is a {type(common).__name__}, not a dict.")
+    return common
+
+
+def _rows(manifest: Manifest, key: str) -> range:
+    rows = manifest.chunk_rows(manifest.key_index[key])
+    return range(rows.start, rows.stop)
+
+
+def _share(location: str, manifest: Manifest, rank: int, num_ranks: int) -> list[ShardedTensor | ShardedObject]:
+    """Return the chunks that one rank converts: a run of about as many bytes as the others have."""
+    chunks = [(key, row) for key in manifest.key_index if key != COMMON_KEY for row in _rows(manifest, key)]
+    ends = np.cumsum([int(manifest.num_bytes[row]) + 1 for _, row in chunks])
+    shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
+    mine = [chunk for chunk, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
+    tensors = [(key, row) for key, row in mine if not _is_object(manifest, row)]
+    objects = [(key, row) for key, row in mine if _is_object(manifest, row)]
+    contents = _tensor_contents(location, manifest, [row for _, row in tensors])
+    shards: list[ShardedTensor | ShardedObject] = []
+    for key, row in tensors:
+        dtype = _dtypes.FROM_NAME[manifest.dtypes[int(manifest.key_ids[row])]]
+        region, shape = manifest.chunk_region(row), manifest.global_shapes[int(manifest.key_ids[row])]
+        data = torch.from_numpy(contents[row]).view(dtype).reshape(region.shape)
+        shards.append(ShardedTensor(key, data, dtype, region.shape, shape, region.offset, None))
+    values = _dcp_load.load_objects(location, manifest, {str(row): row for _, row in objects})
+    for key, row in objects:
+        shape = manifest.global_shapes[int(manifest.key_ids[row])]
+        shards.append(ShardedObject(key, values[str(row)], shape, manifest.chunk_region(row).offset))
+    return shards
+
+
+def _is_object(manifest: Manifest, row: int) -> bool:
+    return manifest.dtypes[int(manifest.key_ids[row])] == OBJECT
+
+
+def _tensor_contents(location: str, manifest: Manifest, rows: list[int]) -> Mapping[int, Bytes]:
+    """Return the bytes of chunks: parts of mapped files, of which nothing is read yet, or all of them from a URL."""
+    if not _storage.is_local(location):
+        blobs = read_chunks(location, manifest, rows, "none")
+        return {row: np.frombuffer(bytearray(blob), np.uint8) for row, blob in zip(rows, blobs, strict=True)}
+    files = {}
+    for file_id in sorted({int(manifest.file_ids[row]) for row in rows}):
+        path = _storage.join(location, *manifest.files[file_id].name.split("/"))
+        # Private, as torch wants memory that it may write to.
+        files[file_id] = np.memmap(path, np.uint8, mode="c")
+    contents = {}
+    for row in rows:
+        first = int(manifest.first_bytes[row])
+        contents[row] = files[int(manifest.file_ids[row])][first : first + int(manifest.num_bytes[row])]
+    return contents

@@ -1,0 +1,259 @@
+"""Megatron Core's GPT model, saved and loaded through distckpt as it is, and checkpoints that Megatron wrote.
+
+Every element of the model has a value that follows from its key and its place in the global tensor, so any layout
+can be checked alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import shutil
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import distckpt
+from distckpt import StrictHandling
+from distckpt.interop import torch_dist
+from distckpt.interop.megatron import register_types
+from tests.distributed.harness import error_of, run
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (it is part of the test extra)"
+)
+
+TIMEOUT = 85.0
+
+
+def megatron(name=""):
+    """Import a part of Megatron, which imports much and warns of much."""
+    warnings.simplefilter("ignore")
+    return importlib.import_module(f"megatron.core{name}")
+
+
+def make_model(tp, pp):
+    """Make a small GPT model on the ranks of this group; its last pipeline stage has the output layer."""
+    state = megatron(".parallel_state")
+    state.destroy_model_parallel()
+    state.initialize_model_parallel(tp, pp)
+    specs = megatron(".models.gpt.gpt_layer_specs")
+    config = megatron(".transformer.transformer_config").TransformerConfig(
+        num_layers=4, hidden_size=16, num_attention_heads=4, num_query_groups=2, kv_channels=4, ffn_hidden_size=24,
+        use_cpu_initialization=True, gated_linear_unit=True, add_bias_linear=False, pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, perform_initialization=False,
+    )  # fmt: skip
+    return megatron(".models.gpt.gpt_model").GPTModel(
+        config, specs.get_gpt_layer_local_spec(), vocab_size=40, max_sequence_length=8,
+        pre_process=state.is_pipeline_first_stage(), post_process=state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+
+
+def leaves(tree):
+    """Yield the sharded tensors of a state dict, those that factories build included; their data share memory."""
+    for node in tree.values() if isinstance(tree, dict) else tree:
+        if hasattr(node, "build_fn"):
+            node = node.build()
+        if isinstance(node, dict | list):
+            yield from leaves(node)
+        elif hasattr(node, "local_shape"):
+            yield node
+
+
+def whole(key, shape):
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def local_part(shard):
+    return whole(shard.key, shard.global_shape)[
+        tuple(
+            offset if axis < shard.prepend_axis_num else slice(offset, offset + size)
+            for axis, (offset, size) in enumerate(
+                zip(shard.global_offset, (1,) * shard.prepend_axis_num + tuple(shard.local_shape), strict=True)
+            )
+        )
+    ]
+
+
+def fill(model):
+    with torch.no_grad():
+        for shard in leaves(model.sharded_state_dict()):
+            shard.data.copy_(local_part(shard))
+
+
+def wrong_keys(model):
+    return [shard.key for shard in leaves(model.sharded_state_dict()) if not torch.equal(shard.data, local_part(shard))]
+
+
+def request_of(model):
+    return {"model": model.sharded_state_dict()}
+
+
+def save_through_distckpt(rank, path):
+    model = make_model(2, 1)
+    fill(model)
+    register_types()
+    args = argparse.Namespace(backend=megatron(".transformer.enums").AttnBackend.auto)
+    state = {**request_of(model), "iteration": 7, "args": args}
+    before = {key: id(value) for key, value in state["model"].items()}
+    distckpt.save(state, path)
+    return {key: id(value) for key, value in state["model"].items()} == before, len(list(leaves(state)))
+
+
+def load_into(rank, path, tp, pp):
+    """Load a checkpoint under another layout; tell what is wrong with the weights then."""
+    warnings.simplefilter("ignore")
+    register_types()
+    model = make_model(tp, pp)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    loaded, missing, unexpected = distckpt.load(request_of(model), path, strict=StrictHandling.RETURN_ALL)
+    model.load_state_dict(loaded["model"])
+    return wrong_keys(model), loaded["iteration"], sorted(missing), sorted(unexpected), len(list(model.parameters()))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("gpt") / "checkpoint")
+    unchanged = run(save_through_distckpt, 2, path, group_timeout=TIMEOUT)
+    assert [kept for kept, _ in unchanged] == [True, True]
+    assert all(count > 20 for _, count in unchanged)
+    return path
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 1)])
+def test_gpt_saved_at_tp2_loads_in_other_layouts(saved, tp, pp):
+    for wrong, iteration, missing, unexpected, count in run(load_into, tp * pp, saved, tp, pp, group_timeout=TIMEOUT):
+        assert (wrong, iteration, missing, unexpected) == ([], 7, [], [])
+        assert count > 10
+
+
+def save_with_megatron(rank, path):
+    """Save with Megatron itself, in its own format, with what its training scripts put beside the model."""
+    multiprocessing.current_process()._config["daemon"] = False  # Megatron starts a process for every save.
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"
+    checkpointing = megatron(".dist_checkpointing")
+    model = make_model(2, 1)
+    fill(model)
+    objects = {
+        "rng": checkpointing.ShardedObject("rng", {"rank": rank}, (2,), (rank,)),
+        "flags": checkpointing.ShardedObject("a/flags", np.arange(3), (1, 1), (0, 0), replica_id=rank),
+        "hidden": checkpointing.ShardedObject("hidden", io.BytesIO(b"state"), (1,), (0,), replica_id=rank),
+    }
+    backend = megatron(".transformer.enums").AttnBackend.auto
+    mode, config = megatron(".rerun_state_machine").RerunMode.DISABLED, megatron(".optimizer").OptimizerConfig(lr=0.5)
+    args = argparse.Namespace(dtype=torch.bfloat16, backend=backend, betas=(0.9, 0.95), mode=mode, config=config)
+    if rank == 0:
+        Path(path).mkdir()
+    dist.barrier()
+    state = {**request_of(model), **objects, "iteration": 7, "args": args, "optimizer": {"groups": [{"lr": 0.1}]}}
+    checkpointing.save(state, path, content_metadata={"layout": "plain"})
+    return sorted(os.listdir(path))
+
+
+@pytest.fixture(scope="module")
+def saved_by_megatron(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("torch_dist") / "checkpoint")
+    names, _ = run(save_with_megatron, 2, path, group_timeout=TIMEOUT)
+    assert {".metadata", "common.pt", "metadata.json"} < set(names)
+    return path
+
+
+def load_what_megatron_saved(rank, path):
+    """Load everything but the model: objects by their cells, and common state."""
+    warnings.simplefilter("ignore")
+    refused = str(error_of(distckpt.load, {}, path))
+    register_types()
+    asked = {
+        "rng": distckpt.ShardedObject("rng", None, (2,), (1,)),
+        "flags": distckpt.ShardedObject("a/flags", None, (1, 1), (0, 0)),
+        "hidden": distckpt.ShardedObject("hidden", None, (1,), (0,)),
+    }
+    loaded = distckpt.load(asked, path, validate_access_integrity=False)
+    loaded["hidden"] = loaded["hidden"].read()
+    loaded["flags"] = loaded["flags"].tolist()
+    # Classes that the parent may not have imported.
+    args = loaded["args"]
+    args.backend, args.mode, args.config = (
+        args.backend.name,
+        args.mode.name,
+        (type(args.config).__name__, args.config.lr),
+    )
+    return loaded, distckpt.load_content_metadata(path), refused
+
+
+WHAT_MEGATRON_SAVED = {
+    "rng": {"rank": 1},
+    "flags": [0, 1, 2],
+    "hidden": b"state",
+    "iteration": 7,
+    "args": argparse.Namespace(
+        dtype=torch.bfloat16, backend="auto", betas=(0.9, 0.95), mode="DISABLED", config=("OptimizerConfig", 0.5)
+    ),
+    "optimizer": {"groups": [{"lr": 0.1}]},
+    "content_metadata": {"layout": "plain"},
+}
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
+def test_gpt_that_megatron_saved_loads(saved_by_megatron, tp, pp):
+    for wrong, iteration, missing, unexpected, _ in run(
+        load_into, tp * pp, saved_by_megatron, tp, pp, group_timeout=TIMEOUT
+    ):
+        assert (wrong, iteration, missing, unexpected) == ([], 7, ["a/flags", "hidden", "rng"], [])
+
+
+def test_objects_and_common_state_that_megatron_saved_load(saved_by_megatron):
+    ((loaded, content_metadata, refused),) = run(load_what_megatron_saved, 1, saved_by_megatron)
+    assert loaded == WHAT_MEGATRON_SAVED
+    assert content_metadata == {"layout": "plain"}
+    assert "common.pt" in refused
+    assert "needs 'megatron.core." in refused
+    assert "register_types" in refused
+
+
+def convert_together(rank, source, target):
+    warnings.simplefilter("ignore")
+    register_types()
+    torch_dist.convert(source, target)
+    return load_what_megatron_saved(rank, target)[0]
+
+
+def test_conversion_by_two_ranks(saved_by_megatron, tmp_path):
+    target = str(tmp_path / "converted")
+    assert run(convert_together, 2, saved_by_megatron, target) == [WHAT_MEGATRON_SAVED] * 2
+    assert distckpt.load_sharded_metadata(target) == distckpt.load_sharded_metadata(saved_by_megatron)
+    converted = distckpt.load_plain_tensors(target)
+    assert [key for key, tensor in converted.items() if not torch.equal(tensor, whole(key, tensor.shape))] == []
+    assert converted.keys() == distckpt.load_tensors_metadata(saved_by_megatron).keys()
+
+
+def test_consolidation_of_what_megatron_saved(saved_by_megatron, tmp_path):
+    distckpt.consolidate(saved_by_megatron, str(tmp_path / "hf"))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == distckpt.load_tensors_metadata(saved_by_megatron).keys()
+    assert [key for key, tensor in exported.items() if not torch.equal(tensor, whole(key, tensor.shape))] == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"), [(os.unlink, "missing"), (lambda path: os.truncate(path, 100), "cut off")]
+)
+def test_damage_to_what_megatron_saved(saved_by_megatron, tmp_path, damage, problem):
+    copy = shutil.copytree(saved_by_megatron, tmp_path / "copy")
+    damage(copy / "__1_0.distcp")
+    with pytest.raises(distckpt.CorruptCheckpointError, match=rf"__1_0\.distcp.*{problem}"):
+        distckpt.load({}, copy)

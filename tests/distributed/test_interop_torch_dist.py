@@ -1,0 +1,105 @@
+"""Directories that several ranks wrote with torch.distributed.checkpoint, read by other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import distckpt
+from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
+from distckpt.interop import torch_dist
+from tests.distributed.harness import error_of, run
+
+
+def numbered(*shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+WEIGHTS = {
+    "rows": (numbered(12, 5), [Shard(0)]),
+    "columns": (numbered(6, 24, dtype=torch.bfloat16), [Shard(1)]),
+    "uneven": (numbered(7, 3, dtype=torch.float64), [Shard(0)]),
+    "fewer.than.ranks": (numbered(1, 4), [Shard(0)]),
+    "copied": (numbered(9), [Replicate()]),
+    "scalar": (torch.tensor(2.5), [Replicate()]),
+}
+
+
+def save_with_torch(rank, path):
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,))
+    model = {key: distribute_tensor(tensor, mesh, places) for key, (tensor, places) in WEIGHTS.items()}
+    dcp.save({"model": model, "optimizer": {"groups": [{"lr": 0.1}]}, "step": 5}, checkpoint_id=path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("dcp") / "checkpoint")
+    run(save_with_torch, 2, path)
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp"} == set(os.listdir(path))
+    return path
+
+
+def part_of(key, tensor, rank, num_ranks):
+    """Describe the rank's share of the last axis; of tensors that do not divide, a copy of the whole."""
+    axis = tensor.dim() - 1
+    if axis < 0 or tensor.shape[axis] % num_ranks:
+        return ShardedTensor.from_rank_offsets(key, torch.zeros_like(tensor), replica_id=rank), tensor
+    part = tensor.chunk(num_ranks, axis)[rank].contiguous()
+    return ShardedTensor.from_rank_offsets(key, torch.zeros_like(part), (axis, rank, num_ranks)), part
+
+
+def load_in_another_layout(rank, path, num_ranks):
+    parts = {key: part_of(f"model.{key}", tensor, rank, num_ranks) for key, (tensor, _) in WEIGHTS.items()}
+    asked = {"model": {key: shard for key, (shard, _) in parts.items()}}
+    loaded = distckpt.load(asked, path, strict="raise_all")
+    wrong = [key for key, (_, expected) in parts.items() if not torch.equal(loaded["model"][key], expected)]
+    return wrong, loaded["step"], loaded["optimizer"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_dtensors_load_in_another_layout(saved, num_ranks):
+    expected = ([], 5, {"groups": [{"lr": 0.1}]})
+    assert run(load_in_another_layout, num_ranks, saved, num_ranks) == [expected] * num_ranks
+
+
+def test_consolidation_of_what_two_ranks_wrote(saved, tmp_path):
+    distckpt.consolidate(saved, str(tmp_path / "hf"), rename={"model.": ""})
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == WEIGHTS.keys()
+    assert [key for key, (tensor, _) in WEIGHTS.items() if not torch.equal(exported[key], tensor)] == []
+
+
+def convert(rank, source, target):
+    return torch_dist.convert(source, target).location
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_conversion_by_some_ranks(saved, tmp_path, num_ranks):
+    target = str(tmp_path / "converted")
+    assert run(convert, num_ranks, saved, target) == [target] * num_ranks
+    plain = distckpt.load_plain_tensors(target)
+    assert [key for key, (tensor, _) in WEIGHTS.items() if not torch.equal(plain[f"model.{key}"], tensor)] == []
+    assert distckpt.load_common_state_dict(target) == distckpt.load_common_state_dict(saved)
+
+
+def errors_of_loading(rank, path):
+    error = error_of(distckpt.load, {}, path)
+    return isinstance(error, RankFailedError | CorruptCheckpointError), str(error)
+
+
+def test_all_ranks_hear_of_a_missing_file(saved, tmp_path):
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    os.unlink(copy / "__1_0.distcp")
+    for is_ours, message in run(errors_of_loading, 2, str(copy)):
+        assert is_ours
+        assert "__1_0.distcp" in message
+        assert "is missing" in message

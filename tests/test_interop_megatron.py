@@ -1,0 +1,284 @@
+"""Objects shaped as Megatron Core's are taken by save and load as they are, whether or not Megatron is installed.
+
+The classes here have the names and fields of `megatron.core.dist_checkpointing.mapping`, in several versions; the tests
+with Megatron itself are in tests/distributed.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import importlib
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import distckpt
+from distckpt import InvalidShardingError, UnsupportedObjectError
+from distckpt.interop import megatron
+
+
+class ShardedBase:
+    pass
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    key: str
+    data: Any = field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple
+    global_shape: tuple
+    global_offset: tuple
+    axis_fragmentations: tuple | None
+    replica_id: Any = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    has_regular_grid = property(lambda self: self.axis_fragmentations is not None)
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    key: str
+    data: Any
+    global_shape: tuple
+    global_offset: tuple
+    replica_id: Any = 0
+
+
+@dataclass
+class ShardedTensorFactory(ShardedBase):
+    key: str
+    data: torch.Tensor
+    build_fn: Any
+    merge_fn: Any
+    replica_id: Any = 0
+    flattened_range: slice | None = None
+
+
+class LocalNonpersistentObject:
+    def __init__(self, obj):
+        self.obj = obj
+
+    def unwrap(self):
+        return self.obj
+
+
+class PaddedTensor(ShardedTensor):
+    """Programs derive classes of their own."""
+
+
+def tensor(key, data, shape=None, offset=None, fragmentations="regular", **kwargs):
+    shape = tuple(data.shape) if shape is None else shape
+    offset = (0,) * len(shape) if offset is None else offset
+    if fragmentations == "regular":
+        fragmentations = (1,) * len(shape)
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), shape, offset, fragmentations, **kwargs)
+
+
+def swiglu(key, data, merged=None):
+    """Store one parameter as two halves, as Megatron does; what is merged goes into a list."""
+
+    def build(key, data, replica_id, flattened_range):
+        assert flattened_range is None
+        gate, up = data.chunk(2)
+        shape = tuple(data.shape)
+        return [
+            ShardedTensor(key, part, data.dtype, tuple(part.shape), shape, (i * len(part), 0), (2, 1), replica_id)
+            for i, part in enumerate((gate, up))
+        ]
+
+    def merge(parts):
+        assert all(type(part) is torch.Tensor for part in parts)
+        if merged is not None:
+            merged.append(len(parts))
+        return torch.cat(parts)
+
+    return ShardedTensorFactory(key, data, build, merge)
+
+
+def test_a_state_dict_of_megatron_comes_back(tmp_path):
+    weight, fc1 = torch.randn(4, 3), torch.randn(6, 2)
+    state = {
+        "model": {
+            "weight": tensor("weight", weight),
+            "layers": [tensor("layers", torch.ones(3), (2, 3), (0, 0), (2, 1), prepend_axis_num=1), "plain"],
+            "last": (tensor("layers", torch.full((3,), 2.0), (2, 3), (1, 0), (2, 1), prepend_axis_num=1),),
+            "fc1": swiglu("fc1", fc1),
+        },
+        "rng": ShardedObject("rng", {"seed": 1}, (1,), (0,)),
+        "extra": ShardedObject("layer._extra_state", io.BytesIO(b"scales"), (1,), (0,)),
+        "metadata": ShardedObject("other._extra_state", torch.arange(3), (1,), (0,)),
+        "local": LocalNonpersistentObject([1, 2]),
+        "step": 5,
+    }
+    before = {name: id(value) for name, value in state["model"].items()}
+    distckpt.save(state, tmp_path / "c")
+    assert {name: id(value) for name, value in state["model"].items()} == before
+    assert type(state["model"]["fc1"]) is ShardedTensorFactory
+
+    merged = []
+    asked = {
+        "model": {
+            "weight": tensor("weight", torch.zeros(4, 3)),
+            "layers": [tensor("layers", torch.zeros(3), (2, 3), (1, 0), (2, 1), prepend_axis_num=1)],
+            "fc1": swiglu("fc1", torch.zeros(6, 2), merged),
+        },
+        "rng": ShardedObject("rng", None, (1,), (0,)),
+        "extra": ShardedObject("layer._extra_state", None, (1,), (0,)),
+        "metadata": ShardedObject("other._extra_state", None, (1,), (0,)),
+        "local": LocalNonpersistentObject("mine"),
+    }
+    target = asked["model"]["weight"].data
+    loaded = distckpt.load(asked, tmp_path / "c", strict="raise_all")
+    assert loaded["model"]["weight"] is target
+    assert torch.equal(target, weight)
+    assert torch.equal(loaded["model"]["layers"][0], torch.full((3,), 2.0))
+    assert torch.equal(loaded["model"]["fc1"], fc1)
+    assert merged == [2]
+    assert (loaded["rng"], loaded["local"], loaded["step"]) == ({"seed": 1}, "mine", 5)
+    assert loaded["extra"].read() == b"scales"
+    assert torch.equal(loaded["metadata"], torch.arange(3))
+
+
+def test_tensors_without_data_are_allocated(tmp_path):
+    distckpt.save({"w": tensor("w", torch.arange(6.0))}, tmp_path / "c")
+    shard = ShardedTensor("w", None, torch.float32, (3,), (6,), (3,), (2,))
+    assert torch.equal(distckpt.load({"w": shard}, tmp_path / "c")["w"], torch.arange(3.0, 6.0))
+    assert shard.data is None
+
+
+def test_irregular_and_flattened_shards(tmp_path):
+    full = torch.arange(35.0).view(5, 7)
+    uneven = [tensor("w", full[:2], (5, 7), (0, 0), None), tensor("w", full[2:], (5, 7), (2, 0), None)]
+    distckpt.save({"parts": uneven}, tmp_path / "c")
+    flat = ShardedTensor(
+        "w", torch.zeros(9), torch.float32, (5, 7), (5, 7), (0, 0), (1, 1), flattened_range=slice(10, 19)
+    )
+    assert torch.equal(distckpt.load({"flat": flat}, tmp_path / "c")["flat"], full.flatten()[10:19])
+
+
+def test_padding_that_differs(tmp_path):
+    distckpt.save({"w": tensor("vocabulary", torch.ones(6, 2))}, tmp_path / "c")
+    longer = PaddedTensor(
+        "vocabulary", torch.full((4, 2), 9.0), torch.float32, (4, 2), (8, 2), (4, 0), (2, 1), allow_shape_mismatch=True
+    )
+    assert torch.equal(distckpt.load({"w": longer}, tmp_path / "c")["w"], torch.tensor([[1.0, 1]] * 2 + [[0, 0]] * 2))
+
+
+def test_containers_of_other_classes(tmp_path):
+    state = collections.OrderedDict(a=collections.OrderedDict(w=tensor("w", torch.ones(2))), b=1)
+    distckpt.save(state, tmp_path / "c")
+    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {"w"}
+    assert distckpt.load_common_state_dict(tmp_path / "c") == {"b": 1}
+
+
+class Tagged(torch.Tensor):
+    """A subclass without data of its own, as Transformer Engine has for bookkeeping."""
+
+
+class Packed(torch.Tensor):
+    """An 8-bit tensor that poses as a bfloat16 one, as those of Transformer Engine do."""
+
+    @staticmethod
+    def __new__(cls, packed):
+        return torch.Tensor._make_wrapper_subclass(cls, packed.shape, dtype=torch.bfloat16)
+
+    def __init__(self, packed):
+        self.packed = packed
+
+    def dequantize(self):
+        return self.packed.to(torch.bfloat16) * 2
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].packed)
+        raise NotImplementedError(function)
+
+
+def test_subclasses_of_tensors(tmp_path):
+    tagged, packed = torch.arange(4.0).as_subclass(Tagged), Packed(torch.arange(4, dtype=torch.uint8))
+    distckpt.save({"a": tensor("a", tagged), "b": tensor("b", packed)}, tmp_path / "c")
+    asked = {
+        "a": tensor("a", torch.zeros(4).as_subclass(Tagged)),
+        "b": tensor("b", Packed(torch.zeros(4, dtype=torch.uint8))),
+    }
+    loaded = distckpt.load(asked, tmp_path / "c")
+    assert loaded["a"].tolist() == [0, 1, 2, 3]
+    assert (type(loaded["b"]), loaded["b"].dtype, loaded["b"].tolist()) == (torch.Tensor, torch.bfloat16, [0, 2, 4, 6])
+
+
+def test_mistakes_are_found_as_in_objects_of_distckpt(tmp_path):
+    with pytest.raises(InvalidShardingError, match=r"'w'.*past the end"):
+        distckpt.save({"w": tensor("w", torch.ones(4), (6,), (4,), (2,))}, tmp_path / "c")
+    with pytest.raises(InvalidShardingError, match=r"'w'.*no rank holds"):
+        distckpt.save({"w": tensor("w", torch.ones(4), (8,), (4,), (2,))}, tmp_path / "c")
+
+
+def test_classes_that_share_only_the_name_are_not_taken_for_it(tmp_path):
+    class ShardedTensor:
+        key = data = dtype = local_shape = None
+
+    with pytest.raises(UnsupportedObjectError, match="ShardedTensor"):
+        distckpt.save({"w": ShardedTensor()}, tmp_path / "c")
+
+
+def test_convert_gives_objects_of_distckpt():
+    weight = torch.ones(2)
+    state = {
+        "a": [tensor("w", weight), (ShardedObject("o", 1, (1,), (0,)),)],
+        "f": swiglu("f", torch.ones(2, 1)),
+        "n": 1,
+    }
+    converted = megatron.convert(state)
+    assert type(state["a"][0]) is ShardedTensor
+    assert converted["a"][0] == distckpt.ShardedTensor("w", weight, torch.float32, (2,), (2,), (0,), (1,))
+    assert converted["a"][0].data is weight
+    assert converted["a"][1] == (distckpt.ShardedObject("o", 1, (1,), (0,)),)
+    assert type(converted["f"]) is distckpt.ShardedTensorFactory
+    assert converted["n"] == 1
+
+
+def test_an_enum_in_the_arguments_is_refused_with_the_way_out(tmp_path):
+    class Backend(enum.Enum):
+        AUTO = 1
+
+    with pytest.raises(UnsupportedObjectError, match=r"\['args'\]\['backend'\].*register_object_type\(Backend\)"):
+        distckpt.save({"args": {"backend": Backend.AUTO}}, tmp_path / "c")
+
+
+def test_files_in_memory_are_compared_by_content(tmp_path):
+    distckpt.save({"common": io.BytesIO(b"abc"), "array": np.arange(2)}, tmp_path / "c")
+    assert distckpt.load({}, tmp_path / "c")["common"].getvalue() == b"abc"
+
+
+IMPORTS = {
+    "": "ShardedTensor ShardedObject LocalNonpersistentObject save load load_common_state_dict load_content_metadata "
+    "load_plain_tensors load_tensors_metadata remove_sharded_tensors check_is_distributed_checkpoint",
+    ".core": "CheckpointingException CheckpointingConfig maybe_load_config save_config",
+    ".dict_utils": "dict_list_map_inplace nested_values extract_matching_values diff merge map_reduce",
+    ".mapping": "LocalNonpersistentObject ReplicaId ShardedObject ShardedStateDict ShardedTensor ShardedTensorFactory "
+    "StateDict ShardedBase apply_factories apply_factory_merges is_main_replica",
+    ".optimizer": "KEEP_VARS_HINT get_optim_param_to_id_map get_param_id_to_sharded_param_map "
+    "make_sharded_optimizer_tensor optim_state_to_sharding_state",
+    ".utils": "_clean_metadata_for_serialization add_prefix_for_sharding apply_prefix_mapping extract_sharded_tensors "
+    "extract_sharded_tensors_and_factories replace_prefix_for_sharding",
+    ".validation": "StrictHandling parse_strict_flag",
+    ".serialization": "load load_common_state_dict save get_default_load_sharded_strategy "
+    "get_default_save_sharded_strategy",
+    ".strategies.fully_parallel": "FullyParallelSaveStrategyWrapper FullyParallelLoadStrategyWrapper",
+    ".strategies.base": "LoadShardedStrategy SaveShardedStrategy StrategyAction get_default_strategy",
+}
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_what_megatron_and_its_users_import_is_there(module):
+    found = importlib.import_module(f"distckpt{module}")
+    assert [name for name in IMPORTS[module].split() if not hasattr(found, name)] == []
