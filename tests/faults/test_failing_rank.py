@@ -158,7 +158,10 @@ def strategy_raises_after(rank, path):
 SAVES = {
     build_fn_raises: (ValueError, ["take their state dicts apart", "3 heads do not divide by 2"]),
     preprocessing_raises: (RuntimeError, ["no such entry on rank 2"]),
-    unsupported_common_state: (UnsupportedObjectError, ["encode common state", "args", "callback", "NotRegistered"]),
+    unsupported_common_state: (
+        UnsupportedObjectError,
+        ["take their state dicts apart", "args", "callback", "NotRegistered"],
+    ),
     unsupported_object: (UnsupportedObjectError, ["describe", "loader/shard_2_4", "sampler", "NotRegistered"]),
     no_data: (CheckpointingException, ["describe", "'empty'", "(6,)", "data"]),
     file_too_large: (OSError, ["write shard files", os.strerror(errno.EFBIG), "tensors/shard-00003-"]),

@@ -1,0 +1,312 @@
+"""Checkpoints of a training run in one directory: saved in the background, found again, thinned out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal
+
+from distckpt import _background, _commit, _storage, core
+from distckpt._async_save import (
+    DEFAULT_EXIT_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    SaveHandle,
+    finished,
+    prepare_background_save,
+    release_staging_memory,
+    settle,
+    start,
+)
+from distckpt._collectives import Ranks
+from distckpt._io import paused_garbage_collection
+from distckpt._preemption import PreemptionGuard
+from distckpt._report import Clock, SaveReport
+from distckpt._retention import Retention, clear_leftovers, remove_step, surplus
+from distckpt._saving import SaveRequest, Target, begin_save, finish_save
+from distckpt._steps import NOTE, TRACKER, committed_steps, newest_whole_step, own_steps, problem_with, step_name
+from distckpt.mapping import ShardedStateDict, StateDict
+from distckpt.serialization import load
+from distckpt.strategies.base import Options, PreparedSave, SaveShardedStrategy
+
+__all__ = ["CheckpointManager", "PreemptionGuard"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Keeps the checkpoints of a run in one directory, each in a directory of its own such as `step_00000100`.
+
+        with distckpt.CheckpointManager("checkpoints", keep_last=3) as manager:
+            if manager.latest() is not None:
+                state = manager.load(state)
+            for step in ...:
+                train(step)
+                if step % 100 == 0:
+                    manager.save(step, state)
+
+    Collective: every rank of the process group makes the same calls in the same order; rank 0 looks and decides for
+    all, so all load the same step.
+
+    A step is kept when it is one of the newest, a multiple of `keep_every`, pinned, one of the best, or named by
+    `keep`. Others are removed in the background after the next save has been committed, but only if a manager has
+    saved them: whatever else lies in the directory is left alone.
+
+    Args:
+        root: a path or fsspec URL; it need not exist yet.
+        keep_last: keep so many of the newest whole checkpoints; None keeps everything.
+        keep_every: keep steps that are multiples of this.
+        keep: keep steps for which this returns True. Called on rank 0, in the background.
+        best_metric: keep the checkpoints with the best values of this metric, see `save`.
+        best_mode: whether small ("min") or large ("max") values are good.
+        keep_best: so many of the best.
+        async_save: save in the background, see `distckpt.async_save`; False saves before `save` returns.
+        process_group: see `distckpt.save`.
+        sharded_strategy: see `distckpt.save`.
+        max_inflight_bytes: see `distckpt.async_save`.
+        durable: see `distckpt.save`.
+        timeout: see `distckpt.async_save`.
+        exit_timeout: see `distckpt.async_save`.
+
+    Attributes:
+        skipped: what was wrong with the steps that the last `latest` or `load` passed over, by step.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep: Callable[[int], bool] | None = None,
+        best_metric: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        keep_best: int = 1,
+        async_save: bool = True,
+        process_group: Any = None,
+        sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+        max_inflight_bytes: int | None = None,
+        durable: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
+        exit_timeout: float = DEFAULT_EXIT_TIMEOUT,
+    ) -> None:
+        self.root = _commit.resolve(os.fspath(root))
+        self.skipped: dict[int, str] = {}
+        self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
+        self._is_async = async_save
+        self._process_group = process_group
+        self._strategy = sharded_strategy
+        self._max_inflight_bytes = max_inflight_bytes
+        self._durable = durable
+        self._timeout = timeout
+        self._exit_timeout = exit_timeout
+        self._handles: list[SaveHandle] = []
+        self._is_closed = False
+
+    def location(self, step: int) -> str:
+        """Return where a step is saved, whether it is there or not."""
+        return _storage.join(self.root, step_name(step))
+
+    @paused_garbage_collection()
+    def save(
+        self,
+        step: int,
+        sharded_state_dict: ShardedStateDict,
+        metrics: Mapping[str, float] | None = None,
+        pinned: bool = False,
+        *,
+        overwrite: bool = False,
+        content_metadata: dict[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Save a step, in the background unless the manager was told otherwise.
+
+        What lies under this step and is not whole is moved aside, with a warning.
+
+        Args:
+            step: from 0.
+            sharded_state_dict: see `distckpt.save`.
+            metrics: numbers that belong to the step, such as the loss; those of rank 0 are kept with the checkpoint.
+            pinned: never remove this checkpoint.
+            overwrite: replace a whole checkpoint of this step; the earlier one stays until the new one is complete.
+            content_metadata: see `distckpt.save`.
+
+        Returns:
+            What tells how the save goes, see `distckpt.async_save`.
+
+        Raises:
+            CheckpointExistsError: a whole checkpoint of this step is there and `overwrite` is False.
+            RankFailedError: raised on all ranks when any rank failed, or an earlier save has failed unnoticed.
+        """
+        if self._is_closed:
+            raise core.CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
+        location = self.location(step)
+        note = {"step": step, "metrics": _finite(metrics or {}), "pinned": bool(pinned)}
+        ranks = Ranks(self._process_group)
+        self._handles = [handle for handle in self._handles if not handle.done()]
+
+        def begin(clock: Clock, options: Options) -> tuple[Target, PreparedSave]:
+            with ranks.phase("look at what is there", decision=True):
+                if ranks.is_coordinator:
+                    self._move_damaged_aside(step)
+            request = SaveRequest(sharded_state_dict, location, self._strategy, overwrite, content_metadata)
+            target, prepared = begin_save(ranks, request, clock, options)
+            return replace(target, notes={NOTE: note}), prepared
+
+        def finish(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSave) -> SaveReport:
+            if ranks.is_coordinator:
+                with _only_logging(f"clear up in {self.root}"):
+                    clear_leftovers(self.root)
+            report = finish_save(ranks, clock, target, prepared)
+            if ranks.is_coordinator:
+                self._after_commit(step)
+            return report
+
+        handle = self._run(ranks, begin, finish)
+        self._handles.append(handle)
+        return handle
+
+    def _run(self, ranks: Ranks, begin: Any, finish: Any) -> SaveHandle:
+        options = Options(process_group=self._process_group, durable=self._durable)
+        if not self._is_async:
+            settle(ranks, self._process_group)
+            clock = Clock()
+            return finished(finish(ranks, clock, *begin(clock, options)))
+        is_abandoned = threading.Event()
+        save = prepare_background_save(
+            ranks,
+            options,
+            begin,
+            timeout=self._timeout,
+            is_abandoned=is_abandoned,
+            max_inflight_bytes=self._max_inflight_bytes,
+            finish=finish,
+        )
+        return start(save, ranks, self._exit_timeout, is_abandoned)
+
+    def load(self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any) -> StateDict:
+        """Load a step, the newest that is whole when none is given. Waits for saves that are on their way.
+
+        Args:
+            sharded_state_dict: see `distckpt.load`.
+            step: which one.
+            options: further arguments of `distckpt.load`.
+
+        Returns:
+            What `distckpt.load` returns.
+
+        Raises:
+            CheckpointNotFoundError: the step is not there, or no step is whole; says what is wrong with each.
+            CheckpointingException: as `distckpt.load` does.
+        """
+        _background.wait_for_all()
+        if step is None:
+            step = self.latest()
+            if step is None:
+                reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.skipped.items())
+                raise core.CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{reasons}")
+        loaded: StateDict = load(sharded_state_dict, self.location(step), process_group=self._process_group, **options)  # type: ignore[assignment]  # a tuple in some modes of `strict`, as the caller asked
+        return loaded
+
+    def latest(self) -> int | None:
+        """Return the newest step that is whole, None when there is none; `skipped` says what is wrong with newer ones.
+
+        Marker, manifest, and the sizes and headers of all files are looked at. Saves that are on their way do not
+        count.
+        """
+        ranks = Ranks(self._process_group)
+        found: tuple[int | None, dict[int, str]] = (None, {})
+        with ranks.phase("find the latest checkpoint", decision=True):
+            if ranks.is_coordinator:
+                found = newest_whole_step(self.root)
+                for step, reason in found[1].items():
+                    logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
+        latest, skipped = json.loads(ranks.broadcast(json.dumps([found[0], list(found[1].items())]).encode()))
+        self.skipped = dict(skipped)
+        return None if latest is None else int(latest)
+
+    def steps(self) -> list[int]:
+        """Return the steps that were committed and are still there, in ascending order, without looking into them."""
+        ranks = Ranks(self._process_group)
+        found: list[int] = []
+        with ranks.phase("list the checkpoints", decision=True):
+            if ranks.is_coordinator:
+                found = committed_steps(self.root)
+        return [int(step) for step in json.loads(ranks.broadcast(json.dumps(found).encode()))]
+
+    def wait(self) -> None:
+        """Wait until all saves are done, and what was to be removed is removed.
+
+        Raises:
+            CheckpointingException: a save failed, and nobody has asked for its result yet.
+        """
+        handles, self._handles = self._handles, []
+        errors = [(handle, handle.error()) for handle in handles]
+        unknown = [(handle, error) for handle, error in errors if error is not None and not handle.was_asked]
+        for handle, _ in unknown:
+            handle.was_asked = True
+        if unknown:
+            raise unknown[0][1]
+
+    def close(self) -> None:
+        """Wait like `wait`, and free the memory that saves used. Calling it again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            release_staging_memory()
+
+    def __enter__(self) -> CheckpointManager:
+        """Return the manager."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the manager. An error that the block ends with is not replaced by one of a save."""
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(Exception):  # it was logged when it happened
+            self.close()
+
+    def _move_damaged_aside(self, step: int) -> None:
+        location = self.location(step)
+        if not _storage.is_local(location) or not _storage.exists(_storage.join(location, core.CONFIG_FNAME)):
+            return
+        problem = problem_with(self.root, step)
+        if problem is not None:
+            aside = _storage.join(self.root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
+            logger.warning("%s is not whole (%s): moved to %s", location, problem, aside)
+            _storage.rename(location, aside)
+
+    def _after_commit(self, step: int) -> None:
+        """Tell other programs of the step, and remove what is not kept. What fails here does not fail the save."""
+        with _only_logging(f"write {TRACKER}"):
+            _storage.write_bytes(_storage.join(self.root, TRACKER), str(step).encode(), self._durable)
+        with _only_logging(f"remove old checkpoints from {self.root}"):
+            saved = own_steps(self.root) if self._policy.keep_last is not None else []
+            for old in surplus(self._policy, saved, step, lambda other: problem_with(self.root, other) is None):
+                remove_step(self.root, old)
+                logger.info("removed step %d from %s", old, self.root)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what JSON has no numbers for; such a step is never the best one."""
+    return {str(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
+
+
+@contextlib.contextmanager
+def _only_logging(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)

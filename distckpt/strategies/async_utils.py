@@ -1,0 +1,173 @@
+"""Megatron's interface to saves in the background: requests, and a queue that programs ask now and then.
+
+`distckpt.async_save` needs none of this: its handle says when the save is done. These classes are for programs that
+were written for Megatron Core; requests run in distckpt's background thread, not in processes of their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from distckpt import _background, core
+from distckpt._collectives import Ranks
+
+_EXIT_TIMEOUT = 600.0
+"""Seconds that the end of the process waits for a request."""
+
+
+class AsyncRequest(NamedTuple):
+    """Something to be done in the background.
+
+    Attributes:
+        async_fn: what is done; None for nothing.
+        async_fn_args: its arguments.
+        finalize_fns: called one after the other when `async_fn` has returned on all ranks.
+        async_fn_kwargs: keyword arguments of `async_fn`.
+        preload_fn: called first, before the request is scheduled; what it returns replaces the second argument.
+        is_frozen: whether no finalization functions can be added any more.
+        call_idx: number of the request in its queue.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012 - as in Megatron; nothing changes it
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Add a function to be called when the request is done on all ranks, after those that are there.
+
+        Raises:
+            RuntimeError: the request is frozen.
+        """
+        if self.is_frozen:
+            raise RuntimeError(
+                "A frozen AsyncRequest takes no more finalization functions: add them before scheduling."
+            )
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Do everything now.
+
+        Collective: every rank of the default process group calls.
+        """
+        with Ranks().phase("execute a request"):
+            self._with_preloaded()._call()
+        for finalize in self.finalize_fns:
+            finalize()
+
+    def freeze(self) -> AsyncRequest:
+        """Return the same request, to which no finalization functions can be added."""
+        return self._replace(is_frozen=True)
+
+    def _with_preloaded(self) -> AsyncRequest:
+        if self.preload_fn is None:
+            return self
+        args = list(self.async_fn_args)
+        if len(args) < 2:
+            raise core.CheckpointingException(
+                "What preload_fn returns becomes the second argument of async_fn: give it two arguments at least."
+            )
+        args[1] = self.preload_fn()
+        return self._replace(async_fn_args=tuple(args), preload_fn=None)
+
+    def _call(self) -> None:
+        if self.async_fn is not None:
+            self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
+
+
+class _Active(NamedTuple):
+    """A request that was scheduled."""
+
+    idx: int
+    task: _background.Task[None]
+    async_request: AsyncRequest
+
+
+class AsyncCallsQueue:
+    """Requests on their way, finalized in the order in which they were scheduled.
+
+    Args:
+        persistent: accepted for compatibility: one thread does all requests.
+    """
+
+    def __init__(self, persistent: bool = False) -> None:
+        self.async_calls: deque[_Active] = deque()
+        self.call_idx = -1
+        self.persistent = persistent
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Start a request.
+
+        Collective: every rank calls. `preload_fn` runs before this returns, everything else in the background.
+
+        Returns:
+            The number of the request in this queue, from 0.
+        """
+        self.call_idx += 1
+        request = async_request.freeze()._with_preloaded()._replace(call_idx=self.call_idx)
+        task = _background.Task(request._call, f"request {self.call_idx}", None, _EXIT_TIMEOUT)
+        # Only the task refers to the arguments, so they go when it is done.
+        self.async_calls.append(_Active(self.call_idx, task, request._replace(async_fn_args=(), async_fn=None)))
+        _background.submit(task)
+        return self.call_idx
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Call the finalization functions of requests that are done on all ranks.
+
+        Collective: every rank of the default process group calls, unless `no_dist`.
+
+        Args:
+            blocking: wait for all requests.
+            no_dist: look at this rank only.
+
+        Returns:
+            Numbers of the requests that were finalized.
+
+        Raises:
+            RankFailedError: on all ranks, when a request failed on any. It leaves the queue without being finalized.
+        """
+        finalized: list[int] = []
+        ranks = Ranks.alone() if no_dist else Ranks()
+        while self.async_calls:
+            task = self.async_calls[0].task
+            is_done = 1 if blocking else int(task.done())
+            if not (ranks.all_equal(is_done) and is_done):
+                break
+            index, _, request = self.async_calls.popleft()
+            with ranks.phase(f"finish request {index}"):
+                task.result()
+            for finalize in request.finalize_fns:
+                finalize()
+            if not ranks.all_equal(index):
+                raise core.CheckpointingException(
+                    f"Ranks finalize different requests (number {index} here): all must schedule the same ones."
+                )
+            finalized.append(index)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Return how many requests have not been finalized."""
+        return len(self.async_calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize all requests.
+
+        Collective: every rank calls, unless `abort`.
+
+        Args:
+            abort: forget the requests instead; what has not begun is not done.
+        """
+        if not abort:
+            self.maybe_finalize_async_calls(blocking=True)
+        for active in self.async_calls:
+            active.task.is_abandoned.set()
+        self.async_calls.clear()
+
+    def warmup_persistent_caller(self, rank: int, **kwargs: Any) -> None:
+        """Accept what Megatron's queue accepts; there is nothing to warm up."""
+        del rank, kwargs

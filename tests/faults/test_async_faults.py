@@ -1,0 +1,288 @@
+"""Background saves whose disk fills up, whose ranks are killed or stopped: absent or whole, and everybody is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointManager, RankFailedError, ShardedObject, ShardedTensor
+from distckpt.strategies.safetensors import SafetensorsSave, SafetensorsSaveStrategy
+from tests.distributed.disk import tree_of
+from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
+
+PATIENCE = 60.0
+NUM_RANKS = 3
+TIMEOUT = 4.0
+"""Of exchanges in the background, in seconds: short, since survivors wait it out."""
+
+
+def state_of(rank, value, num_rows=100):
+    rows = torch.full((num_rows, 256), float(value))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, NUM_RANKS)),
+        "rng": ShardedObject("rng", {"value": value}, (NUM_RANKS,), (rank,)),
+        "value": value,
+    }
+
+
+def values_in(loaded):
+    return sorted({*loaded["rows"].unique().tolist(), loaded["rng"]["value"], loaded["value"]})
+
+
+@contextmanager
+def small_disk(folder, num_bytes):
+    """Mount a file system of this size, where the test may."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def save_to_a_full_disk(rank, folder, first):
+    handle = distckpt.async_save(state_of(rank, 1, 8000), f"{folder}/{first}")
+    sums = [sum_over_ranks(step) for step in range(20)]
+    error = error_of(handle.result, PATIENCE)
+    sums.append(sum_over_ranks(1))
+    distckpt.async_save(state_of(rank, 2), f"{folder}/small").result(PATIENCE)
+    loaded = values_in(distckpt.load(state_of(rank, -1), f"{folder}/small"))
+    return error, sums, loaded
+
+
+def check_that_training_went_on(results, number):
+    for error, sums, loaded in results:
+        assert isinstance(error, RankFailedError)
+        assert {cause.errno for cause in error.failures.values()} == {number}
+        assert os.strerror(number) in str(error)
+        assert sums == [*(NUM_RANKS * step for step in range(20)), NUM_RANKS]
+        assert loaded == [2]
+
+
+def test_a_disk_that_is_full(tmp_path):
+    with small_disk(tmp_path, 10 << 20):
+        results = run(save_to_a_full_disk, NUM_RANKS, str(tmp_path), "large")
+        assert os.listdir(tmp_path) == ["small"]
+    check_that_training_went_on(results, errno.ENOSPC)
+
+
+def test_a_file_where_a_directory_should_be(tmp_path):
+    (tmp_path / "blocked").write_text("")
+    results = run(save_to_a_full_disk, NUM_RANKS, str(tmp_path), "blocked/checkpoint")
+    check_that_training_went_on(results, errno.ENOTDIR)
+
+
+# --- Killed ranks ---------------------------------------------------------------------------------------------------
+
+
+class StopsBefore(SafetensorsSave):
+    """Waits for the test, in the background, before anything is written."""
+
+    def write(self, checkpoint_dir, ranks):
+        ask_parent()
+        return super().write(checkpoint_dir, ranks)
+
+
+class StopsWithin(SafetensorsSave):
+    """Waits for the test when its own files are written, and those of others perhaps."""
+
+    def write(self, checkpoint_dir, ranks):
+        written = super().write
+
+        class Stopping:
+            """The ranks, but for a stop before what is written is reported."""
+
+            def __getattr__(self, name):
+                if name == "gather":
+                    ask_parent()
+                return getattr(ranks, name)
+
+        return written(checkpoint_dir, Stopping())
+
+
+class StopsAfter(SafetensorsSave):
+    """Waits for the test when everything is written, before it is committed."""
+
+    def write(self, checkpoint_dir, ranks):
+        fields = super().write(checkpoint_dir, ranks)
+        ask_parent()
+        return fields
+
+
+class Stopping(SafetensorsSaveStrategy):
+    """Saves in a way that stops where the test wants it."""
+
+    kind = SafetensorsSave
+
+    def prepare(self, sharded_state_dict):
+        prepared = super().prepare(sharded_state_dict)
+        return self.kind(prepared.files, prepared.manifest, prepared.settings, prepared.plan_reused)
+
+
+def save_and_lose_a_rank(rank, root, kind):
+    strategy = type("Strategy", (Stopping,), {"kind": kind})()
+    manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
+    handle = manager.save(2, state_of(rank, 2))
+    error = error_of(handle.result, PATIENCE)
+    return error, error_of(handle.result, PATIENCE) is error
+
+
+def save_first(rank, root):
+    CheckpointManager(root).save(1, state_of(rank, 1)).result(PATIENCE)
+
+
+def resume(rank, root):
+    """What a new job does: find the newest whole step, load it, and save the next one."""
+    with CheckpointManager(root) as manager:
+        found = manager.latest(), values_in(manager.load(state_of(rank, -1), verify="full"))
+        manager.save(2, state_of(rank, 3)).result(PATIENCE)
+        return found, values_in(manager.load(state_of(rank, -1)))
+
+
+def check_resumed(root, step, value):
+    assert run(resume, NUM_RANKS, str(root)) == [((step, [value]), [3])] * NUM_RANKS
+    names = {name for name in os.listdir(root) if name.startswith(("step", "."))}
+    assert names == {"step_00000001", "step_00000002"}, "what was interrupted has been cleared"
+
+
+@pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=["one", "coordinator", "all"])
+@pytest.mark.parametrize("kind", [StopsBefore, StopsWithin, StopsAfter], ids=lambda kind: kind.__name__)
+def test_killed_ranks(kind, victims, tmp_path):
+    run(save_first, NUM_RANKS, str(tmp_path))
+    before = tree_of(tmp_path / "step_00000001")
+    with launched(save_and_lose_a_rank, NUM_RANKS, str(tmp_path), kind) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        launch.kill(*victims)
+        survivors = [rank for rank in range(NUM_RANKS) if rank not in victims]
+        for survivor in survivors:
+            launch.answer(survivor)
+        outcomes = launch.values()
+    for survivor in survivors:
+        error, is_same = outcomes[survivor]
+        assert isinstance(error, RankFailedError)
+        assert f"Lost contact with rank {victims[0]} " in str(error), error
+        assert list(error.failures) == list(victims)
+        assert is_same
+    assert not (tmp_path / "step_00000002").exists()
+    assert tree_of(tmp_path / "step_00000001") == before
+    check_resumed(tmp_path, 1, 1)
+
+
+both_are_scheduled = threading.Event()
+
+
+class StopsWhenBothAreScheduled(StopsBefore):
+    """Waits for the test when the trainer has nothing to exchange any more."""
+
+    def write(self, checkpoint_dir, ranks):
+        assert both_are_scheduled.wait(PATIENCE)
+        return super().write(checkpoint_dir, ranks)
+
+
+def save_twice_and_lose_a_rank(rank, root):
+    """Of two saves in flight, the first loses a rank; the second one must not begin where the first one ended."""
+    strategy = type("Strategy", (Stopping,), {"kind": StopsWhenBothAreScheduled})()
+    manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
+    handles = [manager.save(step, state_of(rank, step)) for step in (2, 3)]
+    sum_over_ranks(0)
+    both_are_scheduled.set()
+    return [error_of(handle.result, PATIENCE) for handle in handles]
+
+
+def test_a_rank_killed_with_two_saves_in_flight(tmp_path):
+    run(save_first, NUM_RANKS, str(tmp_path))
+    with launched(save_twice_and_lose_a_rank, NUM_RANKS, str(tmp_path)) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        launch.kill(2)
+        for survivor in (0, 1):
+            launch.answer(survivor)
+        outcomes = launch.values()
+    for first, second in outcomes[:2]:
+        assert list(first.failures) == [2]
+        assert isinstance(second, RankFailedError)
+        assert "An earlier background save lost contact" in str(second)
+    check_resumed(tmp_path, 1, 1)
+
+
+def save_large(rank, root):
+    handle = CheckpointManager(root).save(2, state_of(rank, 2, 40_000), overwrite=True)
+    ask_parent()
+    handle.result(PATIENCE)
+
+
+def test_all_ranks_killed_while_they_write(tmp_path):
+    run(save_first, NUM_RANKS, str(tmp_path))
+    with launched(save_large, NUM_RANKS, str(tmp_path)) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        launch.kill(*range(NUM_RANKS))
+        assert launch.values() == [None] * NUM_RANKS
+    manager = CheckpointManager(tmp_path)
+    # Whatever they had come to.
+    assert manager.latest() in (1, 2)
+    if manager.latest() == 2:
+        assert distckpt.verify(manager.location(2)).is_whole
+    else:
+        check_resumed(tmp_path, 1, 1)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_stopped_is_named(victim, tmp_path):
+    run(save_first, NUM_RANKS, str(tmp_path))
+    with launched(save_and_lose_a_rank, NUM_RANKS, str(tmp_path), StopsWithin) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        os.kill(launch.processes[victim].pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        survivors = [rank for rank in range(NUM_RANKS) if rank != victim]
+        for survivor in survivors:
+            launch.answer(survivor)
+        launch.wait_for_end(*survivors)
+        seconds = time.monotonic() - stopped
+        launch.kill(victim)
+        outcomes = launch.values()
+    for survivor in survivors:
+        error, _ = outcomes[survivor]
+        assert isinstance(error, RankFailedError)
+        assert f"Lost contact with rank {victim} " in str(error), error
+        assert list(error.failures) == [victim]
+    assert seconds < TIMEOUT * NUM_RANKS + 4
+    check_resumed(tmp_path, 1, 1)
+
+
+def go_on_without_background(rank, root):
+    """A rank whose background hangs does not keep the trainer from its own exchanges."""
+    strategy = type("Strategy", (Stopping,), {"kind": StopsBefore if rank == 1 else SafetensorsSave})()
+    manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT)
+    handle = manager.save(1, state_of(rank, 1))
+    sums = [sum_over_ranks(step) for step in range(50)]
+    return sums, error_of(handle.result, PATIENCE)
+
+
+def test_a_background_that_hangs_on_one_rank(tmp_path):
+    with launched(go_on_without_background, NUM_RANKS, str(tmp_path)) as launch:
+        launch.wait_for_signal(1)
+        launch.wait_for_end(0, 2)
+        launch.answer(1)
+        outcomes = launch.values()
+    for rank, (sums, error) in enumerate(outcomes):
+        assert sums == [NUM_RANKS * step for step in range(50)]
+        assert isinstance(error, RankFailedError)
+        assert rank == 1 or list(error.failures) == [1]
+    assert os.listdir(tmp_path) == []
