@@ -4,6 +4,7 @@ Save under one parallel layout, load under any other; every byte written once, a
 """
 
 from distckpt._codec import register_object_type
+from distckpt._verify import VerifyReport, verify
 from distckpt.core import (
     CheckpointExistsError,
     CheckpointingConfig,
@@ -16,9 +17,14 @@ from distckpt.core import (
     UnsupportedObjectError,
     check_is_distributed_checkpoint,
 )
+from distckpt.manager import CheckpointManager, PreemptionGuard
 from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from distckpt.serialization import (
     ExportReport,
+    LoadReport,
+    SaveHandle,
+    SaveReport,
+    async_save,
     consolidate,
     load,
     load_common_state_dict,
@@ -26,6 +32,7 @@ from distckpt.serialization import (
     load_plain_tensors,
     load_sharded_metadata,
     load_tensors_metadata,
+    release_staging_memory,
     remove_sharded_tensors,
     save,
 )
@@ -35,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointingConfig",
     "CheckpointingException",
@@ -42,13 +50,19 @@ __all__ = [
     "ExportReport",
     "InvalidShardingError",
     "LoadMismatchError",
+    "LoadReport",
     "LocalNonpersistentObject",
+    "PreemptionGuard",
     "RankFailedError",
+    "SaveHandle",
+    "SaveReport",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
     "StrictHandling",
     "UnsupportedObjectError",
+    "VerifyReport",
+    "async_save",
     "check_is_distributed_checkpoint",
     "consolidate",
     "load",
@@ -58,6 +72,8 @@ __all__ = [
     "load_sharded_metadata",
     "load_tensors_metadata",
     "register_object_type",
+    "release_staging_memory",
     "remove_sharded_tensors",
     "save",
+    "verify",
 ]

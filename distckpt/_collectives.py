@@ -9,8 +9,10 @@ import builtins
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +20,22 @@ import torch
 import torch.distributed as dist
 
 from distckpt import core
+from distckpt._region import IntArray
 
 logger = logging.getLogger(__name__)
 
+LATE_SECONDS = 2.0
+"""So long a rank may take to come to an exchange that another one has found broken, and not be called absent."""
+
 _cpu_groups: dict[Any, Any] = {}
 """Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
+
+
+class Transfer(NamedTuple):
+    """Memory on its way to or from another rank; holding this keeps the memory alive."""
+
+    work: Any
+    memory: torch.Tensor
 
 
 class Ranks:
@@ -33,8 +46,12 @@ class Ranks:
             group, or this process alone when torch.distributed is not initialised.
     """
 
+    _roll: Any = None
+    """Where ranks in the background note how many exchanges they have come to, see `in_background`."""
+
     def __init__(self, process_group: Any = None) -> None:
         self._group: Any = None
+        self._num_exchanges = 0
         self.rank = 0
         self.size = 1
         if not (dist.is_available() and dist.is_initialized()):
@@ -58,7 +75,27 @@ class Ranks:
     def alone(cls) -> Ranks:
         """Return this process as one rank of one, whatever process groups there are."""
         ranks = cls.__new__(cls)
-        ranks._group, ranks.rank, ranks.size = None, 0, 1
+        ranks._group, ranks.rank, ranks.size, ranks._num_exchanges = None, 0, 1, 0
+        return ranks
+
+    @classmethod
+    def in_background(cls, process_group: Any, timeout: float) -> Ranks:
+        """Return the same ranks with a gloo group of their own, for a thread beside those that use the given group.
+
+        Collective: every rank of the group calls.
+
+        Args:
+            process_group: see the class.
+            timeout: seconds that ranks wait for each other; what is raised then names the rank that did not come.
+        """
+        ranks = cls(process_group)
+        if ranks.size > 1:
+            members = dist.get_process_group_ranks(dist.group.WORLD if process_group is None else process_group)
+            limit = timedelta(seconds=timeout)
+            group: Any = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
+            ranks._group = group
+            if hasattr(group, "get_group_store"):
+                ranks._roll = dist.PrefixStore("distckpt", group.get_group_store())  # type: ignore[attr-defined]
         return ranks
 
     @property
@@ -86,13 +123,13 @@ class Ranks:
             yield
         except BaseException as caught:
             error = caught
-            if self.size > 1 and not self._is_known_to_all(caught):
+            if self.size > 1 and not self.is_known_to_all(caught):
                 logger.error("rank %d failed in phase %r: %s: %s", self.rank, name, type(caught).__name__, caught)
         self._agree(error, name, decision)
 
     def _agree(self, error: BaseException | None, name: str, decision: bool) -> None:
         # An error that all ranks have raised together already, in a phase inside this one, is not exchanged again.
-        if self.size == 1 or (error is not None and self._is_known_to_all(error)):
+        if self.size == 1 or (error is not None and self.is_known_to_all(error)):
             if error is not None:
                 raise error
             return
@@ -124,24 +161,52 @@ class Ranks:
                 return common
         return core.RankFailedError(failures, phase=name)
 
-    def _is_known_to_all(self, error: BaseException) -> bool:
+    def is_known_to_all(self, error: BaseException) -> bool:
+        """Tell whether all ranks have raised this error, or one of the same cause, together: they are in step."""
         return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
 
     @contextlib.contextmanager
     def _contact(self, name: str) -> Iterator[None]:
         """Turn a broken exchange into an error that says what it means: a peer died or timed out."""
         try:
+            if self._roll is not None:
+                self._num_exchanges += 1
+                self._roll.set(str(self.rank), str(self._num_exchanges))
             yield
         except RuntimeError as error:
+            absent = self._absent_ranks()
+            who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
             lost = core.RankFailedError(
-                {},
+                {rank: TimeoutError("did not come, or died") for rank in absent},
                 message=(
-                    f"Lost contact with another rank during {name!r}: it died, or did not come within the process "
+                    f"Lost contact with {who} during {name!r}: it died, or did not come within the process "
                     f"group's timeout. Look for the first error in the other ranks' logs. ({error})"
                 ),
             )
+            lost.is_lost_contact = True
             lost.known_in = self._group.group_name  # type: ignore[attr-defined]
             raise lost from error
+
+    def _absent_ranks(self) -> list[int]:
+        """Return the ranks that have come to fewer exchanges than any other, unless this rank is one of them.
+
+        A broken connection shows at once: ranks that are only late get some time to come.
+        """
+        if self._roll is None:
+            return []
+        names = [str(rank) for rank in range(self.size)]
+        deadline = time.monotonic() + LATE_SECONDS
+        while True:
+            try:
+                counts = [int(self._roll.get(name)) if self._roll.check([name]) else 0 for name in names]
+            except RuntimeError:
+                # The store is gone, or does not answer.
+                return []
+            fewest = min(counts)
+            absent = [rank for rank, count in enumerate(counts) if count == fewest < self._num_exchanges]
+            if not absent or time.monotonic() > deadline:
+                return absent
+            time.sleep(0.02)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Send a payload to the coordinator; returns all of them by rank there, an empty list elsewhere."""
@@ -204,6 +269,41 @@ class Ranks:
                 dist.all_gather(gathered, padded, group=self._group)
             return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
 
+    def all_equal(self, number: int) -> bool:
+        """Tell whether every rank gave the same number, which must be below 2**62 in size."""
+        if self.size == 1:
+            return True
+        with self._contact("all_equal"):
+            extremes = torch.tensor([number, -number])
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        return int(extremes[0]) == -int(extremes[1])
+
+    def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
+        """Return every rank's numbers on every rank, of shape (ranks, numbers); each gives as many."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        gathered = [own] if self.size == 1 else [torch.empty_like(own) for _ in range(self.size)]
+        if self.size > 1:
+            with self._contact("all_gather_numbers"):
+                dist.all_gather(gathered, own, group=self._group)
+        return torch.stack(gathered).numpy()
+
+    def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
+        """Begin to send memory, contiguous bytes that stay as they are until `finish`, to a rank that receives it."""
+        with self._contact("exchange of tensors"):
+            peer = dist.get_global_rank(self._group, to)
+            return Transfer(dist.isend(memory, peer, group=self._group, tag=tag), memory)
+
+    def start_receive(self, memory: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Begin to fill memory with what a rank sends under the same tag, which is as long."""
+        with self._contact("exchange of tensors"):
+            peer = dist.get_global_rank(self._group, source)
+            return Transfer(dist.irecv(memory, peer, group=self._group, tag=tag), memory)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait until a transfer is done."""
+        with self._contact("exchange of tensors"):
+            transfer.work.wait()
+
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
         """Fill memory with what it holds on rank `src`; it is of the same size on every rank."""
         if self.size > 1 and len(memory):
@@ -215,6 +315,18 @@ class Ranks:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([size]), group=self._group)
         return [int(tensor) for tensor in sizes]
+
+
+def group_of(process_group: Any) -> Any:
+    """Return the group that a caller means: the default group for None, and None where there is no group at all."""
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return process_group
+
+
+def own_rank() -> int:
+    """Return the rank of this process in the default group; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def lowest_global_rank(process_group: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,12 @@ def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
     return safetensors.numpy.save({_JSON: np.frombuffer(text, np.uint8), **arrays})
 
 
-def unpack(data: bytes) -> tuple[Any, dict[str, Column]]:
+def unpack(data: bytes, parse: Callable[[bytes], Any] = json.loads) -> tuple[Any, dict[str, Column]]:
     """Decode what `pack` made.
+
+    Args:
+        data: what `pack` returned.
+        parse: makes the value of its JSON.
 
     Raises:
         ValueError: the bytes are not such a table.
@@ -32,6 +36,6 @@ def unpack(data: bytes) -> tuple[Any, dict[str, Column]]:
     try:
         columns = safetensors.numpy.load(data)
         text = columns.pop(_JSON)
-        return json.loads(text.tobytes()), columns
+        return parse(text.tobytes()), columns
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a table of columns: {type(error).__name__}: {error}") from error

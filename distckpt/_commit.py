@@ -53,10 +53,10 @@ def check_target(location: str, overwrite: bool) -> None:
         )
 
 
-def prepare(staging: str) -> None:
+def prepare(staging: str, durable: bool = True) -> None:
     """Create the directories of a save; every rank calls this, since not all may see each other's at once."""
     for name in SUBDIRECTORIES:
-        _storage.make_directories(_storage.join(staging, name))
+        _storage.make_directories(_storage.join(staging, name), durable)
 
 
 def sync(staging: str) -> None:
@@ -66,7 +66,7 @@ def sync(staging: str) -> None:
     _storage.sync_directory(staging)
 
 
-def commit(staging: str, location: str, overwrite: bool) -> None:
+def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -> None:
     """Make a completely written save visible under its name. Called by the coordinator, last.
 
     Raises:
@@ -77,17 +77,17 @@ def commit(staging: str, location: str, overwrite: bool) -> None:
     state = _state_of(location)
     if state == "complete":
         check_target(location, overwrite)
-        _replace(staging, location)
+        _replace(staging, location, durable)
         return
     if state == "incomplete":
         _move_aside(location, _beside(staging, location, "incomplete"))
     try:
-        _storage.rename(staging, location)
+        _storage.rename(staging, location, durable)
     except OSError as error:
         # Another program has put something there since we looked: look again.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        commit(staging, location, overwrite)
+        commit(staging, location, overwrite, durable)
 
 
 def _move_aside(location: str, aside: str) -> None:
@@ -106,8 +106,8 @@ def _move_aside(location: str, aside: str) -> None:
     )  # fmt: skip
 
 
-def _replace(staging: str, location: str) -> None:
-    if _storage.exchange(staging, location):
+def _replace(staging: str, location: str, durable: bool = True) -> None:
+    if _storage.exchange(staging, location, durable):
         _storage.remove_tree(staging)
         return
     aside = _beside(staging, location, "old")
@@ -115,8 +115,8 @@ def _replace(staging: str, location: str) -> None:
         "this file system cannot swap directories: %s is absent for a moment, its earlier content is in %s meanwhile",
         location, aside,
     )  # fmt: skip
-    _storage.rename(location, aside)
-    _storage.rename(staging, location)
+    _storage.rename(location, aside, durable)
+    _storage.rename(staging, location, durable)
     _storage.remove_tree(aside)
 
 

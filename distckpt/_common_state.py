@@ -39,14 +39,14 @@ def _copy_containers(node: Any) -> Any:
     return node
 
 
-def warn_about_differences(ranks: Ranks, common: CommonStateDict) -> None:
+def digest(common: CommonStateDict) -> int:
+    """Return a hash of common state, of 61 bits, for `warn_about_differences`."""
+    return checksum(_codec.encode(common)) >> 3
+
+
+def warn_about_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
     """Compare common state: a hash of each rank's is exchanged, and only where they differ what differs."""
-    if ranks.size == 1:
-        return
-    with ranks.phase("encode common state"):
-        digest = f"{checksum(_codec.encode(common)):016x}".encode()
-    digests = ranks.all_gather(digest)
-    if len(set(digests)) == 1:
+    if ranks.all_equal(digest):
         return
     gathered = ranks.gather(json.dumps(_codec.fingerprints(common)).encode())
     if not ranks.is_coordinator:

@@ -9,7 +9,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,13 +17,20 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from distckpt._device import DeviceLayer
+
 BLOCK_BYTES = 1 << 20
 """Chunks are checksummed in blocks of this size."""
 UNIT_BYTES = 8 << 20
 """One thread moves this much at a time; bounce buffers have this size."""
 MAX_BUFFERS = 512
 """Buffers per vectored call, below every system's IOV_MAX."""
-NUM_THREADS = 4
+NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
+"""Enough to keep a disk busy while bytes are hashed; more threads than cores would only take turns."""
+DEFAULT_INFLIGHT_BYTES = 256 << 20
+"""How much memory data on its way may take."""
+ALIGNMENT = 4096
+"""Direct I/O wants addresses, positions and lengths in multiples of this."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,8 +40,18 @@ _local = threading.local()
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """View the memory of a contiguous CPU tensor as bytes."""
-    # A tensor of one item counts as contiguous whatever its strides, but view() refuses most of them.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    num_bytes = tensor.numel() * tensor.element_size()
+    return np.asarray(_Memory(tensor, num_bytes)) if num_bytes else np.empty(0, np.uint8)
+
+
+class _Memory:
+    """The memory of a tensor, for numpy. `tensor.numpy()` would forbid ever after that its storage is resized."""
+
+    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
+        }  # fmt: skip
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
@@ -42,11 +59,17 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def bounce_buffer(purpose: str, num_bytes: int) -> Bytes:
-    """Return this thread's scratch memory for a purpose; it is the caller's until the thread asks for it again."""
+def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = None) -> Bytes:
+    """Return this thread's scratch memory for a purpose; it is the caller's until the thread asks for it again.
+
+    It begins at a multiple of `ALIGNMENT`. With a device it is page-locked, so that the device reaches it by itself.
+    """
+    purpose = purpose if device is None else f"{purpose} pinned"
     buffer: Bytes | None = getattr(_local, purpose, None)
     if buffer is None or len(buffer) < num_bytes:
-        buffer = np.empty(max(num_bytes, UNIT_BYTES), np.uint8)
+        size = max(num_bytes, UNIT_BYTES) + ALIGNMENT
+        memory = np.empty(size, np.uint8) if device is None else device.pinned_memory(size).numpy()
+        buffer = memory[-memory.ctypes.data % ALIGNMENT :]
         setattr(_local, purpose, buffer)
     return buffer[:num_bytes]
 
@@ -79,14 +102,35 @@ def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_th
         for item in work:
             function(item)
         return
-    with ThreadPoolExecutor(min(num_threads, len(work)), thread_name_prefix="distckpt-io") as pool:
-        futures = [pool.submit(function, item) for item in work]
-        done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in pending:
-            future.cancel()
-        for future in futures:
-            if future in done:
-                future.result()
+    # next() on this is one step for the interpreter, so threads need no lock; a future for each item would cost more.
+    upcoming = iter(work)
+    errors: list[BaseException] = []
+
+    def take_items() -> None:
+        for item in upcoming:
+            if errors:
+                return
+            try:
+                function(item)
+            except BaseException as error:
+                errors.append(error)
+
+    num_threads = min(num_threads, len(work))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-io") as pool:
+        running = [pool.submit(take_items) for _ in range(num_threads)]
+        try:
+            wait(running)
+        except BaseException as error:
+            # Such as Ctrl-C, which reaches the waiting thread only.
+            errors.append(error)
+            raise
+    if errors:
+        raise errors[0]
+
+
+def num_threads_within(max_inflight_bytes: int) -> int:
+    """Return how many threads may move a unit each; one always may."""
+    return max(1, min(NUM_THREADS, max_inflight_bytes // UNIT_BYTES))
 
 
 def allocate(fd: int, num_bytes: int) -> None:

@@ -17,7 +17,7 @@ from distckpt._io_write import Part, write_file
 from distckpt._manifest import Manifest
 from distckpt._plan_export import OutputFile, OutputTensor
 from distckpt._plan_load import Request, plan_load
-from distckpt._region import flat_range_regions, whole
+from distckpt._region import flat_range_regions
 from distckpt.rules import resolve, target_view
 
 _COUNTED_AT_ONCE = 1 << 17
@@ -48,7 +48,7 @@ def write_output_file(source: Source, file: OutputFile, location: str, num_threa
     order = _shard_file.layout_order(entries)
     tensors, entries = [file.tensors[i] for i in order], [entries[i] for i in order]
     header, _ = _shard_file.build_header(entries, {"format": "pt"})
-    chunks = [_whole_chunk(source.manifest, tensor) for tensor in tensors]
+    chunks = _whole_chunks(source.manifest, tensors)
     overflows = np.zeros(len(tensors), np.int64)
 
     def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
@@ -83,16 +83,23 @@ def _is_cast(tensor: OutputTensor) -> bool:
     return tensor.dtype != tensor.mapped.dtype
 
 
-def _whole_chunk(manifest: Manifest, tensor: OutputTensor) -> int | None:
-    """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
-    if _is_cast(tensor) or len(tensor.mapped.parts) != 1:
-        return None
-    part = tensor.mapped.parts[0]
-    rows = manifest.chunk_rows(manifest.key_index[part.key])
-    in_order = part.order == tuple(range(len(part.source.shape)))
-    if not in_order or rows.stop - rows.start != 1 or manifest.chunk_region(rows.start) != part.source:
-        return None
-    return rows.start if part.target == whole(tensor.mapped.shape) else None
+def _whole_chunks(manifest: Manifest, tensors: Sequence[OutputTensor]) -> list[int | None]:
+    """Return for each tensor the chunk whose bytes are exactly its own, None when there is no such chunk."""
+    rows, num_bytes = manifest.key_starts.tolist(), manifest.num_bytes.tolist()
+    chunks: list[int | None] = []
+    for tensor in tensors:
+        chunk = None
+        if len(tensor.mapped.parts) == 1 and not _is_cast(tensor):
+            part = tensor.mapped.parts[0]
+            key_id = manifest.key_index[part.key]
+            row = rows[key_id]
+            # One whole tensor becomes another, and there is one chunk, which is as large.
+            is_whole = part.source.shape == manifest.global_shapes[key_id] and part.target.shape == tensor.mapped.shape
+            in_order = part.order == tuple(range(len(part.order)))
+            if is_whole and in_order and rows[key_id + 1] == row + 1 and num_bytes[row] == tensor.num_bytes:
+                chunk = row
+        chunks.append(chunk)
+    return chunks
 
 
 def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Part, Bytes]]) -> None:

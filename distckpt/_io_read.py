@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from distckpt import _storage, core
+from distckpt._device import Copier
 from distckpt._dtypes import FROM_NAME, as_integers
 from distckpt._io import (
     MAX_BUFFERS,
@@ -24,27 +24,41 @@ from distckpt._io import (
     tensor_bytes,
 )
 from distckpt._manifest import Manifest
+from distckpt._open_files import OpenFiles
 from distckpt._plan_load import Copy
-from distckpt._region import Region, flat_start, num_outer_axes
+from distckpt._region import IntArray, Region, flat_start, num_outer_axes, whole
+from distckpt._sparse_read import covering_elements, holds_runs, is_worthwhile, max_elements, read_box
 
 READ_UNIT_BYTES = 2 << 20
 """One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
 LONG_RUN_BYTES = 128 << 10
-"""Runs at least this long are read one by one; shorter ones together with what lies between them."""
+"""Runs at least this long are read by one call each; shorter ones together with what lies between them."""
+
+
+class _Reading(NamedTuple):
+    """What threads need to know to read parts."""
+
+    location: str
+    manifest: Manifest
+    verify: str
+    copier: Copier
+    files: OpenFiles
 
 
 class _Part(NamedTuple):
     """Bytes [start, stop) of a chunk, and where they go.
 
-    Either straight into `memory`, or through a bounce buffer: then `box` (of the chunk) is copied to `target`.
+    Either straight into `memory`, or `box` (of the chunk) goes to `target`: by itself if it is `sparse`, else together
+    with what lies between its runs, through a bounce buffer.
     """
 
     chunk: int
     start: int
     stop: int
-    memory: Bytes | None
-    box: Region | None
-    target: torch.Tensor | None
+    memory: Bytes | None = None
+    box: Region | None = None
+    target: torch.Tensor | None = None
+    sparse: bool = False
 
 
 def read_copies(
@@ -54,6 +68,7 @@ def read_copies(
     targets: Sequence[torch.Tensor],
     verify: str,
     num_threads: int = NUM_THREADS,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Fill requested regions from chunks.
 
@@ -64,18 +79,24 @@ def read_copies(
         targets: for each request a tensor of its region's shape, of any strides, device and dtype.
         verify: "none", "read" (every block that is read whole) or "full" (widen reads to whole blocks).
         num_threads: that read at the same time, each with a buffer of about `READ_UNIT_BYTES`.
+        progress: told the number of bytes whenever some have arrived, from several threads.
 
     Raises:
         CorruptCheckpointError: naming file, key, region and bytes.
     """
-    parts = [part for copy in copies for part in _divide(manifest, copy, targets[copy.request], verify)]
-    _read_parts(location, manifest, parts, verify, num_threads)
+    if not manifest.has_checksums:
+        verify = "none"
+    # Checksums are of blocks: where there are some to verify, what lies between the runs is needed as well.
+    exact = _storage.is_local(location) and verify == "none"
+    copier = Copier(targets)
+    parts = [part for copy in copies for part in _divide(manifest, copy, targets[copy.request], verify, exact, copier)]
+    _read_parts(location, manifest, parts, verify, copier, num_threads, progress)
 
 
 def read_chunks(location: str, manifest: Manifest, chunks: Sequence[int], verify: str) -> list[bytes]:
     """Return the whole content of some chunks (encoded objects)."""
     # Before memory is asked for: sizes may be damaged.
-    _check_files(location, manifest, chunks)
+    _check_files(location, manifest, _distinct(manifest.file_ids[np.array(chunks, np.int64)]))
     contents = [np.empty(int(manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
     read_chunks_into(location, manifest, chunks, contents, verify)
     return [content.tobytes() for content in contents]
@@ -90,40 +111,47 @@ def read_chunks_into(
     num_threads: int = NUM_THREADS,
 ) -> None:
     """Read whole chunks into memory of their size."""
-    parts = [
-        part
-        for chunk, memory in zip(chunks, memories, strict=True)
-        for part in _direct_parts(chunk, 0, len(memory), memory, manifest.block_bytes)
-    ]
-    _read_parts(location, manifest, parts, verify, num_threads)
+    parts: list[_Part] = []
+    for chunk, memory in zip(chunks, memories, strict=True):
+        if 0 < len(memory) <= READ_UNIT_BYTES:
+            parts.append(_Part(chunk, 0, len(memory), memory))
+        else:
+            parts.extend(_direct_parts(chunk, 0, len(memory), memory, manifest.block_bytes))
+    _read_parts(location, manifest, parts, verify, Copier(()), num_threads)
 
 
-def _divide(manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str) -> Iterator[_Part]:
+def _divide(
+    manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str, exact: bool, copier: Copier
+) -> Iterator[_Part]:
     """Divide a copy into parts of at most `READ_UNIT_BYTES`."""
     chunk = copy.chunk
     shape = manifest.chunk_region(chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[chunk]]]
     item, block, size = dtype.itemsize, manifest.block_bytes, int(manifest.num_bytes[chunk])
     goal = target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
-    if copy.source.shape == shape and goal.dtype == dtype and is_plain_memory(goal):
+    if copy.source.shape == shape and goal.dtype == dtype and is_plain_memory(goal) and not copier.is_away(goal):
         yield from _direct_parts(chunk, 0, size, tensor_bytes(goal), block)
         return
-    for run in _long_runs(shape, copy.source, item):
+    if exact and is_worthwhile(shape, copy.source, item):
+        yield from _sparse_parts(chunk, shape, copy.source, item, goal)
+        return
+    for run in _long_runs(shape, copy.source, item, exact):
         run_goal = goal[run.relative_to(copy.source.offset).slices()] if run.shape else goal
         first = flat_start(shape, run) * item
-        last = first + _covering_elements(shape, run) * item
+        last = first + covering_elements(shape, run) * item
         is_aligned = first % block == 0 and (last % block == 0 or last == size)
         if (
             num_outer_axes(shape, run) == 0
             and run_goal.dtype == dtype
             and is_plain_memory(run_goal)
+            and not copier.is_away(run_goal)
             and (is_aligned or verify != "full")
         ):
             yield from _direct_parts(chunk, first, last, tensor_bytes(run_goal), block)
             continue
         for box in _slabs(shape, run, READ_UNIT_BYTES // item):
             start = flat_start(shape, box) * item
-            stop = start + _covering_elements(shape, box) * item
+            stop = start + covering_elements(shape, box) * item
             if verify == "full":
                 start, stop = start // block * block, min(-(-stop // block) * block, size)
             part_goal = run_goal[box.relative_to(run.offset).slices()] if box.shape else run_goal
@@ -135,23 +163,23 @@ def _direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) 
     while start < last:
         # Cut between blocks, so that each is read whole and can be verified.
         stop = min(last, max((start + READ_UNIT_BYTES) // block, start // block + 1) * block)
-        yield _Part(chunk, start, stop, memory[start - first : stop - first], None, None)
+        yield _Part(chunk, start, stop, memory[start - first : stop - first])
         start = stop
 
 
-def _covering_elements(shape: tuple[int, ...], box: Region) -> int:
-    """Count the elements from the first to the last one of a box, those between its runs included."""
-    if box.num_elements == 0:
-        return 0
-    last = Region(tuple(o + n - 1 for o, n in zip(box.offset, box.shape, strict=True)), (1,) * len(shape))
-    return flat_start(shape, last) - flat_start(shape, box) + 1
+def _sparse_parts(chunk: int, shape: tuple[int, ...], box: Region, item: int, goal: torch.Tensor) -> Iterator[_Part]:
+    for piece in _slabs(box.shape, whole(box.shape), max_elements(shape, box, item)):
+        part = Region(tuple(a + b for a, b in zip(piece.offset, box.offset, strict=True)), piece.shape)
+        start = flat_start(shape, part) * item
+        stop = start + covering_elements(shape, part) * item
+        yield _Part(chunk, start, stop, None, part, goal[piece.slices()], sparse=True)
 
 
-def _long_runs(shape: tuple[int, ...], box: Region, item: int) -> Iterator[Region]:
-    """Yield the contiguous runs of a box when they are long and far apart, else the box itself."""
+def _long_runs(shape: tuple[int, ...], box: Region, item: int, exact: bool) -> Iterator[Region]:
+    """Yield the contiguous runs of a box when they are long and far apart (or no gaps are wanted), else the box."""
     outer = num_outer_axes(shape, box)
     run_bytes = math.prod(box.shape[outer:]) * item
-    is_sparse = _covering_elements(shape, box) > 2 * box.num_elements
+    is_sparse = exact or covering_elements(shape, box) > 2 * box.num_elements
     if outer == 0 or run_bytes < LONG_RUN_BYTES or not is_sparse:
         yield box
         return
@@ -163,7 +191,7 @@ def _slabs(shape: tuple[int, ...], box: Region, max_elements: int) -> Iterator[R
     """Cut a box across its leading axes until each part spans at most `max_elements` of the chunk."""
     if box.num_elements == 0:
         return
-    if _covering_elements(shape, box) <= max_elements:
+    if covering_elements(shape, box) <= max_elements:
         yield box
         return
     axis = next(i for i, n in enumerate(box.shape) if n > 1)
@@ -175,52 +203,114 @@ def _slabs(shape: tuple[int, ...], box: Region, max_elements: int) -> Iterator[R
 
 
 def _read_parts(
-    location: str, manifest: Manifest, parts: list[_Part], verify: str, num_threads: int = NUM_THREADS
+    location: str,
+    manifest: Manifest,
+    parts: Sequence[_Part],
+    verify: str,
+    copier: Copier,
+    num_threads: int = NUM_THREADS,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
-    def place(part: _Part) -> tuple[int, int]:
-        return int(manifest.file_ids[part.chunk]), int(manifest.first_bytes[part.chunk]) + part.start
+    if not manifest.has_checksums:
+        verify = "none"
+    chunks = np.array([part.chunk for part in parts], np.int64)
+    files = manifest.file_ids[chunks]
+    positions = manifest.first_bytes[chunks] + np.array([part.start for part in parts], np.int64)
+    _check_files(location, manifest, _distinct(files))
+    order = np.lexsort((positions, files))
+    in_order = [parts[i] for i in order.tolist()]
+    units = _units(in_order, files[order].tolist(), positions[order].tolist())
+    with OpenFiles() as open_files:
+        reading = _Reading(location, manifest, verify, copier, open_files)
 
-    parts.sort(key=place)
-    _check_files(location, manifest, [part.chunk for part in parts])
-    run_threads(lambda unit: _read_unit(location, manifest, unit, verify), _units(manifest, parts), num_threads)
+        def read(unit: list[_Part]) -> None:
+            _read_unit(reading, unit)
+            if progress is not None:
+                progress(sum(len(p.memory) if p.memory is not None else _box_bytes(manifest, p) for p in unit))
+
+        run_threads(read, units, num_threads)
 
 
-def _units(manifest: Manifest, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+def _box_bytes(manifest: Manifest, part: _Part) -> int:
+    assert part.box is not None
+    return part.box.num_elements * FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
+
+
+def _units(parts: Sequence[_Part], files: Sequence[int], positions: Sequence[int]) -> Iterator[list[_Part]]:
     """Join parts that go straight to memory and follow one another in a file: one call reads them all."""
     unit: list[_Part] = []
-    unit_bytes, end = 0, (-1, -1)
-    for part in parts:
-        file_id, first = int(manifest.file_ids[part.chunk]), int(manifest.first_bytes[part.chunk])
+    room, next_file, next_position = 0, -1, -1
+    for part, file, position in zip(parts, files, positions, strict=True):
         num_bytes = part.stop - part.start
-        is_direct = part.memory is not None and bool(unit) and unit[-1].memory is not None
-        follows = is_direct and end == (file_id, first + part.start)
-        if not (follows and len(unit) < MAX_BUFFERS and unit_bytes + num_bytes <= READ_UNIT_BYTES):
+        follows = file == next_file and position == next_position and num_bytes <= room
+        if not (follows and part.memory is not None and len(unit) < MAX_BUFFERS):
             if unit:
                 yield unit
-            unit, unit_bytes = [], 0
+            # Nothing joins a part that goes through a bounce buffer.
+            unit, room = [], READ_UNIT_BYTES if part.memory is not None else 0
         unit.append(part)
-        unit_bytes += num_bytes
-        end = (file_id, first + part.stop)
+        room -= num_bytes
+        next_file, next_position = file, position + num_bytes
     if unit:
         yield unit
 
 
-def _read_unit(location: str, manifest: Manifest, unit: list[_Part], verify: str) -> None:
+def _read_unit(reading: _Reading, unit: list[_Part]) -> None:
     first = unit[0]
+    if first.sparse:
+        if not _read_sparse(reading, first):
+            for part in _read_through(reading.manifest, first):
+                _read_unit(reading, [part])
+        return
     if first.memory is not None:
         buffers = [part.memory for part in unit if part.memory is not None]
     else:
-        buffers = [bounce_buffer("read", first.stop - first.start)]
-    _read_into(location, manifest, first, buffers)
+        buffers = [bounce_buffer("read", first.stop - first.start, reading.copier.layer)]
+    _read_into(reading, first, buffers)
     for part, buffer in zip(unit, buffers, strict=True):
-        if verify != "none" and manifest.has_checksums:
-            _verify(location, manifest, part, buffer)
+        if reading.verify != "none":
+            _verify(reading.location, reading.manifest, part, buffer)
         if part.memory is None:
-            _deliver(manifest, part, buffer)
+            _deliver(reading.manifest, part, buffer, reading.copier)
 
 
-def _deliver(manifest: Manifest, part: _Part, buffer: Bytes) -> None:
-    """Copy a box of a chunk from the bytes around it to its target, converting the dtype where it differs."""
+def _read_sparse(reading: _Reading, part: _Part) -> bool:
+    """Read the runs of a part only; False when the system cannot."""
+    location, manifest, _, copier, _ = reading
+    assert part.box is not None
+    assert part.target is not None
+    box, target = part.box, part.target
+    shape = manifest.chunk_region(part.chunk).shape
+    dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]]
+    goal = target
+    if target.dtype != dtype or copier.is_away(target) or not holds_runs(target, num_outer_axes(shape, box)):
+        values = torch.from_numpy(bounce_buffer("read", box.num_elements * dtype.itemsize, copier.layer)).view(dtype)
+        goal = values.view(box.shape)
+    file, first_byte = _file_location(location, manifest, part.chunk), int(manifest.first_bytes[part.chunk])
+    end = read_box(file, first_byte, shape, box, goal)
+    if end is None:
+        return False
+    if end < first_byte + part.stop:
+        raise _cut_off(manifest, part, file, end)
+    if goal is not target:
+        _copy(goal, target, copier)
+    return True
+
+
+def _read_through(manifest: Manifest, part: _Part) -> Iterator[_Part]:
+    """Divide a part that would be read without its gaps into ones that are read with them."""
+    assert part.box is not None
+    assert part.target is not None
+    shape = manifest.chunk_region(part.chunk).shape
+    item = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
+    for box in _slabs(shape, part.box, READ_UNIT_BYTES // item):
+        start = flat_start(shape, box) * item
+        stop = start + covering_elements(shape, box) * item
+        yield _Part(part.chunk, start, stop, None, box, part.target[box.relative_to(part.box.offset).slices()])
+
+
+def _deliver(manifest: Manifest, part: _Part, buffer: Bytes, copier: Copier) -> None:
+    """Copy a box of a chunk from the bytes around it to its target."""
     assert part.box is not None
     assert part.target is not None
     shape = manifest.chunk_region(part.chunk).shape
@@ -229,10 +319,15 @@ def _deliver(manifest: Manifest, part: _Part, buffer: Bytes) -> None:
     begin = flat_start(shape, part.box) - part.start // dtype.itemsize
     whole_items = len(buffer) // dtype.itemsize * dtype.itemsize
     values = torch.from_numpy(buffer[:whole_items]).view(dtype)
-    source, target = values.as_strided(part.box.shape, strides, begin), part.target
-    if target.dtype == dtype and not (target.is_conj() or target.is_neg()):
+    _copy(values.as_strided(part.box.shape, strides, begin), part.target, copier)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
+    """Copy values out of scratch memory, converting the dtype where it differs."""
+    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
         source, target = as_integers(source), as_integers(target)
-    target.copy_(source)
+    copier.copy(target, source)
+    copier.wait()
 
 
 def _verify(location: str, manifest: Manifest, part: _Part, buffer: Bytes) -> None:
@@ -252,47 +347,37 @@ def _verify(location: str, manifest: Manifest, part: _Part, buffer: Bytes) -> No
             )
 
 
-def _read_into(location: str, manifest: Manifest, first: _Part, buffers: list[Bytes]) -> None:
+def _read_into(reading: _Reading, first: _Part, buffers: list[Bytes]) -> None:
+    location, manifest = reading.location, reading.manifest
     file = _file_location(location, manifest, first.chunk)
     position = int(manifest.first_bytes[first.chunk]) + first.start
     wanted = sum(len(buffer) for buffer in buffers)
     if _storage.is_local(file):
-        got = _read_local(file, position, buffers)
+        got = reading.files.read_into(file, buffers, position)
     else:
         data = np.frombuffer(_storage.read_range(file, position, position + wanted), np.uint8)
         got = len(data)
         for buffer in buffers if got == wanted else ():
             buffer[:], data = data[: len(buffer)], data[len(buffer) :]
     if got != wanted:
-        raise core.CorruptCheckpointError(
-            f"{file!r} ends at byte {position + got}, but the manifest says that key {_key(manifest, first.chunk)!r} "
-            "goes on after it: the file was cut off. Restore it from a copy or load another checkpoint."
-        )
+        raise _cut_off(manifest, first, file, position + got)
 
 
-def _read_local(file: str, position: int, buffers: list[Bytes]) -> int:
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        got = os.preadv(fd, buffers, position)
-        while True:
-            # A short read: a signal or a network file system; go on until the bytes or the file end.
-            skipped, rest = 0, []
-            for buffer in buffers:
-                rest.append(buffer[max(0, got - skipped) :])
-                skipped += len(buffer)
-            rest = [buffer for buffer in rest if len(buffer)]
-            more = os.preadv(fd, rest, position + got) if rest else 0
-            if not more:
-                return got
-            got += more
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, file) from error
-    finally:
-        os.close(fd)
+def _cut_off(manifest: Manifest, part: _Part, file: str, end: int) -> core.CorruptCheckpointError:
+    return core.CorruptCheckpointError(
+        f"{file!r} ends at byte {end}, but the manifest says that key {_key(manifest, part.chunk)!r} goes on after it: "
+        "the file was cut off. Restore it from a copy or load another checkpoint."
+    )
 
 
-def _check_files(location: str, manifest: Manifest, chunks: Sequence[int]) -> None:
-    for file_id in sorted({int(manifest.file_ids[chunk]) for chunk in chunks}):
+def _distinct(file_ids: IntArray) -> list[int]:
+    # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
+    distinct: list[int] = np.flatnonzero(np.bincount(file_ids)).tolist()
+    return distinct
+
+
+def _check_files(location: str, manifest: Manifest, file_ids: Iterable[int]) -> None:
+    for file_id in file_ids:
         _check_file(location, manifest, file_id)
 
 

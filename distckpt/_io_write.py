@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,8 +16,10 @@ import torch
 import xxhash
 
 from distckpt import _storage, core
+from distckpt._device import Copier, DeviceLayer
 from distckpt._dtypes import as_integers
 from distckpt._io import (
+    ALIGNMENT,
     BLOCK_BYTES,
     MAX_BUFFERS,
     NUM_THREADS,
@@ -28,6 +34,9 @@ from distckpt._io import (
 )
 from distckpt._region import flat_range_regions
 
+DIRECT_MIN_BYTES = 16 << 20
+"""Smaller files go through the page cache: one flush costs less than many waits for the disk."""
+
 
 class Part(NamedTuple):
     """Bytes [start, stop) of one chunk of a file."""
@@ -41,6 +50,70 @@ Fill: TypeAlias = Callable[[Sequence[Part], Bytes], list[Bytes]]
 """Gives the bytes of some parts, in order: views of memory that is there, or of the scratch memory it is handed."""
 
 
+class NewFile(NamedTuple):
+    """A file to be written.
+
+    `location` must not exist. `header` is its first bytes; chunks of `chunk_bytes` bytes follow without gaps, filled by
+    `fill`, which is called from several threads. Bytes may come from `device`.
+    """
+
+    location: str
+    header: bytes
+    chunk_bytes: Sequence[int]
+    fill: Fill
+    device: DeviceLayer | None = None
+
+
+@dataclass(frozen=True)
+class WriteSettings:
+    """How files are written.
+
+    Attributes:
+        durable: whether bytes must be on disk when `write_files` returns.
+        direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
+        with_checksums: whether to compute checksums.
+        num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
+        progress: told the number of bytes whenever some have been written, from several threads.
+    """
+
+    durable: bool = True
+    direct: bool | None = None
+    with_checksums: bool = True
+    num_threads: int = NUM_THREADS
+    progress: Callable[[int], None] | None = None
+
+
+def write_files(files: Sequence[NewFile], settings: WriteSettings) -> list[npt.NDArray[np.uint64]]:
+    """Write files.
+
+    One pool of threads takes the units of all files in order, so that the data of one file goes to disk (fsync) while
+    the next is being written. Space for all of them is reserved first.
+
+    Returns:
+        For each file the checksums of the blocks of all chunks, chunk by chunk; empty without checksums.
+
+    Raises:
+        OSError: naming the file; a full disk is found before anything is written, where the file system can tell.
+    """
+    outputs = [_Output(file, settings) for file in files]
+    local = [output for output in outputs if _storage.is_local(output.file.location)]
+    try:
+        for output in local:
+            output.create()
+        # A file without chunks has one unit, empty, so that it is finished like the others.
+        units = [(output, unit) for output in local for unit in output.units or [[]]]
+        # Writers through the page cache would wait for each other: the system lets one at a time into a file.
+        pays = any(output.may_be_direct or output.file.device for output in local)
+        run_threads(lambda item: item[0].write_unit(item[1]), units, settings.num_threads if pays else 1)
+    finally:
+        for output in local:
+            output.close()
+    for output in outputs:
+        if output not in local:
+            output.write_remote()
+    return [output.checksums for output in outputs]
+
+
 def write_file(
     location: str,
     header: bytes,
@@ -50,84 +123,155 @@ def write_file(
     with_checksums: bool = True,
     num_threads: int = NUM_THREADS,
 ) -> npt.NDArray[np.uint64]:
-    """Write one file: a header, then chunks without gaps. Its bytes are on disk when this returns.
+    """Write one file, see `write_files`. Its bytes are on disk when this returns."""
+    settings = WriteSettings(with_checksums=with_checksums, num_threads=num_threads)
+    return write_files([NewFile(location, header, chunk_bytes, fill)], settings)[0]
 
-    Args:
-        location: must not exist.
-        header: the first bytes.
-        chunk_bytes: size of each chunk.
-        fill: gives the bytes of chunks; called from several threads.
-        with_checksums: whether to compute checksums.
-        num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
 
-    Returns:
-        The checksums of the blocks of all chunks, chunk by chunk; empty without.
+class _Output:
+    """A file while it is being written."""
 
-    Raises:
-        OSError: naming the file.
-    """
-    counts = [-(-size // BLOCK_BYTES) for size in chunk_bytes]
-    first_block = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    checksums = np.zeros(int(first_block[-1]) if with_checksums else 0, np.uint64)
+    def __init__(self, file: NewFile, settings: WriteSettings) -> None:
+        self.file = file
+        self.settings = settings
+        self.units = list(units_of(file.chunk_bytes))
+        self.checksums = np.zeros(0, np.uint64)
+        counts = [-(-size // BLOCK_BYTES) for size in file.chunk_bytes]
+        self._first_block = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        if settings.with_checksums:
+            self.checksums = np.zeros(int(self._first_block[-1]), np.uint64)
+        self._first_bytes = np.concatenate([[0], np.cumsum(file.chunk_bytes, dtype=np.int64)]) + len(file.header)
+        self._lock = threading.Lock()
+        self._num_pending = max(1, len(self.units))
+        self._fd = -1
+        self._direct_fd = -1
 
-    def buffers_of(unit: Sequence[Part]) -> list[Bytes]:
-        buffers = fill(unit, bounce_buffer("write", UNIT_BYTES))
-        if with_checksums:
-            _compute_checksums(unit, buffers, first_block, checksums)
+    def create(self) -> None:
+        """Create the file with its full size, so that a full disk is found early, and write the header."""
+        with self._named_errors():
+            fd = os.open(self.file.location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            try:
+                allocate(fd, int(self._first_bytes[-1]))
+                _write_all(fd, [np.frombuffer(self.file.header, np.uint8)], 0)
+            finally:
+                os.close(fd)
+
+    def write_unit(self, unit: Sequence[Part]) -> None:
+        """Write some parts, and finish the file when they are the last that were missing."""
+        with self._named_errors():
+            self._open()
+            num_bytes = sum(part.stop - part.start for part in unit)
+            if unit:
+                position = int(self._first_bytes[unit[0].chunk]) + unit[0].start
+                if self._direct_fd >= 0:
+                    self._write_direct(unit, position, num_bytes)
+                else:
+                    _write_all(self._fd, self._buffers_of(unit, self._scratch(UNIT_BYTES)), position)
+            with self._lock:
+                self._num_pending -= 1
+                is_last = self._num_pending == 0
+            if is_last:
+                if self.settings.durable:
+                    os.fsync(self._fd)
+                self.close()
+            if self.settings.progress is not None:
+                self.settings.progress(num_bytes)
+
+    def write_remote(self) -> None:
+        """Write the whole file to an object store."""
+        with self._named_errors(), _storage.open_remote_for_writing(self.file.location) as file:
+            file.write(self.file.header)
+            for unit in self.units:
+                for buffer in self._buffers_of(unit, self._scratch(UNIT_BYTES)):
+                    file.write(memoryview(buffer))
+                if self.settings.progress is not None:
+                    self.settings.progress(sum(part.stop - part.start for part in unit))
+
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock:
+            for fd in (self._fd, self._direct_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._direct_fd = -1
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._fd < 0:
+                # Files are opened when their turn comes: a rank may have more of them than it may have open.
+                self._fd = os.open(self.file.location, os.O_WRONLY | os.O_CLOEXEC)
+                self._direct_fd = self._open_direct()
+
+    @property
+    def may_be_direct(self) -> bool:
+        """Whether to go around the page cache, if the file system takes it."""
+        wanted = self.settings.direct
+        if wanted is None:
+            wanted = self.settings.durable and sum(self.file.chunk_bytes) >= DIRECT_MIN_BYTES
+        return wanted and hasattr(os, "O_DIRECT")
+
+    def _open_direct(self) -> int:
+        if not self.may_be_direct:
+            return -1
+        try:
+            return os.open(self.file.location, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.settings.direct is None:
+                return -1
+            raise
+
+    def _scratch(self, num_bytes: int) -> Bytes:
+        return bounce_buffer("write", num_bytes, self.file.device)
+
+    def _buffers_of(self, unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
+        buffers = self.file.fill(unit, scratch)
+        if self.settings.with_checksums:
+            _compute_checksums(unit, buffers, self._first_block, self.checksums)
         return buffers
 
-    try:
-        if _storage.is_local(location):
-            _write_local(location, header, chunk_bytes, buffers_of, num_threads)
-        else:
-            with _storage.open_remote_for_writing(location) as file:
-                file.write(header)
-                for unit in _units(chunk_bytes):
-                    for buffer in buffers_of(unit):
-                        file.write(memoryview(buffer))
-    except OSError as error:
-        # An error that names a file already is one of reading what goes into this one.
-        if error.errno is None or error.filename is not None or isinstance(error, core.CheckpointingException):
-            raise
-        raise OSError(error.errno, error.strerror, location) from error
-    return checksums
+    def _write_direct(self, unit: Sequence[Part], position: int, num_bytes: int) -> None:
+        """Write through an aligned window; what is left at its edges goes through the page cache."""
+        phase = position % ALIGNMENT
+        window = self._scratch(UNIT_BYTES + ALIGNMENT)[phase : phase + num_bytes]
+        gather(self.file.fill(unit, window), window)
+        if self.settings.with_checksums:
+            _compute_checksums(unit, [window], self._first_block, self.checksums)
+        first = min(-position % ALIGNMENT, num_bytes)
+        last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
+        written = first + _write_aligned(self._direct_fd, window[first:last], position + first)
+        _write_all(self._fd, [window[:first]], position)
+        _write_all(self._fd, [window[written:]], position + written)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # An error that names a file already is one of reading what goes into this one.
+            if error.errno is None or error.filename is not None or isinstance(error, core.CheckpointingException):
+                raise
+            raise OSError(error.errno, error.strerror, self.file.location) from error
 
 
-def fill_from_tensors(contents: Sequence[Sequence[torch.Tensor]]) -> Fill:
-    """Return what fills each chunk with the row-major contents of its tensors, one after the other."""
+def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]) -> NewFile:
+    """Describe a file each of whose chunks is the row-major contents of some tensors, one after the other.
+
+    Call it in the thread that computes: what this has asked of a device so far will be done before bytes are copied.
+    """
+    copier = Copier(tensor for chunk in contents for tensor in chunk)
 
     def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
         buffers: list[Bytes] = []
         used = 0
         for part in unit:
             size = part.stop - part.start
-            buffers.extend(_part_bytes(contents[part.chunk], part, scratch[used : used + size]))
+            buffers.extend(_part_bytes(contents[part.chunk], part, scratch[used : used + size], copier))
             used += size
+        copier.wait()
         return buffers
 
-    return fill
-
-
-def _write_local(
-    location: str,
-    header: bytes,
-    chunk_bytes: Sequence[int],
-    buffers_of: Callable[[Sequence[Part]], list[Bytes]],
-    num_threads: int,
-) -> None:
-    first_bytes = np.concatenate([[0], np.cumsum(chunk_bytes, dtype=np.int64)]) + len(header)
-    fd = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    try:
-        allocate(fd, int(first_bytes[-1]))
-        _write_all(fd, [np.frombuffer(header, np.uint8)], 0)
-
-        def write_unit(unit: Sequence[Part]) -> None:
-            _write_all(fd, buffers_of(unit), int(first_bytes[unit[0].chunk]) + unit[0].start)
-
-        run_threads(write_unit, _units(chunk_bytes), num_threads)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in chunk) for chunk in contents]
+    return NewFile(location, header, sizes, fill, copier.layer)
 
 
 def _write_all(fd: int, buffers: list[Bytes], position: int) -> None:
@@ -142,7 +286,32 @@ def _write_all(fd: int, buffers: list[Bytes], position: int) -> None:
         position += total
 
 
-def _units(chunk_bytes: Sequence[int]) -> Iterator[list[Part]]:
+def _write_aligned(fd: int, data: Bytes, position: int) -> int:
+    """Write as much as a file opened for direct I/O takes; returns the number of bytes."""
+    written = 0
+    while written < len(data) and written % ALIGNMENT == 0:
+        try:
+            count = os.pwrite(fd, data[written:], position + written)
+        except OSError as error:
+            # Some file systems agree to direct I/O when a file is opened, and refuse it later.
+            if error.errno != errno.EINVAL:
+                raise
+            break
+        written += count
+    return written
+
+
+def gather(buffers: Sequence[Bytes], window: Bytes) -> None:
+    """Put the bytes of all buffers into the window, unless they are there already."""
+    filled = 0
+    for buffer in buffers:
+        place = window[filled : filled + len(buffer)]
+        if place.ctypes.data != buffer.ctypes.data:
+            np.copyto(place, buffer)
+        filled += len(buffer)
+
+
+def units_of(chunk_bytes: Sequence[int]) -> Iterator[list[Part]]:
     """Divide a file into runs of at most `UNIT_BYTES`; chunks are divided between blocks only."""
     unit: list[Part] = []
     filled = 0
@@ -164,7 +333,7 @@ def _units(chunk_bytes: Sequence[int]) -> Iterator[list[Part]]:
         yield unit
 
 
-def _part_bytes(tensors: Sequence[torch.Tensor], part: Part, scratch: Bytes) -> list[Bytes]:
+def _part_bytes(tensors: Sequence[torch.Tensor], part: Part, scratch: Bytes, copier: Copier) -> list[Bytes]:
     """Return bytes [start, stop) of a chunk: views of tensor memory where that is possible, copies in `scratch`."""
     pieces: list[Bytes] = []
     begin = 0
@@ -172,17 +341,17 @@ def _part_bytes(tensors: Sequence[torch.Tensor], part: Part, scratch: Bytes) -> 
         end = begin + tensor.numel() * tensor.element_size()
         low, high = max(part.start, begin), min(part.stop, end)
         if low < high:
-            if is_plain_memory(tensor):
+            if is_plain_memory(tensor) and not copier.is_away(tensor):
                 pieces.append(tensor_bytes(tensor)[low - begin : high - begin])
             else:
                 copied = scratch[low - part.start : high - part.start]
-                _copy_range(tensor, low - begin, high - begin, copied)
+                _copy_range(tensor, low - begin, high - begin, copied, copier)
                 pieces.append(copied)
         begin = end
     return pieces
 
 
-def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes) -> None:
+def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copier: Copier) -> None:
     """Copy bytes [start, stop) of a tensor's row-major content, from any device and with any strides."""
     item = tensor.element_size()
     values = torch.from_numpy(target).view(tensor.dtype)
@@ -190,8 +359,7 @@ def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes) -> N
         tensor, values = as_integers(tensor), as_integers(values)
     filled = 0
     for box in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
-        part = tensor[box.slices()]
-        values[filled : filled + box.num_elements].view(box.shape).copy_(part)
+        copier.copy(values[filled : filled + box.num_elements].view(box.shape), tensor[box.slices()])
         filled += box.num_elements
 
 

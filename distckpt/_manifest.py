@@ -46,6 +46,7 @@ class Manifest:
             (n, max ndim) padded with 0 and 1, all int64 and sorted by key id, and `block_checksums`, uint64 xxh3-64
             digests of the blocks of all chunks in order.
         has_checksums: False for files that others wrote; `block_checksums` is empty then.
+        origin: set when others wrote the objects too: JSON fields that say how (see `_dcp_source`).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Manifest:
         block_bytes: int,
         columns: Mapping[str, npt.NDArray[Any]],
         has_checksums: bool = True,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
@@ -66,6 +68,7 @@ class Manifest:
         self.aliases = dict(aliases)
         self.block_bytes = block_bytes
         self.has_checksums = has_checksums
+        self.origin = origin
         self.key_ids: IntArray = columns["key_ids"]
         self.file_ids: IntArray = columns["file_ids"]
         self.first_bytes: IntArray = columns["first_bytes"]
@@ -104,6 +107,8 @@ class Manifest:
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
         }
+        if self.origin is not None:
+            fields["origin"] = self.origin
         ndim = self.offsets.shape[1]
         key_shapes = np.ones((len(self.keys), ndim), np.int64)
         for i, shape in enumerate(self.global_shapes):
@@ -149,6 +154,7 @@ class Manifest:
                 block_bytes=block_bytes,
                 columns=columns,
                 has_checksums=_known_checksum(fields["checksum"]),
+                origin=fields.get("origin"),
             )
             manifest._check()
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
@@ -169,6 +175,7 @@ class Manifest:
         _require(all(name == OBJECT or name in _dtypes.FROM_NAME for name in self.dtypes), "a dtype is unknown")
         _require(set(self.aliases.values()) <= set(self.keys), "an alias has no target")
         _require(set(self.aliases).isdisjoint(self.keys), "an alias has the name of a key")
+        _require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
         for file in self.files:
             parts = file.name.split("/")
             is_inside = not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)

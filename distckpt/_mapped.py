@@ -73,9 +73,11 @@ class MappedTensor:
 
 def identity(key: str, info: TensorInfo) -> MappedTensor:
     """Map a tensor to itself."""
-    region = whole(info.shape)
-    part = Part(region, key, region, tuple(range(len(info.shape))))
-    return MappedTensor(tuple(info.shape), info.dtype, (part,) if region.num_elements else ())
+    shape = tuple(info.shape)
+    if 0 in shape:
+        return MappedTensor(shape, info.dtype, ())
+    region = whole(shape)
+    return MappedTensor(shape, info.dtype, (Part(region, key, region, tuple(range(len(shape)))),))
 
 
 def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:

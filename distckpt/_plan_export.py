@@ -56,20 +56,19 @@ def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_t
         LoadMismatchError: nothing matches.
     """
     names = [*manifest.keys, *manifest.aliases]
+    key_index = manifest.key_index
     chosen: dict[str, int] = {}
     taken: set[int] = set()
     for name in names:
-        key_id = manifest.key_index[name]
+        key_id = key_index[name]
         is_wanted = manifest.dtypes[key_id] != OBJECT and (keys is None or matches(name, keys))
         if is_wanted and (write_tied or key_id not in taken):
             chosen[name] = key_id
             taken.add(key_id)
     if not chosen:
         raise core.LoadMismatchError(f"No tensor matches {keys!r}; there are {summarize_keys(names)}.")
-    return {
-        name: TensorInfo(manifest.global_shapes[chosen[name]], manifest.dtypes[chosen[name]])
-        for name in sorted(chosen, key=natural_order)
-    }
+    infos = list(map(TensorInfo, manifest.global_shapes, manifest.dtypes))
+    return {name: infos[chosen[name]] for name in sorted(chosen, key=natural_order)}
 
 
 def plan_tensors(
@@ -77,6 +76,8 @@ def plan_tensors(
     rules: Sequence[Rule],
     rename: Mapping[str, str],
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+    *,
+    keep_unmatched: bool = False,
 ) -> list[OutputTensor]:
     """Apply rules, then give each tensor its name and dtype in the output.
 
@@ -86,17 +87,23 @@ def plan_tensors(
         rename: old beginnings of names -> new ones; the first that fits counts.
         dtype: for all floating point tensors of 16 bits and more, or by pattern of output names; other tensors
             (integers, 8-bit floats) are converted only by a pattern without wildcards that is their name.
+        keep_unmatched: whether tensors that no rule matches keep name and shape; otherwise there must be none, once
+            there are rules.
 
     Raises:
+        LoadMismatchError: a rule matches nothing, or no rule matches some tensor.
         CheckpointingException: a pattern matches nothing, a conversion makes no sense, or two tensors get one name.
     """
     outputs: list[OutputTensor] = []
     used: set[str] = set()
     by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else dict(dtype or {})
-    for original, mapped in apply_rules(rules, tensors).items():
-        old = next((old for old in rename if original.startswith(old)), "")
-        name = rename.get(old, "") + original[len(old) :]
-        pattern = next((p for p in by_pattern if name == p or matches(name, p)), None)
+    for original, mapped in _apply_rules(rules, tensors, keep_unmatched).items():
+        name, pattern = original, None
+        if rename:
+            old = next((old for old in rename if original.startswith(old)), "")
+            name = rename.get(old, "") + original[len(old) :]
+        if by_pattern:
+            pattern = next((p for p in by_pattern if name == p or matches(name, p)), None)
         stored = _dtypes.FROM_NAME[mapped.dtype]
         target = stored
         if pattern is not None:
@@ -119,6 +126,21 @@ def plan_tensors(
             f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches, or an earlier pattern does."
         )
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
+
+
+def _apply_rules(
+    rules: Sequence[Rule], tensors: Mapping[str, TensorInfo], keep_unmatched: bool
+) -> dict[str, MappedTensor]:
+    try:
+        return apply_rules(rules, tensors, strict=bool(rules) and not keep_unmatched)
+    except core.LoadMismatchError as error:
+        if not error.missing:
+            raise
+        raise core.LoadMismatchError(
+            f"{error} Those that are not of the model (an optimizer's, say) are left out with `keys`; "
+            "unmatched='keep' exports them under their own names.",
+            missing=error.missing,
+        ) from error
 
 
 def plan_files(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from distckpt import core
 from distckpt._manifest import Manifest
-from distckpt._region import Region, intersect_many
+from distckpt._region import Region, intersect, intersect_many, whole
 
 
 class Copy(NamedTuple):
@@ -48,32 +49,60 @@ def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) ->
         LoadMismatchError: the stored tensor has another global shape, or does not cover a requested region.
     """
     copies: list[Copy] = []
-    for index, request in enumerate(requests):
-        key_id = manifest.key_index[request.key]
+    key_ids = [manifest.key_index[request.key] for request in requests]
+    for index, (request, key_id, only) in enumerate(
+        zip(requests, key_ids, _only_chunks(manifest, key_ids), strict=True)
+    ):
         stored_shape = manifest.global_shapes[key_id]
         _check_shape(request, stored_shape, location)
-        rows = manifest.chunk_rows(key_id)
-        ndim = len(stored_shape)
-        offsets, shapes = manifest.offsets[rows, :ndim], manifest.shapes[rows, :ndim]
-        hits, hit_offsets, hit_shapes = intersect_many(request.region, offsets, shapes)
+        if only is None:
+            found = _copies_of(manifest, request, index, key_id)
+        elif only == request.region:
+            local = whole(only.shape)
+            found = [Copy(int(manifest.key_starts[key_id]), local, index, local)]
+        else:
+            common = intersect(only, request.region)
+            parts = [(common.relative_to(only.offset), common.relative_to(request.region.offset))] if common else []
+            found = [Copy(int(manifest.key_starts[key_id]), source, index, target) for source, target in parts]
         wanted = request.region.num_elements
         if request.allow_shape_mismatch:
             spans = zip(request.region.offset, request.region.shape, stored_shape, strict=True)
-            wanted = int(np.prod([max(min(o + n, size) - o, 0) for o, n, size in spans], dtype=np.int64))
-        if int(np.prod(hit_shapes, axis=1).sum()) != wanted:
+            wanted = math.prod(max(min(o + n, size) - o, 0) for o, n, size in spans)
+        if sum(copy.target.num_elements for copy in found) != wanted:
             raise core.LoadMismatchError(
                 f"Region {request.region} of key {request.key!r} is not stored completely in {location!r}: it was "
                 "saved with gaps (validate_access_integrity=False). Ask for a region that was saved.",
                 unexpected=[request.key],
             )
-        source = (hit_offsets - offsets[hits]).tolist()
-        target = (hit_offsets - np.array(request.region.offset, np.int64)).tolist()
-        first = rows.start
-        copies.extend(
-            Copy(first + row, Region(tuple(src), tuple(shape)), index, Region(tuple(dst), tuple(shape)))
-            for row, src, dst, shape in zip(hits.tolist(), source, target, hit_shapes.tolist(), strict=True)
-        )
+        copies.extend(found)
     return copies
+
+
+def _only_chunks(manifest: Manifest, key_ids: Sequence[int]) -> list[Region | None]:
+    """Return for each key the region of its chunk when it has one only: small tensors are many, and not divided."""
+    ids = np.array(key_ids, np.int64)
+    rows = manifest.key_starts[ids]
+    single = np.flatnonzero(manifest.key_starts[ids + 1] - rows == 1)
+    regions: list[Region | None] = [None] * len(ids)
+    offsets, shapes = manifest.offsets[rows[single]].tolist(), manifest.shapes[rows[single]].tolist()
+    for index, offset, shape in zip(single.tolist(), offsets, shapes, strict=True):
+        ndim = len(manifest.global_shapes[key_ids[index]])
+        regions[index] = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
+    return regions
+
+
+def _copies_of(manifest: Manifest, request: Request, index: int, key_id: int) -> list[Copy]:
+    """Find what a request wants of all chunks of a key."""
+    rows = manifest.chunk_rows(key_id)
+    ndim = len(manifest.global_shapes[key_id])
+    offsets, shapes = manifest.offsets[rows, :ndim], manifest.shapes[rows, :ndim]
+    hits, hit_offsets, hit_shapes = intersect_many(request.region, offsets, shapes)
+    source = (hit_offsets - offsets[hits]).tolist()
+    target = (hit_offsets - np.array(request.region.offset, np.int64)).tolist()
+    return [
+        Copy(rows.start + row, Region(tuple(src), tuple(shape)), index, Region(tuple(dst), tuple(shape)))
+        for row, src, dst, shape in zip(hits.tolist(), source, target, hit_shapes.tolist(), strict=True)
+    ]
 
 
 def _check_shape(request: Request, stored_shape: tuple[int, ...], location: str) -> None:

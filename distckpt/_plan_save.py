@@ -52,7 +52,9 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     if not len(tied):
         return {}
     partners = keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
-    num_main = np.bincount(table.key_ids[table.is_main], minlength=len(table.keys))
+    # Shards without elements are no memory, and cannot be tied; some ranks of an uneven division have such.
+    counted = table.is_main & (table.shapes > 0).all(axis=1)
+    num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
     aliases: dict[int, int] = {}
     pairs, counts = np.unique(np.stack([table.key_ids[tied], partners]), axis=1, return_counts=True)
     for (alias, key), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
@@ -98,7 +100,7 @@ def plan_owners(
             whole_owner[members] = candidates[0]
             loads[candidates[0]] += int(sizes.sum())
             continue
-        shares = _even_shares(loads[candidates], int(sizes.sum()))
+        shares = even_shares(loads[candidates], int(sizes.sum()))
         loads[candidates] += shares
         owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
         whole_owner[members] = owners
@@ -128,7 +130,7 @@ def _group_replicas(
     stored = (num_bytes > 0) | is_empty_key[table.key_ids]
     if aliases:
         stored &= ~np.isin(table.key_ids, np.fromiter(aliases, np.int64))
-    identity = _row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
+    identity = row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
     main_rows = np.flatnonzero(stored & table.is_main)
     _, first = np.unique(identity[main_rows], return_index=True)
     # np.unique sorts by hash; back to the order in which the ranks named them.
@@ -157,7 +159,7 @@ def _group_replicas(
     )
 
 
-def _row_hashes(columns: Sequence[IntArray]) -> npt.NDArray[np.uint64]:
+def row_hashes(columns: Sequence[IntArray]) -> npt.NDArray[np.uint64]:
     """Mix integer columns into one 64-bit hash per row."""
     mixed = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
@@ -186,7 +188,7 @@ def _lines(groups: _Groups) -> Iterator[tuple[IntArray, IntArray]]:
         yield members_of[index], groups.holder_ranks[start : start + sizes[first[index]]]
 
 
-def _even_shares(loads: IntArray, total: int) -> IntArray:
+def even_shares(loads: IntArray, total: int) -> IntArray:
     """Split `total` bytes so that the loads of all ranks end as equal as they can (water finds its level)."""
     order = np.argsort(loads, kind="stable")
     ascending = loads[order]

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from distckpt import _commit, _storage, core
+from distckpt._io_write import WriteSettings, write_files
 from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, ShardFile, marker_fields
 from distckpt._plan_save import ChunkLayout
-from distckpt._records import WrittenFile
 from distckpt._region import IntArray
-from distckpt._shard_writer import write_tensor_file
+from distckpt._shard_writer import lay_out_tensor_file, new_tensor_file
 
 
 def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: core.CheckpointingConfig) -> list[str]:
@@ -86,9 +86,8 @@ def _write_remaining(
         new_file_id[file_id] = len(files)
         if is_renamed[manifest.key_ids[rows]].any():
             kept = rows[stays[rows]]
-            written = _rewrite(location, staging, manifest, file, kept, names)
-            first_bytes[kept] = written.first_bytes
-            files.append(written.file)
+            written, first_bytes[kept] = _rewrite(location, staging, manifest, file, kept, names)
+            files.append(written)
         else:
             _storage.link_tree(_storage.join(location, file.name), _storage.join(staging, file.name))
             files.append(file)
@@ -117,23 +116,25 @@ def _write_remaining(
 
 def _rewrite(
     location: str, staging: str, manifest: Manifest, file: ShardFile, rows: IntArray, names: list[str | None]
-) -> WrittenFile:
-    """Write a file with some of its chunks; `first_bytes` of the result are in the order of `rows`."""
+) -> tuple[ShardFile, list[int]]:
+    """Write a file with some of its chunks; returns also where each of `rows` begins in it."""
     source = np.memmap(_storage.join(location, file.name), np.uint8, mode="c")
-    chunks, contents, shapes = [], [], {}
+    chunks, content_of, row_of, shapes = [], {}, {}, {}
     for row in rows.tolist():
         key_id = int(manifest.key_ids[row])
         name = names[key_id]
         assert name is not None
         start = int(manifest.first_bytes[row])
         chunks.append(ChunkLayout(name, manifest.dtypes[key_id], manifest.chunk_region(row), ()))
-        contents.append([torch.from_numpy(source[start : start + int(manifest.num_bytes[row])])])
+        content_of[name] = [torch.from_numpy(source[start : start + int(manifest.num_bytes[row])])]
+        row_of[name] = row
         shapes[name] = manifest.global_shapes[key_id]
-    written = write_tensor_file(staging, file.name, chunks, contents, shapes)
-    row_of = {chunk.key: row for chunk, row in zip(chunks, rows.tolist(), strict=True)}
-    _compare(manifest, file, [row_of[chunk.key] for chunk in written.chunks], written.block_checksums)
-    first_byte_of = {c.key: first for c, first in zip(written.chunks, written.first_bytes, strict=True)}
-    return written._replace(first_bytes=[first_byte_of[chunk.key] for chunk in chunks])
+    layout = lay_out_tensor_file(file.name, chunks, shapes)
+    order = [chunk.key for chunk in layout.chunks]
+    checksums = write_files([new_tensor_file(staging, layout, [content_of[key] for key in order])], WriteSettings())
+    _compare(manifest, file, [row_of[key] for key in order], checksums[0])
+    first_byte_of = dict(zip(order, layout.first_bytes, strict=True))
+    return layout.file, [first_byte_of[chunk.key] for chunk in chunks]
 
 
 def _compare(manifest: Manifest, file: ShardFile, rows: list[int], checksums: npt.NDArray[np.uint64]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distckpt import _sources, _state_dict, _storage
+from distckpt import _background, _commit, _sources, _state_dict, _storage
 from distckpt._common_state import COMMON_KEY, CONTENT_METADATA
 from distckpt.mapping import ShardedObject, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy
@@ -107,4 +107,5 @@ def _strategy_alone(
 ) -> tuple[LoadShardedStrategy, str]:
     """Return the strategy for a checkpoint, to be used by this rank without the others, and the location."""
     location = _storage.normalize(checkpoint_dir)
+    _background.wait_for_location(_commit.resolve(location))
     return load_strategy(given, _sources.identify(location), location), location

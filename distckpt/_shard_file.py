@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 """Header metadata entry of torch's sharded files: where in the global tensors the entries lie."""
 GLOBAL_SHAPES = "distckpt_global_shapes"
 """Header metadata entry of our shard files: the global shapes of the entries."""
+
+
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _dtypes.FROM_NAME.items()}
 
 
 class Entry(NamedTuple):
@@ -46,7 +50,7 @@ def object_file_name(rank: int) -> str:
 
 def layout_order(entries: Sequence[Entry]) -> list[int]:
     """Return the order in which entries stand in a file: larger items first, otherwise as given."""
-    return sorted(range(len(entries)), key=lambda i: -_alignment(entries[i].dtype))
+    return sorted(range(len(entries)), key=lambda i: -_ITEM_BYTES[entries[i].dtype])
 
 
 def build_header(
@@ -66,18 +70,18 @@ def build_header(
     Raises:
         ValueError: the header would be longer than readers accept.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    members = [f'"__metadata__":{encode(dict(metadata))}']
     offsets = []
     position = 0
-    for entry in entries:
+    # Put together by hand, in half the time: there are thousands of entries.
+    for name, dtype, shape, num_bytes in entries:
         offsets.append(position)
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(stored_shape(entry.dtype, entry.shape)),
-            "data_offsets": [position, position + entry.num_bytes],
-        }
-        position += entry.num_bytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        sizes = ",".join(map(str, stored_shape(dtype, shape)))
+        end = position + num_bytes
+        members.append(f'{encode(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{position},{end}]}}')
+        position = end
+    text = f"{{{','.join(members)}}}".encode("utf-8", "surrogatepass")
     padded = -(-(8 + len(text)) // alignment) * alignment
     if padded - 8 > MAX_HEADER_BYTES:
         raise ValueError(f"a safetensors header of {padded} bytes for {len(entries)} entries exceeds 100 MB")
@@ -115,6 +119,9 @@ class StoredEntry(NamedTuple):
     num_bytes: int
 
 
+_PLACE = operator.itemgetter(3, 4)
+
+
 def header_length(head: bytes, file_bytes: int) -> int:
     """Return how many bytes at the beginning of a file are not data.
 
@@ -141,9 +148,8 @@ def parse_header(header: bytes, file_bytes: int) -> tuple[dict[str, str], list[S
         ValueError: the header contradicts itself or the size of the file, or a dtype is unknown.
     """
     metadata, described, _ = split_header(memoryview(header))
-    entries = sorted(
-        (_stored_entry(name, entry, len(header)) for name, entry in described.items()), key=lambda e: e[3:]
-    )
+    entries = [_stored_entry(name, entry, len(header)) for name, entry in described.items()]
+    entries.sort(key=_PLACE)
     position = len(header)
     for entry in entries:
         if entry.first_byte != position:
@@ -234,24 +240,20 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] * packed) if shape else (packed,)
 
 
-def _alignment(dtype: str) -> int:
-    return _dtypes.FROM_NAME[dtype].itemsize
-
-
 def _stored_entry(name: str, entry: Any, data_start: int) -> StoredEntry:
     dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     for number in (first, end, *shape):
         if type(number) is int and 0 <= number < 2**62:
             continue
         raise ValueError(f"the entry {name[:50]!r} has no proper shape and position")
-    if dtype not in _dtypes.FROM_NAME:
+    if dtype not in _ITEM_BYTES:
         raise ValueError(f"the entry {name[:50]!r} has the dtype {dtype!r}, which torch does not have")
-    packed = _dtypes.PACKED_PER_ITEM.get(dtype, 1)
-    if packed > 1:
+    if dtype in _dtypes.PACKED_PER_ITEM:
+        packed = _dtypes.PACKED_PER_ITEM[dtype]
         if not shape or shape[-1] % packed:
             raise ValueError(f"the entry {name[:50]!r} does not fill whole bytes")
         shape = [*shape[:-1], shape[-1] // packed]
-    if math.prod(shape) * _alignment(dtype) != end - first:
+    if math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
         raise ValueError(f"the entry {name[:50]!r} of shape {shape} and dtype {dtype} has {end - first} bytes")
     return StoredEntry(name, dtype, tuple(shape), data_start + first, end - first)
 

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from distckpt import _dtypes, _shard_file, _storage
 from distckpt._io import checksum
-from distckpt._io_write import fill_from_tensors, write_file
+from distckpt._io_write import Fill, NewFile, WriteSettings, file_of_tensors, write_files
 from distckpt._manifest import FORMAT_VERSION, OBJECT, ShardFile
 from distckpt._plan_save import ChunkLayout, Pieces, layout_files
-from distckpt._records import Record, WrittenFile
+from distckpt._records import FileLayout, WrittenRecord
 from distckpt._shards import Shard, ShardTable, region_view
 from distckpt.mapping import ShardedObject, ShardedTensor
 
+Contents: TypeAlias = list[list[torch.Tensor]]
+"""For each chunk of a file the tensors that are its bytes, one after the other."""
 
-def write_pieces(checkpoint_dir: str, rank: int, shards: Sequence[Shard], table: ShardTable, pieces: Pieces) -> Record:
-    """Write the files of one rank.
+
+class FilesToWrite(NamedTuple):
+    """All that one rank writes: for each file of tensors its layout and contents, and encoded objects.
+
+    `wrap_fill`, given the number of a file of tensors and what fills it, returns what fills it instead.
+    """
+
+    tensor_files: list[tuple[FileLayout, Contents]]
+    objects: dict[str, bytes]
+    wrap_fill: Callable[[int, Fill], Fill] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of data, without headers."""
+        in_tensors = sum(sum(layout.num_bytes) for layout, _ in self.tensor_files)
+        return in_tensors + sum(map(len, self.objects.values()))
+
+
+def lay_out_files(rank: int, shards: Sequence[Shard], table: ShardTable, pieces: Pieces) -> list[FileLayout]:
+    """Decide where in which file each piece of one rank goes.
 
     Args:
-        checkpoint_dir: with its `tensors` and `objects` directories.
         rank: goes into the names of files.
-        shards: of this rank; the data of objects is their encoding.
+        shards: of this rank.
         table: describes `shards`.
         pieces: what this rank writes.
+
+    Returns:
+        One layout for each file; one of objects comes last.
     """
     kinds = dict(zip(table.keys, zip(table.dtypes, table.global_shapes, strict=True), strict=True))
     dtypes = [kinds[shard.key][0] for shard in shards]
@@ -33,58 +57,69 @@ def write_pieces(checkpoint_dir: str, rank: int, shards: Sequence[Shard], table:
     tensor_files = [file for file in ([c for c in file if c.dtype != OBJECT] for file in layout) if file]
     # Cells of one object have names of their own, so all fit into one file.
     object_chunks = [chunk for file in layout for chunk in file if chunk.dtype == OBJECT]
-    written = []
+    layouts = []
     for index, chunks in enumerate(tensor_files):
         name = "tensors/" + _shard_file.shard_file_name(rank, index, len(tensor_files))
-        shapes = {chunk.key: kinds[chunk.key][1] for chunk in chunks}
-        contents = [_tensors_of(chunk, shards) for chunk in chunks]
-        written.append(write_tensor_file(checkpoint_dir, name, chunks, contents, shapes))
+        layouts.append(lay_out_tensor_file(name, chunks, {chunk.key: kinds[chunk.key][1] for chunk in chunks}))
     if object_chunks:
-        sharded = [_object_of(chunk, shards) for chunk in object_chunks]
-        entries = [_shard_file.Entry(s.unique_key, "U8", (len(s.data),), len(s.data)) for s in sharded]
-        contents = [[torch.frombuffer(bytearray(s.data), dtype=torch.uint8)] for s in sharded]
-        name = "objects/" + _shard_file.object_file_name(rank)
-        written.append(_write(checkpoint_dir, name, object_chunks, entries, _own_metadata({}), contents))
-    return Record.of(written)
+        unknown = [0] * len(object_chunks)
+        file = ShardFile("objects/" + _shard_file.object_file_name(rank), 0, 0, 0)
+        layouts.append(FileLayout(file, b"", object_chunks, unknown, unknown))
+    return layouts
 
 
-def write_tensor_file(
-    checkpoint_dir: str,
-    name: str,
-    chunks: Sequence[ChunkLayout],
-    contents: Sequence[list[torch.Tensor]],
-    global_shapes: Mapping[str, tuple[int, ...]],
-) -> WrittenFile:
-    """Write one shard file, its entries in the order the format asks for.
-
-    Args:
-        checkpoint_dir: where the file goes.
-        name: relative to it.
-        chunks: at most one for each key.
-        contents: for each chunk the tensors that are its bytes, in order.
-        global_shapes: by key.
-    """
+def lay_out_tensor_file(
+    name: str, chunks: Sequence[ChunkLayout], global_shapes: Mapping[str, tuple[int, ...]]
+) -> FileLayout:
+    """Arrange chunks, at most one for each key, in the order the format asks for."""
     entries = [_shard_file.Entry(c.key, c.dtype, c.region.shape, _num_bytes(c)) for c in chunks]
     order = _shard_file.layout_order(entries)
-    chunks, entries, contents = [chunks[i] for i in order], [entries[i] for i in order], [contents[i] for i in order]
+    chunks, entries = [chunks[i] for i in order], [entries[i] for i in order]
     metadata = _shard_file.sharding_metadata({c.key: c.region for c in chunks}, _own_metadata(global_shapes))
-    return _write(checkpoint_dir, name, chunks, entries, metadata, contents)
-
-
-def _write(
-    checkpoint_dir: str,
-    name: str,
-    chunks: Sequence[ChunkLayout],
-    entries: Sequence[_shard_file.Entry],
-    metadata: Mapping[str, str],
-    contents: Sequence[list[torch.Tensor]],
-) -> WrittenFile:
     header, first_bytes = _shard_file.build_header(entries, metadata)
     sizes = [entry.num_bytes for entry in entries]
-    location = _storage.join(checkpoint_dir, *name.split("/"))
-    checksums = write_file(location, header, sizes, fill_from_tensors(contents))
-    shard_file = ShardFile(name, len(header) + sum(sizes), len(header), checksum(header))
-    return WrittenFile(shard_file, chunks, first_bytes, sizes, checksums)
+    file = ShardFile(name, len(header) + sum(sizes), len(header), checksum(header))
+    return FileLayout(file, header, chunks, first_bytes, sizes)
+
+
+def collect(layouts: Sequence[FileLayout], shards: Sequence[Shard]) -> FilesToWrite:
+    """Look up the contents of files: views of the tensors of shards, and the encodings of objects."""
+    files = FilesToWrite([], {})
+    for layout in layouts:
+        if layout.header:
+            files.tensor_files.append((layout, [_tensors_of(chunk, shards) for chunk in layout.chunks]))
+        else:
+            for chunk in layout.chunks:
+                shard = shards[chunk.pieces[0][0]]
+                assert isinstance(shard, ShardedObject)
+                files.objects[shard.unique_key] = shard.data
+    return files
+
+
+def write_all(checkpoint_dir: str, rank: int, files: FilesToWrite, settings: WriteSettings) -> WrittenRecord:
+    """Write the files of one rank into a directory that has `tensors` and `objects`."""
+    new = [new_tensor_file(checkpoint_dir, layout, contents) for layout, contents in files.tensor_files]
+    if files.wrap_fill is not None:
+        new = [file._replace(fill=files.wrap_fill(number, file.fill)) for number, file in enumerate(new)]
+    object_file = None
+    sizes = [len(data) for data in files.objects.values()]
+    if files.objects:
+        name = "objects/" + _shard_file.object_file_name(rank)
+        entries = [_shard_file.Entry(key, "U8", (size,), size) for key, size in zip(files.objects, sizes, strict=True)]
+        header, _ = _shard_file.build_header(entries, _own_metadata({}))
+        contents = [[torch.frombuffer(bytearray(data), dtype=torch.uint8)] for data in files.objects.values()]
+        location = _storage.join(checkpoint_dir, *name.split("/"))
+        new.append(file_of_tensors(location, header, contents))
+        object_file = ShardFile(name, len(header) + sum(sizes), len(header), checksum(header))
+    checksums = write_files(new, settings)
+    joined = np.concatenate(checksums) if checksums else np.zeros(0, np.uint64)
+    return WrittenRecord(object_file, np.array(sizes, np.int64), joined)
+
+
+def new_tensor_file(checkpoint_dir: str, layout: FileLayout, contents: Contents) -> NewFile:
+    """Put a layout and its contents together."""
+    location = _storage.join(checkpoint_dir, *layout.file.name.split("/"))
+    return file_of_tensors(location, layout.header, contents)
 
 
 def _own_metadata(global_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -105,9 +140,3 @@ def _tensors_of(chunk: ChunkLayout, shards: Sequence[Shard]) -> list[torch.Tenso
         assert isinstance(shard, ShardedTensor)
         tensors.append(region_view(shard, region))
     return tensors
-
-
-def _object_of(chunk: ChunkLayout, shards: Sequence[Shard]) -> ShardedObject:
-    shard = shards[chunk.pieces[0][0]]
-    assert isinstance(shard, ShardedObject)
-    return shard

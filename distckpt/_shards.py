@@ -6,6 +6,8 @@ everything after this point knows regions only.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,10 +58,22 @@ class ShardTable(NamedTuple):
         return _columns.pack(fields, {name: getattr(self, name) for name in _ROW_COLUMNS})
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> ShardTable:
-        """Decode what another rank's `to_bytes` made."""
-        (keys, dtypes, shapes, exchange_group), columns = _columns.unpack(data)
-        return cls(keys, dtypes, [tuple(s) for s in shapes], exchange_group=exchange_group, **columns)
+    def all_from_bytes(cls, messages: Sequence[bytes]) -> list[ShardTable]:
+        """Decode what the `to_bytes` of all ranks made.
+
+        Data-parallel replicas send equal lists of keys: those are parsed once, and shared.
+        """
+        parse = functools.cache(_parse_kinds)
+        tables = []
+        for data in messages:
+            (keys, dtypes, shapes, exchange_group), columns = _columns.unpack(data, parse)
+            tables.append(cls(keys, dtypes, shapes, exchange_group=exchange_group, **columns))
+        return tables
+
+
+def _parse_kinds(text: bytes) -> tuple[list[str], list[str], list[tuple[int, ...]], int]:
+    keys, dtypes, shapes, exchange_group = json.loads(text)
+    return keys, dtypes, [tuple(shape) for shape in shapes], exchange_group
 
 
 def shard_regions(shard: Shard) -> Iterator[Region]:
@@ -87,8 +101,8 @@ def flat_bounds(shard: ShardedTensor) -> tuple[int, int]:
 def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
     """Return the part of a shard's data that holds `region` (of the global tensor), as a view of that shape."""
     assert shard.data is not None
-    data = shard.data.detach()
-    if region.shape == tuple(data.shape) and shard.flattened_range is None:
+    data = shard.data.detach() if shard.data.requires_grad else shard.data
+    if region.shape == data.shape and shard.flattened_range is None:
         return data
     local = region.relative_to(tuple(shard.global_offset))
     prepended = shard.prepend_axis_num
@@ -108,12 +122,12 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
     """
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
-    memory: dict[Any, int] = {}
     key_ids: list[int] = []
     shard_ids: list[int] = []
     tie_ids: list[int] = []
     is_main: list[bool] = []
     regions: list[Region] = []
+    ties = find_ties(shards)
     for shard_id, shard in enumerate(shards):
         kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
         key_id = key_index.setdefault(shard.key, len(kinds))
@@ -122,12 +136,11 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
             kinds.append(kind)
         elif kinds[key_id] != kind:
             raise core.InvalidShardingError(_contradiction(shard.key, kinds[key_id], kind, "in one state dict"))
-        tie_id = memory.setdefault(_memory_identity(shard, shard_id), shard_id)
         main = is_main_replica(shard.replica_id)
         for region in shard_regions(shard):
             key_ids.append(key_id)
             shard_ids.append(shard_id)
-            tie_ids.append(tie_id)
+            tie_ids.append(ties.get(shard_id, shard_id))
             is_main.append(main)
             regions.append(region)
     offsets, shapes = regions_to_arrays(regions)
@@ -214,8 +227,8 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
     seen: dict[Any, IntArray] = {}
     disagreements: list[str] = []
     for rank, table in enumerate(tables):
-        # Data-parallel replicas send equal key lists: parsed once, they are looked up once.
-        identity = (tuple(table.keys), tuple(table.dtypes), tuple(table.global_shapes))
+        # Lists that replicas share need one look.
+        identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
         if identity not in seen:
             ids = np.empty(len(table.keys), np.int64)
             for i, (key, kind) in enumerate(
@@ -279,10 +292,34 @@ def _dtype_name(shard: Shard) -> str:
     return name
 
 
-def _memory_identity(shard: Shard, shard_id: int) -> Any:
-    data = shard.data
-    if not isinstance(data, torch.Tensor) or isinstance(shard, ShardedObject) or data.numel() == 0 or data.is_meta:
-        return shard_id
+def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
+    """Find shards that are the same part of the same memory as an earlier one.
+
+    Returns:
+        Index of such a shard -> index of the first with that memory.
+    """
+    # One isinstance for each class, not for each shard: there may be many.
+    has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
+    pointers = [s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards]
+    first: dict[Any, int] = {}
+    ties: dict[int, int] = {}
+    by_pointer: dict[int, list[int]] = {}
+    if len(set(pointers)) < len(pointers):
+        for index, pointer in enumerate(pointers):
+            by_pointer.setdefault(pointer, []).append(index)
+    # Hardly any tensors begin at the same address; the others need no closer look. Without memory the address is 0.
+    for pointer, indices in by_pointer.items():
+        for index in indices if pointer and len(indices) > 1 else ():
+            shard = shards[index]
+            assert isinstance(shard, ShardedTensor)
+            if shard.data is not None and shard.data.numel():
+                tied = first.setdefault(_memory_identity(shard, shard.data), index)
+                if tied != index:
+                    ties[index] = tied
+    return ties
+
+
+def _memory_identity(shard: ShardedTensor, data: torch.Tensor) -> Any:
     flat = shard.flattened_range
     return (
         data.device,

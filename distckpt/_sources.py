@@ -1,11 +1,11 @@
-"""What can be read: distckpt checkpoints, and folders of safetensors files that others wrote."""
+"""What can be read: distckpt checkpoints, folders of safetensors files, checkpoints of PyTorch and Megatron Core."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from distckpt import _hf_source, _storage, core, validation
+from distckpt import _dcp_source, _hf_source, _storage, core, validation
 from distckpt._io import checksum
 from distckpt._manifest import MANIFEST_NAME, Manifest
 
@@ -14,24 +14,30 @@ VERSION = 1
 
 
 def identify(location: str) -> dict[str, Any]:
-    """Return the marker of a checkpoint; for a folder of safetensors files without one, the fields it would need.
+    """Return the marker of a checkpoint; for one that others wrote, the fields that a marker would need.
 
     Raises:
         CheckpointNotFoundError: nothing that can be read is there.
         CorruptCheckpointError: the marker is damaged or of a newer version.
     """
-    if not _storage.exists(_storage.join(location, core.CONFIG_FNAME)) and _hf_source.holds_safetensors(location):
-        return {"sharded_backend": BACKEND, "sharded_backend_version": VERSION, "manifest": None}
-    return validation.verify_checkpoint(location)
+    foreign = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION, "manifest": None}
+    if not _storage.exists(_storage.join(location, core.CONFIG_FNAME)) and (
+        _dcp_source.holds_metadata(location) or _hf_source.holds_safetensors(location)
+    ):
+        return foreign
+    marker = validation.verify_checkpoint(location)
+    return foreign if marker["sharded_backend"] == _dcp_source.MARKER_BACKEND else marker
 
 
 def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
-    """Read the manifest, or make one from the headers of the files where there is none.
+    """Read the manifest, or make one from what the files say of themselves where there is none.
 
     Raises:
         CorruptCheckpointError: naming the file.
     """
     expected = marker.get("manifest", {})
+    if expected is None and not _hf_source.holds_safetensors(location):
+        return _dcp_source.read_directory(location).to_bytes()
     if expected is None:
         return _hf_source.read_directory(location).to_bytes()
     if not isinstance(expected, dict) or expected.get("name") != MANIFEST_NAME:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from distckpt import core
 from distckpt._codec import HOLE
+from distckpt._foreign_shards import adopt, is_foreign
 from distckpt._shards import Shard
 from distckpt.mapping import (
     LocalNonpersistentObject,
@@ -61,6 +62,11 @@ def split(state_dict: Any) -> SplitState:
     shards: list[Shard] = []
 
     def skeleton_of(node: Any, inside_factory: bool = False) -> Any:
+        node = adopt(node)
+        if type(node) is ShardedTensor:
+            # By far the most frequent; isinstance takes long to say no to an abstract class.
+            shards.append(node)
+            return _Slot(len(shards) - 1)
         if isinstance(node, ShardedTensorFactory):
             return _Merge(node, skeleton_of(node.build(), True))
         if isinstance(node, ShardedTensor | ShardedObject):
@@ -84,7 +90,7 @@ def split(state_dict: Any) -> SplitState:
 
 
 def _common_of(node: Any, skeleton: Any) -> Any:
-    if isinstance(skeleton, _Slot | _Local | _Merge):
+    if type(skeleton) in (_Slot, _Local, _Merge):
         return HOLE
     if skeleton is HOLE:
         return node
@@ -118,10 +124,13 @@ def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
     if isinstance(skeleton, dict):
         below = common if isinstance(common, dict) else {}
         keys = {**below, **skeleton}
-        return _close_up({key: _fill(skeleton.get(key, HOLE), values, below.get(key, HOLE)) for key in keys})
-    items = common if isinstance(common, list | tuple) else ()
-    pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
-    return _close_up([_fill(above, values, below) for above, below in pairs], like=skeleton)
+        filled = _close_up({key: _fill(skeleton.get(key, HOLE), values, below.get(key, HOLE)) for key in keys})
+    else:
+        items = common if isinstance(common, list | tuple) else ()
+        pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
+        filled = _close_up([_fill(above, values, below) for above, below in pairs], like=skeleton)
+    # Stored empty, it is empty, whatever was in the one that was asked for.
+    return _compact(common) if filled is HOLE else filled
 
 
 def _value_at(leaf: _Slot | _Local | _Merge, values: Sequence[Any]) -> Any:
@@ -188,6 +197,7 @@ def _holds_shards(node: Any) -> bool:
     return any(
         isinstance(child, ShardedBase | LocalNonpersistentObject | _Slot | _Local | _Merge)
         or child is HOLE
+        or is_foreign(child)
         or (isinstance(child, dict | list | tuple) and _holds_shards(child))
         for child in children
     )

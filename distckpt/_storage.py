@@ -107,8 +107,8 @@ def read_range(location: str, start: int, stop: int) -> bytes:
     return bytes(fs.cat_file(path, start=start, end=stop))
 
 
-def write_bytes(location: str, data: bytes) -> None:
-    """Write a whole small file so that it is there entirely or not at all, and on disk when this returns."""
+def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
+    """Write a whole small file so that it is there entirely or not at all, and, when durable, on disk on return."""
     if not is_local(location):
         fs, path = _filesystem(location)
         fs.pipe_file(path, data)
@@ -119,13 +119,15 @@ def write_bytes(location: str, data: bytes) -> None:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, location)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    sync_directory(parent)
+    if durable:
+        sync_directory(parent)
 
 
 def open_remote_for_writing(location: str) -> Any:
@@ -134,15 +136,16 @@ def open_remote_for_writing(location: str) -> Any:
     return fs.open(path, "wb")
 
 
-def make_directories(location: str) -> None:
+def make_directories(location: str, durable: bool = True) -> None:
     """Create a directory and its missing parents, each recorded on disk; nothing to do on an object store."""
     if not is_local(location) or os.path.isdir(location):
         return
     parent = os.path.dirname(location)
-    make_directories(parent)
+    make_directories(parent, durable)
     with contextlib.suppress(FileExistsError):
         os.mkdir(location)
-    sync_directory(parent)
+    if durable:
+        sync_directory(parent)
 
 
 def sync_directory(location: str) -> None:
@@ -197,13 +200,14 @@ def link_tree(source: str, target: str) -> None:
             os.fsync(file.fileno())
 
 
-def rename(source: str, target: str) -> None:
+def rename(source: str, target: str, durable: bool = True) -> None:
     """Rename a local directory and make the change durable; an empty directory at `target` is replaced."""
     os.rename(source, target)
-    sync_directory(os.path.dirname(target))
+    if durable:
+        sync_directory(os.path.dirname(target))
 
 
-def exchange(first: str, second: str) -> bool:
+def exchange(first: str, second: str, durable: bool = True) -> bool:
     """Swap two local directories in one atomic step; False where the system or file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     renameat2 = getattr(libc, "renameat2", None)
@@ -215,5 +219,6 @@ def exchange(first: str, second: str) -> bool:
         if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             return False
         raise OSError(code, os.strerror(code), first, None, second)
-    sync_directory(os.path.dirname(first))
+    if durable:
+        sync_directory(os.path.dirname(first))
     return True

@@ -63,7 +63,10 @@ class RankFailedError(CheckpointingException):
 
     Attributes:
         failures: the exception of each failed rank, by rank number, in ascending order.
+        is_lost_contact: whether a rank died or did not come; the ranks are out of step then.
     """
+
+    is_lost_contact = False
 
     def __init__(
         self, failures: Mapping[int, BaseException], message: str | None = None, *, phase: str | None = None
@@ -158,8 +161,9 @@ def save_config(
     checkpoint_dir: str | os.PathLike[str],
     *,
     extra: Mapping[str, Any] | None = None,
+    durable: bool = True,
 ) -> None:
-    """Write the marker of a checkpoint, durably and in one step.
+    """Write the marker of a checkpoint, in one step.
 
     Call it last: from then on the location counts as a whole checkpoint.
 
@@ -167,8 +171,9 @@ def save_config(
         config: the format of the checkpoint.
         checkpoint_dir: existing directory, or URL prefix.
         extra: further JSON fields of the marker; a field of `config` wins over one of the same name here.
+        durable: whether it must be on disk on return.
     """
-    write_marker(checkpoint_dir, {**(extra or {}), **asdict(config)})
+    write_marker(checkpoint_dir, {**(extra or {}), **asdict(config)}, durable)
 
 
 def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -199,18 +204,19 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
     return fields
 
 
-def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write the marker of a checkpoint from raw fields, durably and in one step.
+def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True) -> None:
+    """Write the marker of a checkpoint from raw fields, in one step.
 
     Args:
         checkpoint_dir: existing directory, or URL prefix.
         fields: values that JSON can hold, by field name.
+        durable: whether it must be on disk on return.
 
     Raises:
         TypeError: a field holds something that JSON cannot hold; nothing is written then.
     """
     content = json.dumps(dict(fields), indent=1) + "\n"
-    _storage.write_bytes(_marker_path(checkpoint_dir), content.encode())
+    _storage.write_bytes(_marker_path(checkpoint_dir), content.encode(), durable)
 
 
 def _marker_path(checkpoint_dir: str | os.PathLike[str]) -> str:

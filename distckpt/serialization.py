@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from distckpt import _commit, _sources, _state_dict, _storage, core, validation
+from distckpt import _background, _commit, _sources, _state_dict, _storage, core
+from distckpt._async_save import SaveHandle, async_save, release_staging_memory, request_save, settle
 from distckpt._codec import HOLE
 from distckpt._collectives import Ranks
-from distckpt._common_state import COMMON_KEY, CONTENT_METADATA, comparable, warn_about_differences
-from distckpt._io import paused_garbage_collection
+from distckpt._common_state import COMMON_KEY
+from distckpt._io import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
+from distckpt._loading import compare_keys, compare_requests, noticing_removal
 from distckpt._plan_export import DEFAULT_MAX_FILE_BYTES
 from distckpt._queries import (
     load_common_state_dict,
@@ -26,7 +26,9 @@ from distckpt._queries import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
-from distckpt._shards import Shard, ShardTable, describe, merge_tables
+from distckpt._report import Clock, LoadReport, SaveReport
+from distckpt._saving import SaveRequest, begin_save, finish_save
+from distckpt._shards import describe
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
@@ -34,14 +36,16 @@ from distckpt.strategies.defaults import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
     load_strategy,
-    save_strategy,
 )
 from distckpt.strategies.huggingface import ExportReport, HuggingFaceConsolidationStrategy
-from distckpt.utils import _clean_metadata_for_serialization
-from distckpt.validation import StrictHandling, handle_mismatch, parse_strict_flag
+from distckpt.validation import StrictHandling, parse_strict_flag
 
 __all__ = [
     "ExportReport",
+    "LoadReport",
+    "SaveHandle",
+    "SaveReport",
+    "async_save",
     "consolidate",
     "get_default_load_sharded_strategy",
     "get_default_save_sharded_strategy",
@@ -51,6 +55,7 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "release_staging_memory",
     "remove_sharded_tensors",
     "save",
 ]
@@ -58,6 +63,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Verify = Literal["none", "read", "full"]
+ParallelLoad = Literal["auto", "on", "off"]
 
 
 @paused_garbage_collection()
@@ -76,7 +82,10 @@ def save(
     overwrite: bool = False,
     process_group: Any = None,
     validate_replicas: bool = False,
-) -> None:
+    durable: bool = True,
+    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> SaveReport:
     """Save a state dict whose tensors are spread over the ranks.
 
     Every byte is written once, by one of the ranks that hold it. The checkpoint appears under its name in one step
@@ -98,7 +107,9 @@ def save(
         validate_access_integrity: refuse state dicts in which an element of a global tensor is held by no rank, and
             warn when common state differs between ranks. With False, gaps are not saved and cannot be loaded.
             Overlaps and contradictions are always refused.
-        async_sharded_save: not available in this version.
+        async_sharded_save: return an `AsyncRequest` for an `AsyncCallsQueue` (`distckpt.strategies.async_utils`), as
+            Megatron does: the request copies the tensors when it is scheduled, and writes them in the background.
+            `async_save` is simpler to use.
         preprocess_common_before_consistancy_check: returns what to compare of (a copy of) the common state.
         content_metadata: describes the content, see `load_content_metadata`.
         async_strategy: accepted for compatibility.
@@ -109,85 +120,55 @@ def save(
             torch.distributed is not initialised.
         validate_replicas: also compare the content of replicas, and refuse to save when they differ. Reads all
             tensors once more.
+        durable: whether everything must be on disk when this returns. With False the checkpoint appears in one step
+            too, but a power failure shortly afterwards may leave it damaged; checksums tell.
+        max_inflight_bytes: memory for data on its way to storage, on each rank; at least one window of 8 MiB is used.
+        progress: told the number of bytes whenever this rank has written some, from several threads.
+
+    Returns:
+        What was saved and how long it took, the same on every rank; rank 0 logs it too.
 
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other. Nothing is written.
         CheckpointExistsError: a whole checkpoint is there and `overwrite` is False.
-        RankFailedError: raised on all ranks when any rank failed; nothing is committed.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed. Also when an earlier background
+            save failed and nobody has asked for its result.
     """
-    _refuse_unavailable(common_strategy, async_sharded_save)
-    started = time.perf_counter()
+    _refuse_common_strategy(common_strategy)
     ranks = Ranks(process_group)
     options = Options(
         process_group=process_group,
         validate_access_integrity=validate_access_integrity,
         validate_replicas=validate_replicas,
+        durable=durable,
+        max_inflight_bytes=max_inflight_bytes,
+        progress=progress,
     )
 
-    # 1. Take the state dict apart.
-    with ranks.phase("take their state dicts apart"):
-        location = _commit.resolve(os.fspath(checkpoint_dir))
-        strategy = save_strategy(sharded_strategy).configure(options)
-        shards, common = _split_for_saving(sharded_state_dict, content_metadata)
-        compared = comparable(common, preprocess_common_before_consistancy_check)
-    if validate_access_integrity:
-        warn_about_differences(ranks, compared)
-
-    # 2. Write everything beside the target.
-    with ranks.phase("check the target", decision=True):
-        if ranks.is_coordinator:
-            _commit.check_target(location, overwrite)
-    staging = _commit.staging_location(location, ranks.broadcast(secrets.token_hex(8).encode()).decode())
-    try:
-        with ranks.phase("create directories"):
-            _commit.prepare(staging)
-        with ranks.phase("save"):
-            sharded = {str(index): shard for index, shard in enumerate(shards)}
-            if ranks.is_coordinator:
-                sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))
-            marker_fields = strategy.save(sharded, staging)
-            _commit.sync(staging)
-
-        # 3. Commit.
-        with ranks.phase("commit", decision=True):
-            if ranks.is_coordinator:
-                config = core.CheckpointingConfig(strategy.backend, strategy.version)
-                core.save_config(config, staging, extra=marker_fields)
-                _commit.commit(staging, location, overwrite)
-    except BaseException:
-        if ranks.is_coordinator:
-            _commit.abandon(staging)
-        raise
-    if ranks.is_coordinator:
-        logger.info("saved %s in %.2f s", location, time.perf_counter() - started)
+    request = SaveRequest(
+        sharded_state_dict,
+        os.fspath(checkpoint_dir),
+        sharded_strategy,
+        overwrite,
+        content_metadata,
+        preprocess_common_before_consistancy_check,
+    )
+    if async_sharded_save:
+        # Not in the annotation: it would burden everybody else with a case that programs for Megatron alone know.
+        return request_save(ranks, options, request)  # type: ignore[return-value]
+    settle(ranks, process_group)
+    clock = Clock()
+    # 1. Take the state dict apart; decide who writes what.
+    target, prepared = begin_save(ranks, request, clock, options)
+    # 2. Write everything beside the target. 3. Commit.
+    return finish_save(ranks, clock, target, prepared)
 
 
-def _refuse_unavailable(common_strategy: object, async_sharded_save: bool) -> None:
+def _refuse_common_strategy(common_strategy: object) -> None:
     if common_strategy is not None:
         raise core.CheckpointingException(
             "common_strategy must be None: common state is stored with the sharded objects by the sharded strategy."
         )
-    if async_sharded_save:
-        raise core.CheckpointingException(
-            "async_sharded_save=True is not available in this version of distckpt: save synchronously."
-        )
-
-
-def _split_for_saving(
-    sharded_state_dict: ShardedStateDict, content_metadata: dict[str, Any] | None
-) -> tuple[list[Shard], CommonStateDict]:
-    shards, common, _ = _state_dict.split(sharded_state_dict)
-    for shard in shards:
-        if shard.key == COMMON_KEY:
-            raise core.InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
-    if content_metadata is not None:
-        if CONTENT_METADATA in sharded_state_dict:
-            raise core.CheckpointingException(
-                f"The state dict has an entry {CONTENT_METADATA!r} and content_metadata was given: both would be "
-                "stored under this name. Rename the entry, or leave content_metadata out."
-            )
-        common = {**common, CONTENT_METADATA: _clean_metadata_for_serialization(content_metadata)}
-    return shards, common
 
 
 @paused_garbage_collection()
@@ -203,7 +184,11 @@ def load(
     common_strategy: None = None,
     verify: Verify = "read",
     allow_dtype_cast: bool = False,
+    parallel_load: ParallelLoad = "auto",
     rules: Sequence[Rule] = (),
+    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+    progress: Callable[[int], None] | None = None,
+    on_report: Callable[[LoadReport], None] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under the layout that a sharded state dict describes, whatever layout it was saved under.
 
@@ -212,14 +197,15 @@ def load(
         step = state["step"]
 
     Collective: every rank of the process group calls. Rank 0 reads the manifest and sends it to the others; every
-    rank reads its own regions.
+    rank reads its own regions, or gets them from a rank that asked for the same (see `parallel_load`).
 
     Args:
         sharded_state_dict: says what to load: `ShardedTensor`s (filled in place, or allocated on CPU when their data
             is None), `ShardedObject`s and `ShardedTensorFactory`s. `LocalNonpersistentObject`s come back unwrapped;
             other values are ignored. The dict itself is not changed.
-        checkpoint_dir: a path or fsspec URL of a checkpoint, of a Hugging Face directory, or of a folder of shards that
-            torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote.
+        checkpoint_dir: a path or fsspec URL of a checkpoint, of a Hugging Face directory, of a folder of shards that
+            torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or of what
+            `torch.distributed.checkpoint.save` or Megatron Core (`torch_dist`) wrote.
         sharded_strategy: reads the shards; a strategy, `(backend, version)` of a registered one, or None for the one
             that the checkpoint was saved with.
         validate_access_integrity: with several ranks, check first that the main replicas of all ranks cover each
@@ -233,8 +219,16 @@ def load(
             byte is checked, "none" checks nothing.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information. Lossless
             conversions (bf16 to fp32) are always made.
+        parallel_load: whether what several ranks ask for (data-parallel replicas, say) is read by one of them, which
+            sends it to the others. "auto" does so where a small part shows that it saves time: not when ranks of one
+            machine read a local path, since they share its cache. "on" does so always, and "off" never. Tensors are
+            the same in each case.
         rules: how the tensors of the checkpoint come about from those asked for, when it stores them under other
             names or shapes (a Hugging Face checkpoint, see `distckpt.rules`).
+        max_inflight_bytes: memory for data on its way from storage, on each rank; at least one window of 8 MiB is
+            used.
+        progress: told the number of bytes whenever this rank has read some, from several threads.
+        on_report: given what was loaded and how long it took, on every rank; rank 0 logs it too.
 
     Returns:
         The structure of `sharded_state_dict` with loaded values, together with all common state; and, when `strict`
@@ -246,74 +240,61 @@ def load(
         CorruptCheckpointError: files are missing, cut off or changed.
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
-    _refuse_unavailable(common_strategy, async_sharded_save=False)
-    ranks = Ranks(process_group)
+    _refuse_common_strategy(common_strategy)
+    ranks, clock = Ranks(process_group), Clock()
 
     # 1. Find the checkpoint and who reads it.
     location = _storage.normalize(checkpoint_dir)
+    _background.wait_for_location(_commit.resolve(location))
     marker: dict[str, Any] = {}
-    with ranks.phase("find the checkpoint", decision=True):
-        if ranks.is_coordinator:
-            marker = _sources.identify(location)
-    marker = json.loads(ranks.broadcast(json.dumps(marker).encode()))
-    with ranks.phase("prepare to load"):
-        mode = parse_strict_flag(strict)
-        if rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
-            raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
-        strategy = load_strategy(sharded_strategy, marker, location).configure(
-            Options(
-                process_group=process_group,
-                verify="full" if verify_integrity else _parse_verify(verify),
-                allow_dtype_cast=allow_dtype_cast,
-                rules=tuple(rules),
-            )
-        )
-        shards, _, skeleton = _state_dict.split(sharded_state_dict)
-        table = describe(shards)
-
-    # 2. Compare what the ranks ask for with each other and with the checkpoint.
-    if validate_access_integrity and ranks.size > 1:
-        tables = ranks.gather(table.to_bytes())
-        with ranks.phase("check the requested shards", decision=True):
+    with clock.phase("plan"):
+        with ranks.phase("find the checkpoint", decision=True):
             if ranks.is_coordinator:
-                validation.validate_shards(merge_tables([ShardTable.from_bytes(data) for data in tables]))
-    missing, unexpected = _compare_keys(ranks, mode, {shard.key for shard in shards}, strategy, location)
+                marker = _sources.identify(location)
+        marker = json.loads(ranks.broadcast(json.dumps(marker).encode()))
+        with ranks.phase("prepare to load"):
+            mode = parse_strict_flag(strict)
+            if rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
+                raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
+            strategy = load_strategy(sharded_strategy, marker, location).configure(
+                Options(
+                    process_group=process_group,
+                    verify="full" if verify_integrity else _parse("verify", verify, get_args(Verify)),
+                    allow_dtype_cast=allow_dtype_cast,
+                    parallel_load=_parse("parallel_load", parallel_load, get_args(ParallelLoad)),
+                    rules=tuple(rules),
+                    max_inflight_bytes=max_inflight_bytes,
+                    progress=progress,
+                )
+            )
+            shards, _, skeleton = _state_dict.split(sharded_state_dict)
+            table = describe(shards)
+
+        # 2. Compare what the ranks ask for with each other and with the checkpoint.
+        if validate_access_integrity:
+            compare_requests(ranks, table)
+        missing, unexpected = compare_keys(ranks, mode, {shard.key for shard in shards}, strategy, location)
 
     # 3. Read.
-    with ranks.phase("load"):
+    with clock.phase("read"), ranks.phase("load"), noticing_removal(ranks, location):
         wanted = {str(i): shard for i, shard in enumerate(shards) if shard.key not in unexpected}
         wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
         values = strategy.load(wanted, location)
         loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
+        num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
         result = _state_dict.put_together(skeleton, loaded, values["common"])
+    report = LoadReport(location, *clock.summarize(ranks, num_bytes, "read"))
+    if ranks.is_coordinator:
+        logger.info("%s", report)
+    if on_report is not None:
+        on_report(report)
     return (result, missing, unexpected) if StrictHandling.requires_returning_mismatch_keys(mode) else result
 
 
-def _parse_verify(verify: str) -> str:
-    if verify not in ("none", "read", "full"):
-        raise ValueError(f"verify must be 'none', 'read' or 'full', got {verify!r}")
-    return verify
-
-
-def _compare_keys(
-    ranks: Ranks, mode: StrictHandling, asked: set[str], strategy: LoadShardedStrategy, location: str
-) -> tuple[set[str], set[str]]:
-    """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the mode says."""
-    if not StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
-        return set(), set()
-    names = b""
-    with ranks.phase("read the keys of the checkpoint", decision=True):
-        if ranks.is_coordinator:
-            stored = {shard.key for shard in strategy.load_sharded_metadata(location).values()} - {COMMON_KEY}
-            names = json.dumps(sorted(stored)).encode()
-    known = set(json.loads(ranks.broadcast(names)))
-    asked_by_all = [set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(asked)).encode())]
-    unexpected = asked - known
-    missing = known.difference(*asked_by_all) if StrictHandling.requires_global_app_metadata(mode) else set()
-    # Every rank judges the keys of all, so that all raise the same error.
-    unexpected_of_all = set().union(*asked_by_all) - known
-    handle_mismatch(mode, missing, unexpected_of_all, known, location, is_speaker=ranks.is_coordinator)
-    return missing, unexpected
+def _parse(name: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")
+    return value
 
 
 @paused_garbage_collection()
@@ -326,6 +307,7 @@ def consolidate(
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     tied: Literal["drop", "write"] = "drop",
+    unmatched: Literal["error", "keep"] = "error",
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     like: str | os.PathLike[str] | None = None,
@@ -346,8 +328,9 @@ def consolidate(
     Collective: every rank of the process group calls; each writes whole files. Works in one process as well.
 
     Args:
-        checkpoint: a distckpt checkpoint, or a folder of shards that torch's
-            `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote.
+        checkpoint: what `load` reads: a distckpt checkpoint, a folder of shards that torch's
+            `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or a checkpoint of
+            `torch.distributed.checkpoint` or Megatron Core (`torch_dist`).
         output_dir: gets `model.safetensors`, or several files and their index. Other files that are there stay.
         keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; None for all.
         rules: changes of names and shapes, see `distckpt.rules`.
@@ -355,6 +338,7 @@ def consolidate(
         dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new names. Integers and
             8-bit floats are converted only by a pattern that is exactly their name.
         tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each ("write").
+        unmatched: with rules, a tensor that none of them matches is an error, or keeps name and shape ("keep").
         max_file_bytes: how much data goes into one file.
         fqn_to_index_mapping: new name -> number of its file, from 1, instead.
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it.
@@ -372,20 +356,23 @@ def consolidate(
         CheckpointNotFoundError: there is nothing to consolidate.
         CheckpointExistsError: `output_dir` holds an export and `overwrite` is False.
         CorruptCheckpointError: shards are missing, overlap, contradict each other or are damaged.
+        LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
+    _background.wait_for_location(_commit.resolve(os.fspath(checkpoint)))
     strategy = HuggingFaceConsolidationStrategy(
         keys=keys,
         rules=rules,
         rename=rename or {},
         dtype=dtype,
         tied=tied,
+        unmatched=unmatched,
         max_file_bytes=max_file_bytes,
         fqn_to_index_mapping=fqn_to_index_mapping,
         like=None if like is None else os.fspath(like),
         extra_files_from=None if extra_files_from is None else os.fspath(extra_files_from),
         overwrite=overwrite,
-        verify=_parse_verify(verify),
+        verify=_parse("verify", verify, get_args(Verify)),
         max_inflight_bytes=max_inflight_bytes,
         process_group=process_group,
     )

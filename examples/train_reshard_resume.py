@@ -162,7 +162,8 @@ def export(path: str, output_dir: str) -> distckpt.ExportReport:
     """Merge the shards of the weights, each layer under names of its own; the model is not built for it."""
     weights = ("embedding.", "decoder.", "head.")  # the rest is the optimizer's
     rules = [Unstack("decoder.layers.**", "decoder.layers.{i}.{0}")]
-    return distckpt.consolidate(path, output_dir, keys=weights, rules=rules, overwrite=True)
+    # The rule is for the layers; the others keep their names.
+    return distckpt.consolidate(path, output_dir, keys=weights, rules=rules, unmatched="keep", overwrite=True)
 
 
 def report(expected: list[float], resumed: dict[tuple[str, int], list[float]]) -> bool:

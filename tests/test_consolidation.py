@@ -24,7 +24,7 @@ import distckpt
 from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatchError, ShardedObject, ShardedTensor
 from distckpt.core import CheckpointingException
 from distckpt.hf import consolidate_safetensors_files
-from distckpt.rules import Split, Trim, Unstack
+from distckpt.rules import Drop, Rename, Split, Trim, Unstack
 from tests.benchmarks._measure import peak_memory_bytes
 from tests.distributed.disk import header_of, tree_of
 from tests.distributed.harness import ask_parent, launched, run
@@ -241,6 +241,28 @@ def test_rules_change_shapes_and_take_padding_away(tmp_path):
     for layer in range(2):
         expected |= {f"layers.{layer}.gate": fused[layer, :3], f"layers.{layer}.up": fused[layer, 3:]}
     assert same_bytes(read_export(tmp_path / "out"), expected)
+
+
+def test_a_tensor_that_no_rule_matches(tmp_path):
+    """Nobody notices foreign keys in a Hugging Face checkpoint, so they must not get there unasked."""
+    tensors = {f"module.layers.{i}.{name}": torch.full((2,), float(i)) for i in range(3) for name in ("w", "extra")}
+    tensors |= {f"optimizer.{key}": -tensor for key, tensor in tensors.items()}
+    source = save_checkpoint(tmp_path / "in", tensors)
+    rules = [Rename("module.layers.*.w", "model.layers.{0}.weight")]
+    with pytest.raises(LoadMismatchError) as caught:
+        distckpt.consolidate(source, tmp_path / "out", rules=rules)
+    assert "'module.layers.{0..2}.extra' (3 keys)" in str(caught.value)
+    assert "'optimizer.module.layers.{0..2}.w' (3 keys)" in str(caught.value)
+    assert "unmatched='keep'" in str(caught.value)
+    assert len(caught.value.missing) == 9
+    assert os.listdir(tmp_path) == ["in"]
+
+    distckpt.consolidate(source, tmp_path / "kept", rules=rules, unmatched="keep")
+    renamed = {key.replace("module", "model").replace(".w", ".weight"): tensors[key] for key in list(tensors)[::2][:3]}
+    others = {key: tensor for key, tensor in tensors.items() if key not in list(tensors)[::2][:3]}
+    assert same_bytes(read_export(tmp_path / "kept"), renamed | others)
+    distckpt.consolidate(source, tmp_path / "out", rules=[*rules, Drop("**.extra")], keys="module.")
+    assert same_bytes(read_export(tmp_path / "out"), renamed)
 
 
 # ---- dtypes
@@ -489,7 +511,9 @@ def test_extra_files_are_copied_and_weights_are_not(tmp_path):
     assert (tmp_path / "out" / "linked.json").read_text() == "config.json"
 
 
-@pytest.mark.parametrize("option", [{"tied": "keep"}, {"verify": "all"}, {"max_file_bytes": 0}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"tied": "keep"}, {"unmatched": "drop"}, {"verify": "all"}, {"max_file_bytes": 0}], ids=str
+)
 def test_an_option_that_does_not_exist(tmp_path, option):
     source = save_folder(tmp_path / "in", model(1))
     with pytest.raises(ValueError, match=f"{next(iter(option))}|size of a file"):

@@ -14,16 +14,21 @@ ROOT = Path(__file__).parents[1]
 
 # Low to high. A module imports from layers below its own, and within its own as long as there is no cycle.
 LAYERS = [
-    "_dtypes _names _region _storage _columns _io _memory _shard_file dict_utils",
+    "_dtypes _names _region _aio _storage _columns _device _io _open_files _memory _shard_file dict_utils",
     "core",
-    "_sharded_base _sharded_tensor mapping _collectives _codec*",
+    "_background _sharded_base _sharded_tensor mapping _collectives _codec*",
     "utils tensors _manifest _shards _io_write _mapped _hf_names",
-    "_plan_* _io_read _io_export _records _shard_writer _state_dict _common_state _commit _prune _stream_files "
-    "_rule rules rule_sets _translate _hf_source _sources validation optimizer modules",
+    "_plan_* _io_read _sparse_read _exchange _shared_read _io_export _records _report _shard_writer _staging "
+    "_state_dict _foreign_shards _common_state _commit _prune _stream_files _rule rules rule_sets _translate "
+    "_stored_pieces _hf_source _dcp_* _sources validation optimizer modules _dtensor _layer_shards _optimizer_* _fused "
+    "factories experts",
     "strategies strategies.*",
-    "_queries serialization",
-    "hf streaming manager interop interop.* cli",
+    "_queries _saving _loading _async_save serialization _verify",
+    "hf streaming _steps _retention _preemption manager interop interop.*",
     "__init__",
+    "_bench _bench.*",
+    "_cli _cli.*",
+    "cli",
     "__main__",
 ]
 """Names below `distckpt`; `__init__` is the package itself."""
@@ -116,7 +121,8 @@ def test_what_is_known_in_one_place_only(library, sole_importer):
     importers = {
         module for module in TREES if any(f"{name}.".startswith(f"{library}.") for name, _ in imports_of(module))
     }
-    assert importers == {sole_importer}
+    # The benchmark measures these libraries beside distckpt; nothing imports it but the command line.
+    assert {module for module in importers if not module.startswith("_bench.")} == {sole_importer}
 
 
 @pytest.mark.parametrize("library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"])

@@ -386,8 +386,6 @@ def test_arguments_have_megatrons_order(tmp_path):
 def test_what_is_not_available_is_refused(tmp_path):
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
         distckpt.save({}, tmp_path / "c", common_strategy=("torch", 1))
-    with pytest.raises(CheckpointingException, match="async_sharded_save=True is not available"):
-        distckpt.save({}, tmp_path / "c", async_sharded_save=True)
     distckpt.save({}, tmp_path / "c", common_strategy=None, async_strategy="nvrx", verify_integrity=True)
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
         distckpt.load({}, tmp_path / "c", common_strategy=("torch", 1))
@@ -469,3 +467,9 @@ def test_nothing_is_unpickled_and_no_process_started(tmp_path, action):
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+def test_containers_that_were_saved_empty_come_back_empty(tmp_path):
+    distckpt.save({"a": [], "d": {}, "t": (), "b": 1}, tmp_path / "c")
+    asked = {"a": [1, 2], "d": {"x": 3}, "t": (4,), "b": 2}
+    assert distckpt.load(asked, tmp_path / "c") == {"a": [], "d": {}, "t": (), "b": 1}

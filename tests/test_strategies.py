@@ -132,7 +132,7 @@ def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(tmp_path, name
         distckpt.load(asked(), tmp_path / "c", name)
 
 
-@pytest.mark.parametrize(("backend", "version"), [("torch_dist", 1), ("safetensors", 99)])
+@pytest.mark.parametrize(("backend", "version"), [("zarr", 1), ("safetensors", 99)])
 def test_a_checkpoint_of_an_unknown_backend_is_named(tmp_path, backend, version):
     (tmp_path / "c").mkdir()
     marker = {"sharded_backend": backend, "sharded_backend_version": version}

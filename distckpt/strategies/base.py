@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from distckpt._collectives import Ranks
+from distckpt._io import DEFAULT_INFLIGHT_BYTES
+from distckpt._staging import Staging
 from distckpt.core import CheckpointingException
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
@@ -31,7 +34,11 @@ class Options:
         validate_replicas: see `save`.
         verify: see `load`.
         allow_dtype_cast: see `load`.
+        parallel_load: see `load`.
         rules: see `load`.
+        durable: see `save`.
+        max_inflight_bytes: see `save` and `load`.
+        progress: see `save` and `load`; told the number of bytes whenever some have been moved, from several threads.
     """
 
     process_group: Any = None
@@ -40,7 +47,11 @@ class Options:
     validate_replicas: bool = False
     verify: str = "read"
     allow_dtype_cast: bool = False
+    parallel_load: str = "auto"
     rules: Sequence[Rule] = ()
+    durable: bool = True
+    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
+    progress: Callable[[int], None] | None = None
 
 
 class StrategyAction(Enum):
@@ -70,8 +81,43 @@ class StrategyBase(ABC):
         return self
 
 
+class PreparedSave(ABC):
+    """A save of which everything is decided, on all ranks, and nothing written.
+
+    Attributes:
+        num_bytes: how much this rank is going to write.
+        plan_reused: whether the decisions are those of an earlier save.
+    """
+
+    num_bytes: int = 0
+    plan_reused: bool = False
+
+    def stage(self, staging: Staging) -> PreparedSave | None:
+        """Return the same save with all that it writes copied, so that the caller's tensors may change.
+
+        Each rank calls, alone. The default cannot: such a save is finished before an asynchronous one returns.
+        """
+        del staging
+        return None
+
+    @abstractmethod
+    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
+        """Write all shards into a directory that nobody else uses, see `SaveShardedStrategy.save`.
+
+        After `stage` this runs in a background thread; `ranks` are then a group of its own, and the only one to use.
+        """
+
+
 class SaveShardedStrategy(StrategyBase):
     """Writes the sharded part of a state dict."""
+
+    def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
+        """Decide who writes what, as far as that can be done without writing.
+
+        Collective: every rank of the group calls. The default decides nothing: `save` does all of it. A class that
+        overrides `save` alone is saved with by that.
+        """
+        return _Unprepared(self, sharded_state_dict)
 
     @abstractmethod
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
@@ -87,6 +133,27 @@ class SaveShardedStrategy(StrategyBase):
         Returns:
             JSON fields to add to the marker (only the coordinator's count), or None.
         """
+
+
+def prepare_save(strategy: SaveShardedStrategy, sharded_state_dict: ShardedStateDict) -> PreparedSave:
+    """Let a strategy prepare, unless its class overrides `save` and knows nothing of `prepare`."""
+    for known in type(strategy).__mro__:
+        if "prepare" in vars(known):
+            break
+        if "save" in vars(known):
+            return _Unprepared(strategy, sharded_state_dict)
+    return strategy.prepare(sharded_state_dict)
+
+
+class _Unprepared(PreparedSave):
+    """The whole of a save by a strategy that does not prepare."""
+
+    def __init__(self, strategy: SaveShardedStrategy, sharded_state_dict: ShardedStateDict) -> None:
+        self._strategy = strategy
+        self._sharded_state_dict = sharded_state_dict
+
+    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
+        return self._strategy.save(self._sharded_state_dict, checkpoint_dir)
 
 
 class LoadShardedStrategy(StrategyBase):

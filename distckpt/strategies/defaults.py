@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from distckpt import _sources, _storage, core
+from distckpt import _dcp_source, _sources, _storage, core
 from distckpt._sources import BACKEND, VERSION
 from distckpt.strategies.base import (
     LoadShardedStrategy,
@@ -19,6 +19,8 @@ from distckpt.strategies.safetensors import SafetensorsLoadStrategy, Safetensors
 
 register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SafetensorsSaveStrategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, SafetensorsLoadStrategy())
+# Programs that name the format of their Megatron checkpoints go on to work.
+register_default_strategy(StrategyAction.LOAD_SHARDED, _dcp_source.MARKER_BACKEND, 1, SafetensorsLoadStrategy())
 
 
 def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:

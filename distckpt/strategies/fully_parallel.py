@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
+from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy, prepare_save
 
 
 class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
@@ -20,7 +20,7 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
     Args:
         strategy: does the work.
         parallelization_group: process group to share within; None for all ranks that save.
-        do_cache_distribution: accepted and not needed: planning is cheap.
+        do_cache_distribution: accepted and not needed: plans of saves are always kept.
     """
 
     def __init__(
@@ -40,19 +40,25 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         inner = self.base_strategy.configure(replace(options, exchange_group=self.parallelization_group))
         return FullyParallelSaveStrategyWrapper(inner, self.parallelization_group, self.do_cache_distribution)
 
+    def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
+        """Decide who writes what, see `SaveShardedStrategy.prepare`."""
+        return prepare_save(self.base_strategy, sharded_state_dict)
+
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
         """Write all shards, see `SaveShardedStrategy.save`."""
         return self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
-    """Accepts what Megatron's wrapper accepts; every rank reads its own regions.
+    """Let ranks that ask for the same share reading only with the ranks of a group.
+
+    Whether they do is said by `parallel_load` of `distckpt.load`; its default shares where that saves time.
 
     Args:
         strategy: does the work.
         parallelization_group: process group whose ranks may share reads; None for all ranks that load.
         do_cache_distribution: accepted and not needed: planning is cheap.
-        exchange_algo: accepted and not needed: nothing is exchanged.
+        exchange_algo: accepted and not needed: ranks send each other what they have read.
     """
 
     def __init__(

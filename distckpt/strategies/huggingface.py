@@ -16,7 +16,7 @@ import torch
 from distckpt import _commit, _hf_source, _sources, _storage, core
 from distckpt._collectives import Ranks
 from distckpt._hf_names import belongs_to_export, index_json
-from distckpt._io import NUM_THREADS, UNIT_BYTES
+from distckpt._io import NUM_THREADS, UNIT_BYTES, paused_garbage_collection
 from distckpt._io_export import Source, write_output_file
 from distckpt._manifest import Manifest
 from distckpt._names import summarize_keys
@@ -73,6 +73,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     rename: Mapping[str, str] = field(default_factory=dict)
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
     tied: Literal["drop", "write"] = "drop"
+    unmatched: Literal["error", "keep"] = "error"
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     fqn_to_index_mapping: Mapping[str, int] | None = None
     like: str | None = None
@@ -90,7 +91,10 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     def __post_init__(self) -> None:
         if self.tied not in ("drop", "write"):
             raise ValueError(f"tied must be 'drop' or 'write', got {self.tied!r}")
+        if self.unmatched not in ("error", "keep"):
+            raise ValueError(f"unmatched must be 'error' or 'keep', got {self.unmatched!r}")
 
+    @paused_garbage_collection()
     def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
         """Write the export.
 
@@ -171,7 +175,8 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
 
     def _plan(self, manifest: Manifest, is_speaker: bool) -> list[OutputFile]:
         tensors = select_tensors(manifest, self.keys, write_tied=self.tied == "write")
-        outputs = plan_tensors(tensors, self.rules, self.rename, self.dtype)
+        keep = self.unmatched == "keep"
+        outputs = plan_tensors(tensors, self.rules, self.rename, self.dtype, keep_unmatched=keep)
         numbers = self.fqn_to_index_mapping
         if self.like is not None:
             numbers = _file_numbers(_storage.normalize(self.like), outputs, is_speaker)

@@ -10,24 +10,27 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from distckpt import _codec, _collectives, _commit, _dtypes, _sources, _storage, core, validation
+from distckpt import _codec, _collectives, _commit, _dcp_load, _dtypes, _sources, _storage, core
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY
-from distckpt._io import checksum, is_plain_memory, tensor_bytes
+from distckpt._io import checksum, is_plain_memory, num_threads_within, tensor_bytes
 from distckpt._io_read import read_chunks, read_copies
+from distckpt._io_write import WriteSettings
 from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, marker_fields
 from distckpt._names import did_you_mean, summarize_keys
+from distckpt._plan_cache import PlanCache, make_plan, structure_of
 from distckpt._plan_load import Copy, Request, plan_load
-from distckpt._plan_save import Pieces, find_aliases, plan_owners
 from distckpt._prune import remove_tensors
-from distckpt._records import Record, assemble_manifest
+from distckpt._records import ManifestLayout, WrittenRecord, assemble_manifest
 from distckpt._region import Region
-from distckpt._shard_writer import write_pieces
-from distckpt._shards import Shard, ShardTable, describe, merge_tables, region_view, shard_regions
+from distckpt._shard_writer import FilesToWrite, collect, write_all
+from distckpt._shards import Shard, ShardTable, describe, region_view, shard_regions
+from distckpt._shared_read import Sharing, read_sharing
 from distckpt._sources import BACKEND, VERSION
+from distckpt._staging import Staging
 from distckpt._translate import translate
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
-from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
+from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +41,19 @@ _S = TypeVar("_S", bound=Shard)
 class SafetensorsSaveStrategy(SaveShardedStrategy):
     """Write one copy of every byte as safetensors, spread evenly over the ranks that hold it.
 
+    Plans are kept: while no rank's shards change in anything but their data, later saves are not planned again.
+
     Attributes:
         options: settings of the call, see `configure`.
+        direct_io: whether files are written around the page cache; None where it pays and the file system takes it,
+            True insists.
     """
 
     options: Options = field(default_factory=Options)
+    direct_io: bool | None = None
     backend: str = BACKEND
     version: int = VERSION
+    _plans: PlanCache = field(default_factory=PlanCache, repr=False, compare=False)
 
     def configure(self, options: Options) -> SafetensorsSaveStrategy:
         """Return this strategy with the settings of one call."""
@@ -53,8 +62,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any]:
         """Write all shards and the manifest into a directory.
 
-        Collective: every rank of the process group calls. Descriptions go to rank 0, pieces to write come from it,
-        records of what was written go to it.
+        Collective: every rank of the process group calls.
 
         Returns:
             On the coordinator the marker fields that name the manifest, elsewhere nothing.
@@ -63,49 +71,83 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             InvalidShardingError: shards overlap, leave gaps or disagree; nothing is written.
             RankFailedError: a rank failed.
         """
-        ranks = Ranks(self.options.process_group)
+        return self.prepare(sharded_state_dict).write(checkpoint_dir, Ranks(self.options.process_group))
 
-        # 1. Describe what this rank holds.
+    def prepare(self, sharded_state_dict: ShardedStateDict) -> SafetensorsSave:
+        """Give every byte an owner and a place in a file.
+
+        Collective: every rank of the process group calls. Ranks agree on whether a kept plan fits; only when it does
+        not on any of them, descriptions go to rank 0, and pieces to write come from it.
+
+        Raises:
+            InvalidShardingError: shards overlap, leave gaps or disagree.
+        """
+        options = self.options
+        ranks = Ranks(options.process_group)
+        known = None
         with ranks.phase("describe their shards"):
-            encode_copies = self.options.validate_replicas
-            shards = [_ready(shard, encode_copies) for shard in sharded_state_dict.values()]
-            table = self._describe(shards)
-        tables = [ShardTable.from_bytes(data) for data in ranks.gather(table.to_bytes())]
-
-        # 2. The coordinator validates, and gives every byte one owner.
-        plans: list[bytes] = []
-        with ranks.phase("plan", decision=True):
-            if ranks.is_coordinator:
-                merged = merge_tables(tables)
-                validation.validate_shards(merged, allow_gaps=not self.options.validate_access_integrity)
-                aliases = find_aliases(merged)
-                groups = [table.exchange_group for table in tables]
-                plans = [pieces.to_bytes() for pieces in plan_owners(merged, ranks.size, aliases, groups)]
-        pieces = Pieces.from_bytes(ranks.scatter(plans))
-
-        # 3. Every rank writes what it owns.
-        with ranks.phase("write shard files"):
-            record = write_pieces(checkpoint_dir, ranks.rank, shards, table, pieces)
-        records = [Record.from_bytes(data) for data in ranks.gather(record.to_bytes())]
-
-        # 4. The coordinator notes what is where.
-        fields: dict[str, Any] = {}
-        with ranks.phase("write the manifest", decision=True):
-            if ranks.is_coordinator:
-                data = assemble_manifest(merged, aliases, records).to_bytes()
-                _storage.write_bytes(_storage.join(checkpoint_dir, MANIFEST_NAME), data)
-                fields = marker_fields(data)
-        return fields
+            shards = [_ready(shard, options.validate_replicas) for shard in sharded_state_dict.values()]
+            group = 0
+            if options.exchange_group is not None:
+                group = _collectives.lowest_global_rank(options.exchange_group)
+            structure = structure_of(shards, ranks, options.validate_access_integrity, group)
+            # Comparing the content of replicas takes an exchange each time.
+            known = None if options.validate_replicas else self._plans.find(structure)
+        if ranks.all_equal(known.number if known else -1 - ranks.rank) and known:
+            plan = known
+        else:
+            with ranks.phase("describe their shards"):
+                table = self._describe(shards)._replace(exchange_group=group)
+            plan = make_plan(ranks, shards, table, not options.validate_access_integrity)
+        self._plans.keep(structure, plan)
+        settings = WriteSettings(
+            durable=options.durable,
+            direct=self.direct_io,
+            num_threads=num_threads_within(options.max_inflight_bytes),
+            progress=options.progress,
+        )
+        return SafetensorsSave(collect(plan.layouts, shards), plan.manifest, settings, plan is known)
 
     def _describe(self, shards: Sequence[Shard]) -> ShardTable:
         table = describe(shards)
-        if self.options.exchange_group is not None:
-            group = _collectives.lowest_global_rank(self.options.exchange_group)
-            table = table._replace(exchange_group=group)
         if self.options.validate_replicas:
             for row, shard_id in enumerate(table.shard_ids.tolist()):
                 table.digests[row] = _content_digest(shards[shard_id], table.row_region(row))
         return table
+
+
+@dataclass
+class SafetensorsSave(PreparedSave):
+    """What one rank is going to write, and on the coordinator the manifest of it all."""
+
+    files: FilesToWrite
+    manifest: ManifestLayout | None
+    settings: WriteSettings
+    plan_reused: bool
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.files.num_bytes
+
+    def stage(self, staging: Staging) -> SafetensorsSave:
+        """Copy what this rank owns; objects are copies already, encoded ones."""
+        return replace(self, files=staging.copy(self.files))
+
+    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:
+        """Write what this rank owns; the coordinator then notes what is where.
+
+        Collective: every rank calls; sizes of objects and checksums go to the coordinator.
+        """
+        with ranks.phase("write shard files"):
+            written = write_all(checkpoint_dir, ranks.rank, self.files, self.settings).to_bytes()
+        records = [WrittenRecord.from_bytes(data) for data in ranks.gather(written)]
+        fields: dict[str, Any] = {}
+        with ranks.phase("write the manifest", decision=True):
+            if self.manifest is not None:
+                data = assemble_manifest(self.manifest, records).to_bytes()
+                location = _storage.join(checkpoint_dir, MANIFEST_NAME)
+                _storage.write_bytes(location, data, durable=self.settings.durable)
+                fields = marker_fields(data)
+        return fields
 
 
 def _ready(shard: Shard, encode_copies: bool) -> Shard:
@@ -121,15 +163,21 @@ def _ready(shard: Shard, encode_copies: bool) -> Shard:
         raise core.UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
 
 
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
 def _check_tensor(shard: ShardedTensor) -> None:
     data = shard.data
     if data is None or data.is_meta:
         problem = "has no data, and needs its tensor to be saved"
-    elif hasattr(data, "to_local"):
+    elif type(data) not in _PLAIN_TENSORS and hasattr(data, "to_local"):
         problem = "holds a distributed tensor: give its local part (to_local()) with the offsets of that part"
     elif data.layout != torch.strided or data.is_quantized:
         problem = f"has layout {data.layout} and dtype {data.dtype}: only dense tensors can be saved"
     else:
+        if data.dtype != shard.dtype or data.shape != shard.local_shape:
+            # A flat shard, or one that has been given another tensor since it was made.
+            shard.validate_metadata_integrity()
         return
     raise core.CheckpointingException(f"Key {shard.key!r} at offset {shard.global_offset} {problem}.")
 
@@ -187,6 +235,30 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def _load_tensors(
         self, manifest: Manifest, tensors: Mapping[str, ShardedTensor], checkpoint_dir: str
     ) -> dict[str, torch.Tensor]:
+        group = 0
+        with self.ranks.phase("plan the reads"):
+            filled, copies, targets = self._plan_tensors(manifest, tensors, checkpoint_dir)
+            if self.options.exchange_group is not None:
+                group = _collectives.lowest_global_rank(self.options.exchange_group)
+        sharing = Sharing(
+            self.ranks,
+            self.options.parallel_load,
+            group,
+            _storage.is_local(checkpoint_dir),
+            self.options.max_inflight_bytes,
+        )
+
+        def read(part: Sequence[Copy]) -> None:
+            threads = num_threads_within(self.options.max_inflight_bytes)
+            read_copies(checkpoint_dir, manifest, part, targets, self.options.verify, threads, self.options.progress)
+
+        read_sharing(sharing, manifest, copies, targets, read)
+        return {name: shard.data for name, shard in filled.items() if shard.data is not None}
+
+    def _plan_tensors(
+        self, manifest: Manifest, tensors: Mapping[str, ShardedTensor], checkpoint_dir: str
+    ) -> tuple[dict[str, ShardedTensor], list[Copy], Sequence[torch.Tensor]]:
+        """Return the shards with their tensors, and what to read into which parts of those."""
         wanted = [(name, region) for name, shard in tensors.items() for region in shard_regions(shard)]
         requests = [
             Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
@@ -205,8 +277,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         for request, target in zip(requests, targets, strict=True):
             if request.allow_shape_mismatch:
                 target.zero_()
-        read_copies(checkpoint_dir, manifest, copies, targets, self.options.verify)
-        return {name: shard.data for name, shard in filled.items() if shard.data is not None}
+        return filled, copies, targets
 
     def _plan(
         self, manifest: Manifest, requests: Sequence[Request], dtypes: Sequence[torch.dtype], checkpoint_dir: str
@@ -221,6 +292,11 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         self, manifest: Manifest, objects: Mapping[str, ShardedObject], checkpoint_dir: str
     ) -> dict[str, object]:
         _check_known(manifest, [shard.key for shard in objects.values()], checkpoint_dir)
+        if manifest.origin is not None:
+            common = {name for name, shard in objects.items() if shard.key == COMMON_KEY}
+            rest = {n: _object_chunk(manifest, s, checkpoint_dir) for n, s in objects.items() if n not in common}
+            loaded = _dcp_load.load_objects(checkpoint_dir, manifest, rest)
+            return {**loaded, **{name: _dcp_load.load_common_state(checkpoint_dir, manifest) for name in common}}
         chunks = [_object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
         blobs = read_chunks(checkpoint_dir, manifest, chunks, self.options.verify)
         return {name: _codec.decode(blob) for name, blob in zip(objects, blobs, strict=True)}
@@ -252,7 +328,10 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint is whole throughout."""
         config = core.CheckpointingConfig(self.backend, self.version)
-        removed = remove_tensors(_commit.resolve(checkpoint_dir), self._open(checkpoint_dir), key_prefix, config)
+        manifest = self._open(checkpoint_dir)
+        if not manifest.has_checksums:
+            raise core.CheckpointingException(f"{checkpoint_dir!r} was not written by distckpt: convert it first.")
+        removed = remove_tensors(_commit.resolve(checkpoint_dir), manifest, key_prefix, config)
         if not removed:
             logger.warning("no tensor in %s has a key that begins with %r: nothing removed", checkpoint_dir, key_prefix)
 

@@ -1,0 +1,120 @@
+"""Copies between accelerators and host memory, beside what the accelerator is computing.
+
+Every thread that moves bytes has page-locked memory and a stream of its own, so one thread's copy runs while another
+one's bytes are written or read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+
+class DeviceLayer(Protocol):
+    """What moving bytes needs from a kind of device; see `TorchDevice`."""
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return new uint8 host memory that the device copies from and to by itself."""
+
+    def mark(self) -> Any:
+        """Return a mark for all that the calling thread has asked of the device so far."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+        """Copy after what a mark stands for; `wait` tells when it is done."""
+
+    def wait(self) -> None:
+        """Return when all copies that this thread asked for are done."""
+
+
+class TorchDevice:
+    """A device of a kind that torch has streams for: cuda, xpu, ...
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._streams = threading.local()
+
+    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return page-locked memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Any:
+        """Record an event on the stream that the calling thread computes on."""
+        with self._module.device(self._device):
+            event = self._module.Event()
+            event.record(self._module.current_stream(self._device))
+        return event
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
+        """Queue a copy on this thread's own stream."""
+        stream = self._own_stream()
+        stream.wait_event(after)
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for this thread's own stream; other threads run meanwhile."""
+        self._own_stream().synchronize()
+
+    def _own_stream(self) -> Any:
+        if not hasattr(self._streams, "own"):
+            self._streams.own = self._module.Stream(device=self._device)
+        return self._streams.own
+
+
+_layers: dict[torch.device, DeviceLayer] = {}
+
+
+def layer_of(tensor: torch.Tensor) -> DeviceLayer | None:
+    """Return what copies this tensor from and to the host; None when it is in host memory."""
+    if tensor.device.type == "cpu":
+        return None
+    return _layers.setdefault(tensor.device, TorchDevice(tensor.device))
+
+
+class Copier:
+    """Copies between host memory and the devices that some tensors are on.
+
+    Make it in the thread that computes: what this has asked of a device so far is done before bytes are copied.
+
+    Args:
+        tensors: on any devices.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._layers: dict[torch.device, DeviceLayer] = {}
+        for tensor in tensors:
+            if tensor.device not in self._layers:
+                layer = layer_of(tensor)
+                if layer is not None:
+                    self._layers[tensor.device] = layer
+        self._marks = {device: layer.mark() for device, layer in self._layers.items()}
+
+    @property
+    def layer(self) -> DeviceLayer | None:
+        """The one that page-locked memory is asked of; None when all is in host memory."""
+        return next(iter(self._layers.values()), None)
+
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is not in host memory."""
+        return tensor.device in self._layers
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy values; between host and device this is done only when `wait` returns."""
+        for device in (source.device, target.device):
+            if device in self._layers:
+                self._layers[device].copy(target, source, self._marks[device])
+                return
+        target.copy_(source)
+
+    def wait(self) -> None:
+        """Return when all copies that this thread asked for are done."""
+        for layer in self._layers.values():
+            layer.wait()

@@ -1,0 +1,121 @@
+"""The two halves of a save: what needs the caller's state dict to stand still, and what follows."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distckpt import _commit, _state_dict, core
+from distckpt._collectives import Ranks
+from distckpt._common_state import COMMON_KEY, CONTENT_METADATA, comparable, digest, warn_about_differences
+from distckpt._report import Clock, SaveReport
+from distckpt._shards import Shard
+from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
+from distckpt.strategies.base import Options, PreparedSave, SaveShardedStrategy, prepare_save
+from distckpt.strategies.defaults import save_strategy
+from distckpt.utils import _clean_metadata_for_serialization
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a save goes, and how it gets there; `notes` are further fields of the marker."""
+
+    location: str
+    overwrite: bool
+    durable: bool
+    config: core.CheckpointingConfig
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What the caller of a save asks for, see `distckpt.save`."""
+
+    sharded_state_dict: ShardedStateDict
+    checkpoint_dir: str
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None
+    overwrite: bool = False
+    content_metadata: dict[str, Any] | None = None
+    preprocess_common: Callable[[CommonStateDict], StateDict] | None = None
+
+
+def begin_save(ranks: Ranks, request: SaveRequest, clock: Clock, options: Options) -> tuple[Target, PreparedSave]:
+    """Decide everything about a save.
+
+    Collective: every rank calls.
+
+    Returns:
+        Where it goes, and what is to be written; that refers to the tensors of the state dict.
+    """
+    with clock.phase("describe"):
+        with ranks.phase("take their state dicts apart"):
+            location = _commit.resolve(request.checkpoint_dir)
+            strategy = save_strategy(request.sharded_strategy).configure(options)
+            shards, common = _split_for_saving(request.sharded_state_dict, request.content_metadata)
+            compared = comparable(common, request.preprocess_common)
+            compares = options.validate_access_integrity and ranks.size > 1
+            digest_of_common = digest(compared) if compares else 0
+        if compares:
+            warn_about_differences(ranks, compared, digest_of_common)
+        with ranks.phase("check the target", decision=True):
+            if ranks.is_coordinator:
+                _commit.check_target(location, request.overwrite)
+        sharded = {str(index): shard for index, shard in enumerate(shards)}
+        if ranks.is_coordinator:
+            sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))
+    with clock.phase("plan"):
+        prepared = prepare_save(strategy, sharded)
+    config = core.CheckpointingConfig(strategy.backend, strategy.version)
+    return Target(location, request.overwrite, options.durable, config), prepared
+
+
+def finish_save(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSave) -> SaveReport:
+    """Write everything beside the target and commit it.
+
+    Collective: every rank calls.
+    """
+    location, durable = target.location, target.durable
+    staging = _commit.staging_location(location, ranks.broadcast(secrets.token_hex(8).encode()).decode())
+    try:
+        with clock.phase("write"):
+            with ranks.phase("create directories"):
+                _commit.prepare(staging, durable)
+            with ranks.phase("save"):
+                marker_fields = prepared.write(staging, ranks)
+                if durable:
+                    _commit.sync(staging)
+        with clock.phase("commit"), ranks.phase("commit", decision=True):
+            if ranks.is_coordinator:
+                extra = {**target.notes, **(marker_fields or {})}
+                core.save_config(target.config, staging, extra=extra, durable=durable)
+                _commit.commit(staging, location, target.overwrite, durable)
+    except BaseException:
+        if ranks.is_coordinator:
+            _commit.abandon(staging)
+        raise
+    report = SaveReport(location, *clock.summarize(ranks, prepared.num_bytes, "write"), prepared.plan_reused)
+    if ranks.is_coordinator:
+        logger.info("%s", report)
+    return report
+
+
+def _split_for_saving(
+    sharded_state_dict: ShardedStateDict, content_metadata: dict[str, Any] | None
+) -> tuple[list[Shard], CommonStateDict]:
+    shards, common, _ = _state_dict.split(sharded_state_dict)
+    for shard in shards:
+        if shard.key == COMMON_KEY:
+            raise core.InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
+    if content_metadata is not None:
+        if CONTENT_METADATA in sharded_state_dict:
+            raise core.CheckpointingException(
+                f"The state dict has an entry {CONTENT_METADATA!r} and content_metadata was given: both would be "
+                "stored under this name. Rename the entry, or leave content_metadata out."
+            )
+        common = {**common, CONTENT_METADATA: _clean_metadata_for_serialization(content_metadata)}
+    return shards, common
