@@ -17,7 +17,7 @@ LAYERS = [
     "_dtypes _names _region _aio _storage _columns _device _io _open_files _memory _shard_file dict_utils",
     "core",
     "_background _sharded_base _sharded_tensor mapping _collectives _codec*",
-    "utils tensors _manifest _shards _io_write _mapped _hf_names",
+    "utils tensors _manifest _matching _shards _io_write _mapped _hf_names",
     "_plan_* _io_read _sparse_read _exchange _shared_read _io_export _records _report _shard_writer _staging "
     "_state_dict _foreign_shards _common_state _commit _prune _stream_files _rule rules rule_sets _translate "
     "_stored_pieces _hf_source _dcp_* _sources validation optimizer modules _dtensor _layer_shards _optimizer_* _fused "

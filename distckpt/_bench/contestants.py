@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distckpt
+from distckpt._bench.measure import sync_file
 from distckpt._bench.state import State, local_bytes
 
 # Its names are not all declared for type checkers.
@@ -201,8 +202,8 @@ def _save_hugging_face(tensors: Tensors, folder: str) -> None:
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
     for name in os.listdir(folder):
         if name.startswith(f"shard-{dist.get_rank() + 1:05d}-"):
-            _sync(f"{folder}/{name}")
-    _sync(folder)
+            sync_file(f"{folder}/{name}")
+    sync_file(folder)
 
 
 def _load_hugging_face(tensors: Tensors, folder: str) -> None:
@@ -222,8 +223,8 @@ def _local_tensors(state: State) -> Tensors:
 
 def _save_file(tensors: Tensors, folder: str) -> None:
     _save_file_unsynced(tensors, folder)
-    _sync(_own_file(folder))
-    _sync(folder)
+    sync_file(_own_file(folder))
+    sync_file(folder)
 
 
 def _save_file_unsynced(tensors: Tensors, folder: str) -> None:
@@ -270,7 +271,7 @@ def _write_raw(state: State, folder: str, flags: int, is_durable: bool) -> None:
     finally:
         os.close(fd)
     if is_durable:
-        _sync(folder)
+        sync_file(folder)
 
 
 @functools.cache
@@ -349,14 +350,6 @@ def _complete(moved: int, wanted: int) -> None:
 
 def _own_file(folder: str) -> str:
     return f"{folder}/rank-{dist.get_rank()}.safetensors"
-
-
-def _sync(location: str) -> None:
-    fd = os.open(location, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def chosen(names: Sequence[str] | None, left_out: dict[str, str] | None = None) -> list[Contestant]:

@@ -78,7 +78,7 @@ def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         for path in [*_files(folder), folder]:
-            _sync(path)
+            sync_file(path)
         for path in _files(folder):
             _read_through(path)
         time.sleep(settle_seconds)
@@ -120,7 +120,8 @@ def _is_cached(path: str) -> bool:
     return False
 
 
-def _sync(path: str) -> None:
+def sync_file(path: str) -> None:
+    """Have what was written to a file on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

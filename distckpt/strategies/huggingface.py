@@ -120,21 +120,12 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         with ranks.phase("plan the export"):
             source = Source(location, Manifest.from_bytes(data, location), self.verify)
             files = self._plan(source.manifest, is_speaker=ranks.is_coordinator)
-            mine = assign_files(files, ranks.size)[ranks.rank]
 
         # 2. Write beside the target.
         nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
         staging = _commit.staging_location(target, nonce)
         try:
-            with ranks.phase("write output files"):
-                _storage.make_directories(staging)
-                overflows: dict[str, int] = {}
-                for index in mine:
-                    path = _storage.join(staging, files[index].name)
-                    overflows.update(write_output_file(source, files[index], path, self._threads()))
-                _storage.sync_directory(staging)
-            for other in ranks.all_gather(json.dumps(overflows).encode()):
-                overflows.update(json.loads(other))
+            overflows = self._write_all(ranks, source, files, staging)
 
             # 3. Read back what stands in the headers, write the index, commit.
             report: dict[str, Any] = {}
@@ -152,6 +143,19 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         if overflows and ranks.is_coordinator:
             logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
         return ExportReport(files=names, overflows=overflows, seconds=time.perf_counter() - started, **report)
+
+    def _write_all(self, ranks: Ranks, source: Source, files: Sequence[OutputFile], staging: str) -> dict[str, int]:
+        """Write this rank's share of the files; return what did not fit its dtype in those of all ranks."""
+        overflows: dict[str, int] = {}
+        with ranks.phase("write output files"):
+            _storage.make_directories(staging)
+            for index in assign_files(files, ranks.size)[ranks.rank]:
+                path = _storage.join(staging, files[index].name)
+                overflows.update(write_output_file(source, files[index], path, self._threads()))
+            _storage.sync_directory(staging)
+        for other in ranks.all_gather(json.dumps(overflows).encode()):
+            overflows.update(json.loads(other))
+        return overflows
 
     def _check_target(self, location: str, target: str) -> None:
         source = _commit.resolve(location)

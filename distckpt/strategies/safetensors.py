@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from distckpt import _codec, _collectives, _commit, _dcp_load, _dtypes, _sources, _storage, core
@@ -17,7 +16,7 @@ from distckpt._io import checksum, is_plain_memory, num_threads_within, tensor_b
 from distckpt._io_read import read_chunks, read_copies
 from distckpt._io_write import WriteSettings
 from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, marker_fields
-from distckpt._names import did_you_mean, summarize_keys
+from distckpt._matching import check_dtype, check_known, object_chunk
 from distckpt._plan_cache import PlanCache, make_plan, structure_of
 from distckpt._plan_load import Copy, Request, plan_load
 from distckpt._prune import remove_tensors
@@ -283,21 +282,21 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         self, manifest: Manifest, requests: Sequence[Request], dtypes: Sequence[torch.dtype], checkpoint_dir: str
     ) -> list[Copy]:
         """Find what fills the requests, whose targets have the given dtypes."""
-        _check_known(manifest, [request.key for request in requests], checkpoint_dir)
+        check_known(manifest, [request.key for request in requests], checkpoint_dir)
         for key, dtype in dict.fromkeys(zip((request.key for request in requests), dtypes, strict=True)):
-            _check_dtype(manifest, key, dtype, checkpoint_dir, self.options.allow_dtype_cast)
+            check_dtype(manifest, key, dtype, checkpoint_dir, self.options.allow_dtype_cast)
         return plan_load(manifest, requests, checkpoint_dir)
 
     def _load_objects(
         self, manifest: Manifest, objects: Mapping[str, ShardedObject], checkpoint_dir: str
     ) -> dict[str, object]:
-        _check_known(manifest, [shard.key for shard in objects.values()], checkpoint_dir)
+        check_known(manifest, [shard.key for shard in objects.values()], checkpoint_dir)
         if manifest.origin is not None:
             common = {name for name, shard in objects.items() if shard.key == COMMON_KEY}
-            rest = {n: _object_chunk(manifest, s, checkpoint_dir) for n, s in objects.items() if n not in common}
+            rest = {n: object_chunk(manifest, s, checkpoint_dir) for n, s in objects.items() if n not in common}
             loaded = _dcp_load.load_objects(checkpoint_dir, manifest, rest)
             return {**loaded, **{name: _dcp_load.load_common_state(checkpoint_dir, manifest) for name in common}}
-        chunks = [_object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
+        chunks = [object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
         blobs = read_chunks(checkpoint_dir, manifest, chunks, self.options.verify)
         return {name: _codec.decode(blob) for name, blob in zip(objects, blobs, strict=True)}
 
@@ -365,56 +364,3 @@ def _with_data(shard: ShardedTensor) -> ShardedTensor:
     allocated = shard.without_data()
     allocated.init_data("cpu")
     return allocated
-
-
-def _check_known(manifest: Manifest, keys: Iterable[str], checkpoint_dir: str) -> None:
-    absent = sorted({key for key in keys if key not in manifest.key_index})
-    if absent:
-        hint = did_you_mean(absent[0], manifest.key_index)
-        raise core.LoadMismatchError(
-            f"Not in the checkpoint {checkpoint_dir!r}: {summarize_keys(absent)}{hint}. Correct the keys, or choose a "
-            "StrictHandling that leaves unexpected keys out.",
-            unexpected=absent,
-        )
-
-
-def _check_dtype(manifest: Manifest, key: str, wanted: torch.dtype, checkpoint_dir: str, allow_cast: bool) -> None:
-    name = manifest.dtypes[manifest.key_index[key]]
-    if name == OBJECT:
-        raise core.LoadMismatchError(
-            f"Key {key!r} is an object in {checkpoint_dir!r} and was asked for as a tensor.", unexpected=[key]
-        )
-    stored = _dtypes.FROM_NAME[name]
-    if not (allow_cast or _dtypes.is_lossless_cast(stored, wanted)):
-        raise core.LoadMismatchError(
-            f"Key {key!r} is stored in {checkpoint_dir!r} as {stored} and was asked for as {wanted}, which would "
-            "change values. Ask for the stored dtype or a wider one, or pass allow_dtype_cast=True.",
-            unexpected=[key],
-        )
-
-
-def _object_chunk(manifest: Manifest, shard: ShardedObject, checkpoint_dir: str) -> int:
-    key_id = manifest.key_index[shard.key]
-    if manifest.dtypes[key_id] != OBJECT:
-        raise core.LoadMismatchError(
-            f"Key {shard.key!r} is a tensor in {checkpoint_dir!r} and was asked for as an object.",
-            unexpected=[shard.key],
-        )
-    stored_shape = manifest.global_shapes[key_id]
-    if stored_shape != tuple(shard.global_shape):
-        raise core.LoadMismatchError(
-            f"The object {shard.key!r} was saved in {stored_shape} parts and is asked for in {shard.global_shape} "
-            f"(checkpoint {checkpoint_dir!r}): objects cannot be resharded. Such per-rank state (RNG, data loader "
-            "position) belongs to the number of ranks it was saved with: leave the key out, or load all stored parts "
-            "(see load_sharded_metadata) and merge them yourself.",
-            unexpected=[shard.unique_key],
-        )
-    rows = manifest.chunk_rows(key_id)
-    offsets = manifest.offsets[rows, : len(stored_shape)]
-    hits = np.flatnonzero((offsets == np.array(shard.global_offset, np.int64)).all(axis=1))
-    if len(hits):
-        return int(rows.start) + int(hits[0])
-    raise core.LoadMismatchError(
-        f"Part {shard.global_offset} of the object {shard.key!r} is not in {checkpoint_dir!r}.",
-        unexpected=[shard.unique_key],
-    )
