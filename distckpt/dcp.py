@@ -1,0 +1,400 @@
+"""The functions of torch.distributed.checkpoint, for programs that change their import and nothing else.
+
+    import distckpt.dcp as dcp  # was: import torch.distributed.checkpoint as dcp
+
+    dcp.save({"app": AppState(model, optimizer)}, checkpoint_id="checkpoints/step_100")
+    dcp.load({"app": AppState(model, optimizer)}, checkpoint_id="checkpoints/step_100")
+
+Checkpoints are distckpt's own: tensors are stored under the dotted keys that PyTorch gives them, other values as common
+state at their places in the nested dict. `load` reads those that PyTorch wrote, too. What differs is told in
+`docs/migrating-from-dcp.md`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+
+from distckpt import _dcp_shards, _dcp_tree, _state_dict, serialization
+from distckpt._codec import HOLE
+from distckpt._collectives import Ranks, lone_group
+from distckpt._common_state import COMMON_KEY
+from distckpt._dtensor import local_part
+from distckpt._io import paused_garbage_collection
+from distckpt._loading import find_checkpoint, noticing_removal, read_unchanged, stored_keys
+from distckpt._names import did_you_mean, summarize_keys
+from distckpt.core import CheckpointingException, LoadMismatchError
+from distckpt.mapping import ShardedBase, ShardedObject
+from distckpt.serialization import SaveHandle, SaveReport
+from distckpt.strategies.base import Options
+from distckpt.strategies.defaults import load_strategy
+
+__all__ = ["async_save", "load", "save"]
+
+_TORCH_PACKAGE = "torch.distributed.checkpoint"
+_TORCH_NAMES = ("DefaultLoadPlanner", "DefaultSavePlanner", "FileSystemReader", "FileSystemWriter")
+"""What programs take from the module that they import as `dcp`."""
+_READERS = ("FileSystemReader", "FsspecReader", "HuggingFaceStorageReader")
+_WRITERS = ("FileSystemWriter", "FsspecWriter")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TORCH_NAMES:
+        return getattr(importlib.import_module(_TORCH_PACKAGE), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# ---- saving
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> SaveReport:
+    """Save a state dict that `torch.distributed.checkpoint.save` takes.
+
+        dcp.save({"model": model.state_dict(), "step": 100}, checkpoint_id="checkpoints/step_100")
+
+    A checkpoint that is there is replaced, as PyTorch's writer does by default; it stays whole until the new one is.
+
+    Collective: every rank of the process group calls, unless `no_dist` is set.
+
+    Args:
+        state_dict: nested dicts and lists of DTensors, other tensors (the same on all ranks that have them), and values
+            that are saved as objects. Values at the top that have `state_dict` and `load_state_dict` are asked for
+            their state.
+        checkpoint_id: a path or fsspec URL.
+        storage_writer: a `FileSystemWriter` or `FsspecWriter` of PyTorch, whose path is used when `checkpoint_id` is
+            not given; its `overwrite` and `sync_files` are used too.
+        planner: None or a `DefaultSavePlanner`.
+        process_group: the ranks that save together; None for the default group.
+        no_dist: save from this process alone.
+        use_collectives: must be True.
+
+    Returns:
+        What was saved and how long it took (PyTorch returns its metadata).
+
+    Raises:
+        InvalidShardingError: a DTensor is a sum that is yet to be made, or two values have one key.
+        UnsupportedObjectError: a value is of a class that is not registered, see `distckpt.register_object_type`.
+        CheckpointExistsError: a checkpoint is there and the writer's `overwrite` is False.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed.
+    """
+    _check_planner(planner, "DefaultSavePlanner")
+    return serialization.save(
+        **_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
+    )
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    async_checkpointer_type: Any = None,
+    async_stager: None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[SaveReport]:
+    """Save like `save`, in the background. Tensors may change as soon as this returns.
+
+        future = dcp.async_save(state, checkpoint_id="checkpoints/step_100")
+        ...              # train on
+        future.result()  # raises what went wrong on any rank
+
+    Collective: every rank of the process group calls, unless `no_dist` is set.
+
+    Args:
+        state_dict: see `save`.
+        checkpoint_id: see `save`.
+        storage_writer: see `save`.
+        planner: see `save`.
+        process_group: see `save`.
+        async_checkpointer_type: accepted, and means nothing: no process is started.
+        async_stager: must be None: tensors are copied before this returns.
+        no_dist: see `save`.
+        use_collectives: must be True.
+
+    Returns:
+        The future of what `save` returns. When nobody asks it and the save fails, the next save raises the error.
+
+    Raises:
+        CheckpointingException: as `save` does, for what is found before anything is written.
+    """
+    del async_checkpointer_type
+    _check_planner(planner, "DefaultSavePlanner")
+    if async_stager is not None:
+        raise CheckpointingException(
+            f"async_stager ({type(async_stager).__name__}) must be None: distckpt copies what it saves itself, into "
+            "memory that it uses again. Leave it out; distckpt.async_save can limit that memory."
+        )
+    handle = serialization.async_save(
+        **_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
+    )
+    return _SaveFuture(handle)
+
+
+class _SaveFuture(Future[SaveReport]):
+    """A save that goes on in the background, as a future. It cannot be cancelled."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle
+        self.set_running_or_notify_cancel()
+        handle.when_done(self._finish)
+
+    def _finish(self) -> None:
+        error = self._handle.error()
+        if error is None:
+            self.set_result(self._handle.result())
+        else:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        try:
+            return super().result(timeout)
+        finally:
+            self._note_asked()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self._note_asked()
+
+    def _note_asked(self) -> None:
+        self._handle.was_asked = self._handle.was_asked or self.done()
+
+
+def _arguments(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: Any,
+    process_group: Any,
+    no_dist: bool,
+    use_collectives: bool,
+) -> dict[str, Any]:
+    """Return the arguments of `distckpt.save` that say the same."""
+    if not use_collectives:
+        raise CheckpointingException(
+            "use_collectives must be True: ranks agree on what is saved and commit it together. To save from one "
+            "process alone pass no_dist=True."
+        )
+    location = _location(checkpoint_id, storage_writer, "storage_writer", _WRITERS)
+    group = lone_group() if no_dist else process_group
+    ranks = Ranks(group)
+    with ranks.phase("ask for state dicts"):
+        asked = _asked(state_dict, state_dict)
+    return {
+        "sharded_state_dict": _dcp_shards.sharded(asked, ranks),
+        "checkpoint_dir": location,
+        "overwrite": getattr(storage_writer, "overwrite", True),
+        "durable": getattr(storage_writer, "sync_files", True),
+        "process_group": group,
+    }
+
+
+# ---- loading
+
+
+@paused_garbage_collection()
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Load into a state dict that `torch.distributed.checkpoint.load` takes.
+
+        state = {"model": model.state_dict(), "step": 0}
+        dcp.load(state, checkpoint_id="checkpoints/step_100")
+
+    Tensors are filled in place (and converted to the dtypes that they have), other values are replaced in the dicts and
+    lists that hold them. Values at the top that have `state_dict` and `load_state_dict` are asked for their state and
+    given what was loaded.
+
+    Collective: every rank of the process group calls, unless `no_dist` is set.
+
+    Args:
+        state_dict: says what to load; changed in place.
+        checkpoint_id: a path or fsspec URL of what `distckpt.load` reads, checkpoints that PyTorch wrote included.
+        storage_reader: a reader of PyTorch for files, whose path is used when `checkpoint_id` is not given.
+        planner: None or a `DefaultLoadPlanner`; with its `allow_partial_load`, what is not stored stays as it is.
+        process_group: the ranks that load together; None for the default group.
+        no_dist: load into this process alone.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+        LoadMismatchError: something that is asked for is not in the checkpoint, or has another shape there. Nothing is
+            changed.
+        CorruptCheckpointError: files are missing, cut off or changed.
+        RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
+    """
+    _check_planner(planner, "DefaultLoadPlanner")
+    location = _location(checkpoint_id, storage_reader, "storage_reader", _READERS)
+    group = lone_group() if no_dist else process_group
+    ranks = Ranks(group)
+    # 1. Take the state dict apart.
+    with ranks.phase("take their state dicts apart"):
+        target = _asked(state_dict, sorted(state_dict))
+        leaves = _dcp_tree.leaves(target)
+    # 2. Compare it with the checkpoint; fill the tensors.
+    is_strict = not getattr(planner, "allow_partial_load", False)
+    others = read_unchanged(ranks, location, lambda: _read(ranks, group, location, leaves, is_strict))
+    # 3. Put the other values in their places: nothing can go wrong any more.
+    for path, value in others.items():
+        _dcp_tree.put(target, path, value)
+    for key, value in target.items():
+        if _is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(value)
+        else:
+            state_dict[key] = value
+
+
+def _read(
+    ranks: Ranks,
+    process_group: Any,
+    checkpoint_dir: str | os.PathLike[str],
+    leaves: Sequence[_dcp_tree.Leaf],
+    is_strict: bool,
+) -> dict[_dcp_tree.Path, Any]:
+    """Fill the tensors among some values from a checkpoint, and return the others, by path.
+
+    Collective: every rank calls.
+    """
+    location, marker = find_checkpoint(ranks, checkpoint_dir)
+    options = Options(process_group=process_group, allow_dtype_cast=True)
+    strategy = load_strategy(None, marker, location).configure(options)
+    known = stored_keys(ranks, strategy, location)
+    with ranks.phase("read common state"):
+        common = strategy.load({"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}, location)["common"]
+    with ranks.phase("compare with the checkpoint"):
+        request = _request(leaves, known, common, ranks.rank, location)
+    if is_strict:
+        _refuse_absent(ranks, request.absent, known, location)
+    with ranks.phase("load"), noticing_removal(ranks, location):
+        tensors, _, _ = _state_dict.split({"tensors": request.tensors})
+        wanted: list[Any] = [*request.objects.values(), *tensors]
+        values = strategy.load({str(i): shard for i, shard in enumerate(wanted)}, location)
+    return {**request.common, **{path: values[str(i)] for i, path in enumerate(request.objects)}}
+
+
+class _Request(NamedTuple):
+    """What a rank asks for.
+
+    Attributes:
+        tensors: shards to fill.
+        objects: to read, by path.
+        common: values that common state has, by path.
+        absent: keys that are not stored.
+    """
+
+    tensors: list[ShardedBase]
+    objects: dict[_dcp_tree.Path, ShardedBase]
+    common: dict[_dcp_tree.Path, Any]
+    absent: list[str]
+
+
+def _request(leaves: Sequence[_dcp_tree.Leaf], known: set[str], common: Any, rank: int, location: str) -> _Request:
+    request = _Request([], {}, {}, [])
+    for key, path, value in leaves:
+        is_tensor, in_common = isinstance(value, torch.Tensor), _dcp_tree.find(common, path)
+        if is_tensor and key in known:
+            _check_memory(key, value)
+            request.tensors.extend(_dcp_shards.shards_of(key, value, rank))
+        elif key in known:
+            (request.objects[path],) = _dcp_shards.shards_of(key, None, rank)
+        elif in_common is HOLE:
+            request.absent.append(key)
+        elif is_tensor:
+            raise LoadMismatchError(
+                f"Key {key!r} is of type {type(in_common).__name__} in {location!r} and was asked for as a tensor.",
+                unexpected=[key],
+            )
+        else:
+            request.common[path] = in_common
+    return request
+
+
+def _check_memory(key: str, tensor: torch.Tensor) -> None:
+    if local_part(tensor).is_meta:
+        raise CheckpointingException(
+            f"{key!r} is on the meta device, where nothing can be loaded: call model.to_empty(device=...) first."
+        )
+
+
+def _refuse_absent(ranks: Ranks, absent: Sequence[str], known: set[str], location: str) -> None:
+    """Raise the same error on every rank when any of them asks for what is not stored.
+
+    Collective: every rank calls.
+    """
+    if ranks.all_equal(len(absent)) and not absent:
+        return
+    asked = sorted(set().union(*map(json.loads, ranks.all_gather(json.dumps(absent).encode()))))
+    raise LoadMismatchError(
+        f"Not in the checkpoint {location!r}: {summarize_keys(asked)}{did_you_mean(asked[0], known)}. Correct the "
+        "state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True), which leaves these as they are.",
+        unexpected=asked,
+    )
+
+
+# ---- arguments
+
+
+def _asked(state_dict: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return a state dict in which the values that have a state dict of their own are replaced by that."""
+    values = ((key, state_dict[key]) for key in keys)
+    return {key: value.state_dict() if _is_stateful(value) else value for key, value in values}
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _location(
+    checkpoint_id: str | os.PathLike[str] | None, storage: Any, argument: str, classes: Sequence[str]
+) -> str | os.PathLike[str]:
+    """Return where to save or what to load, given what the caller passed."""
+    if storage is not None and not _is_of_torch(storage, classes):
+        raise CheckpointingException(
+            f"{argument} is a {type(storage).__name__}, whose way of storing data distckpt does not follow: it must be "
+            f"None, or {' or '.join(classes)} of PyTorch itself, whose path is taken. Pass checkpoint_id=path; "
+            "distckpt.consolidate writes Hugging Face checkpoints."
+        )
+    if checkpoint_id:
+        return checkpoint_id
+    if storage is None:
+        raise CheckpointingException(f"Pass checkpoint_id, a path or URL, or {argument}.")
+    path: str | os.PathLike[str] = storage.path
+    return path
+
+
+def _check_planner(planner: Any, name: str) -> None:
+    if planner is not None and not _is_of_torch(planner, (name,)):
+        raise CheckpointingException(
+            f"planner is a {type(planner).__name__}, whose decisions distckpt does not follow: it must be None or "
+            f"{name} of PyTorch itself. Change keys and tensors in the state dict instead; distckpt.load takes rules "
+            "for other names and shapes, and distckpt.load_plain_tensors loads all there is."
+        )
+
+
+def _is_of_torch(value: Any, classes: Sequence[str]) -> bool:
+    kind = type(value)
+    return kind.__name__ in classes and f"{kind.__module__}.".startswith(f"{_TORCH_PACKAGE}.")
