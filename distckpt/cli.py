@@ -11,11 +11,36 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from distckpt._cli import bench, consolidate, convert, inspect, verify
+from distckpt import __version__
+from distckpt._cli import (
+    bench,
+    cat,
+    completion,
+    consolidate,
+    convert,
+    diff,
+    import_hf,
+    inspect,
+    prune,
+    reshard,
+    verify,
+)
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb
 
-VERBS: tuple[Verb, ...] = (inspect.VERB, verify.VERB, consolidate.VERB, convert.VERB, bench.VERB)
+VERBS: tuple[Verb, ...] = (
+    inspect.VERB,
+    cat.VERB,
+    verify.VERB,
+    diff.VERB,
+    consolidate.VERB,
+    import_hf.VERB,
+    convert.VERB,
+    reshard.VERB,
+    prune.VERB,
+    bench.VERB,
+    completion.verb(lambda: _parser()),
+)
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
@@ -27,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line, those of this process when None.
 
     Returns:
-        The exit code: 0, 1 for errors and for checks that failed, 130 after Ctrl-C, 143 after SIGTERM.
+        The exit code: 0, 1 for errors and for checks that failed, 2 for errors of checks, 130 after Ctrl-C, 143 after
+        SIGTERM.
 
     Raises:
         SystemExit: with code 2, the arguments make no sense.
@@ -35,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     output = Output(as_json=parsed.json is True)
     # Ends like Ctrl-C, so that everything is put away.
-    signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         code: int = parsed.run(parsed, output)
         sys.stdout.flush()
@@ -54,11 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.debug:
             raise
         output.error(f"{error} ({type(error).__name__}; --debug shows where)")
-        return EXIT_ERROR
+        return int(parsed.error_code)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="distckpt", description="Look at checkpoints, check and convert them.")
+    parser.add_argument("--version", action="version", version=f"distckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in VERBS:
         one = verbs.add_parser(verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary)
@@ -68,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         else:
             one.add_argument("--json", action="store_true", help="print the result as JSON")
         one.add_argument("--debug", action="store_true", help="show a traceback when something fails")
-        one.set_defaults(run=verb.run)
+        one.set_defaults(run=verb.run, error_code=verb.error_code)
     return parser
 
 

@@ -10,45 +10,23 @@ import signal
 import struct
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+import torch.distributed.checkpoint
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
+from distckpt._cli.output import Output
+from tests.cli_command import ROOT, call_json, command, error_line, run
 
-ROOT = Path(__file__).parents[1]
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
 GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
 LAYERS = {f"model.layers.{i}.up.weight": torch.full((4, 6), float(i), dtype=torch.bfloat16) for i in range(3)}
-
-
-def command(*arguments, path=()):
-    """Return how to start the command line, and its environment."""
-    places = os.pathsep.join(map(str, [*path, ROOT]))
-    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return [sys.executable, "-W", "error", "-m", "distckpt", *map(str, arguments)], environment
-
-
-def run(*arguments, code=0, path=()):
-    """Run the command line to its end; return what it printed."""
-    line, environment = command(*arguments, path=path)
-    ended = subprocess.run(line, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
-    assert ended.returncode == code, ended.stderr
-    return ended
-
-
-def error_line(*arguments, code=1):
-    """Run what must fail with one line on stderr and nothing on stdout; return the line."""
-    ended = run(*arguments, code=code)
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("error: ")
-    assert ended.stderr.count("\n") == 1
-    return ended.stderr
 
 
 @pytest.fixture
@@ -102,7 +80,19 @@ def flip(file, position):
 
 def test_help_and_usage():
     listed = run("--help").stdout
-    assert all(verb in listed for verb in ("inspect", "verify", "consolidate (export)", "bench"))
+    verbs = [
+        "inspect",
+        "cat",
+        "verify",
+        "diff",
+        "consolidate (export)",
+        "import",
+        "convert",
+        "reshard",
+        "prune",
+        "bench",
+    ]
+    assert all(verb in listed for verb in [*verbs, "completion"])
     assert run(code=2).stdout == ""
     assert "invalid choice: 'inspekt'" in run("inspekt", code=2).stderr
     assert "PATH" in run("verify", code=2).stderr.upper()
@@ -110,7 +100,7 @@ def test_help_and_usage():
 
 
 def test_the_package_needs_neither_the_command_line_nor_rich():
-    code = "import sys, distckpt; print(*sys.modules)"
+    code = "import sys, distckpt; distckpt.save, distckpt.CheckpointManager; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = ended.stdout.split()
     assert "distckpt.serialization" in loaded
@@ -139,6 +129,39 @@ def test_a_reader_that_stops_early_is_no_error(checkpoint):
     assert ended.stderr == ""
 
 
+def test_json_holds_no_numbers_that_json_does_not_have(capsys):
+    Output(as_json=True).json({"a": [float("nan"), 1.5, (float("inf"),)], "b": -float("inf")})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": ["NaN", 1.5, ["Infinity"]],
+        "b": "-Infinity",
+    }
+
+
+@pytest.mark.parametrize("hide_rich", [False, True])
+def test_progress_is_shown_on_terminals_only(checkpoint, tmp_path, hide_rich):
+    path = []
+    if hide_rich:
+        (tmp_path / "hidden" / "rich").mkdir(parents=True)
+        (tmp_path / "hidden" / "rich" / "__init__.py").write_text("raise ImportError('not here')")
+        path = [tmp_path / "hidden"]
+    line, environment = command("export", checkpoint, tmp_path / "out", path=path)
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(line, env={**environment, "TERM": "xterm"}, stdout=subprocess.DEVNULL, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(master, 65536):
+            shown += part
+    except OSError:
+        pass  # how Linux tells that the other end of a terminal is closed
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    assert b"writing" in shown
+    total = BIG.nbytes + GRID.nbytes + 3 * 48
+    assert (f"{total / 1e6:.2f} MB of {total / 1e6:.2f} MB" in shown.decode()) is hide_rich
+    assert run("export", checkpoint, tmp_path / "out2").stderr == ""
+
+
 # --- inspect ----------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +182,16 @@ def test_inspect_summarises(checkpoint):
         assert file["rank"] == 0
         if path in places:
             assert file["data_bytes"] == sum(stop - first for _, first, stop, *_ in places[path])
+    assert found["writers"] == [
+        {
+            "rank": 0,
+            "file": None,
+            "num_files": len(found["files"]),
+            "data_bytes": sum(f["data_bytes"] for f in found["files"]),
+        }
+    ]
     text = run("inspect", checkpoint).stdout
+    assert re.search(r"rank 0 +#{30} +3 +3\.15 MB", text)
     assert re.search(r"model\.layers\.\{0\.\.2\}\.up\.weight +4x6 +BF16 +3 +3 +144 B", text)
     assert "5 tensors" in text
     assert "\x1b" not in text
@@ -200,6 +232,18 @@ def test_inspect_works_without_rich(checkpoint, tmp_path):
     assert without == run("inspect", checkpoint).stdout
 
 
+def test_inspect_compares_ranks_by_bars(tmp_path):
+    """Rank 1 wrote a third of what rank 0 did, in files whose names tell the ranks."""
+    for rank, (offset, rows) in enumerate([(0, 6), (6, 2)]):
+        metadata = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [offset, 0]}})}
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        safetensors.numpy.save_file({"w": np.zeros((rows, 4), np.float32)}, tmp_path / name, metadata)
+    text = run("inspect", tmp_path).stdout
+    assert re.search(r"^rank 0 +#{30} +1 +96 B$", text, re.M)
+    assert re.search(r"^rank 1 +#{10} +1 +32 B$", text, re.M)
+    assert "2 ranks wrote; the busiest 1.500 of the mean" in text
+
+
 @pytest.mark.parametrize("no_colour", [False, True])
 def test_inspect_is_coloured_on_terminals(two_ranks, no_colour):
     line, environment = command("inspect", two_ranks, "--key", "grid")
@@ -231,7 +275,7 @@ def test_verify_accepts_what_is_whole(checkpoint, two_ranks):
     assert report["num_bytes"] == sum(file.stat().st_size for file in files)
     assert run("verify", checkpoint, "--fast").stdout.startswith("OK: ")
     assert "no checksums" in run("verify", two_ranks).stdout
-    assert "does not exist" in error_line("verify", checkpoint / "nothing")
+    assert "does not exist" in error_line("verify", checkpoint / "nothing", code=2)
 
 
 def test_verify_finds_a_flipped_bit_in_each_chunk(checkpoint):
@@ -368,3 +412,53 @@ def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code
     assert process.returncode == code
     assert f"error: {line}\n" in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "extra"]
+
+
+# --- Object stores ----------------------------------------------------------------------------------------------------
+
+
+def test_urls_are_taken_everywhere(checkpoint, capsys):
+    root = "memory://test_cli"
+    call_json(capsys, "reshard", checkpoint, f"{root}/c", "--ranks", 2)
+    local, remote = (call_json(capsys, "inspect", place) for place in (checkpoint, f"{root}/c"))
+    assert (remote["num_tensors"], remote["tensor_bytes"]) == (local["num_tensors"], local["tensor_bytes"])
+    assert call_json(capsys, "inspect", f"{root}/c", "--key", "grid")["shape"] == list(GRID.shape)
+    assert call_json(capsys, "verify", f"{root}/c")["is_whole"]
+    call_json(capsys, "export", f"{root}/c", f"{root}/hf")
+    call_json(capsys, "import", f"{root}/hf", f"{root}/imported")
+    call_json(capsys, "convert", f"{root}/hf", f"{root}/converted")
+    for name in ("imported", "converted"):
+        assert call_json(capsys, "diff", checkpoint, f"{root}/{name}", "--keys", "*")["is_same"]
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, capsys):
+    with distckpt.CheckpointManager(tmp_path / "root", async_save=False) as manager:
+        manager.save(1, {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))})
+    dcp_dir = tmp_path / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save({"w": torch.zeros(2)}, checkpoint_id=str(dcp_dir), no_dist=True)
+    lines = [
+        ("inspect", checkpoint),
+        ("inspect", checkpoint, "--key", "grid"),
+        ("cat", checkpoint, "grid[0]"),
+        ("cat", checkpoint, "grid", "--npy", tmp_path / "x.npy"),
+        ("cat", checkpoint, "rng"),
+        ("verify", checkpoint),
+        ("diff", checkpoint, checkpoint),
+        ("consolidate", checkpoint, tmp_path / "hf"),
+        ("import", tmp_path / "hf", tmp_path / "imported"),
+        ("convert", dcp_dir, tmp_path / "converted"),
+        ("reshard", checkpoint, tmp_path / "resharded"),
+        ("prune", tmp_path / "root"),
+        ("completion", "bash"),
+    ]
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
+    sections["import"] += sections["reshard"]  # which it refers to
+    for line in lines:
+        documented = set(re.findall(r"`(\w+)`", sections[line[0]].partition("JSON")[2]))
+        assert call_json(capsys, *line).keys() <= documented, line

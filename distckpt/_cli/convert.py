@@ -27,9 +27,14 @@ def run(arguments: Namespace, output: Output) -> int:
     if arguments.megatron_types:
         megatron.register_types()
     common_state: dict[str, object] | None = {} if arguments.without_common_state else None
-    report = torch_dist.convert(
-        arguments.source, arguments.checkpoint, common_state=common_state, overwrite=arguments.overwrite
-    )
+    with output.progress("converting") as progress:
+        report = torch_dist.convert(
+            arguments.source,
+            arguments.checkpoint,
+            common_state=common_state,
+            overwrite=arguments.overwrite,
+            progress=progress,
+        )
     output.json({"location": report.location, "num_bytes": report.num_bytes, "seconds": report.seconds})
     output.line(f"{size_text(report.num_bytes)} converted to {report.location} in {report.seconds:.2f} s")
     return 0

@@ -8,12 +8,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from distckpt._cli.output import printable
 from distckpt._manifest import Manifest
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#86bcb6")
+_LIGHT_COLOURS = ("#f28e2b", "#76b7b2", "#edc948", "#ff9da7", "#86bcb6")
+_INK = "#24292f"
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TEXT_WIDTH, _TEXT_HEIGHT = 64, 16
 _SVG_WIDTH, _SVG_HEIGHT = 640, 400
+_TITLE_WIDTH = 1000  # a letter is about 0.65 of its height wide
 
 
 class Chunk(NamedTuple):
@@ -80,7 +84,7 @@ def text_picture(
         cells = [_owner_at(boxes, at_row, (2 * i + 1) * columns // (2 * width)) for i in range(width)]
         yield "".join(_cell(owner, in_colour) for owner in cells)
     for index, owner in enumerate(owners):
-        yield f"{_cell(index, in_colour)} {owner}"
+        yield f"{_cell(index, in_colour)} {printable(owner)}"
     if len(shape) > 1:
         yield f"down: axis {axes[0]}, across: axis {axes[1]}"
 
@@ -93,7 +97,8 @@ def svg_picture(title: str, shape: tuple[int, ...], chunks: Sequence[Chunk], axe
     width = min(_SVG_WIDTH, max(80, _SVG_HEIGHT * columns / rows))
     height = min(_SVG_HEIGHT, max(40, width * rows / columns))
     left, top = 70, 60
-    parts = [f'<text x="{left}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>']
+    size = min(15, _TITLE_WIDTH / max(1, len(title)))
+    parts = [f'<text x="{left}" y="24" font-size="{size:.1f}" font-weight="bold">{_xml(title)}</text>']
     for chunk in chunks:
         row, column, num_rows, num_columns = _box(chunk, axes)
         index = owners.index(chunk.owner)
@@ -101,11 +106,12 @@ def svg_picture(title: str, shape: tuple[int, ...], chunks: Sequence[Chunk], axe
         w, h = width * num_columns / columns, height * num_rows / rows
         parts.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}" fill="{_colour(index)}" stroke="#ffffff" '
-            f'stroke-width="1"><title>{escape(f"{chunk.owner} {region_text(chunk)} {chunk.file}")}</title></rect>'
+            f'stroke-width="1"><title>{_xml(f"{chunk.owner} {region_text(chunk)} {chunk.file}")}</title></rect>'
         )
         if w > 16 and h > 14:
             label = str(chunk.rank) if chunk.rank is not None else ""
-            parts.append(_label(x + w / 2, y + h / 2 + 4, label, 'text-anchor="middle" fill="#ffffff"'))
+            ink = _INK if _colour(index) in _LIGHT_COLOURS else "#ffffff"
+            parts.append(_label(x + w / 2, y + h / 2 + 4, label, f'text-anchor="middle" fill="{ink}"'))
     parts.append(_label(left + width, top - 8, f"axis {axes[-1]}: {columns}" if axes else "", 'text-anchor="end"'))
     if len(axes) > 1:
         parts.append(_label(left - 8, top + 12, f"axis {axes[0]}:", 'text-anchor="end"'))
@@ -126,13 +132,13 @@ def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif" font-size="12" '
-        'fill="#24292f">'
+        f'fill="{_INK}">'
     )
     return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>", ""])
 
 
 def _label(x: float, y: float, text: str, attributes: str) -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{escape(text)}</text>'
+    return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{_xml(text)}</text>'
 
 
 def _owners(chunks: Sequence[Chunk]) -> list[str]:
@@ -173,3 +179,7 @@ def _cell(owner: int | None, in_colour: bool) -> str:
         return letter
     red, green, blue = (int(_colour(owner)[i : i + 2], 16) for i in (1, 3, 5))
     return f"\x1b[48;2;{red};{green};{blue}m\x1b[38;2;255;255;255m{letter}\x1b[0m"
+
+
+def _xml(text: str) -> str:
+    return escape(printable(text))

@@ -19,7 +19,7 @@ from distckpt._common_state import COMMON_KEY
 from distckpt._manifest import OBJECT, Manifest
 from distckpt._names import did_you_mean, natural_order
 
-_MAX_FILES = 64
+_MAX_WRITERS = 64
 _BAR_WIDTH = 30
 
 
@@ -48,10 +48,12 @@ def run(arguments: Namespace, output: Output) -> int:
     location = _storage.normalize(arguments.path)
     manifest = _sources.open_manifest(location)
     if arguments.key is not None:
-        return _show_key(manifest, arguments.key, arguments.svg, output)
+        return _show_key(location, manifest, arguments.key, arguments.svg, output)
     groups, files = group_keys(manifest), list_files(manifest)
     facts = summary(location, manifest)
-    output.json({**facts, "groups": [group._asdict() for group in groups], "files": files})
+    output.json(
+        {**facts, "groups": [group._asdict() for group in groups], "files": files, "writers": list_writers(files)}
+    )
     if not output.as_json:
         _show(facts, groups, files, manifest, output)
     return 0
@@ -130,6 +132,20 @@ def list_files(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
+def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sum up files by the rank that wrote them; a file whose name does not tell its rank stands for itself."""
+    writers: dict[Any, dict[str, Any]] = {}
+    for file in files:
+        rank = file["rank"]
+        name = file["name"] if rank is None else None
+        found = writers.setdefault(
+            name if rank is None else rank, {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0}
+        )
+        found["num_files"] += 1
+        found["data_bytes"] += file["data_bytes"]
+    return sorted(writers.values(), key=lambda writer: (writer["rank"] is None, writer["rank"] or 0))
+
+
 def _show(
     facts: dict[str, Any], groups: list[Group], files: list[dict[str, Any]], manifest: Manifest, output: Output
 ) -> None:
@@ -149,30 +165,28 @@ def _show(
     for alias, key in facts["tied"].items():
         output.line(f"{alias} is tied to {key}")
     output.line()
-    largest = max((file["data_bytes"] for file in files), default=0) or 1
+    _show_writers(list_writers(files), output)
+
+
+def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
+    """Draw how much each rank wrote as bars; each file where names do not tell ranks."""
+    largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
+    bar = "\u2588" if output.in_colour else "#"
     shown = [
         [
-            file["name"],
-            "" if file["rank"] is None else str(file["rank"]),
-            "#" * round(_BAR_WIDTH * file["data_bytes"] / largest),
-            size_text(file["data_bytes"]),
+            writer["file"] if writer["rank"] is None else f"rank {writer['rank']}",
+            bar * round(_BAR_WIDTH * writer["data_bytes"] / largest),
+            str(writer["num_files"]),
+            size_text(writer["data_bytes"]),
         ]
-        for file in files[:_MAX_FILES]
+        for writer in writers[:_MAX_WRITERS]
     ]
-    output.table(["file", "rank", "share", "data"], shown, num_text=3)
-    if len(files) > _MAX_FILES:
-        output.line(f"... and {len(files) - _MAX_FILES} more files (all with --json)")
-    _show_balance(files, output)
-
-
-def _show_balance(files: list[dict[str, Any]], output: Output) -> None:
-    by_rank: dict[int, int] = defaultdict(int)
-    for file in files:
-        if file["rank"] is not None:
-            by_rank[file["rank"]] += file["data_bytes"]
-    if sum(by_rank.values()):
-        mean = sum(by_rank.values()) / len(by_rank)
-        output.line(f"{len(by_rank)} ranks wrote; the busiest {max(by_rank.values()) / mean:.3f} of the mean")
+    output.table(["owner", "share", "files", "data"], shown, num_text=2)
+    if len(writers) > _MAX_WRITERS:
+        output.line(f"... and {len(writers) - _MAX_WRITERS} more (all with --json)")
+    sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
+    if sum(sizes):
+        output.line(f"{len(sizes)} ranks wrote; the busiest {max(sizes) * len(sizes) / sum(sizes):.3f} of the mean")
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
@@ -213,10 +227,10 @@ def _segments(pattern: str) -> list[str]:
 # --- One key ----------------------------------------------------------------------------------------------------------
 
 
-def _show_key(manifest: Manifest, key: str, svg: str | None, output: Output) -> int:
+def _show_key(location: str, manifest: Manifest, key: str, svg: str | None, output: Output) -> int:
     key_id = manifest.key_index.get(key)
     if key_id is None:
-        raise core.LoadMismatchError(f"The checkpoint has no key {key!r}{did_you_mean(key, manifest.key_index)}")
+        raise core.LoadMismatchError(f"{location!r} has no key {key!r}{did_you_mean(key, manifest.key_index)}")
     shape, dtype = manifest.global_shapes[key_id], manifest.dtypes[key_id]
     chunks = grid.chunks_of(manifest, key_id)
     output.json(
@@ -241,8 +255,7 @@ def _show_key(manifest: Manifest, key: str, svg: str | None, output: Output) -> 
             output.line("(no picture: this tensor is divided along more than two axes, or is empty)")
         else:
             output.line()
-            for line in grid.text_picture(shape, chunks, axes, output.in_colour):
-                output.line(line)
+            output.picture(grid.text_picture(shape, chunks, axes, output.in_colour))
     if svg is not None:
         if axes is None:
             raise ValueError(f"key {key!r} is divided along more than two axes or is empty: it cannot be drawn")

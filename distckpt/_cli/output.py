@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 try:
@@ -18,6 +20,8 @@ try:
     HAS_RICH = True
 except ImportError:
     HAS_RICH = False
+
+_SECONDS_BETWEEN = 0.2
 
 
 class Output:
@@ -34,12 +38,17 @@ class Output:
     def json(self, value: Any) -> None:
         """Print the result as JSON, when that was asked for."""
         if self.as_json:
-            print(json.dumps(value, indent=1))
+            print(json.dumps(finite(value), indent=1))
 
     def line(self, text: str = "") -> None:
         """Print a line of the result."""
         if not self.as_json:
-            print(text)
+            print(printable(text))
+
+    def picture(self, lines: Iterable[str]) -> None:
+        """Print lines that hold colours and no names."""
+        for line in lines:
+            print(line)
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", num_text: int = 1) -> None:
         """Print a table of the result.
@@ -52,6 +61,7 @@ class Output:
         """
         if self.as_json:
             return
+        rows = [[printable(cell) for cell in row] for row in rows]
         if not (HAS_RICH and sys.stdout.isatty()):
             print(plain_table(heads, rows, title, num_text))
             return
@@ -69,7 +79,7 @@ class Output:
 
     def error(self, text: str) -> None:
         """Say in one line what went wrong."""
-        line = "error: " + " ".join(text.split())
+        line = "error: " + printable(" ".join(text.split()))
         self.message(f"\x1b[31m{line}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else line)
 
     @contextlib.contextmanager
@@ -87,7 +97,7 @@ class Output:
             return
         if not HAS_RICH:
             try:
-                yield lambda done, total: print(f"\r{label} {100 * done // max(1, total)} %", end="", file=sys.stderr)
+                yield _PlainProgress(label)
             finally:
                 print(file=sys.stderr)
             return
@@ -95,6 +105,44 @@ class Output:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(label, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _PlainProgress:
+    """Rewrites one line of a terminal, some times a second."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._started = time.monotonic()
+        self._shown = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._shown < _SECONDS_BETWEEN and done < total:
+            return
+        self._shown = now
+        rate = done / max(now - self._started, 1e-9)
+        left = f"{(total - done) / rate:.0f} s" if rate else "unknown"
+        text = f"{self._label} {size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
+        # Spaces cover what a longer text has left there.
+        print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Escape what would steer a terminal, or cannot be printed: names come from files that others made."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have by strings: "NaN", "Infinity", "-Infinity"."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", num_text: int = 1) -> str:

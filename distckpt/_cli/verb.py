@@ -18,9 +18,10 @@ class Verb(NamedTuple):
         name: what the user types.
         summary: one line that says what it does.
         add_arguments: declares its arguments; `--json` and `--debug` are there already.
-        run: does it and returns the exit code; what it raises becomes one line and exit code 1.
+        run: does it and returns the exit code; what it raises becomes one line and the exit code for errors.
         aliases: other names.
         json_to_file: whether `--json` takes the name of a file, for verbs that also print.
+        error_code: the exit code for errors; 2 for verbs that answer a question, where 1 is an answer.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Verb(NamedTuple):
     run: Callable[[Namespace, Output], int]
     aliases: tuple[str, ...] = ()
     json_to_file: bool = False
+    error_code: int = 1
 
 
 def parse_size(text: str) -> int:

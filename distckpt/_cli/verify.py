@@ -40,6 +40,8 @@ def run(arguments: Namespace, output: Output) -> int:
         output.line(f"BAD  {describe(problem)}")
     if len(report.problems) > _MAX_LISTED:
         output.line(f"BAD  ... and {len(report.problems) - _MAX_LISTED} more (all with --json)")
+    if report.strays:
+        output.line(f"note: {len(report.strays)} more files, left by interrupted saves or written by one under way")
     output.line(summary(report))
     return 0 if report.is_whole else 1
 
@@ -65,4 +67,4 @@ def summary(report: VerifyReport) -> str:
     )
 
 
-VERB = Verb("verify", "Check that a checkpoint is whole and is what was saved.", add_arguments, run)
+VERB = Verb("verify", "Check that a checkpoint is whole and is what was saved.", add_arguments, run, error_code=2)

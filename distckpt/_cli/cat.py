@@ -1,0 +1,272 @@
+"""`distckpt cat`: values of a tensor, or of an object."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import operator
+import os
+import re
+import secrets
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt import _codec, _dtypes, _sources, _storage, core
+from distckpt._cli.output import Output
+from distckpt._cli.verb import Verb
+from distckpt._common_state import COMMON_KEY
+from distckpt._manifest import OBJECT, Manifest
+from distckpt._names import did_you_mean
+from distckpt._region import Region, windows
+from distckpt._stored_values import read_encoded, read_region
+
+_SUMMARIZED = 1000
+"""Of more elements only those at the edges are read and printed, as numpy prints them."""
+_EDGE = 3
+_WINDOW_ELEMENTS = 4 << 20
+_WIDTH = 120
+
+
+class Selection(NamedTuple):
+    """Part of a tensor: its region, and the axes that an index (not a slice) takes away."""
+
+    region: Region
+    dropped: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape without the dropped axes."""
+        return tuple(n for axis, n in enumerate(self.region.shape) if axis not in self.dropped)
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint, to be read."""
+
+    location: str
+    manifest: Manifest
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its global shape."""
+        return self.manifest.global_shapes[self.manifest.key_index[self.key]]
+
+    @property
+    def dtype(self) -> str:
+        """Its safetensors dtype, or `OBJECT`."""
+        return self.manifest.dtypes[self.manifest.key_index[self.key]]
+
+    def read(self, region: Region) -> torch.Tensor:
+        """Read a region."""
+        return read_region(self.location, self.manifest, self.key, region)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    parser.add_argument(
+        "key",
+        metavar="KEY[SLICE]",
+        nargs="?",
+        default=COMMON_KEY,
+        help="a tensor, or part of it as in 'up.weight[0:4, :, 3]', or an object (default: common state)",
+    )
+    parser.add_argument("--npy", metavar="FILE", help="save the values of a tensor as a numpy file, all of them")
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Print or save values."""
+    location = _storage.normalize(arguments.path)
+    manifest = _sources.open_manifest(location)
+    key, index = split_key(manifest, arguments.key)
+    stored = Stored(location, manifest, key)
+    if stored.dtype == OBJECT:
+        if arguments.npy or index is not None:
+            raise ValueError(f"{key!r} is an object: it has no slices and is no numpy array")
+        _show_object(stored, output)
+        return 0
+    selection = parse_index(index or "", stored.shape)
+    if arguments.npy:
+        _save(stored, selection, arguments.npy, output)
+    elif output.as_json:
+        values = _dtypes.to_numpy(stored.read(selection.region)).reshape(selection.shape)
+        output.json({**_facts(stored, selection), "values": plain(values.tolist())})
+    else:
+        values_text = printed(stored, selection)
+        output.line(f"{_title(stored, selection)}\n{values_text}")
+    return 0
+
+
+# --- What is asked for ------------------------------------------------------------------------------------------------
+
+
+def split_key(manifest: Manifest, text: str) -> tuple[str, str | None]:
+    """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets themselves.
+
+    Raises:
+        LoadMismatchError: there is no such key.
+    """
+    if text in manifest.key_index:
+        return text, None
+    match = re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)
+    key = match[1] if match else text
+    if key not in manifest.key_index:
+        if key == COMMON_KEY:
+            raise core.LoadMismatchError("There is no common state here: name a key")
+        raise core.LoadMismatchError(f"The checkpoint has no key {key!r}{did_you_mean(key, manifest.key_index)}")
+    return key, match[2] if match else None
+
+
+def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
+    """Parse what stands between the brackets as numpy would, without steps.
+
+    Raises:
+        ValueError: it makes no sense, or not for this shape.
+    """
+    items = [item.strip() for item in text.split(",")] if text.strip() else []
+    if items.count("...") > 1 or len(items) - items.count("...") > len(shape):
+        raise ValueError(f"[{text}] has more parts than the tensor has axes: its shape is {shape}")
+    if "..." in items:
+        place = items.index("...")
+        items[place : place + 1] = [":"] * (len(shape) - len(items) + 1)
+    items += [":"] * (len(shape) - len(items))
+    offset, extent, dropped = [], [], []
+    for axis, (item, size) in enumerate(zip(items, shape, strict=True)):
+        match = re.fullmatch(r"(-?\d+)|(-?\d+)?\s*:\s*(-?\d+)?", item)
+        if match is None:
+            raise ValueError(f"[{text}]: {item!r} is neither an index nor start:stop (there are no steps)")
+        if match[1] is None:
+            start, stop, _ = slice(*(None if n is None else int(n) for n in (match[2], match[3]))).indices(size)
+        else:
+            start = int(match[1]) + (size if int(match[1]) < 0 else 0)
+            stop = start + 1
+            dropped.append(axis)
+            if not 0 <= start < size:
+                raise ValueError(f"[{text}]: {match[1]} is outside of axis {axis}, whose size is {size}")
+        offset.append(start)
+        extent.append(max(0, stop - start))
+    return Selection(Region(tuple(offset), tuple(extent)), tuple(dropped))
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def printed(stored: Stored, selection: Selection) -> str:
+    """Print values as numpy does; of a large tensor only what is printed is read."""
+    region = selection.region
+    if region.num_elements <= _SUMMARIZED:
+        array = _dtypes.to_numpy(stored.read(region)).reshape(selection.shape)
+        return np.array2string(array, separator=", ", max_line_width=_WIDTH)
+    # Along each long axis the first and the last indices, and one in between that stands for the others.
+    short = tuple(min(size, 2 * _EDGE + 1) for size in region.shape)
+    array = np.zeros(short, _numpy_dtype(stored.dtype))
+    for source, place in _corners(region, short):
+        array[place.slices()] = _dtypes.to_numpy(stored.read(source))
+    array = array.reshape([n for axis, n in enumerate(short) if axis not in selection.dropped])
+    return np.array2string(array, separator=", ", max_line_width=_WIDTH, threshold=0, edgeitems=_EDGE)
+
+
+def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
+    """Yield the boxes of a region that lie at its edges, each with its place in the shortened tensor."""
+    pairs = [(Region((), ()), Region((), ()))]
+    for start, size, kept in zip(region.offset, region.shape, short, strict=True):
+        spans = [(0, 0, size)] if size == kept else [(0, 0, _EDGE), (size - _EDGE, kept - _EDGE, _EDGE)]
+        pairs = [
+            (
+                Region((*source.offset, start + at), (*source.shape, extent)),
+                Region((*place.offset, to), (*place.shape, extent)),
+            )
+            for source, place in pairs
+            for at, to, extent in spans
+        ]
+    yield from pairs
+
+
+def _save(stored: Stored, selection: Selection, path: str, output: Output) -> None:
+    """Write a .npy file, a window at a time; it appears when it is complete."""
+    temporary = f"{path}.tmp-{secrets.token_hex(8)}"
+    try:
+        with open(temporary, "xb") as file, output.progress("saving") as progress:
+            for part, done in _npy_parts(stored, selection):
+                file.write(part)
+                progress(done, selection.region.num_elements * _numpy_dtype(stored.dtype).itemsize)
+        os.replace(temporary, path)
+    except BaseException:
+        _storage.remove_file(temporary)
+        raise
+    saved = _numpy_dtype(stored.dtype)
+    is_exact = torch.from_numpy(np.empty(0, saved)).dtype == _dtypes.FROM_NAME[stored.dtype]
+    output.json({**_facts(stored, selection), "file": path, "saved_as": str(saved)})
+    output.line(
+        f"{_title(stored, selection)}, saved in {path}"
+        + ("" if is_exact else f" as {saved}, since numpy has no {stored.dtype}")
+    )
+
+
+def _npy_parts(stored: Stored, selection: Selection) -> Iterator[tuple[bytes, int]]:
+    """Yield the bytes of a .npy file, and how many bytes of values are complete with them."""
+    header = io.BytesIO()
+    saved = _numpy_dtype(stored.dtype)
+    fields = {"descr": np.lib.format.dtype_to_descr(saved), "fortran_order": False, "shape": selection.shape}
+    np.lib.format.write_array_header_1_0(header, fields)
+    yield header.getvalue(), 0
+    region, done = selection.region, 0
+    for box in windows(region.shape, _WINDOW_ELEMENTS):
+        source = Region(tuple(map(operator.add, box.offset, region.offset)), box.shape)
+        values = _dtypes.to_numpy(stored.read(source))
+        done += values.nbytes
+        yield values.tobytes(), done
+
+
+def _numpy_dtype(dtype: str) -> np.dtype[Any]:
+    return _dtypes.to_numpy(torch.empty(0, dtype=_dtypes.FROM_NAME[dtype])).dtype
+
+
+def _facts(stored: Stored, selection: Selection) -> dict[str, Any]:
+    return {
+        "key": stored.key,
+        "dtype": stored.dtype,
+        "global_shape": stored.shape,
+        "offset": selection.region.offset,
+        "shape": selection.shape,
+    }
+
+
+def _title(stored: Stored, selection: Selection) -> str:
+    region = str(selection.region) if stored.shape else ""
+    return f"{stored.key}{region}: {'x'.join(map(str, selection.shape)) or '()'} {stored.dtype}"
+
+
+# --- Objects ----------------------------------------------------------------------------------------------------------
+
+
+def _show_object(stored: Stored, output: Output) -> None:
+    cells = read_encoded(stored.location, stored.manifest, stored.key, "read")
+    values = {offset: plain(_codec.decode(blob)) for offset, blob in sorted(cells.items())}
+    output.json({"key": stored.key, "parts": [{"offset": offset, "value": value} for offset, value in values.items()]})
+    for offset, value in values.items():
+        if len(values) > 1:
+            output.line(f"{stored.key}{list(offset)}:")
+        output.line(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    """Turn an object into what JSON has: other types become text, tensors and arrays a summary."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, torch.Tensor | np.ndarray):
+        listed = plain(value.tolist()) if math.prod(value.shape) <= _SUMMARIZED else None
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": listed}
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    return value if value is None or isinstance(value, str | bool | int | float) else repr(value)
+
+
+VERB = Verb("cat", "Print values of a tensor or an object, or save them for numpy.", add_arguments, run)

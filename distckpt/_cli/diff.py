@@ -1,0 +1,112 @@
+"""`distckpt diff`: what differs between two checkpoints?"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+
+from distckpt._cli.output import Output, size_text
+from distckpt._cli.selection import add_keys, add_rename
+from distckpt._cli.verb import Verb
+from distckpt._diff import DiffReport, ObjectDifference, TensorDifference, diff
+from distckpt._names import summarize_keys
+
+_MAX_LISTED = 50
+_SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments: those of `distckpt.diff`."""
+    parser.add_argument("a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL")
+    parser.add_argument("b", metavar="B", help="another one")
+    add_keys(parser)
+    add_rename(parser)
+    parser.add_argument(
+        "--atol", type=_tolerance, default=0.0, help="values may be this far apart (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rtol", type=_tolerance, default=0.0, help="and this share of the value in B (default: %(default)s)"
+    )
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Compare, list what differs, return 1 when anything does."""
+    with output.progress("comparing") as progress:
+        report = diff(
+            arguments.a,
+            arguments.b,
+            keys=arguments.keys,
+            rename=dict(arguments.rename),
+            atol=arguments.atol,
+            rtol=arguments.rtol,
+            progress=progress,
+        )
+    output.json(
+        {
+            **vars(report),
+            "is_same": report.is_same,
+            "tensors": [difference._asdict() for difference in report.tensors],
+            "objects": [difference._asdict() for difference in report.objects],
+        }
+    )
+    for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
+        if keys:
+            output.line(f"only in {side}: {summarize_keys(keys, limit=_MAX_LISTED)}")
+    for tensor in report.tensors[:_MAX_LISTED]:
+        output.line(describe_tensor(tensor))
+    for item in report.objects[:_MAX_LISTED]:
+        output.line(describe_object(item))
+    num_left = max(0, len(report.tensors) - _MAX_LISTED) + max(0, len(report.objects) - _MAX_LISTED)
+    if num_left:
+        output.line(f"... and {num_left} more (all with --json)")
+    output.line(summary(report))
+    return 0 if report.is_same else 1
+
+
+def describe_tensor(difference: TensorDifference) -> str:
+    """Put the difference of a tensor into one line."""
+    parts = []
+    if difference.shapes[0] != difference.shapes[1]:
+        parts.append("shape {} / {}".format(*("x".join(map(str, shape)) or "()" for shape in difference.shapes)))
+    if difference.dtypes[0] != difference.dtypes[1]:
+        parts.append("dtype {} / {}".format(*difference.dtypes))
+    if difference.num_different:
+        parts.append(
+            f"{difference.num_different:,} of {difference.num_elements:,} values differ, by at most "
+            f"{difference.max_difference:.6g}, first at "
+            f"{json.dumps(difference.first_index)}, all in {difference.region}"
+        )
+    elif difference.num_elements:
+        parts.append("values equal")
+    return f"{difference.key}: {'; '.join(parts)}"
+
+
+def describe_object(difference: ObjectDifference) -> str:
+    """Put the difference of an object into one line."""
+    part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
+    path = f" at {difference.path}" if difference.path else ""
+    return f"{difference.key}{part}: {_SIDES[difference.where]}{path}"
+
+
+def summary(report: DiffReport) -> str:
+    """Put the outcome into one line."""
+    verdict = "SAME" if report.is_same else "DIFFERENT"
+    note = "" if report.objects_compared else "; objects and common state were not compared"
+    rate = report.num_bytes / 1e9 / report.seconds
+    return (
+        f"{verdict}: {report.num_compared:,} tensors compared, {size_text(report.num_bytes)} read in "
+        f"{report.seconds:.2f} s, {rate:.2f} GB/s{note}"
+    )
+
+
+def _tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is no tolerance: a number from 0")
+    return number
+
+
+VERB = Verb("diff", "Compare two checkpoints: keys, shapes, dtypes, values, objects.", add_arguments, run, error_code=2)

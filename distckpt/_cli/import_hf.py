@@ -1,0 +1,40 @@
+"""`distckpt import`: make a checkpoint of a Hugging Face directory."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from distckpt._cli.output import Output
+from distckpt._cli.reshard import add_output, output_options, show
+from distckpt._cli.selection import add_dtype, add_keys, add_rename, dtype_option
+from distckpt._cli.verb import Verb
+from distckpt._reshard import reshard
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("hf_dir", help="a Hugging Face directory: a path or URL")
+    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    add_keys(parser)
+    add_rename(parser)
+    add_dtype(parser)
+    add_output(parser)
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Import and say what was written."""
+    with output.progress("importing") as progress:
+        report = reshard(
+            arguments.hf_dir,
+            arguments.checkpoint,
+            keys=arguments.keys,
+            rename=dict(arguments.rename),
+            dtype=dtype_option(arguments.dtype),
+            progress=progress,
+            **output_options(arguments),
+        )
+    show(report, output)
+    return 0
+
+
+VERB = Verb("import", "Make a checkpoint of a Hugging Face directory.", add_arguments, run)

@@ -1,0 +1,103 @@
+"""`distckpt prune`: remove the checkpoints of a manager that are not to be kept, and what dead saves have left."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+
+from distckpt import _commit, _storage, core
+from distckpt._cli.output import Output
+from distckpt._cli.verb import Verb, positive
+from distckpt._retention import Retention, last_change, remove_step, surplus
+from distckpt._steps import Saved, is_leftover, is_trash, list_root, own_steps, problem_with, step_name
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments: those of `distckpt.CheckpointManager` that say what is kept."""
+    parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
+    parser.add_argument(
+        "--keep-last", type=positive, metavar="N", help="keep so many of the newest whole checkpoints (default: all)"
+    )
+    parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of this")
+    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of this one")
+    parser.add_argument(
+        "--best-mode", choices=("min", "max"), default="min", help="what is good (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--keep-best", type=positive, default=1, metavar="N", help="so many of the best (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--abandoned-after",
+        type=positive,
+        default=60,
+        metavar="MINUTES",
+        help="remove what unfinished saves have left when nothing was written there for so long (default: %(default)s)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Remove what is not to be kept, and say so."""
+    policy = Retention(
+        arguments.keep_last,
+        arguments.keep_every,
+        best_metric=arguments.best_metric,
+        best_mode=arguments.best_mode,
+        keep_best=arguments.keep_best,
+    )
+    root = _commit.resolve(arguments.root)
+    if not _storage.isdir(root):
+        raise core.CheckpointNotFoundError(f"{root!r} is no directory")
+    saved = own_steps(root)
+    removed = _removable(root, saved, policy)
+    leftovers, live = _leftovers(root, arguments.abandoned_after)
+    doing = "would remove" if arguments.dry_run else "removed"
+    for step in removed:
+        if not arguments.dry_run:
+            remove_step(root, step)
+        output.line(f"{doing} {step_name(step)}")
+    for name in leftovers:
+        if not arguments.dry_run:
+            _storage.remove_tree(_storage.join(root, name))
+        output.line(f"{doing} {name}, which an interrupted save or removal has left")
+    for name in live:
+        output.line(f"left alone: {name}, where a save may be writing")
+    kept = [item.step for item in saved if item.step not in removed]
+    output.json(
+        {
+            "root": root,
+            "dry_run": arguments.dry_run,
+            "kept": kept,
+            "removed": removed,
+            "leftovers_removed": leftovers,
+            "leftovers_kept": live,
+        }
+    )
+    output.line(f"{len(kept)} of {len(saved)} checkpoints kept in {root}")
+    return 0
+
+
+def _removable(root: str, saved: list[Saved], policy: Retention) -> list[int]:
+    """Return the steps that are not to be kept; none as long as no step is whole."""
+    if policy.keep_last is None:
+        return []
+
+    def is_whole(step: int) -> bool:
+        return problem_with(root, step) is None
+
+    newest = next((item.step for item in reversed(saved) if is_whole(item.step)), None)
+    if newest is None:
+        return []
+    # What is newer than the newest whole step is damaged: whether it can be repaired, people decide.
+    return surplus(policy, [item for item in saved if item.step <= newest], newest, is_whole)
+
+
+def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
+    """Return what interrupted saves and removals have left, and what a save may still be writing."""
+    names = [name for name in list_root(root) if is_leftover(name)]
+    latest = time.time() - 60 * abandoned_after
+    dead = [name for name in names if is_trash(name) or last_change(_storage.join(root, name)) < latest]
+    return dead, [name for name in names if name not in dead]
+
+
+VERB = Verb("prune", "Remove checkpoints that are not to be kept, and what dead saves have left.", add_arguments, run)
