@@ -1,42 +1,52 @@
 """distckpt: checkpoints for models trained on many processes.
 
 Save under one parallel layout, load under any other; every byte written once, as safetensors, with checksums.
+
+Nothing is loaded before it is used, so that `import distckpt` takes no time that a process does not need.
 """
 
-from distckpt._codec import register_object_type
-from distckpt._verify import VerifyReport, verify
-from distckpt.core import (
-    CheckpointExistsError,
-    CheckpointingConfig,
-    CheckpointingException,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    InvalidShardingError,
-    LoadMismatchError,
-    RankFailedError,
-    UnsupportedObjectError,
-    check_is_distributed_checkpoint,
-)
-from distckpt.manager import CheckpointManager, PreemptionGuard
-from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from distckpt.serialization import (
-    ExportReport,
-    LoadReport,
-    SaveHandle,
-    SaveReport,
-    async_save,
-    consolidate,
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_plain_tensors,
-    load_sharded_metadata,
-    load_tensors_metadata,
-    release_staging_memory,
-    remove_sharded_tensors,
-    save,
-)
-from distckpt.validation import StrictHandling
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distckpt._codec import register_object_type
+    from distckpt._diff import DiffReport, diff
+    from distckpt._reshard import ReshardReport, reshard
+    from distckpt._verify import VerifyReport, verify
+    from distckpt.core import (
+        CheckpointExistsError,
+        CheckpointingConfig,
+        CheckpointingException,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        InvalidShardingError,
+        LoadMismatchError,
+        RankFailedError,
+        UnsupportedObjectError,
+        check_is_distributed_checkpoint,
+    )
+    from distckpt.manager import CheckpointManager, PreemptionGuard
+    from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+    from distckpt.serialization import (
+        ExportReport,
+        LoadReport,
+        SaveHandle,
+        SaveReport,
+        async_save,
+        consolidate,
+        load,
+        load_common_state_dict,
+        load_content_metadata,
+        load_plain_tensors,
+        load_sharded_metadata,
+        load_tensors_metadata,
+        release_staging_memory,
+        remove_sharded_tensors,
+        save,
+    )
+    from distckpt.validation import StrictHandling
 
 __version__ = "0.1.0"
 
@@ -47,6 +57,7 @@ __all__ = [
     "CheckpointingConfig",
     "CheckpointingException",
     "CorruptCheckpointError",
+    "DiffReport",
     "ExportReport",
     "InvalidShardingError",
     "LoadMismatchError",
@@ -54,6 +65,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "PreemptionGuard",
     "RankFailedError",
+    "ReshardReport",
     "SaveHandle",
     "SaveReport",
     "ShardedObject",
@@ -65,6 +77,7 @@ __all__ = [
     "async_save",
     "check_is_distributed_checkpoint",
     "consolidate",
+    "diff",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -74,6 +87,28 @@ __all__ = [
     "register_object_type",
     "release_staging_memory",
     "remove_sharded_tensors",
+    "reshard",
     "save",
     "verify",
 ]
+
+_HOMES = ("core", "mapping", "validation", "_codec", "serialization", "_verify", "manager", "_diff", "_reshard")
+"""Modules that define public names, from low to high: to import one is to have imported most of those before it."""
+
+if not TYPE_CHECKING:  # else a type checker believes that the package has every name
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            modules = (importlib.import_module(f"{__name__}.{home}") for home in _HOMES)
+            globals()[name] = value = next(getattr(module, name) for module in modules if hasattr(module, name))
+            return value
+        full_name = f"{__name__}.{name}"
+        try:
+            return importlib.import_module(full_name)
+        except ModuleNotFoundError as error:
+            if error.name != full_name:
+                raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

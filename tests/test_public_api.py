@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -22,8 +23,22 @@ ROOT = Path(__file__).parents[1]
 def test_all_is_sorted_and_lists_everything_public():
     assert distckpt.__all__ == sorted(set(distckpt.__all__))
     submodules = {module.name for module in pkgutil.iter_modules(distckpt.__path__)}
-    public = {name for name in vars(distckpt) if not name.startswith("_")} - submodules
-    assert public == set(distckpt.__all__)
+    public = {name for name in dir(distckpt) if not name.startswith("_")} - submodules
+    assert public - {"annotations", "importlib", "TYPE_CHECKING", "Any"} == set(distckpt.__all__)
+
+
+def test_type_checkers_see_the_names_that_programs_get():
+    block = next(node for node in ast.parse(Path(distckpt.__file__).read_text()).body if isinstance(node, ast.If))
+    imports = [(node.module, name.name) for node in block.body for name in node.names]
+    assert sorted(name for _, name in imports) == distckpt.__all__
+    for module, name in imports:
+        assert getattr(distckpt, name) is getattr(importlib.import_module(module), name)
+
+
+def test_other_names_are_public_modules_or_errors():
+    assert distckpt.hf is importlib.import_module("distckpt.hf")
+    with pytest.raises(AttributeError, match="module 'distckpt' has no attribute 'nonsense'"):
+        distckpt.nonsense  # noqa: B018
 
 
 def undocumented_parts(name, value):
@@ -297,18 +312,32 @@ def test_errors_are_found_under_the_standard_ones_too():
     assert all(issubclass(error, distckpt.CheckpointingException) for error in errors)
 
 
-def test_importing_is_light():
-    """No part of torch that is not needed, and nothing that is not a dependency."""
-    code = "import sys, distckpt; print(*sys.modules)"
-    command = [sys.executable, "-W", "error", "-c", code]
-    loaded = set(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split())
+def modules_loaded_by(code):
+    command = [sys.executable, "-W", "error", "-c", f"import sys; {code}; print(*sys.modules)"]
+    return set(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split())
+
+
+def test_importing_loads_nothing_before_it_is_used():
+    new = modules_loaded_by("import distckpt") - modules_loaded_by("import importlib, typing")
+    assert {name for name in new if name not in sys.stdlib_module_names} == {"distckpt"}
+
+
+def test_saving_and_loading_need_little():
+    """No part of torch that is not needed, nothing that is not a dependency, no client of an object store."""
+    loaded = modules_loaded_by("import distckpt; distckpt.save, distckpt.load, distckpt.CheckpointManager")
     assert "distckpt.serialization" in loaded
-    unwanted = {
+    loaded -= modules_loaded_by("import torch, torch.distributed, numpy")
+    unwanted = (
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
+        "safetensors.torch",
+        "aiohttp",
+        "s3fs",
+        "multiprocessing",
+        "rich",
         "psutil",
         "megatron",
         "transformers",
         "pandas",
-    }
-    assert loaded & unwanted == set()
+    )
+    assert {name for name in loaded if f"{name}.".startswith(tuple(f"{start}." for start in unwanted))} == set()

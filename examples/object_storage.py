@@ -1,0 +1,108 @@
+"""Save to an object store, replace the checkpoint in one step, race for it, export it, and keep a few of many.
+
+    python examples/object_storage.py                  # in memory
+    python examples/object_storage.py --local-server   # a real S3 server (moto) on this machine
+    python examples/object_storage.py --url s3://bucket/some/place
+
+The code is the same for all of them. Prints what is in the store after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+
+import fsspec
+import torch
+
+import distckpt
+from distckpt import CheckpointExistsError, CheckpointManager, ShardedTensor
+
+
+def state(step: int) -> dict:
+    """Describe what a rank holds; here one process holds all."""
+    weight = torch.full((512, 1024), float(step))
+    return {"weight": ShardedTensor.from_rank_offsets("model.weight", weight), "step": step}
+
+
+def show(title: str, url: str) -> None:
+    """Print what is in the store."""
+    files, path = fsspec.core.url_to_fs(url)
+    files.invalidate_cache()
+    print(f"\n{title}")
+    for name in sorted(files.find(path)):
+        print(f"  {files.size(name):>9,}  {name[len(path.rstrip('/')) + 1 :]}")
+
+
+def run(url: str) -> None:
+    """Go through it once."""
+    place = f"{url}/checkpoint"
+    distckpt.save(state(1), place)
+    show("saved: files first, the marker metadata.json last", url)
+
+    distckpt.save(state(2), place, overwrite=True)
+    loaded = distckpt.load(state(0), place)
+    assert loaded["step"] == 2
+    assert bool((loaded["weight"] == 2).all())
+    show("replaced by putting one marker; the old files are gone", url)
+
+    racers = iter([True])
+
+    def another_program_saves(num_bytes: int) -> None:
+        if next(racers, None):
+            distckpt.save(state(4), place, overwrite=True)
+
+    try:
+        distckpt.save(state(3), place, overwrite=True, progress=another_program_saves)
+    except CheckpointExistsError as error:
+        print(f"\nlost the race: {error}")
+    assert distckpt.load(state(0), place)["step"] == 4
+    assert distckpt.verify(place).is_whole
+    distckpt.consolidate(place, f"{url}/export", keys="model.")
+    show("exported", f"{url}/export")
+
+    with CheckpointManager(f"{url}/run", keep_last=2) as manager:
+        for step in range(1, 6):
+            manager.save(step, state(step))
+        manager.wait()
+        print(f"\nsteps that are kept: {manager.steps()}, the latest is {manager.latest()}")
+        assert manager.load(state(0))["step"] == 5
+
+
+@contextlib.contextmanager
+def local_server() -> Iterator[str]:
+    """Run an S3 server on this machine, with an empty bucket; yields the bucket's URL."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    os.environ.update(
+        AWS_ACCESS_KEY_ID="example",
+        AWS_SECRET_ACCESS_KEY="example",
+        AWS_DEFAULT_REGION="us-east-1",
+        AWS_ENDPOINT_URL=f"http://{host}:{port}",
+    )
+    try:
+        boto3.client("s3").create_bucket(Bucket="example")
+        yield "s3://example"
+    finally:
+        server.stop()
+
+
+def main() -> None:
+    """Choose a store."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="memory://example", help="an empty place")
+    parser.add_argument("--local-server", action="store_true", help="start an S3 server")
+    arguments = parser.parse_args()
+    with local_server() if arguments.local_server else contextlib.nullcontext(arguments.url) as url:
+        run(f"{url}/{secrets.token_hex(4)}")
+
+
+if __name__ == "__main__":
+    main()

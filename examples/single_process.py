@@ -1,0 +1,81 @@
+"""Train in one process, save model and optimizer, and resume: no process group, no launcher.
+
+    python examples/single_process.py --work-dir /tmp/single_process
+
+Saves halfway, trains on to the end, and trains once more from the checkpoint in a new model: the losses are equal. Then
+looks into the checkpoint without the model, and damages it, to show that this is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import distckpt
+from distckpt.modules import load_sharded_state_dict, sharded_state_dict
+from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
+
+NUM_STEPS, SAVE_AT = 20, 10
+
+
+class Trainer:
+    """A small network that learns to add up its inputs."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+        self.optimizer, self.step = torch.optim.AdamW(self.model.parameters(), lr=0.01), 0
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        model = sharded_state_dict(self.model, prefix="model.")
+        return {"model": model, "optimizer": sharded_optimizer_state_dict(self.optimizer, model), "step": self.step}
+
+    def load(self, path: Path) -> None:
+        state = distckpt.load(self.sharded_state_dict(), path)
+        load_sharded_state_dict(self.model, state["model"], prefix="model.")
+        load_sharded_optimizer_state_dict(self.optimizer, state["optimizer"])
+        self.step = state["step"]
+
+    def train_step(self) -> float:
+        inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(self.step))
+        loss = (self.model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work-dir", required=True, type=Path, help="where to put the checkpoint")
+    path: Path = parser.parse_args().work_dir / f"step_{SAVE_AT}"
+
+    trainer, losses = Trainer(seed=1), []
+    for step in range(NUM_STEPS):
+        if step == SAVE_AT:
+            report = distckpt.save(trainer.sharded_state_dict(), path, overwrite=True)
+            print(f"saved {report.num_bytes} bytes")
+        losses.append(trainer.train_step())
+
+    resumed = Trainer(seed=2)  # another seed: nothing is right before it is loaded
+    resumed.load(path)
+    again = [resumed.train_step() for _ in range(resumed.step, NUM_STEPS)]
+    print(f"loss {losses[0]:.4f} at the start, {losses[SAVE_AT]:.4f} when saved, {losses[-1]:.4f} at the end")
+    print(f"resumed: {again[0]:.4f} to {again[-1]:.4f}, {'equal' if again == losses[SAVE_AT:] else 'NOT EQUAL'}")
+
+    weights = distckpt.load_plain_tensors(path)  # no model needed
+    print(f"{len(weights)} tensors, model.0.weight {tuple(weights['model.0.weight'].shape)}")
+    shard_file = next(iter(sorted((path / "tensors").glob("*.safetensors"))))
+    content = bytearray(shard_file.read_bytes())
+    content[-1] ^= 1
+    shard_file.write_bytes(content)
+    print(f"one bit changed: {distckpt.verify(path).problems[0].message}")
+
+
+if __name__ == "__main__":
+    main()
