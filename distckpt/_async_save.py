@@ -71,6 +71,10 @@ class SaveHandle:
             # Whoever asks has heard of what went wrong.
             self.was_asked = self.was_asked or self._task.done()
 
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Have a function called when the save has ended: in the background thread, or at once if it has."""
+        self._task.when_done(function)
+
     def error(self) -> BaseException | None:
         """Wait for the end of the save and return what went wrong, None when nothing did. Does not count as asking."""
         return self._task.error()

@@ -74,6 +74,10 @@ class Task(Generic[_Result]):
                 raise
         raise TimeoutError(f"{self.name} is not done after {timeout} s and goes on in the background")
 
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Have a function called when it has ended: in the background thread, or at once if it has."""
+        self._future.add_done_callback(lambda _: function())
+
     def run(self) -> None:
         """Do it. Only the background thread calls."""
         try:

@@ -180,6 +180,11 @@ def _join_blob(tree: str, entries: Sequence[Raw]) -> bytes:
 def _split_blob(blob: memoryview) -> tuple[str, Entries]:
     metadata, described, data = _shard_file.split_header(blob)
     version = metadata.get("codec_version")
+    if version != CODEC_VERSION and str(version).isdecimal():
+        raise CorruptCheckpointError(
+            f"An encoded object is of codec version {version:.50}; this release of distckpt reads version "
+            f"{CODEC_VERSION}. Install a newer release: pip install --upgrade distckpt"
+        )
     require(version == CODEC_VERSION, f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}")
     entries = _shard_file.split_data(described, data)
     tree = str(entries.pop(_TREE_ENTRY), "utf-8") if "tree_entry" in metadata else metadata["tree"]

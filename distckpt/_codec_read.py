@@ -11,7 +11,7 @@ import pathlib
 import re
 import struct
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,9 @@ from distckpt._codec_tree import (
     require,
 )
 from distckpt.core import UnsupportedObjectError
+
+_MAX_NDIM = 1024
+_MAX_COLLISIONS = 1024
 
 Entries = dict[str, memoryview]
 """Entries of a blob that the tree has not referred to yet. Each can be used once, so that no bytes multiply."""
@@ -95,6 +98,8 @@ def _decode_array(payload: Any, entries: Entries) -> npt.NDArray[Any]:
 
 def _check_size(shape: Any, item_bytes: int, raw: memoryview | bytes) -> None:
     require(type(shape) is list and all(type(n) is int and n >= 0 for n in shape), f"invalid shape {shape!r:.100}")
+    # The product of very many sizes takes for ever.
+    require(len(shape) <= _MAX_NDIM, f"{len(shape)} axes")
     # The second: on some shapes without elements, numpy and torch overflow.
     require(math.prod(shape) * item_bytes == len(raw), f"shape {shape!r:.100} contradicts {len(raw)} bytes")
     require(math.prod(n for n in shape if n) * item_bytes < 2**63, f"shape {shape!r:.100} is too large")
@@ -112,13 +117,21 @@ def _decode_scalar(payload: list[Any]) -> object:
     return np.frombuffer(value, dtype)[0]
 
 
+def _check_hashes(keys: Sequence[Any]) -> None:
+    # Numbers can be chosen so that their hashes are equal, and then every key is compared with every other.
+    hashes = set(map(hash, keys))
+    require(2 * len(hashes) >= len(keys) - _MAX_COLLISIONS, "keys that were chosen to take for ever")
+
+
 def _decode_dict(payload: list[Any]) -> dict[Any, Any]:
+    _check_hashes(payload[::2])
     result = dict(zip(payload[::2], payload[1::2], strict=True))
     require(2 * len(result) == len(payload), "a dict has a key twice")
     return result
 
 
 def _decode_set(payload: list[Any]) -> set[Any]:
+    _check_hashes(payload)
     result = set(payload)
     require(len(result) == len(payload), "a set has an element twice")
     return result

@@ -9,7 +9,7 @@ import builtins
 import contextlib
 import json
 import logging
-import time
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,14 +21,18 @@ import torch.distributed as dist
 
 from distckpt import core
 from distckpt._region import IntArray
+from distckpt._roll import Roll
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 2.0
-"""So long a rank may take to come to an exchange that another one has found broken, and not be called absent."""
-
 _cpu_groups: dict[Any, Any] = {}
 """Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
+
+_lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Default group -> the group of this process alone."""
+
+_rolls: weakref.WeakKeyDictionary[Any, Roll] = weakref.WeakKeyDictionary()
+"""By gloo group: calls that use the same group one after the other go on counting."""
 
 
 class Transfer(NamedTuple):
@@ -46,12 +50,8 @@ class Ranks:
             group, or this process alone when torch.distributed is not initialised.
     """
 
-    _roll: Any = None
-    """Where ranks in the background note how many exchanges they have come to, see `in_background`."""
-
     def __init__(self, process_group: Any = None) -> None:
         self._group: Any = None
-        self._num_exchanges = 0
         self.rank = 0
         self.size = 1
         if not (dist.is_available() and dist.is_initialized()):
@@ -75,7 +75,7 @@ class Ranks:
     def alone(cls) -> Ranks:
         """Return this process as one rank of one, whatever process groups there are."""
         ranks = cls.__new__(cls)
-        ranks._group, ranks.rank, ranks.size, ranks._num_exchanges = None, 0, 1, 0
+        ranks._group, ranks.rank, ranks.size = None, 0, 1
         return ranks
 
     @classmethod
@@ -86,16 +86,13 @@ class Ranks:
 
         Args:
             process_group: see the class.
-            timeout: seconds that ranks wait for each other; what is raised then names the rank that did not come.
+            timeout: seconds that ranks wait for each other.
         """
         ranks = cls(process_group)
         if ranks.size > 1:
             members = dist.get_process_group_ranks(dist.group.WORLD if process_group is None else process_group)
             limit = timedelta(seconds=timeout)
-            group: Any = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
-            ranks._group = group
-            if hasattr(group, "get_group_store"):
-                ranks._roll = dist.PrefixStore("distckpt", group.get_group_store())  # type: ignore[attr-defined]
+            ranks._group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
         return ranks
 
     @property
@@ -166,15 +163,20 @@ class Ranks:
         return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
 
     @contextlib.contextmanager
-    def _contact(self, name: str) -> Iterator[None]:
-        """Turn a broken exchange into an error that says what it means: a peer died or timed out."""
+    def _contact(self, name: str, *, of_all: bool = True) -> Iterator[None]:
+        """Turn a broken exchange into an error that says what it means and who is lost: a peer died or timed out.
+
+        Args:
+            name: of the exchange.
+            of_all: all ranks come to it, in the same order as to others.
+        """
+        roll = _roll_of(self._group, self.rank, self.size)
+        if of_all:
+            roll.note()
         try:
-            if self._roll is not None:
-                self._num_exchanges += 1
-                self._roll.set(str(self.rank), str(self._num_exchanges))
             yield
         except RuntimeError as error:
-            absent = self._absent_ranks()
+            absent = roll.absent_ranks()
             who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
             lost = core.RankFailedError(
                 {rank: TimeoutError("did not come, or died") for rank in absent},
@@ -186,27 +188,6 @@ class Ranks:
             lost.is_lost_contact = True
             lost.known_in = self._group.group_name  # type: ignore[attr-defined]
             raise lost from error
-
-    def _absent_ranks(self) -> list[int]:
-        """Return the ranks that have come to fewer exchanges than any other, unless this rank is one of them.
-
-        A broken connection shows at once: ranks that are only late get some time to come.
-        """
-        if self._roll is None:
-            return []
-        names = [str(rank) for rank in range(self.size)]
-        deadline = time.monotonic() + LATE_SECONDS
-        while True:
-            try:
-                counts = [int(self._roll.get(name)) if self._roll.check([name]) else 0 for name in names]
-            except RuntimeError:
-                # The store is gone, or does not answer.
-                return []
-            fewest = min(counts)
-            absent = [rank for rank, count in enumerate(counts) if count == fewest < self._num_exchanges]
-            if not absent or time.monotonic() > deadline:
-                return absent
-            time.sleep(0.02)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Send a payload to the coordinator; returns all of them by rank there, an empty list elsewhere."""
@@ -289,19 +270,19 @@ class Ranks:
 
     def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
         """Begin to send memory, contiguous bytes that stay as they are until `finish`, to a rank that receives it."""
-        with self._contact("exchange of tensors"):
+        with self._contact("exchange of tensors", of_all=False):
             peer = dist.get_global_rank(self._group, to)
             return Transfer(dist.isend(memory, peer, group=self._group, tag=tag), memory)
 
     def start_receive(self, memory: torch.Tensor, source: int, tag: int) -> Transfer:
         """Begin to fill memory with what a rank sends under the same tag, which is as long."""
-        with self._contact("exchange of tensors"):
+        with self._contact("exchange of tensors", of_all=False):
             peer = dist.get_global_rank(self._group, source)
             return Transfer(dist.irecv(memory, peer, group=self._group, tag=tag), memory)
 
     def finish(self, transfer: Transfer) -> None:
         """Wait until a transfer is done."""
-        with self._contact("exchange of tensors"):
+        with self._contact("exchange of tensors", of_all=False):
             transfer.work.wait()
 
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
@@ -334,6 +315,16 @@ def lowest_global_rank(process_group: Any) -> int:
     return min(dist.get_process_group_ranks(process_group))
 
 
+def lone_group() -> Any:
+    """Return a process group of this process alone; None where torch.distributed is not initialised. Any rank calls."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    if world not in _lone_groups:
+        _lone_groups[world] = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return _lone_groups[world]
+
+
 def _cpu_group(group: Any) -> Any:
     # Such as "cpu:gloo,cuda:nccl"; what serves other devices does not matter.
     if "cpu:gloo" in str(dist.get_backend_config(group)).split(","):
@@ -342,6 +333,14 @@ def _cpu_group(group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
         _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _cpu_groups[group]
+
+
+def _roll_of(group: Any, rank: int, size: int) -> Roll:
+    if group not in _rolls:
+        store = group.get_group_store() if hasattr(group, "get_group_store") else None
+        shared = store and dist.PrefixStore("distckpt", store)  # type: ignore[attr-defined]
+        _rolls[group] = Roll(shared, rank, size)
+    return _rolls[group]
 
 
 def _as_tensor(payload: bytes) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """The transaction of a save: written beside the target, visible by one rename, absent or whole at every moment.
 
 Local and other POSIX file systems: everything is written into `.<name>.tmp-<nonce>` beside the target, made durable
-and renamed. Object stores: everything is written under the final prefix, the marker last.
+and renamed. Object stores, which rename nothing: see `_object_commit`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -41,22 +43,28 @@ def check_target(location: str, overwrite: bool) -> None:
     Raises:
         CheckpointExistsError: a whole checkpoint is there and `overwrite` is False, or other files are in the way.
     """
+    put_back(location)
     state = _state_of(location)
-    if state == "complete" and not (overwrite and _storage.is_local(location)):
-        advice = "Choose another location, delete it"
-        advice += ", or pass overwrite=True." if _storage.is_local(location) else " (object stores have no overwrite)."
-        raise core.CheckpointExistsError(f"{location!r} already holds a whole checkpoint. {advice}")
-    if state == "incomplete" and not _storage.is_local(location):
+    if state == "complete" and not overwrite:
         raise core.CheckpointExistsError(
-            f"{location!r} holds files but no {core.CONFIG_FNAME}: an unfinished save, or something else. "
-            "Delete them or choose another location."
+            f"{location!r} already holds a whole checkpoint. Choose another location, delete it, or pass "
+            "overwrite=True."
         )
+    if state == "incomplete" and not _storage.is_local(location):
+        logger.warning(
+            "%s holds files but no %s (an unfinished save?): those of a save are removed when this one is complete",
+            location, core.CONFIG_FNAME,
+        )  # fmt: skip
 
 
 def prepare(staging: str, durable: bool = True) -> None:
-    """Create the directories of a save; every rank calls this, since not all may see each other's at once."""
+    """Create the directories of a save; every rank calls this, since not all may see each other's at once.
+
+    When durable, the directories above `staging` are on disk on return; `sync` and `commit` see to the others.
+    """
+    _storage.make_directories(_storage.split(staging)[0], durable)
     for name in SUBDIRECTORIES:
-        _storage.make_directories(_storage.join(staging, name), durable)
+        _storage.make_directories(_storage.join(staging, name), durable=False)
 
 
 def sync(staging: str) -> None:
@@ -77,17 +85,25 @@ def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -
     state = _state_of(location)
     if state == "complete":
         check_target(location, overwrite)
-        _replace(staging, location, durable)
-        return
-    if state == "incomplete":
+    elif state == "incomplete":
         _move_aside(location, _beside(staging, location, "incomplete"))
     try:
-        _storage.rename(staging, location, durable)
+        if state == "complete":
+            _swap(staging, location, durable)
+            _storage.remove_tree(staging)
+        else:
+            _storage.rename(staging, location, durable)
     except OSError as error:
-        # Another program has put something there since we looked: look again.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if not _was_interfered_with(error, staging):
             raise
         commit(staging, location, overwrite, durable)
+
+
+def _was_interfered_with(error: OSError, staging: str) -> bool:
+    """Tell whether another program has put something at the target, or taken it away, since we looked: look again."""
+    if error.errno == errno.ENOENT:
+        return _storage.exists(staging)
+    return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
 
 
 def _move_aside(location: str, aside: str) -> None:
@@ -106,18 +122,51 @@ def _move_aside(location: str, aside: str) -> None:
     )  # fmt: skip
 
 
-def _replace(staging: str, location: str, durable: bool = True) -> None:
+def _swap(staging: str, location: str, durable: bool = True) -> None:
+    """Put a completely written directory in the place of another one, which is then in its place."""
     if _storage.exchange(staging, location, durable):
-        _storage.remove_tree(staging)
         return
     aside = _beside(staging, location, "old")
     logger.warning(
         "this file system cannot swap directories: %s is absent for a moment, its earlier content is in %s meanwhile",
         location, aside,
     )  # fmt: skip
-    _storage.rename(location, aside, durable)
-    _storage.rename(staging, location, durable)
+    # Of an attempt that another program came in between: what it has put there since stands for this now.
     _storage.remove_tree(aside)
+    _storage.rename(location, aside, durable)
+    with _storage.undone_by(lambda: _storage.rename(aside, location, durable)):
+        _storage.rename(staging, location, durable)
+    with contextlib.suppress(OSError):
+        _storage.rename(aside, staging, durable=False)
+
+
+def left_aside(location: str) -> str | None:
+    """Return where the content of a location is that an overwrite, interrupted between two renames, has left absent.
+
+    Returns:
+        None when something is there, or was not left so.
+    """
+    if not _storage.is_local(location) or _storage.exists(location):
+        return None
+    parent, name = _storage.split(location)
+    pattern = re.compile(re.escape(f".{name}.old-") + "[0-9a-f]{16}")
+    beside = _storage.list_names(parent) if _storage.isdir(parent) else []
+    return next((_storage.join(parent, other) for other in beside if pattern.fullmatch(other)), None)
+
+
+def put_back(location: str) -> None:
+    """Give a location its content again that an interrupted overwrite has left beside it. Only writers call."""
+    aside = left_aside(location)
+    if aside is None:
+        return
+    try:
+        _storage.rename(aside, location)
+    except OSError as error:
+        # The overwrite was not interrupted: another program is about it, and has finished it meanwhile.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return
+    logger.warning("an overwrite of %s was interrupted: its earlier content is back, from %s", location, aside)
 
 
 def commit_beside_others(staging: str, location: str, replaced: Callable[[str], bool]) -> None:
@@ -133,16 +182,29 @@ def commit_beside_others(staging: str, location: str, replaced: Callable[[str], 
     if _state_of(location) == "free":
         _storage.rename(staging, location)
         return
-    for name in _storage.list_names(location):
-        if not replaced(name) and not _storage.exists(_storage.join(staging, name)):
-            _storage.link_tree(_storage.join(location, name), _storage.join(staging, name))
+    own = set(_storage.list_names(staging))
+
+    def others_in(directory: str) -> list[str]:
+        return [name for name in _storage.list_names(directory) if not replaced(name) and name not in own]
+
+    for name in others_in(location):
+        _storage.link_tree(_storage.join(location, name), _storage.join(staging, name))
     _storage.sync_directory(staging)
-    _replace(staging, location)
+    _swap(staging, location)
+    try:
+        # What other programs have changed or added there since it was linked.
+        for name in others_in(staging):
+            _storage.move_tree(_storage.join(staging, name), _storage.join(location, name))
+    except OSError as error:
+        logger.warning("files of other programs may be left in %s, which was %s: %s", staging, location, error)
+        return
+    _storage.remove_tree(staging)
 
 
 def abandon(staging: str) -> None:
-    """Remove what an unsuccessful save has written; `check_target` made sure that there was nothing else."""
-    _storage.remove_tree(staging)
+    """Remove the local directory that an unsuccessful save was written into."""
+    if _storage.is_local(staging):
+        _storage.remove_tree(staging)
 
 
 def _beside(staging: str, location: str, what: str) -> str:

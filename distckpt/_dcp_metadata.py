@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from distckpt import _storage, core
+from distckpt import core
 from distckpt._codec_tree import DTYPES
 from distckpt._dcp_pickle import GlobalName, Made, Record, RefusedGlobalError, read_pickle, record
-from distckpt._region import Region
+from distckpt._manifest import MAX_TABLE_BYTES
+from distckpt._region import MAX_NDIM, Region
 
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
@@ -88,7 +90,7 @@ def read_metadata(path: str) -> Metadata:
         CorruptCheckpointError: it is missing or damaged, or names classes that no such file holds.
     """
     try:
-        data = _storage.read_bytes(path)
+        data = core.read_file(path, MAX_TABLE_BYTES)
     except FileNotFoundError as error:
         raise core.CorruptCheckpointError(
             f"{path!r} is missing: it says where in the .distcp files everything lies. Restore it from a copy. A save "
@@ -134,10 +136,11 @@ def _stored_items(storage_data: Mapping[Any, Any]) -> dict[tuple[str, tuple[int,
         file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
         _require(type(name) is str and type(file) is str, "a name that is no text")
         _require(all(type(n) is int and 0 <= n < 2**62 for n in (first, count)), f"the place of {name!r} is no number")
-        if info.get("transform_descriptors"):
+        if extensions := info.get("transform_descriptors"):
+            names = ", ".join(text for text in extensions if type(text) is str)
             raise core.CheckpointingException(
-                f"{name!r} in {file!r} was written through {info.get('transform_descriptors')!r:.100}, which only the "
-                "program that wrote it undoes: save without such extensions."
+                f"{name!r} in {file!r} was written through {names:.100}, which only the program that wrote it undoes: "
+                "save without such extensions."
             )
         found[name, None if offset is None else _counts(offset)] = StoredItem(file, first, count)
     return found
@@ -153,6 +156,7 @@ def _tensor_entry(
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key!r} has no dtype")
     shape = _counts(entry.get("size"))
+    _require(math.prod(n + 1 for n in shape) < 2**62, f"{key!r} has the shape {shape}, larger than any storage")
     parts = []
     for chunk in entry.get("chunks"):
         region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
@@ -177,8 +181,9 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    _require(isinstance(values, tuple | list), "a shape that is none")
-    _require(all(type(n) is int and 0 <= n < 2**62 for n in values), f"the shape {values!r:.100}")
+    # Their text is not shown: a small pickle can stand for very long ones.
+    _require(isinstance(values, tuple | list) and len(values) <= MAX_NDIM, "a shape that is none")
+    _require(all(type(n) is int and 0 <= n < 2**62 for n in values), "a shape or offset with other things than sizes")
     return tuple(values)
 
 

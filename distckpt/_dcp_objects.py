@@ -26,7 +26,10 @@ from distckpt._codec_registry import REGISTERED
 from distckpt._codec_tree import DTYPES, FACTORIES, PATHS, is_plain_dtype, type_name
 from distckpt._dcp_archive import Archive, ReadRange
 from distckpt._dcp_pickle import GlobalName, Made, check_size, hashable, read_pickle
+from distckpt._region import MAX_NDIM
 
+_MAX_READ_BYTES = 16 << 20
+"""Neither the directory nor the pickle of an archive that holds one tensor is larger."""
 _EXTRA_VALUES = 1_000_000
 """An object may stand for this many values more than its archive has bytes."""
 
@@ -67,7 +70,13 @@ def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
         ValueError: not such an archive.
         RefusedGlobalError: its pickle names what no tensor consists of.
     """
-    archive = Archive(read_range, size)
+
+    def read_small(start: int, stop: int) -> bytes:
+        if stop - start > _MAX_READ_BYTES:
+            raise ValueError(f"{stop - start} bytes that describe one tensor")
+        return read_range(start, stop)
+
+    archive = Archive(read_small, size)
     view = read_pickle(archive.pickle(), _tensor_table(lambda view: view), persistent=_storage)
     if type(view) is not _View:
         raise ValueError(f"a {type(view).__name__} where a tensor should be")
@@ -158,8 +167,8 @@ def _tensor_table(finish: Callable[[_View], Any]) -> dict[GlobalName, Any]:
     def rebuild(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any, flags: Any) -> Any:
         if type(storage) is not Storage or type(dtype) is not torch.dtype or len(shape) != len(strides):
             raise ValueError("not a tensor")
-        if not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
-            raise ValueError(f"a tensor of shape {shape!r:.100} and strides {strides!r:.100}")
+        if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
+            raise ValueError("a tensor whose shape and strides are none")
         if flags:
             raise ValueError("a tensor with a pending conjugation or negation: save its resolve_conj().resolve_neg()")
         return finish(_View(storage, dtype, offset, tuple(shape), tuple(strides)))
@@ -227,7 +236,7 @@ def _array(state: Any) -> Any:
     _, shape, dtype, is_fortran, raw = state
     if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes):
         raise ValueError("an array of objects")
-    if math.prod(_integers(shape)) * dtype.itemsize != len(raw):
+    if len(shape) > MAX_NDIM or math.prod(_integers(shape)) * dtype.itemsize != len(raw):
         raise ValueError("an array whose size differs from its shape")
     return np.ndarray(shape, dtype, buffer=raw, order="F" if is_fortran else "C").copy()
 

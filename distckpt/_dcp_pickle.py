@@ -3,7 +3,15 @@
 A pickle is a program whose instructions name functions and say what to call them with. Here a name is only looked up
 in a table that the caller gives; its entries are functions of this package that make plain values. What is not in the
 table is refused by name before anything is made of it. Sizes are bounded by the pickle itself: no instruction asks
-for more memory than it brings, and `check_size` finds small pickles that stand for large objects.
+for more memory than it brings, what it brings is not copied again and again, and `check_size` finds small pickles that
+stand for large objects.
+
+Why this is no subclass of `pickle.Unpickler` with a `find_class` that looks names up in the table, a quarter as long:
+`find_class` is the only place where that machine asks. Whatever it returned, REDUCE, NEWOBJ and OBJ then call anything
+callable that is on the stack, BUILD calls `__setstate__` or sets attributes of anything, SETITEMS and APPENDS call
+methods of whatever is there, and LONG_BINPUT with a large number asks for gigabytes before any of our code runs. Here
+a call needs a `Made`, which no pickle can make; items go to plain lists, dicts and sets; states are given by
+`set_state` alone; and the arguments of a call are measured first.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ GlobalName = tuple[str, str]
 
 _MARK = object()
 _MAX_DEPTH = 256
+_EXTRA_WORK = 100_000
 
 
 class RefusedGlobalError(ValueError):
@@ -105,8 +114,11 @@ def read_pickle(
         raise ValueError(f"not a sound pickle ({type(error).__name__}: {error!s:.200})") from error
 
 
-def check_size(obj: Any, limit: int) -> None:
+def check_size(obj: Any, limit: int) -> int:
     """Refuse objects that contain themselves, or parts so often that they amount to more than `limit` values.
+
+    Returns:
+        How many values it stands for; of texts and byte strings, characters and bytes are counted.
 
     Raises:
         ValueError: naming the limit.
@@ -114,7 +126,7 @@ def check_size(obj: Any, limit: int) -> None:
     stack, count = [(obj, 0)], 0
     while stack:
         node, depth = stack.pop()
-        count += 1
+        count += 1 + (len(node) if isinstance(node, bytes | bytearray | str) else 0)
         if count > limit or depth > _MAX_DEPTH:
             raise ValueError(f"it contains itself, or stands for more than {limit} values or {_MAX_DEPTH} levels")
         if isinstance(node, dict):
@@ -123,6 +135,7 @@ def check_size(obj: Any, limit: int) -> None:
             stack.extend((child, depth + 1) for child in node)
         elif hasattr(node, "__dict__") and not callable(node):
             stack.append((vars(node), depth + 1))
+    return count
 
 
 def hashable(key: Any) -> Any:
@@ -155,6 +168,8 @@ class _Machine:
         self.table = table
         self.persistent = persistent
         self.set_state = set_state
+        # What functions may be given in all: each could copy, hash or print it.
+        self.work = 4 * len(data) + _EXTRA_WORK
 
     def run(self) -> Any:
         data, size = self.data, len(self.data)
@@ -236,6 +251,8 @@ class _Machine:
     def call(self, function: Any, args: Any) -> None:
         if type(function) is not Made or type(args) is not tuple:
             raise ValueError(f"a call of a {type(function).__name__}")
+        if args:
+            self.work -= check_size(args, self.work)
         try:
             self.push(function.make(*args))
         except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, AttributeError) as error:
@@ -253,6 +270,10 @@ class _Machine:
 
     def build(self) -> None:
         state = self.pop()
+        # The content of an array, of which a copy is made.
+        self.work -= sum(len(item) for item in state if type(item) is bytes) if type(state) is tuple else 0
+        if self.work < 0:
+            raise ValueError("it uses its own parts too often")
         self.push(self.set_state(self.pop(), state))
 
     def load_persistent(self) -> None:

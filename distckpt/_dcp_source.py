@@ -76,13 +76,13 @@ def _file_sizes(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[
     for key, item in items:
         path = _storage.join(location, *item.file.split("/"))
         if item.file not in sizes:
-            parts = item.file.split("/")
-            if len(parts) > 2 or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+            if not _storage.is_inner_name(item.file):
                 raise core.CorruptCheckpointError(
-                    f"The {METADATA_NAME} of {location!r} places {key!r} in {item.file!r}, which leads elsewhere."
+                    f"The {METADATA_NAME} of {location!r} places {key!r:.300} in {item.file!r:.300}, which leads "
+                    "elsewhere."
                 )
             try:
-                sizes[item.file] = _storage.file_size(path)
+                sizes[item.file] = core.file_size(path)
             except FileNotFoundError as error:
                 raise core.CorruptCheckpointError(
                     f"{path!r} is missing, but {METADATA_NAME} says that it holds {key!r}: restore it, or finish "
@@ -215,7 +215,7 @@ def _check_tiling(location: str, pieces: Sequence[StoredPiece]) -> None:
             f"Key {outside.key!r} in {location!r}: {outside.region} in {outside.file!r} lies outside of the global "
             f"shape {outside.global_shape}. {METADATA_NAME} is damaged: restore it from a copy."
         )
-    found = find_fault(table)
+    found = find_fault(location, table)
     if found is not None:
         key_id, fault = found
         raise core.CorruptCheckpointError(
@@ -252,7 +252,7 @@ def _megatron_objects(location: str, objects: Mapping[str, StoredItem], sizes: d
         parsed.setdefault(key, []).append((shard.global_offset, shard.global_shape, item))
     common_path = _storage.join(location, COMMON_NAME)
     if COMMON_KEY not in parsed and _storage.exists(common_path):
-        sizes[COMMON_NAME] = _storage.file_size(common_path)
+        sizes[COMMON_NAME] = core.file_size(common_path)
         parsed[COMMON_KEY] = [((0,), (1,), StoredItem(COMMON_NAME, 0, sizes[COMMON_NAME]))]
     return [
         _object_piece(key, offset, shape, item)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 _NAMES: dict[str, str] = {
@@ -47,6 +49,16 @@ def item_bytes(dtype: torch.dtype) -> int:
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's items as integers of the same size, so that copies work for every dtype."""
     return tensor.view(_SAME_SIZE_INTEGER[tensor.dtype.itemsize])
+
+
+def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
+    """Return CPU values as numpy knows them: floats that it lacks become float32, packed ones their bytes (uint8)."""
+    if TO_NAME[values.dtype] in PACKED_PER_ITEM:
+        values = values.view(torch.uint8)
+    elif values.dtype.is_floating_point and values.dtype not in (torch.float16, torch.float32, torch.float64):
+        values = values.float()
+    array: npt.NDArray[Any] = values.numpy()
+    return array
 
 
 def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt import _shard_file, _storage, core
-from distckpt._manifest import MANIFEST_NAME, Manifest, ShardFile
+from distckpt._manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._names import did_you_mean, natural_order, summarize_keys
 from distckpt._region import Region
 from distckpt._stored_pieces import StoredPiece, find_fault, find_outside, group_by_key, tabulate, to_manifest
@@ -40,7 +40,7 @@ class Header(NamedTuple):
 def holds_safetensors(location: str) -> bool:
     """Tell whether a directory holds safetensors files at its top level (a distckpt manifest is none of them)."""
     names = _storage.list_names(location) if _storage.isdir(location) else []
-    return any(name.endswith(SUFFIX) and name != MANIFEST_NAME for name in names)
+    return any(name.endswith(SUFFIX) and not is_manifest_name(name) for name in names)
 
 
 def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
@@ -90,7 +90,7 @@ def _read_index(location: str) -> dict[str, str] | None:
     """Return key -> file name from the index, None when there is no index."""
     path = _storage.join(location, INDEX_NAME)
     try:
-        weight_map = json.loads(_storage.read_bytes(path))["weight_map"]
+        weight_map = json.loads(core.read_file(path, MAX_TABLE_BYTES))["weight_map"]
         names = [str(name) for name in weight_map.values()]
     except FileNotFoundError:
         return None
@@ -98,10 +98,10 @@ def _read_index(location: str) -> dict[str, str] | None:
         raise core.CorruptCheckpointError(
             f"The index {path!r} is damaged ({error}): restore it from a copy."
         ) from error
-    bad = [name for name in names if not name.endswith(SUFFIX) or "/" in name or "\\" in name]
+    bad = [name for name in names if not name.endswith(SUFFIX) or not _storage.is_inner_name(name, max_parts=1)]
     if bad or not names:
         raise core.CorruptCheckpointError(
-            f"The index {path!r} names {bad[0]!r}, which is no safetensors file beside it."
+            f"The index {path!r} names {bad[0]!r:.300}, which is no safetensors file beside it."
             if bad
             else f"The index {path!r} names no tensors: whatever wrote it found none. Make the export again."
         )
@@ -114,7 +114,7 @@ def read_header(path: str) -> Header:
     Raises:
         ValueError: it is not whole.
     """
-    size = _storage.file_size(path)
+    size = core.file_size(path)
     head = _storage.read_range(path, 0, min(size, _HEADER_GUESS_BYTES))
     header_bytes = _shard_file.header_length(head, size)
     if header_bytes > len(head):
@@ -150,11 +150,11 @@ def _counts(entry: _shard_file.StoredEntry, values: Any) -> tuple[int, ...]:
     """Check an offset or a shape that stands in the metadata, which is not trusted."""
     if type(values) is list and len(values) == len(entry.shape):
         for number in values:
-            if type(number) is not int or number < 0:
+            if type(number) is not int or not 0 <= number < _MAX_ELEMENTS:
                 break
         else:
             return tuple(values)
-    raise ValueError(f"offset or global shape {values} of {entry.name!r} do not fit its shape {entry.shape}")
+    raise ValueError(f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape {entry.shape}")
 
 
 def _indexed(location: str, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]) -> list[StoredPiece]:
@@ -181,7 +181,7 @@ def _to_manifest(location: str, files: Mapping[str, ShardFile], pieces: Sequence
             f"Key {outside.key!r} in {location!r}: {outside.region} in {outside.file!r} lies outside of the global "
             f"shape {outside.global_shape} that the file names: it is damaged. Restore it from a copy."
         )
-    found = find_fault(table)
+    found = find_fault(location, table)
     if found is not None:
         key_id, fault = found
         _raise_fault(location, groups[table.keys[key_id]], table.shapes[key_id], fault.element)
@@ -206,6 +206,11 @@ def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ..
         raise core.CorruptCheckpointError(
             f"Key {first.key!r} in {location!r} would have the global shape {reached}: its offset "
             f"{farthest.region.offset} in {farthest.file!r} is damaged. Restore the file from a copy."
+        )
+    if first.global_shape is not None and math.prod([n + 1 for n in first.global_shape]) > _MAX_ELEMENTS:
+        raise core.CorruptCheckpointError(
+            f"Key {first.key!r} in {location!r} has the global shape {first.global_shape} in {first.file!r}, which is "
+            "damaged. Restore the file from a copy."
         )
     return reached if first.global_shape is None else first.global_shape
 

@@ -29,6 +29,8 @@ NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
 """Enough to keep a disk busy while bytes are hashed; more threads than cores would only take turns."""
 DEFAULT_INFLIGHT_BYTES = 256 << 20
 """How much memory data on its way may take."""
+NUM_REQUESTS = 10
+"""So many are made of an object store at the same time: they wait for the network, not for a processor."""
 ALIGNMENT = 4096
 """Direct I/O wants addresses, positions and lengths in multiples of this."""
 
@@ -131,6 +133,11 @@ def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_th
 def num_threads_within(max_inflight_bytes: int) -> int:
     """Return how many threads may move a unit each; one always may."""
     return max(1, min(NUM_THREADS, max_inflight_bytes // UNIT_BYTES))
+
+
+def num_requests_within(max_inflight_bytes: int) -> int:
+    """Return how many requests of an object store may be under way, each with the memory of three units."""
+    return max(1, min(NUM_REQUESTS, max_inflight_bytes // (3 * UNIT_BYTES)))
 
 
 def allocate(fd: int, num_bytes: int) -> None:

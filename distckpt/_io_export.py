@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +13,11 @@ from distckpt import _shard_file
 from distckpt._dtypes import FROM_NAME, is_lossless_cast
 from distckpt._io import UNIT_BYTES, Bytes, bounce_buffer
 from distckpt._io_read import read_chunks_into, read_copies
-from distckpt._io_write import Part, write_file
+from distckpt._io_write import Fill, Part, write_file
 from distckpt._manifest import Manifest
 from distckpt._plan_export import OutputFile, OutputTensor
 from distckpt._plan_load import Request, plan_load
-from distckpt._region import flat_range_regions
+from distckpt._region import IntArray, flat_range_regions
 from distckpt.rules import resolve, target_view
 
 _COUNTED_AT_ONCE = 1 << 17
@@ -32,7 +32,13 @@ class Source(NamedTuple):
     verify: str
 
 
-def write_output_file(source: Source, file: OutputFile, location: str, num_threads: int) -> dict[str, int]:
+def write_output_file(
+    source: Source,
+    file: OutputFile,
+    location: str,
+    num_threads: int,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, int]:
     """Write one output file.
 
     Args:
@@ -40,6 +46,7 @@ def write_output_file(source: Source, file: OutputFile, location: str, num_threa
         file: what it holds.
         location: must not exist.
         num_threads: each uses up to four windows of `UNIT_BYTES`.
+        progress: told the number of bytes whenever some have been written, from several threads.
 
     Returns:
         For each tensor in which values did not fit the dtype they were converted to, how many.
@@ -48,8 +55,22 @@ def write_output_file(source: Source, file: OutputFile, location: str, num_threa
     order = _shard_file.layout_order(entries)
     tensors, entries = [file.tensors[i] for i in order], [entries[i] for i in order]
     header, _ = _shard_file.build_header(entries, {"format": "pt"})
-    chunks = _whole_chunks(source.manifest, tensors)
     overflows = np.zeros(len(tensors), np.int64)
+    fill = filling(source, tensors, overflows)
+    sizes = [entry.num_bytes for entry in entries]
+    write_file(location, header, sizes, fill, with_checksums=False, num_threads=num_threads, progress=progress)
+    return {tensors[i].name: int(overflows[i]) for i in np.flatnonzero(overflows).tolist()}
+
+
+def filling(source: Source, tensors: Sequence[OutputTensor], overflows: IntArray) -> Fill:
+    """Return what fills a file.
+
+    Args:
+        source: what to read.
+        tensors: the chunks of the file, one after the other.
+        overflows: for each of them, added to: the values that did not fit the dtype they were converted to.
+    """
+    chunks = _whole_chunks(source.manifest, tensors)
 
     def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
         filled = scratch[: sum(part.stop - part.start for part in unit)]
@@ -60,7 +81,7 @@ def write_output_file(source: Source, file: OutputFile, location: str, num_threa
             memory = filled[begin : begin + part.stop - part.start]
             begin += len(memory)
             chunk = chunks[part.chunk]
-            if chunk is not None and len(memory) == entries[part.chunk].num_bytes:
+            if chunk is not None and len(memory) == tensors[part.chunk].num_bytes:
                 plain.append((chunk, memory))
             else:
                 others.append((part, memory))
@@ -71,8 +92,7 @@ def write_output_file(source: Source, file: OutputFile, location: str, num_threa
                 overflows[part.chunk] += _read_and_cast(source, tensors, part, memory)
         return [filled]
 
-    write_file(location, header, [e.num_bytes for e in entries], fill, with_checksums=False, num_threads=num_threads)
-    return {tensors[i].name: int(overflows[i]) for i in np.flatnonzero(overflows).tolist()}
+    return fill
 
 
 def _columns(pairs: Sequence[tuple[int, Bytes]]) -> tuple[list[int], list[Bytes]]:

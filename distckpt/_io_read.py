@@ -15,6 +15,7 @@ from distckpt._device import Copier
 from distckpt._dtypes import FROM_NAME, as_integers
 from distckpt._io import (
     MAX_BUFFERS,
+    NUM_REQUESTS,
     NUM_THREADS,
     Bytes,
     bounce_buffer,
@@ -31,6 +32,8 @@ from distckpt._sparse_read import covering_elements, holds_runs, is_worthwhile, 
 
 READ_UNIT_BYTES = 2 << 20
 """One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
+REQUEST_BYTES = 16 << 20
+"""One request of an object store asks for this much: enough that its answer takes longer than the way there."""
 LONG_RUN_BYTES = 128 << 10
 """Runs at least this long are read by one call each; shorter ones together with what lies between them."""
 
@@ -78,7 +81,7 @@ def read_copies(
         copies: what to read.
         targets: for each request a tensor of its region's shape, of any strides, device and dtype.
         verify: "none", "read" (every block that is read whole) or "full" (widen reads to whole blocks).
-        num_threads: that read at the same time, each with a buffer of about `READ_UNIT_BYTES`.
+        num_threads: that read at the same time, each with a buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`.
         progress: told the number of bytes whenever some have arrived, from several threads.
 
     Raises:
@@ -89,7 +92,12 @@ def read_copies(
     # Checksums are of blocks: where there are some to verify, what lies between the runs is needed as well.
     exact = _storage.is_local(location) and verify == "none"
     copier = Copier(targets)
-    parts = [part for copy in copies for part in _divide(manifest, copy, targets[copy.request], verify, exact, copier)]
+    unit_bytes = _unit_bytes(location)
+    parts = [
+        part
+        for copy in copies
+        for part in _divide(manifest, copy, targets[copy.request], verify, exact, copier, unit_bytes)
+    ]
     _read_parts(location, manifest, parts, verify, copier, num_threads, progress)
 
 
@@ -120,10 +128,14 @@ def read_chunks_into(
     _read_parts(location, manifest, parts, verify, Copier(()), num_threads)
 
 
+def _unit_bytes(location: str) -> int:
+    return READ_UNIT_BYTES if _storage.is_local(location) else REQUEST_BYTES
+
+
 def _divide(
-    manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str, exact: bool, copier: Copier
+    manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str, exact: bool, copier: Copier, unit_bytes: int
 ) -> Iterator[_Part]:
-    """Divide a copy into parts of at most `READ_UNIT_BYTES`."""
+    """Divide a copy into parts of at most `unit_bytes`, or `READ_UNIT_BYTES` where they can be joined again."""
     chunk = copy.chunk
     shape = manifest.chunk_region(chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[chunk]]]
@@ -149,7 +161,7 @@ def _divide(
         ):
             yield from _direct_parts(chunk, first, last, tensor_bytes(run_goal), block)
             continue
-        for box in _slabs(shape, run, READ_UNIT_BYTES // item):
+        for box in _slabs(shape, run, unit_bytes // item):
             start = flat_start(shape, box) * item
             stop = start + covering_elements(shape, box) * item
             if verify == "full":
@@ -219,7 +231,7 @@ def _read_parts(
     _check_files(location, manifest, _distinct(files))
     order = np.lexsort((positions, files))
     in_order = [parts[i] for i in order.tolist()]
-    units = _units(in_order, files[order].tolist(), positions[order].tolist())
+    units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(location))
     with OpenFiles() as open_files:
         reading = _Reading(location, manifest, verify, copier, open_files)
 
@@ -236,7 +248,9 @@ def _box_bytes(manifest: Manifest, part: _Part) -> int:
     return part.box.num_elements * FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
 
 
-def _units(parts: Sequence[_Part], files: Sequence[int], positions: Sequence[int]) -> Iterator[list[_Part]]:
+def _units(
+    parts: Sequence[_Part], files: Sequence[int], positions: Sequence[int], unit_bytes: int
+) -> Iterator[list[_Part]]:
     """Join parts that go straight to memory and follow one another in a file: one call reads them all."""
     unit: list[_Part] = []
     room, next_file, next_position = 0, -1, -1
@@ -247,7 +261,7 @@ def _units(parts: Sequence[_Part], files: Sequence[int], positions: Sequence[int
             if unit:
                 yield unit
             # Nothing joins a part that goes through a bounce buffer.
-            unit, room = [], READ_UNIT_BYTES if part.memory is not None else 0
+            unit, room = [], unit_bytes if part.memory is not None else 0
         unit.append(part)
         room -= num_bytes
         next_file, next_position = file, position + num_bytes
@@ -355,10 +369,7 @@ def _read_into(reading: _Reading, first: _Part, buffers: list[Bytes]) -> None:
     if _storage.is_local(file):
         got = reading.files.read_into(file, buffers, position)
     else:
-        data = np.frombuffer(_storage.read_range(file, position, position + wanted), np.uint8)
-        got = len(data)
-        for buffer in buffers if got == wanted else ():
-            buffer[:], data = data[: len(buffer)], data[len(buffer) :]
+        got = _storage.read_remote_into(file, position, buffers)
     if got != wanted:
         raise _cut_off(manifest, first, file, position + got)
 
@@ -377,15 +388,16 @@ def _distinct(file_ids: IntArray) -> list[int]:
 
 
 def _check_files(location: str, manifest: Manifest, file_ids: Iterable[int]) -> None:
-    for file_id in file_ids:
-        _check_file(location, manifest, file_id)
+    # On an object store each takes a request.
+    num_threads = 1 if _storage.is_local(location) else NUM_REQUESTS
+    run_threads(lambda file_id: _check_file(location, manifest, file_id), file_ids, num_threads)
 
 
 def _check_file(location: str, manifest: Manifest, file_id: int) -> None:
     file = _storage.join(location, *manifest.files[file_id].name.split("/"))
     expected = manifest.files[file_id].num_bytes
     try:
-        actual = _storage.file_size(file)
+        actual = core.file_size(file)
     except FileNotFoundError as error:
         raise core.CorruptCheckpointError(
             f"{file!r} is missing, but the manifest of {location!r} needs it: it was deleted, or is not visible on "

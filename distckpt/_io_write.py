@@ -15,13 +15,14 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from distckpt import _storage, core
+from distckpt import _storage
 from distckpt._device import Copier, DeviceLayer
 from distckpt._dtypes import as_integers
 from distckpt._io import (
     ALIGNMENT,
     BLOCK_BYTES,
     MAX_BUFFERS,
+    NUM_REQUESTS,
     NUM_THREADS,
     UNIT_BYTES,
     Bytes,
@@ -32,6 +33,7 @@ from distckpt._io import (
     run_threads,
     tensor_bytes,
 )
+from distckpt._io_upload import OutgoingFile, upload_files
 from distckpt._region import flat_range_regions
 
 DIRECT_MIN_BYTES = 16 << 20
@@ -73,6 +75,7 @@ class WriteSettings:
         direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
         with_checksums: whether to compute checksums.
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
+        num_requests: that are made of an object store at the same time.
         progress: told the number of bytes whenever some have been written, from several threads.
     """
 
@@ -80,6 +83,7 @@ class WriteSettings:
     direct: bool | None = None
     with_checksums: bool = True
     num_threads: int = NUM_THREADS
+    num_requests: int = NUM_REQUESTS
     progress: Callable[[int], None] | None = None
 
 
@@ -107,10 +111,11 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> list[npt.N
         run_threads(lambda item: item[0].write_unit(item[1]), units, settings.num_threads if pays else 1)
     finally:
         for output in local:
-            output.close()
-    for output in outputs:
-        if output not in local:
-            output.write_remote()
+            # What was written completely is closed. An error of closing others would hide the one that matters.
+            with contextlib.suppress(OSError):
+                output.close()
+    remote = [output.outgoing() for output in outputs if output not in local]
+    upload_files(remote, settings.num_requests, settings.progress)
     return [output.checksums for output in outputs]
 
 
@@ -122,9 +127,12 @@ def write_file(
     *,
     with_checksums: bool = True,
     num_threads: int = NUM_THREADS,
+    progress: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.uint64]:
     """Write one file, see `write_files`. Its bytes are on disk when this returns."""
-    settings = WriteSettings(with_checksums=with_checksums, num_threads=num_threads)
+    settings = WriteSettings(
+        with_checksums=with_checksums, num_threads=num_threads, num_requests=num_threads, progress=progress
+    )
     return write_files([NewFile(location, header, chunk_bytes, fill)], settings)[0]
 
 
@@ -148,7 +156,7 @@ class _Output:
 
     def create(self) -> None:
         """Create the file with its full size, so that a full disk is found early, and write the header."""
-        with self._named_errors():
+        with _storage.naming(self.file.location):
             fd = os.open(self.file.location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
             try:
                 allocate(fd, int(self._first_bytes[-1]))
@@ -158,7 +166,7 @@ class _Output:
 
     def write_unit(self, unit: Sequence[Part]) -> None:
         """Write some parts, and finish the file when they are the last that were missing."""
-        with self._named_errors():
+        with _storage.naming(self.file.location):
             self._open()
             num_bytes = sum(part.stop - part.start for part in unit)
             if unit:
@@ -177,22 +185,22 @@ class _Output:
             if self.settings.progress is not None:
                 self.settings.progress(num_bytes)
 
-    def write_remote(self) -> None:
-        """Write the whole file to an object store."""
-        with self._named_errors(), _storage.open_remote_for_writing(self.file.location) as file:
-            file.write(self.file.header)
-            for unit in self.units:
-                for buffer in self._buffers_of(unit, self._scratch(UNIT_BYTES)):
-                    file.write(memoryview(buffer))
-                if self.settings.progress is not None:
-                    self.settings.progress(sum(part.stop - part.start for part in unit))
+    def outgoing(self) -> OutgoingFile:
+        """Describe the file for an object store."""
+        sizes = [sum(part.stop - part.start for part in unit) for unit in self.units]
+
+        def read(number: int) -> list[Bytes]:
+            return self._buffers_of(self.units[number], self._scratch(UNIT_BYTES))
+
+        return OutgoingFile(self.file.location, self.file.header, sizes, read)
 
     def close(self) -> None:
         """Close what is open."""
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as closing:
+            # A descriptor is free whatever its closing reports.
             for fd in (self._fd, self._direct_fd):
                 if fd >= 0:
-                    os.close(fd)
+                    closing.callback(os.close, fd)
             self._fd = self._direct_fd = -1
 
     def _open(self) -> None:
@@ -241,16 +249,6 @@ class _Output:
         written = first + _write_aligned(self._direct_fd, window[first:last], position + first)
         _write_all(self._fd, [window[:first]], position)
         _write_all(self._fd, [window[written:]], position + written)
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            # An error that names a file already is one of reading what goes into this one.
-            if error.errno is None or error.filename is not None or isinstance(error, core.CheckpointingException):
-                raise
-            raise OSError(error.errno, error.strerror, self.file.location) from error
 
 
 def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]) -> NewFile:

@@ -1,17 +1,61 @@
-"""What a load finds out besides reading: whether requests fit each other and the checkpoint, and if it was removed."""
+"""What a load finds out besides reading: whether requests fit the checkpoint, and if that was replaced or removed."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
-from distckpt import _storage, core, validation
+from distckpt import _background, _commit, _sources, _storage, core, validation
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY
 from distckpt._shards import ShardTable, merge_tables
 from distckpt.strategies.base import LoadShardedStrategy
 from distckpt.validation import StrictHandling, handle_mismatch
+
+logger = logging.getLogger(__name__)
+
+MAX_READS = 20
+"""A checkpoint that is overwritten so often while it is read is not read once more."""
+
+_Result = TypeVar("_Result")
+
+
+def find_checkpoint(ranks: Ranks, checkpoint_dir: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Find a checkpoint, after waiting for this process to finish writing it.
+
+    Collective: every rank calls.
+
+    Returns:
+        Its location and its marker; for one that others wrote, the fields that a marker would need.
+
+    Raises:
+        CheckpointNotFoundError: nothing that can be read is there.
+        CorruptCheckpointError: the marker is damaged or of a newer version.
+    """
+    location = _storage.normalize(checkpoint_dir)
+    _background.wait_for_location(_commit.resolve(location))
+    marker: dict[str, Any] = {}
+    with ranks.phase("find the checkpoint", decision=True):
+        if ranks.is_coordinator:
+            marker = _sources.identify(location)
+    return location, json.loads(ranks.broadcast(json.dumps(marker).encode()))
+
+
+def stored_keys(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -> set[str]:
+    """Return the keys of the tensors and objects in a checkpoint, common state aside.
+
+    Collective: every rank calls; rank 0 reads.
+    """
+    names = b""
+    with ranks.phase("read the keys of the checkpoint", decision=True):
+        if ranks.is_coordinator:
+            stored = {shard.key for shard in strategy.load_sharded_metadata(location).values()} - {COMMON_KEY}
+            names = json.dumps(sorted(stored)).encode()
+    return set(json.loads(ranks.broadcast(names)))
 
 
 def compare_requests(ranks: Ranks, table: ShardTable) -> None:
@@ -33,12 +77,7 @@ def compare_keys(
     """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the mode says."""
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
         return set(), set()
-    names = b""
-    with ranks.phase("read the keys of the checkpoint", decision=True):
-        if ranks.is_coordinator:
-            stored = {shard.key for shard in strategy.load_sharded_metadata(location).values()} - {COMMON_KEY}
-            names = json.dumps(sorted(stored)).encode()
-    known = set(json.loads(ranks.broadcast(names)))
+    known = stored_keys(ranks, strategy, location)
     asked_by_all = [set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(asked)).encode())]
     unexpected = asked - known
     missing = known.difference(*asked_by_all) if StrictHandling.requires_global_app_metadata(mode) else set()
@@ -60,3 +99,59 @@ def noticing_removal(ranks: Ranks, location: str) -> Iterator[None]:
             f"{location!r} was removed while it was being loaded, by whatever limits how many checkpoints are kept, "
             "perhaps. What was loaded so far is incomplete: load another checkpoint."
         ) from error
+
+
+def read_unchanged(ranks: Ranks, checkpoint_dir: str | os.PathLike[str], read: Callable[[], _Result]) -> _Result:
+    """Read a checkpoint; read it again when it was overwritten meanwhile, so that nothing comes from two of them.
+
+    Two checkpoints with the same marker have the same content: it holds the checksum of the manifest, which holds
+    those of all data.
+
+    Collective: every rank calls.
+
+    Args:
+        ranks: that read together.
+        checkpoint_dir: what they read.
+        read: what all ranks do; may be called several times.
+
+    Raises:
+        CheckpointingException: it was overwritten too often. Otherwise what `read` raises.
+    """
+    location = _storage.normalize(checkpoint_dir)
+    _background.wait_for_location(_commit.resolve(location))
+    for _ in range(MAX_READS):
+        before = _marker_of(location) if ranks.is_coordinator else None
+        error, result = None, None
+        try:
+            result = read()
+        except BaseException as caught:
+            # Only after an error that they have exchanged are ranks in step.
+            if ranks.size > 1 and (not ranks.is_known_to_all(caught) or getattr(caught, "is_lost_contact", False)):
+                raise
+            error = caught
+        may_repeat = error is None or isinstance(error, core.CheckpointingException | OSError)
+        if ranks.is_coordinator:
+            after = _marker_of(location)
+            # Without a marker nothing has been put in its place; that it was removed is said by what found out.
+            may_repeat = may_repeat and before != after is not None
+        if not ranks.all_gather_numbers([may_repeat]).all():
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                # It refers to this frame: a circle would keep all that was loaded.
+                del error
+            return cast(_Result, result)
+        if ranks.is_coordinator:
+            logger.warning("%s was overwritten while it was read: reading the new one", location)
+    raise core.CheckpointingException(
+        f"{location!r} was overwritten {MAX_READS} times, each time before it was read. Load it when it is left alone."
+    )
+
+
+def _marker_of(location: str) -> dict[str, Any] | None:
+    """Return the marker to compare it with another; None when there is none that can be read."""
+    try:
+        return core.read_marker(location)
+    except (core.CheckpointingException, OSError):
+        return None

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from distckpt import _columns, _dtypes, core
-from distckpt._io import checksum
+from distckpt import _columns, _dtypes, _storage, core
+from distckpt._io import BLOCK_BYTES, checksum
 from distckpt._region import IntArray, Region
+from distckpt._shard_file import MAX_HEADER_BYTES
 
 FORMAT_VERSION = 1
 MIN_READER_VERSION = 1
 MANIFEST_NAME = "manifest.safetensors"
+_MANIFEST_NAMES = re.compile(r"manifest(-[0-9a-f]{16})?\.safetensors")
+"""With a nonce where an object store holds another one already."""
+MAX_TABLE_BYTES = 4 << 30
+"""No manifest is larger, nor any other file that says where the tensors of a checkpoint lie."""
+MAX_BLOCK_BYTES = 64 << 20
+"""Readers hold a few whole blocks in memory."""
 CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
 """In the place of a dtype name: the chunks of this key are encoded objects, one per cell of the global shape."""
@@ -135,16 +143,14 @@ class Manifest:
         """
         try:
             fields, columns = _columns.unpack(data)
-            for name in _INT_COLUMNS:
-                if columns[name].dtype != np.int64:
-                    raise ValueError(f"column {name!r} has dtype {columns[name].dtype}, int64 expected")
+            _check_columns(columns, len(fields["keys"]))
             _check_key_shapes(columns["key_shapes"])
             ndims = columns["key_ndims"].tolist()
             if not all(0 <= n <= columns["key_shapes"].shape[1] for n in ndims):
                 raise ValueError("a key has more axes than the table")
             block_bytes = int(fields["block_bytes"])
-            # Blocks begin between items of every size, and are counted in int64.
-            _require(0 < block_bytes < 2**62 and block_bytes % 16 == 0, f"block_bytes is {block_bytes}")
+            # Blocks begin between items of every size.
+            _require(0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0, f"block_bytes is {block_bytes}")
             manifest = cls(
                 keys=[str(key) for key in fields["keys"]],
                 dtypes=[str(name) for name in fields["dtypes"]],
@@ -166,10 +172,6 @@ class Manifest:
 
     def _check(self) -> None:
         num_chunks, num_keys = len(self.key_ids), len(self.keys)
-        simple = (self.key_ids, self.file_ids, self.first_bytes, self.num_bytes, self.block_checksums)
-        _require(all(column.ndim == 1 for column in simple), "a column has several axes")
-        per_chunk = (self.file_ids, self.first_bytes, self.num_bytes, self.offsets, self.shapes)
-        _require(all(len(column) == num_chunks for column in per_chunk), "columns differ in length")
         _require(len(self.dtypes) == len(self.global_shapes) == num_keys, "keys and dtypes differ in number")
         _require(len(set(self.keys)) == num_keys, "keys are not distinct")
         _require(all(name == OBJECT or name in _dtypes.FROM_NAME for name in self.dtypes), "a dtype is unknown")
@@ -177,15 +179,14 @@ class Manifest:
         _require(set(self.aliases).isdisjoint(self.keys), "an alias has the name of a key")
         _require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
         for file in self.files:
-            parts = file.name.split("/")
-            is_inside = not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)
-            _require(is_inside and len(parts) <= 2, f"the file name {file.name!r} leads elsewhere")
+            _require(_storage.is_inner_name(file.name), f"the file name {file.name!r:.300} leads elsewhere")
+            fits = 0 <= file.header_bytes <= min(file.num_bytes, 8 + MAX_HEADER_BYTES)
+            _require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
         if num_chunks == 0:
             return
         _require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
         _require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
         _require(bool(((self.file_ids >= 0) & (self.file_ids < len(self.files))).all()), "a chunk has no file")
-        _require(self.offsets.ndim == self.shapes.ndim == 2, "offsets are not two-dimensional")
         self._check_positions()
 
     def _check_positions(self) -> None:
@@ -207,17 +208,26 @@ class Manifest:
         _require(bool((np.abs(expected) < 2.0**62).all()), "a chunk is larger than any file")
         exact = np.prod(self.shapes, axis=1) * per_item
         _require(bool(((per_item == 0) | (exact == self.num_bytes)).all()), "a chunk's size contradicts its shape")
+        # No byte is in two chunks, so nothing small stands for much. In floating point: sums wrap around, too.
+        in_files = np.bincount(self.file_ids, self.num_bytes.astype(np.float64), len(self.files))
+        _require(all(in_files <= [float(f.num_bytes) for f in self.files]), "chunks take more room than their file has")
         _require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
         num_blocks = int(self.block_starts[-1]) if self.has_checksums else 0
         _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
+        _require(self.has_checksums or self.block_bytes == BLOCK_BYTES, "blocks without checksums of an odd size")
 
 
-def marker_fields(data: bytes) -> dict[str, Any]:
+def is_manifest_name(name: object) -> bool:
+    """Tell whether a marker may give this name to the manifest."""
+    return isinstance(name, str) and _MANIFEST_NAMES.fullmatch(name) is not None
+
+
+def marker_fields(data: bytes, name: str = MANIFEST_NAME) -> dict[str, Any]:
     """Return the fields by which the marker of a checkpoint names its manifest, given the manifest's bytes."""
     return {
         "format_version": FORMAT_VERSION,
         "min_reader_version": MIN_READER_VERSION,
-        "manifest": {"name": MANIFEST_NAME, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
+        "manifest": {"name": name, "bytes": len(data), "checksum": f"{checksum(data):016x}"},
     }
 
 
@@ -225,6 +235,19 @@ def _known_checksum(name: object) -> bool:
     if name not in (CHECKSUM, None):
         raise ValueError(f"the checksum {name!r} is unknown")
     return name == CHECKSUM
+
+
+def _check_columns(columns: Mapping[str, npt.NDArray[Any]], num_keys: int) -> None:
+    """Check dtypes and shapes first of all: a column without elements can claim any length."""
+    num_chunks, ndim = len(columns["key_ids"]), columns["offsets"].shape[-1]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_INT_COLUMNS, (num_chunks,))
+    shapes |= {"key_shapes": (num_keys, ndim), "key_ndims": (num_keys,)}
+    shapes |= {"offsets": (num_chunks, ndim), "shapes": (num_chunks, ndim)}
+    for name, shape in shapes.items():
+        found = columns[name]
+        if found.dtype != np.int64 or found.shape != shape:
+            raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not int64 {shape}")
+    _require(columns["block_checksums"].ndim == 1, "checksums are not one column")
 
 
 def _check_key_shapes(key_shapes: IntArray) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 # Longer runs of digits are several numbers: Python refuses to convert thousands of digits.
 _NUMBER = re.compile(r"([0-9]{1,18})")
+_MAX_NAMED = 3
+"""So many keys with the same fault are all named."""
 
 
 def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
@@ -25,6 +28,40 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
         num_left = sum(len(members) for members in list(groups.values())[limit:])
         patterns[limit:] = [f"... and {num_left} more keys"]
     return ", ".join(patterns)
+
+
+class KeyFault(NamedTuple):
+    """Something that is wrong with a key.
+
+    Attributes:
+        key: its name.
+        text: what is wrong, to be read after the name.
+        kind: faults of the same kind are described together.
+    """
+
+    key: str
+    text: str
+    kind: object
+
+
+def summarize_faults(faults: Iterable[KeyFault], limit: int = 5) -> list[str]:
+    """Describe what is wrong with keys: one line for each kind of fault, with the text of the first.
+
+    Args:
+        faults: any number of them.
+        limit: lines at most; the keys of the rest are summarized in one more.
+    """
+    kinds: dict[object, list[KeyFault]] = {}
+    for fault in faults:
+        kinds.setdefault(fault.kind, []).append(fault)
+    lines = []
+    for alike in list(kinds.values())[:limit]:
+        keys = list(dict.fromkeys(fault.key for fault in alike))
+        several = f"{summarize_keys(keys)}, such as key {keys[0]!r}"
+        names = several if len(keys) > _MAX_NAMED else ", ".join(f"key {key!r}" for key in keys)
+        lines.append(names + alike[0].text)
+    rest = [fault.key for alike in list(kinds.values())[limit:] for fault in alike]
+    return [*lines, f"and there is more like that: {summarize_keys(rest)}"] if rest else lines
 
 
 def natural_order(key: str) -> list[str | int]:

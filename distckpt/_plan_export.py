@@ -49,6 +49,12 @@ def matches(key: str, patterns: str | Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, p) if set(p) & set("*?[") else key.startswith(p) for p in listed)
 
 
+def renamed(name: str, rename: Mapping[str, str]) -> str:
+    """Replace the beginning of a name: by the first of the old beginnings -> new ones that fits."""
+    old = next((old for old in rename if name.startswith(old)), "")
+    return rename.get(old, "") + name[len(old) :]
+
+
 def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_tied: bool) -> dict[str, TensorInfo]:
     """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written.
 
@@ -98,10 +104,7 @@ def plan_tensors(
     used: set[str] = set()
     by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else dict(dtype or {})
     for original, mapped in _apply_rules(rules, tensors, keep_unmatched).items():
-        name, pattern = original, None
-        if rename:
-            old = next((old for old in rename if original.startswith(old)), "")
-            name = rename.get(old, "") + original[len(old) :]
+        name, pattern = renamed(original, rename), None
         if by_pattern:
             pattern = next((p for p in by_pattern if name == p or matches(name, p)), None)
         stored = _dtypes.FROM_NAME[mapped.dtype]
@@ -117,6 +120,9 @@ def plan_tensors(
         count = math.prod(mapped.shape)
         outputs.append(OutputTensor(name, _dtypes.TO_NAME[target], count, count * target.itemsize, mapped))
     names = [tensor.name for tensor in outputs]
+    no_text = [name for name in names if not _is_text(name)]
+    if no_text:
+        raise core.CheckpointingException(f"No safetensors file can hold the name {no_text[0]!r:.300}: rename it.")
     if len(set(names)) < len(names):
         twice = summarize_keys(name for name in set(names) if names.count(name) > 1)
         raise core.CheckpointingException(f"Several tensors would get one name: {twice}. Change rename.")
@@ -126,6 +132,14 @@ def plan_tensors(
             f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches, or an earlier pattern does."
         )
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _apply_rules(

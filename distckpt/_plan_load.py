@@ -10,7 +10,7 @@ import numpy as np
 
 from distckpt import core
 from distckpt._manifest import Manifest
-from distckpt._region import Region, intersect, intersect_many, whole
+from distckpt._region import Region, find_tiling_faults, intersect, intersect_many, whole
 
 
 class Copy(NamedTuple):
@@ -47,6 +47,7 @@ def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) ->
 
     Raises:
         LoadMismatchError: the stored tensor has another global shape, or does not cover a requested region.
+        CorruptCheckpointError: an element of a requested region is stored twice.
     """
     copies: list[Copy] = []
     key_ids = [manifest.key_index[request.key] for request in requests]
@@ -66,16 +67,54 @@ def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) ->
             found = [Copy(int(manifest.key_starts[key_id]), source, index, target) for source, target in parts]
         wanted = request.region.num_elements
         if request.allow_shape_mismatch:
-            spans = zip(request.region.offset, request.region.shape, stored_shape, strict=True)
-            wanted = math.prod(max(min(o + n, size) - o, 0) for o, n, size in spans)
-        if sum(copy.target.num_elements for copy in found) != wanted:
+            wanted = math.prod(_stored_extent(manifest, request))
+        num_found = sum(copy.target.num_elements for copy in found)
+        if num_found > wanted:
+            raise _stored_twice(request, location)
+        if num_found < wanted:
             raise core.LoadMismatchError(
                 f"Region {request.region} of key {request.key!r} is not stored completely in {location!r}: it was "
                 "saved with gaps (validate_access_integrity=False). Ask for a region that was saved.",
                 unexpected=[request.key],
             )
         copies.extend(found)
+    # Of as many elements as are wanted, one that is found twice leaves another one unread.
+    twice = _find_overlap(manifest, requests, copies)
+    if twice is not None:
+        raise _stored_twice(twice, location)
     return copies
+
+
+def _find_overlap(manifest: Manifest, requests: Sequence[Request], copies: Sequence[Copy]) -> Request | None:
+    """Find a request of which an element is stored twice, given copies of as many elements as it has."""
+    counts = np.bincount([copy.request for copy in copies], minlength=len(requests))
+    by_ndim: dict[int, list[int]] = {}
+    for index in np.flatnonzero(counts > 1).tolist():
+        by_ndim.setdefault(len(requests[index].region.shape), []).append(index)
+    for ndim, members in by_ndim.items():
+        number = {index: i for i, index in enumerate(members)}
+        parts = [copy for copy in copies if copy.request in number]
+        ids = np.array([number[copy.request] for copy in parts], np.int64)
+        offsets = np.array([copy.target.offset for copy in parts], np.int64)
+        shapes = np.array([copy.target.shape for copy in parts], np.int64)
+        wanted = np.array([_stored_extent(manifest, requests[index]) for index in members], np.int64)
+        for fault in find_tiling_faults(ids, offsets, shapes, wanted.reshape(len(members), ndim)):
+            return requests[members[fault.tensor]]
+    return None
+
+
+def _stored_extent(manifest: Manifest, request: Request) -> tuple[int, ...]:
+    """Return the shape of that part of a request which lies inside of the stored tensor."""
+    stored_shape = manifest.global_shapes[manifest.key_index[request.key]]
+    spans = zip(request.region.offset, request.region.shape, stored_shape, strict=True)
+    return tuple(max(min(o + n, size) - o, 0) for o, n, size in spans)
+
+
+def _stored_twice(request: Request, location: str) -> core.CorruptCheckpointError:
+    return core.CorruptCheckpointError(
+        f"Some of region {request.region} of key {request.key!r} is stored twice in {location!r}, which no save does: "
+        "the manifest is damaged. Load another checkpoint."
+    )
 
 
 def _only_chunks(manifest: Manifest, key_ids: Sequence[int]) -> list[Region | None]:

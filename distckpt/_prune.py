@@ -43,10 +43,16 @@ def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: c
     names, aliases = _remaining_names(manifest, set(removed))
     staging = _commit.staging_location(location, secrets.token_hex(8))
     try:
+        # Of a checkpoint that was copied from an object store the folders have names of their own.
+        folders = {_storage.split(_storage.join(staging, file.name))[0] for file in manifest.files}
+        for folder in folders:
+            _storage.make_directories(folder, durable=False)
         _commit.prepare(staging)
         remaining = _write_remaining(location, staging, manifest, names, aliases)
         data = remaining.to_bytes()
         _storage.write_bytes(_storage.join(staging, MANIFEST_NAME), data)
+        for folder in folders:
+            _storage.sync_directory(folder)
         _commit.sync(staging)
         core.save_config(config, staging, extra=marker_fields(data))
         _commit.commit(staging, location, overwrite=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from distckpt import _background, _commit, _sources, _state_dict, _storage
+from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY, CONTENT_METADATA
-from distckpt.mapping import ShardedObject, ShardedTensor, StateDict
+from distckpt._loading import read_unchanged
+from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy
 from distckpt.strategies.defaults import load_strategy
+
+_Answer = TypeVar("_Answer")
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
@@ -22,8 +27,8 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     Raises:
         CheckpointNotFoundError: no whole checkpoint is there.
     """
-    strategy, location = _strategy_alone(checkpoint_dir)
-    common = strategy.load({"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}, location)["common"]
+    asked: ShardedStateDict = {"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}
+    common = _ask(checkpoint_dir, lambda strategy, location: strategy.load(dict(asked), location)["common"])
     compacted: StateDict = _state_dict.compact(common)
     return compacted
 
@@ -38,8 +43,7 @@ def load_tensors_metadata(
     Raises:
         CheckpointNotFoundError: no whole checkpoint is there.
     """
-    strategy, location = _strategy_alone(checkpoint_dir, sharded_strategy)
-    return strategy.load_tensors_metadata(location)
+    return _ask(checkpoint_dir, lambda strategy, location: strategy.load_tensors_metadata(location), sharded_strategy)
 
 
 def load_sharded_metadata(
@@ -52,8 +56,9 @@ def load_sharded_metadata(
     Raises:
         CheckpointNotFoundError: no whole checkpoint is there.
     """
-    strategy, location = _strategy_alone(checkpoint_dir, sharded_strategy)
-    described = strategy.load_sharded_metadata(location)
+    described = _ask(
+        checkpoint_dir, lambda strategy, location: strategy.load_sharded_metadata(location), sharded_strategy
+    )
     return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
 
 
@@ -65,9 +70,11 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torc
     Raises:
         CheckpointNotFoundError: no whole checkpoint is there.
     """
-    strategy, location = _strategy_alone(checkpoint_dir)
-    loaded: dict[str, torch.Tensor] = strategy.load(dict(strategy.load_tensors_metadata(location)), location)
-    return loaded
+
+    def load_all(strategy: LoadShardedStrategy, location: str) -> dict[str, torch.Tensor]:
+        return strategy.load(dict(strategy.load_tensors_metadata(location)), location)
+
+    return _ask(checkpoint_dir, load_all)
 
 
 def load_content_metadata(
@@ -98,14 +105,20 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     Raises:
         CheckpointNotFoundError: no whole checkpoint is there.
     """
-    strategy, location = _strategy_alone(checkpoint_dir)
-    strategy.remove_sharded_tensors(location, key_prefix)
-
-
-def _strategy_alone(
-    checkpoint_dir: str | os.PathLike[str], given: LoadShardedStrategy | None = None
-) -> tuple[LoadShardedStrategy, str]:
-    """Return the strategy for a checkpoint, to be used by this rank without the others, and the location."""
     location = _storage.normalize(checkpoint_dir)
     _background.wait_for_location(_commit.resolve(location))
-    return load_strategy(given, _sources.identify(location), location), location
+    load_strategy(None, _sources.identify(location), location).remove_sharded_tensors(location, key_prefix)
+
+
+def _ask(
+    checkpoint_dir: str | os.PathLike[str],
+    question: Callable[[LoadShardedStrategy, str], _Answer],
+    given: LoadShardedStrategy | None = None,
+) -> _Answer:
+    """Ask a question of one checkpoint, without the other ranks: given the strategy that reads it, and the location."""
+    location = _storage.normalize(checkpoint_dir)
+
+    def read() -> _Answer:
+        return question(load_strategy(given, _sources.identify(location), location), location)
+
+    return read_unchanged(Ranks.alone(), location, read)

@@ -15,6 +15,11 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
+MAX_NDIM = 64
+"""Axes of a tensor that files of others describe; numpy has no more."""
+_MAX_DIVIDED_AXES = 8
+_MAX_CORNERS = 1 << 22
+
 
 class Region(NamedTuple):
     """A box inside a tensor: `offset` of its first element and `shape`, one int per axis."""
@@ -95,6 +100,13 @@ def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterato
         yield from _inside_row(shape, last, 0, tail)
 
 
+def windows(shape: tuple[int, ...], max_elements: int) -> Iterator[Region]:
+    """Cut a row-major tensor into boxes of at most so many elements, in memory order, each contiguous in memory."""
+    total = math.prod(shape)
+    for start in range(0, total, max_elements):
+        yield from flat_range_regions(shape, start, min(total, start + max_elements))
+
+
 def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
     if stop - start == math.prod(shape[1:]):
         yield Region((row,) + (0,) * (len(shape) - 1), (1, *shape[1:]))
@@ -156,6 +168,9 @@ def find_tiling_faults(
 
     Returns:
         One fault for each tensor that is not tiled, in the order of their ids.
+
+    Raises:
+        ValueError: tensors are divided along so many axes that the corners would not fit memory.
     """
     ndim = global_shapes.shape[1]
     whole_ids = np.arange(len(global_shapes), dtype=np.int64)
@@ -165,14 +180,21 @@ def find_tiling_faults(
     weight = np.concatenate([np.ones(len(tensor_ids), np.int64), np.full(len(whole_ids), -1, np.int64)])
     weight[(high <= low).any(axis=1)] = 0
 
+    # Where nothing is divided, the corners at both ends say the same: those at the beginning will do.
+    is_divided = (shapes != global_shapes[tensor_ids]).any(axis=0)
+    divided = np.flatnonzero(is_divided).tolist()
+    if len(divided) > _MAX_DIVIDED_AXES and len(ids) << len(divided) > _MAX_CORNERS:
+        raise ValueError(f"{len(tensor_ids)} regions divide tensors along {len(divided)} axes, too many to compare")
+
     # Corners lie in 0..size, hence the strides of a tensor one larger along every axis.
+    places = np.where(is_divided, global_shapes + 1, 1)
     strides = np.ones_like(global_shapes)
     for axis in range(ndim - 2, -1, -1):
-        strides[:, axis] = strides[:, axis + 1] * (global_shapes[:, axis + 1] + 1)
+        strides[:, axis] = strides[:, axis + 1] * places[:, axis + 1]
     row_strides = strides[ids]
     position = np.zeros(len(ids), np.int64)[:, None]
     sign = weight[:, None]
-    for axis in range(ndim):
+    for axis in divided:
         at_low = position + (low[:, axis] * row_strides[:, axis])[:, None]
         at_high = position + (high[:, axis] * row_strides[:, axis])[:, None]
         position = np.concatenate([at_low, at_high], axis=1)
@@ -192,7 +214,9 @@ def find_tiling_faults(
     faults = []
     for index in firsts:
         tensor = int(corner_ids[wrong[index]])
-        element = np.unravel_index(int(flat_position[wrong[index]]), tuple(global_shapes[tensor] + 1)) if ndim else ()
+        position_in_tensor = int(flat_position[wrong[index]])
+        sizes = zip(strides[tensor].tolist(), places[tensor].tolist(), strict=True)
+        element = tuple(position_in_tensor // stride % size for stride, size in sizes)
         covers = 1 + int(left_over[left_over != 0][index])
-        faults.append(TilingFault(tensor, tuple(int(i) for i in element), covers))
+        faults.append(TilingFault(tensor, element, covers))
     return faults

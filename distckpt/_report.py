@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +76,22 @@ class LoadReport(_Report):
     def __str__(self) -> str:
         """Return one line for a log."""
         return f"loaded {self._summary()}"
+
+
+def counting(progress: Callable[[int, int], object] | None, total_bytes: int) -> Callable[[int], None] | None:
+    """Return what is told of bytes as they are moved, by several threads, and passes on their sum and the total."""
+    if progress is None:
+        return None
+    lock = threading.Lock()
+    done = 0
+
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            progress(done, total_bytes)
+
+    return add
 
 
 class Clock:

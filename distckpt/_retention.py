@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distckpt import _storage, core
-from distckpt._steps import Saved, is_leftover, list_root, step_name
+from distckpt import _commit, _object_commit, _storage, core
+from distckpt._steps import Saved, all_steps, committed_steps, is_leftover, list_root, replaced_step, step_name
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +63,10 @@ def surplus(policy: Retention, saved: Sequence[Saved], newest: int, is_whole: Ca
     num_whole = 1
     for item in reversed(saved):
         step = item.step
-        if num_whole < policy.keep_last and step != newest and is_whole(step):
-            num_whole += 1
+        if num_whole < policy.keep_last and step != newest:
+            # Also one that is not whole, or cannot be read today: only what is older than enough whole ones goes.
             kept.add(step)
+            num_whole += is_whole(step)
         is_round = policy.keep_every is not None and step % policy.keep_every == 0
         if item.pinned or is_round or (policy.keep is not None and policy.keep(step)):
             kept.add(step)
@@ -96,9 +99,27 @@ def remove_step(root: str, step: int) -> None:
     _storage.remove_tree(trash)
 
 
+def last_change(location: str) -> float:
+    """Return when something was last written in a local directory, in seconds since the epoch."""
+    times = [0.0]
+    for directory, _, names in os.walk(location):
+        for path in (directory, *(os.path.join(directory, name) for name in names)):
+            with contextlib.suppress(FileNotFoundError):
+                times.append(os.lstat(path).st_mtime)
+    return max(times)
+
+
 def clear_leftovers(root: str) -> None:
-    """Remove what interrupted saves and removals of earlier runs have left."""
+    """Remove what interrupted saves and removals of earlier runs have left, and give a lost step its name back."""
     for name in list_root(root):
-        if is_leftover(name):
+        replaced = replaced_step(name)
+        if replaced is not None:
+            _commit.put_back(_storage.join(root, step_name(replaced)))
+        location = _storage.join(root, name)
+        if is_leftover(name) or (replaced is not None and _storage.exists(location)):
             logger.info("removing %s, which an interrupted save or removal has left in %s", name, root)
-            _storage.remove_tree(_storage.join(root, name))
+            _storage.remove_tree(location)
+    if not _storage.is_local(root):
+        for step in set(all_steps(root)).difference(committed_steps(root)):
+            logger.info("removing what an interrupted save of step %d has left in %s", step, root)
+            _object_commit.remove_unfinished(_storage.join(root, step_name(step)))

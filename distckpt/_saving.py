@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distckpt import _commit, _state_dict, core
+from distckpt import _commit, _state_dict, _storage, core
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY, CONTENT_METADATA, comparable, digest, warn_about_differences
+from distckpt._object_commit import Transaction, folder_suffix
 from distckpt._report import Clock, SaveReport
 from distckpt._shards import Shard
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
@@ -80,11 +81,15 @@ def finish_save(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSa
     Collective: every rank calls.
     """
     location, durable = target.location, target.durable
-    staging = _commit.staging_location(location, ranks.broadcast(secrets.token_hex(8).encode()).decode())
+    nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
+    staging = _commit.staging_location(location, nonce)
+    transaction = None
     try:
         with clock.phase("write"):
-            with ranks.phase("create directories"):
+            with ranks.phase("create directories", decision=True):
                 _commit.prepare(staging, durable)
+                if not _storage.is_local(location):
+                    transaction = _begin_on_object_store(ranks, target, prepared, nonce)
             with ranks.phase("save"):
                 marker_fields = prepared.write(staging, ranks)
                 if durable:
@@ -92,16 +97,29 @@ def finish_save(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSa
         with clock.phase("commit"), ranks.phase("commit", decision=True):
             if ranks.is_coordinator:
                 extra = {**target.notes, **(marker_fields or {})}
-                core.save_config(target.config, staging, extra=extra, durable=durable)
-                _commit.commit(staging, location, target.overwrite, durable)
+                if transaction is not None:
+                    transaction.commit({**extra, **asdict(target.config)})
+                else:
+                    core.save_config(target.config, staging, extra=extra, durable=durable)
+                    _commit.commit(staging, location, target.overwrite, durable)
     except BaseException:
-        if ranks.is_coordinator:
+        if transaction is not None:
+            transaction.abandon()
+        elif ranks.is_coordinator:
             _commit.abandon(staging)
         raise
     report = SaveReport(location, *clock.summarize(ranks, prepared.num_bytes, "write"), prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)
     return report
+
+
+def _begin_on_object_store(ranks: Ranks, target: Target, prepared: PreparedSave, nonce: str) -> Transaction | None:
+    """Give the save its folders, and begin its transaction on the coordinator."""
+    has_folders = prepared.folder_suffix is not None
+    if has_folders:
+        prepared.folder_suffix = folder_suffix(nonce)
+    return Transaction(target.location, nonce, target.overwrite, has_folders) if ranks.is_coordinator else None
 
 
 def _split_for_saving(

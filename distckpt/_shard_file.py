@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt import _dtypes
-from distckpt._region import Region
+from distckpt._region import MAX_NDIM, Region
 
 DATA_ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -247,14 +247,14 @@ def _stored_entry(name: str, entry: Any, data_start: int) -> StoredEntry:
             continue
         raise ValueError(f"the entry {name[:50]!r} has no proper shape and position")
     if dtype not in _ITEM_BYTES:
-        raise ValueError(f"the entry {name[:50]!r} has the dtype {dtype!r}, which torch does not have")
+        raise ValueError(f"the entry {name[:50]!r} has the dtype {dtype!r:.50}, which torch does not have")
     if dtype in _dtypes.PACKED_PER_ITEM:
         packed = _dtypes.PACKED_PER_ITEM[dtype]
         if not shape or shape[-1] % packed:
             raise ValueError(f"the entry {name[:50]!r} does not fill whole bytes")
         shape = [*shape[:-1], shape[-1] // packed]
-    if math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
-        raise ValueError(f"the entry {name[:50]!r} of shape {shape} and dtype {dtype} has {end - first} bytes")
+    if len(shape) > MAX_NDIM or math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
+        raise ValueError(f"the entry {name[:50]!r} of shape {shape!s:.100} and dtype {dtype} has {end - first} bytes")
     return StoredEntry(name, dtype, tuple(shape), data_start + first, end - first)
 
 

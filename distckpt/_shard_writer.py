@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -12,9 +13,9 @@ import torch
 from distckpt import _dtypes, _shard_file, _storage
 from distckpt._io import checksum
 from distckpt._io_write import Fill, NewFile, WriteSettings, file_of_tensors, write_files
-from distckpt._manifest import FORMAT_VERSION, OBJECT, ShardFile
+from distckpt._manifest import FORMAT_VERSION, MANIFEST_NAME, OBJECT, ShardFile, marker_fields
 from distckpt._plan_save import ChunkLayout, Pieces, layout_files
-from distckpt._records import FileLayout, WrittenRecord
+from distckpt._records import FileLayout, ManifestLayout, WrittenRecord, assemble_manifest
 from distckpt._shards import Shard, ShardTable, region_view
 from distckpt.mapping import ShardedObject, ShardedTensor
 
@@ -96,30 +97,62 @@ def collect(layouts: Sequence[FileLayout], shards: Sequence[Shard]) -> FilesToWr
     return files
 
 
-def write_all(checkpoint_dir: str, rank: int, files: FilesToWrite, settings: WriteSettings) -> WrittenRecord:
-    """Write the files of one rank into a directory that has `tensors` and `objects`."""
-    new = [new_tensor_file(checkpoint_dir, layout, contents) for layout, contents in files.tensor_files]
+def in_folder(name: str, suffix: str) -> str:
+    """Return the name of a file with a suffix to that of its folder, see `PreparedSave.folder_suffix`."""
+    folder, _, file = name.partition("/")
+    return f"{folder}{suffix}/{file}"
+
+
+def write_all(
+    checkpoint_dir: str, rank: int, files: FilesToWrite, settings: WriteSettings, suffix: str = ""
+) -> WrittenRecord:
+    """Write the files of one rank into the folders `tensors` and `objects`, whose names end in a suffix."""
+    new = [new_tensor_file(checkpoint_dir, layout, contents, suffix) for layout, contents in files.tensor_files]
     if files.wrap_fill is not None:
         new = [file._replace(fill=files.wrap_fill(number, file.fill)) for number, file in enumerate(new)]
     object_file = None
     sizes = [len(data) for data in files.objects.values()]
     if files.objects:
-        name = "objects/" + _shard_file.object_file_name(rank)
-        entries = [_shard_file.Entry(key, "U8", (size,), size) for key, size in zip(files.objects, sizes, strict=True)]
-        header, _ = _shard_file.build_header(entries, _own_metadata({}))
-        contents = [[torch.frombuffer(bytearray(data), dtype=torch.uint8)] for data in files.objects.values()]
-        location = _storage.join(checkpoint_dir, *name.split("/"))
-        new.append(file_of_tensors(location, header, contents))
-        object_file = ShardFile(name, len(header) + sum(sizes), len(header), checksum(header))
+        new_file, object_file = new_object_file(checkpoint_dir, rank, files.objects, suffix)
+        new.append(new_file)
     checksums = write_files(new, settings)
     joined = np.concatenate(checksums) if checksums else np.zeros(0, np.uint64)
     return WrittenRecord(object_file, np.array(sizes, np.int64), joined)
 
 
-def new_tensor_file(checkpoint_dir: str, layout: FileLayout, contents: Contents) -> NewFile:
+def new_object_file(
+    checkpoint_dir: str, rank: int, objects: Mapping[str, bytes], suffix: str = ""
+) -> tuple[NewFile, ShardFile]:
+    """Lay out encoded objects, by unique key, as the file of objects of one rank."""
+    name = in_folder("objects/" + _shard_file.object_file_name(rank), suffix)
+    entries = [_shard_file.Entry(key, "U8", (len(data),), len(data)) for key, data in objects.items()]
+    header, _ = _shard_file.build_header(entries, _own_metadata({}))
+    contents = [[torch.frombuffer(bytearray(data), dtype=torch.uint8)] for data in objects.values()]
+    size = len(header) + sum(map(len, objects.values()))
+    file = file_of_tensors(_storage.join(checkpoint_dir, *name.split("/")), header, contents)
+    return file, ShardFile(name, size, len(header), checksum(header))
+
+
+def new_tensor_file(checkpoint_dir: str, layout: FileLayout, contents: Contents, suffix: str = "") -> NewFile:
     """Put a layout and its contents together."""
-    location = _storage.join(checkpoint_dir, *layout.file.name.split("/"))
+    location = _storage.join(checkpoint_dir, *in_folder(layout.file.name, suffix).split("/"))
     return file_of_tensors(location, layout.header, contents)
+
+
+def write_manifest(
+    checkpoint_dir: str, layout: ManifestLayout, records: Sequence[WrittenRecord], suffix: str, durable: bool
+) -> dict[str, Any]:
+    """Write the manifest of what all ranks have written; returns the marker fields that name it.
+
+    On an object store none is ever replaced, since a marker may name it: it gets another name where there is one.
+    """
+    files = [file._replace(name=in_folder(file.name, suffix)) for file in layout.files]
+    data = assemble_manifest(layout._replace(files=files), records).to_bytes()
+    name = MANIFEST_NAME
+    if not _storage.create_bytes(_storage.join(checkpoint_dir, name), data, durable):
+        name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
+        _storage.write_bytes(_storage.join(checkpoint_dir, name), data, durable)
+    return marker_fields(data, name)
 
 
 def _own_metadata(global_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -17,6 +17,7 @@ import torch
 
 from distckpt import _columns, _dtypes, core
 from distckpt._manifest import OBJECT
+from distckpt._names import KeyFault, summarize_faults
 from distckpt._region import IntArray, Region, flat_range_regions, flat_start
 from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 
@@ -135,7 +136,8 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
             _check_name(shard.key)
             kinds.append(kind)
         elif kinds[key_id] != kind:
-            raise core.InvalidShardingError(_contradiction(shard.key, kinds[key_id], kind, "in one state dict"))
+            fault = _contradiction(shard.key, kinds[key_id], kind, "in one state dict")
+            raise _sharding_error([fault])
         main = is_main_replica(shard.replica_id)
         for region in shard_regions(shard):
             key_ids.append(key_id)
@@ -225,7 +227,7 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
     first_rank: list[int] = []
     id_maps: list[IntArray] = []
     seen: dict[Any, IntArray] = {}
-    disagreements: list[str] = []
+    disagreements: list[KeyFault] = []
     for rank, table in enumerate(tables):
         # Lists that replicas share need one look.
         identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
@@ -244,7 +246,7 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
             seen[identity] = ids
         id_maps.append(seen[identity])
     if disagreements:
-        raise core.InvalidShardingError(_first_few(disagreements))
+        raise _sharding_error(disagreements)
     ndim = max((len(shape) for _, shape in kinds), default=0)
     global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(len(kinds), ndim)
     return GlobalTable(
@@ -336,16 +338,16 @@ def _memory_identity(shard: ShardedTensor, data: torch.Tensor) -> Any:
     )
 
 
-def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> str:
+def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> KeyFault:
     named = [
         f"an object grid {shape}" if dtype == OBJECT else f"{dtype} of {shape}" for dtype, shape in (first, second)
     ]
-    return (
-        f"Key {key!r} means two things {where}: {named[0]} and {named[1]}. "
+    text = (
+        f" means two things {where}: {named[0]} and {named[1]}. "
         "Give different tensors different keys, and one tensor the same dtype and global shape everywhere."
     )
+    return KeyFault(key, text, text)
 
 
-def _first_few(messages: Sequence[str], limit: int = 10) -> str:
-    more = [f"... and {len(messages) - limit} more"] if len(messages) > limit else []
-    return "\n".join([*messages[:limit], *more])
+def _sharding_error(faults: Sequence[KeyFault]) -> core.InvalidShardingError:
+    return core.InvalidShardingError("\n".join(line[0].upper() + line[1:] for line in summarize_faults(faults)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from distckpt import _dcp_source, _hf_source, _storage, core, validation
 from distckpt._io import checksum
-from distckpt._manifest import MANIFEST_NAME, Manifest
+from distckpt._manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 
 BACKEND = "safetensors"
 VERSION = 1
@@ -40,14 +40,14 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
         return _dcp_source.read_directory(location).to_bytes()
     if expected is None:
         return _hf_source.read_directory(location).to_bytes()
-    if not isinstance(expected, dict) or expected.get("name") != MANIFEST_NAME:
+    if not isinstance(expected, dict) or not is_manifest_name(expected.get("name")):
         raise core.CorruptCheckpointError(
             f"The marker of {location!r} names no {MANIFEST_NAME}: it was not written by the {BACKEND!r} backend, or "
             "was damaged."
         )
-    path = _storage.join(location, MANIFEST_NAME)
+    path = _storage.join(location, expected["name"])
     try:
-        data = _storage.read_bytes(path)
+        data = core.read_file(path, MAX_TABLE_BYTES)
     except FileNotFoundError as error:
         raise core.CorruptCheckpointError(f"The manifest {path!r} is missing: restore it from a copy.") from error
     if len(data) != expected.get("bytes") or f"{checksum(data):016x}" != expected.get("checksum"):

@@ -62,7 +62,8 @@ def split(state_dict: Any) -> SplitState:
     shards: list[Shard] = []
 
     def skeleton_of(node: Any, inside_factory: bool = False) -> Any:
-        node = adopt(node)
+        if type(node) is not ShardedTensor:
+            node = adopt(node)
         if type(node) is ShardedTensor:
             # By far the most frequent; isinstance takes long to say no to an abstract class.
             shards.append(node)

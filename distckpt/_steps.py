@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from distckpt import _storage, core
+from distckpt import _commit, _storage, core
 from distckpt._sources import BACKEND
 from distckpt._verify import verify
 
@@ -16,7 +16,8 @@ NOTE = "manager"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 _STEP = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|trash)-[0-9a-f]{16}")
+_LEFTOVER = re.compile(rf"\.step_\d{{8,}}\.(tmp|trash)-[0-9a-f]{{16}}|\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
+_REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
 
 
 class Saved(NamedTuple):
@@ -52,6 +53,17 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER.fullmatch(name) is not None
 
 
+def replaced_step(name: str) -> int | None:
+    """Return the step whose earlier checkpoint a directory of this name holds, while that is being overwritten."""
+    match = _REPLACED.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def is_trash(name: str) -> bool:
+    """Tell whether a leftover is a checkpoint that was being removed, and not one that was being saved."""
+    return is_leftover(name) and ".trash-" in name
+
+
 def list_root(root: str) -> list[str]:
     """Return the sorted names in the root, none when it is not there."""
     try:
@@ -62,7 +74,8 @@ def list_root(root: str) -> list[str]:
 
 def all_steps(root: str) -> list[int]:
     """Return all steps that there are directories or other things of, in ascending order."""
-    return sorted(step for step in map(parse_step, list_root(root)) if step is not None)
+    names = list_root(root)
+    return sorted({step for parse in (parse_step, replaced_step) for step in map(parse, names) if step is not None})
 
 
 def committed_steps(root: str) -> list[int]:
@@ -81,6 +94,9 @@ def problem_with(root: str, step: int) -> str | None:
         marker = core.read_marker(location)
         config = core.maybe_load_config(location)
         if marker is None or config is None:
+            aside = _commit.left_aside(location)
+            if aside is not None:
+                return f"its overwriting was interrupted: the next save renames {aside!r}, which is its content"
             return f"there is no {core.CONFIG_FNAME}: the save was not finished"
         noted = marker.get(NOTE)
         if isinstance(noted, dict) and noted.get("step") != step:

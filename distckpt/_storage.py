@@ -1,8 +1,7 @@
-"""Locations and what can be done with them: local paths through `os`, URLs through fsspec.
+"""Locations and what can be done with them: local paths through `os`, URLs through `_object_store`.
 
 A location is a `str`: a local path or an fsspec URL such as `s3://bucket/run/step_10`. This is the only module
-that imports fsspec and the only one that renames, lists or removes. Bulk tensor bytes on local disks do not pass
-through here: see `_io`.
+that renames, lists or removes. Bulk tensor bytes on local disks do not pass through here: see `_io`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,18 @@ import errno
 import os
 import secrets
 import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import fsspec
+import numpy as np
+import numpy.typing as npt
+
+from distckpt import _object_store
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_MAX_NAME_BYTES = 255
 
 
 def normalize(location: str | os.PathLike[str]) -> str:
@@ -27,6 +32,20 @@ def normalize(location: str | os.PathLike[str]) -> str:
     if text.startswith("file://"):
         text = text[len("file://") :]
     return os.path.abspath(text) if is_local(text) else text.rstrip("/")
+
+
+def is_inner_name(name: str, max_parts: int = 2) -> bool:
+    """Tell whether a name that a checkpoint gives can only be that of a file inside of it, on every system."""
+    parts = name.split("/")
+    return len(parts) <= max_parts and all(_is_plain_part(part) for part in parts)
+
+
+def _is_plain_part(part: str) -> bool:
+    try:
+        num_bytes = len(os.fsencode(part))
+    except UnicodeEncodeError:
+        return False
+    return part not in ("", ".", "..") and num_bytes <= _MAX_NAME_BYTES and not any(c in part for c in "\0\\")
 
 
 def is_local(location: str) -> bool:
@@ -47,98 +66,116 @@ def split(location: str) -> tuple[str, str]:
     return parent, name
 
 
-def _filesystem(location: str) -> tuple[Any, str]:
-    fs, path = fsspec.core.url_to_fs(location)
-    return fs, path
-
-
 def exists(location: str) -> bool:
     """Tell whether a file or directory is there (never answered from a listing cache)."""
     if is_local(location):
-        return os.path.lexists(location)
-    fs, path = _filesystem(location)
-    fs.invalidate_cache()
-    return bool(fs.exists(path))
+        return _mode_of(location, follow_symlinks=False) is not None
+    return _object_store.exists(location)
 
 
 def isdir(location: str) -> bool:
     """Tell whether a location is a directory, or a non-empty prefix of an object store."""
     if is_local(location):
-        return os.path.isdir(location)
-    fs, path = _filesystem(location)
-    fs.invalidate_cache()
-    return bool(fs.isdir(path))
+        mode = _mode_of(location, follow_symlinks=True)
+        return mode is not None and stat.S_ISDIR(mode)
+    return _object_store.isdir(location)
+
+
+def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
+    """Return the mode of what a path names, None when nothing is there: a disk that does not answer is no absence."""
+    try:
+        return (os.stat if follow_symlinks else os.lstat)(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def list_names(location: str) -> list[str]:
     """Return the sorted names directly inside a directory."""
     if is_local(location):
         return sorted(os.listdir(location))
-    fs, path = _filesystem(location)
-    fs.invalidate_cache()
-    return sorted(entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(path, detail=False))
+    return _object_store.list_names(location)
 
 
 def file_size(location: str) -> int:
-    """Return the size of a file in bytes; FileNotFoundError when it is not there."""
+    """Return the size of a file in bytes.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        OSError: with errno EINVAL, when it is no ordinary file: to open a pipe or a device may take for ever.
+    """
     if is_local(location):
-        return os.stat(location).st_size
-    fs, path = _filesystem(location)
-    fs.invalidate_cache()
-    return int(fs.size(path))
+        try:
+            status = os.stat(location)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "a directory, pipe or device", location)
+        return status.st_size
+    return _object_store.size(location)
 
 
 def read_bytes(location: str) -> bytes:
     """Return a whole small file; FileNotFoundError when it is not there."""
     if is_local(location):
-        with open(location, "rb") as file:
+        with naming(location), open(location, "rb") as file:
             return file.read()
-    fs, path = _filesystem(location)
-    return bytes(fs.cat_file(path))
+    return _object_store.read(location)
 
 
 def read_range(location: str, start: int, stop: int) -> bytes:
     """Return bytes [start, stop) of a file, fewer when the file is shorter."""
     if is_local(location):
-        with open(location, "rb", buffering=0) as file:
+        # A buffered read goes on after a short one.
+        with naming(location), open(location, "rb") as file:
             file.seek(start)
             return file.read(stop - start)
-    fs, path = _filesystem(location)
-    return bytes(fs.cat_file(path, start=start, end=stop))
+    buffer = np.empty(stop - start, np.uint8)
+    return buffer[: _object_store.read_into(location, start, [buffer])].tobytes()
+
+
+def read_remote_into(location: str, position: int, buffers: Sequence[npt.NDArray[np.uint8]]) -> int:
+    """Fill buffers from a position of a remote file on; returns how many bytes there were."""
+    return _object_store.read_into(location, position, buffers)
 
 
 def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
     """Write a whole small file so that it is there entirely or not at all, and, when durable, on disk on return."""
     if not is_local(location):
-        fs, path = _filesystem(location)
-        fs.pipe_file(path, data)
+        _object_store.write(location, data)
         return
     parent, name = os.path.split(location)
     temporary = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
     try:
-        with open(temporary, "xb") as file:
+        with naming(location), open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
         os.replace(temporary, location)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     if durable:
         sync_directory(parent)
 
 
+def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
+    """Write a small file like `write_bytes`; False when a remote one is there, with other content."""
+    if not is_local(location):
+        return _object_store.create(location, data)
+    write_bytes(location, data, durable)
+    return True
+
+
 def open_remote_for_writing(location: str) -> Any:
-    """Open a remote file for streaming writes; it becomes visible when it is closed without an error."""
-    fs, path = _filesystem(location)
-    return fs.open(path, "wb")
+    """Open a remote file for streaming writes; it becomes visible when it is closed."""
+    return _object_store.open_for_writing(location)
 
 
 def make_directories(location: str, durable: bool = True) -> None:
     """Create a directory and its missing parents, each recorded on disk; nothing to do on an object store."""
-    if not is_local(location) or os.path.isdir(location):
+    if not is_local(location) or isdir(location):
         return
     parent = os.path.dirname(location)
     make_directories(parent, durable)
@@ -153,14 +190,27 @@ def sync_directory(location: str) -> None:
     if not is_local(location):
         return
     fd = os.open(location, os.O_RDONLY | os.O_DIRECTORY)
+    with naming(location):
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems refuse fsync on directories; their renames are durable by protocol.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def naming(location: str) -> Iterator[None]:
+    """Name a file in errors of the system that know its descriptor only."""
     try:
-        os.fsync(fd)
+        yield
     except OSError as error:
-        # Some network file systems refuse fsync on directories; their renames are durable by protocol.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        # Ours have no number; an error that names a file already is about that one.
+        if error.errno is None or error.filename is not None:
             raise
-    finally:
-        os.close(fd)
+        raise OSError(error.errno, error.strerror, location) from error
 
 
 def remove_file(location: str) -> None:
@@ -169,24 +219,27 @@ def remove_file(location: str) -> None:
         if is_local(location):
             os.unlink(location)
         else:
-            fs, path = _filesystem(location)
-            fs.rm_file(path)
+            _object_store.remove(location)
 
 
 def remove_tree(location: str) -> None:
-    """Remove a directory and all in it; what is already gone is fine."""
+    """Remove a file, or a directory and all in it; what is already gone is fine, what cannot be removed stays."""
     if is_local(location):
-        shutil.rmtree(location, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if isdir(location) and not os.path.islink(location):
+                # It ignores all errors but those of closing directories.
+                shutil.rmtree(location, ignore_errors=True)
+            else:
+                os.unlink(location)
         return
-    fs, path = _filesystem(location)
-    fs.invalidate_cache()
-    with contextlib.suppress(FileNotFoundError):
-        fs.rm(path, recursive=True)
+    _object_store.remove_all(join(location, name) for name in _object_store.list_files(location))
+    for upload in _object_store.list_uploads(location):
+        _object_store.abort(upload)
 
 
 def link_tree(source: str, target: str) -> None:
     """Give local files a second name, directories recursively; copies where the file system has no hard links."""
-    if os.path.isdir(source) and not os.path.islink(source):
+    if isdir(source) and not os.path.islink(source):
         os.mkdir(target)
         for name in os.listdir(source):
             link_tree(os.path.join(source, name), os.path.join(target, name))
@@ -200,15 +253,61 @@ def link_tree(source: str, target: str) -> None:
             os.fsync(file.fileno())
 
 
+def move_tree(source: str, target: str) -> None:
+    """Move a local file over another one, or all files of a directory into another one."""
+    if isdir(source) and not os.path.islink(source) and isdir(target):
+        for name in os.listdir(source):
+            move_tree(os.path.join(source, name), os.path.join(target, name))
+        return
+    # Two names of one file stay both.
+    os.replace(source, target)
+
+
 def rename(source: str, target: str, durable: bool = True) -> None:
-    """Rename a local directory and make the change durable; an empty directory at `target` is replaced."""
+    """Rename a local directory and make the change durable, or undo it; an empty directory at `target` is replaced."""
     os.rename(source, target)
     if durable:
+        with undone_by(lambda: os.rename(target, source)):
+            sync_directory(os.path.dirname(target))
+
+
+def replace_file(source: str, target: str) -> None:
+    """Give a local file the name of another one, which goes, and make the change durable, or undo it where possible."""
+    if not exists(target):
+        rename(source, target)
+    elif exchange(source, target):
+        remove_tree(source)
+    else:
+        os.replace(source, target)
         sync_directory(os.path.dirname(target))
 
 
 def exchange(first: str, second: str, durable: bool = True) -> bool:
-    """Swap two local directories in one atomic step; False where the system or file system cannot."""
+    """Swap two local directories or files in one atomic step and make the change durable, or undo it.
+
+    Returns:
+        False where the system or file system cannot.
+    """
+    if not _exchange(first, second):
+        return False
+    if durable:
+        with undone_by(lambda: _exchange(first, second)):
+            sync_directory(os.path.dirname(first))
+    return True
+
+
+@contextlib.contextmanager
+def undone_by(undo: Callable[[], object]) -> Iterator[None]:
+    """Undo a change when the body fails: whoever hears of an error relies on what was there before."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            undo()
+        raise
+
+
+def _exchange(first: str, second: str) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     renameat2 = getattr(libc, "renameat2", None)
     if renameat2 is None:
@@ -219,6 +318,4 @@ def exchange(first: str, second: str, durable: bool = True) -> bool:
         if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             return False
         raise OSError(code, os.strerror(code), first, None, second)
-    if durable:
-        sync_directory(os.path.dirname(first))
     return True

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distckpt import core
 from distckpt._io import BLOCK_BYTES
 from distckpt._manifest import Manifest, ShardFile
 from distckpt._region import IntArray, Region, TilingFault, find_tiling_faults
@@ -67,15 +68,23 @@ def find_outside(table: PieceTable) -> StoredPiece | None:
     return table.pieces[rows[0]] if len(rows) else None
 
 
-def find_fault(table: PieceTable) -> tuple[int, TilingFault] | None:
-    """Find a tensor that its pieces, none of which lies outside, do not tile; returns its key id with the fault."""
+def find_fault(location: str, table: PieceTable) -> tuple[int, TilingFault] | None:
+    """Find a tensor that its pieces, none of which lies outside, do not tile; returns its key id with the fault.
+
+    Raises:
+        CorruptCheckpointError: there are too many axes to tell.
+    """
     ndims = np.array([len(shape) for shape in table.shapes], np.int64)
     for ndim in sorted(set(ndims.tolist())):
         members = np.flatnonzero(ndims == ndim)
         rows = np.flatnonzero(ndims[table.key_ids] == ndim)
         ids = np.searchsorted(members, table.key_ids[rows])
         shapes = np.array([table.shapes[i] for i in members.tolist()], np.int64).reshape(len(members), ndim)
-        for fault in find_tiling_faults(ids, table.offsets[rows, :ndim], table.extents[rows, :ndim], shapes)[:1]:
+        try:
+            faults = find_tiling_faults(ids, table.offsets[rows, :ndim], table.extents[rows, :ndim], shapes)
+        except ValueError as error:
+            raise core.CorruptCheckpointError(f"The tensors with {ndim} axes in {location!r}: {error}.") from error
+        for fault in faults[:1]:
             return int(members[fault.tensor]), fault
     return None
 

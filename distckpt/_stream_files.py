@@ -55,7 +55,7 @@ class LocalFiles:
         if self._open_file != place.file:
             self._close()
             self._fd, self._open_file = os.open(location, os.O_WRONLY | os.O_CLOEXEC), place.file
-        with _naming(location):
+        with _storage.naming(location):
             for position, window in _windows(tensor, place.first_byte):
                 _write_at(self._fd, window, position)
 
@@ -67,14 +67,17 @@ class LocalFiles:
                 os.fsync(fd)
 
     def remove(self) -> None:
-        self._close()
+        with contextlib.suppress(OSError):
+            self._close()
         for location in self._created:
             _storage.remove_file(location)
 
     def _close(self) -> None:
-        if self._open_file >= 0:
-            os.close(self._fd)
-        self._open_file = -1
+        # A descriptor is free whatever its closing reports.
+        number, self._open_file = self._open_file, -1
+        if number >= 0:
+            with _storage.naming(self._locations[number]):
+                os.close(self._fd)
 
 
 class RemoteFiles:
@@ -135,23 +138,12 @@ def _windows(tensor: torch.Tensor, first_byte: int) -> Iterator[tuple[int, memor
 
 @contextlib.contextmanager
 def _opened(location: str, flags: int) -> Iterator[int]:
-    fd = os.open(location, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
-    try:
-        with _naming(location):
+    with _storage.naming(location):
+        fd = os.open(location, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+        try:
             yield fd
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _naming(location: str) -> Iterator[None]:
-    """Name the file in errors of the system, which know its descriptor only."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, location) from error
+        finally:
+            os.close(fd)
 
 
 def _write_at(fd: int, data: memoryview, position: int) -> None:

@@ -14,8 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt import _sources, _storage, core
+from distckpt._collectives import Ranks
 from distckpt._io import checksum
-from distckpt._manifest import Manifest
+from distckpt._loading import read_unchanged
+from distckpt._manifest import Manifest, is_manifest_name
+from distckpt._object_commit import stray_files
+from distckpt.strategies.defaults import load_strategy
 
 UNIT_BYTES = 8 << 20
 """One thread reads this much at a time, at least one checksum block."""
@@ -60,6 +64,8 @@ class VerifyReport:
         num_chunks: pieces that they are stored in.
         num_bytes: that were read.
         seconds: that it took.
+        strays: on an object store, files that are no part of the checkpoint: of saves that were interrupted, or that go
+            on. The next save removes them.
     """
 
     location: str
@@ -71,6 +77,7 @@ class VerifyReport:
     num_chunks: int
     num_bytes: int
     seconds: float
+    strays: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -109,13 +116,15 @@ def verify(
     """
     if mode not in ("fast", "full"):
         raise ValueError(f"mode must be 'fast' or 'full', got {mode!r}")
-    started = time.perf_counter()
     location = _storage.normalize(checkpoint_dir)
-    try:
-        manifest = _sources.open_manifest(location)
-    except core.CorruptCheckpointError as error:
-        problem = Problem(location, str(error))
-        return VerifyReport(location, mode, (problem,), True, 0, 0, 0, 0, time.perf_counter() - started)
+    return read_unchanged(Ranks.alone(), location, lambda: _verify(location, mode, num_threads, progress))
+
+
+def _verify(location: str, mode: str, num_threads: int, progress: Callable[[int, int], object] | None) -> VerifyReport:
+    started = time.perf_counter()
+    manifest = _open(location)
+    if isinstance(manifest, Problem):
+        return VerifyReport(location, mode, (manifest,), True, 0, 0, 0, 0, time.perf_counter() - started)
 
     # 1. Files are there, have their sizes, and begin with the headers that were written.
     problems, num_bytes = _check_files(location, manifest, num_threads)
@@ -125,6 +134,7 @@ def verify(
         found, num_read = _check_blocks(location, manifest, num_threads, progress)
         problems += found
         num_bytes += num_read
+    strays = () if _storage.is_local(location) else stray_files(location, {file.name for file in manifest.files})
     return VerifyReport(
         location,
         mode,
@@ -135,7 +145,27 @@ def verify(
         len(manifest.key_ids),
         num_bytes,
         time.perf_counter() - started,
+        tuple(strays),
     )
+
+
+def _open(location: str) -> Manifest | Problem:
+    """Open what is at a location, or say which of the files that describe it is damaged."""
+    file = _storage.join(location, core.CONFIG_FNAME)
+    try:
+        marker = _sources.identify(location)
+        load_strategy(None, marker, location)
+        named = marker.get("manifest", {})
+        if named is None:
+            # Files that others wrote describe themselves.
+            file = location
+        elif isinstance(named, dict) and is_manifest_name(named.get("name")):
+            file = _storage.join(location, named["name"])
+        return Manifest.from_bytes(_sources.manifest_bytes(location, marker), location)
+    except core.CheckpointNotFoundError:
+        raise
+    except core.CheckpointingException as error:
+        return Problem(file, str(error))
 
 
 # --- Files and headers ------------------------------------------------------------------------------------------------
@@ -152,10 +182,12 @@ def _check_files(location: str, manifest: Manifest, num_threads: int) -> tuple[l
 def _check_file(location: str, manifest: Manifest, file_id: int) -> Problem | None:
     expected, path = manifest.files[file_id], _path(location, manifest, file_id)
     try:
-        num_bytes = _storage.file_size(path)
-        header = _storage.read_range(path, 0, expected.header_bytes)
+        num_bytes = core.file_size(path)
+        header = _storage.read_range(path, 0, expected.header_bytes) if num_bytes == expected.num_bytes else b""
     except FileNotFoundError:
         return Problem(path, "the file is missing")
+    except core.CorruptCheckpointError as error:
+        return Problem(path, str(error))
     except OSError as error:
         return Problem(path, f"cannot be read: {error.strerror or error}")
     if num_bytes != expected.num_bytes:
@@ -226,6 +258,8 @@ def _check_unit(location: str, manifest: Manifest, blocks: _Blocks, unit: range)
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
     try:
         data = _read(path, begin, end)
+    except core.CorruptCheckpointError:
+        return [(unit[0], "")], 0
     except OSError as error:
         if len(unit) > 1:
             # Narrow it down: one by one.
@@ -249,7 +283,7 @@ def _describe(location: str, manifest: Manifest, blocks: _Blocks, bad: Sequence[
     chunk_before = -1
     for index, what in bad:
         if not what:
-            continue  # the file is missing, which has been said
+            continue  # there is no such file, which has been said
         chunk = int(blocks.chunks[index])
         start, stop = int(blocks.starts[index]), int(blocks.stops[index])
         message = f"a chunk {what}"
@@ -264,12 +298,17 @@ def _describe(location: str, manifest: Manifest, blocks: _Blocks, bad: Sequence[
 
 
 def _read(path: str, start: int, stop: int) -> _Bytes:
-    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads again."""
+    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads again.
+
+    Raises:
+        CorruptCheckpointError: it is no file.
+    """
     if not _storage.is_local(path):
         return np.frombuffer(_storage.read_range(path, start, stop), np.uint8)
     buffer: _Bytes | None = getattr(_local, "buffer", None)
     if buffer is None or len(buffer) < stop - start:
         buffer = _local.buffer = np.empty(max(stop - start, UNIT_BYTES), np.uint8)
+    core.file_size(path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         got = 0

@@ -7,6 +7,7 @@ distckpt's own, so programs written for Megatron Core recognise a distckpt check
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,10 @@ from distckpt import _storage
 CONFIG_FNAME = "metadata.json"
 
 _MAX_LISTED_RANKS = 8
+_MAX_MARKER_BYTES = 4 << 20
+_MAX_BACKEND_CHARS = 255
+_NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
+"""What the system says when a name leads to no file; other errors are of the disk, and may pass."""
 
 
 class CheckpointingException(Exception):
@@ -140,8 +145,15 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> Checkpoi
     if not checkpoint_dir:
         return None
     fields = read_marker(checkpoint_dir)
-    if fields is None:
-        return None
+    return None if fields is None else parse_config(fields, checkpoint_dir)
+
+
+def parse_config(fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
+    """Return the format of a checkpoint that the fields of its marker name.
+
+    Raises:
+        CorruptCheckpointError: `sharded_backend` is missing, or a field has a wrong type.
+    """
     path = _marker_path(checkpoint_dir)
     if "sharded_backend" not in fields:
         raise CorruptCheckpointError(
@@ -149,10 +161,10 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> Checkpoi
         )
     backend = fields["sharded_backend"]
     version = fields.get("sharded_backend_version", 1)
-    if not isinstance(backend, str):
-        raise CorruptCheckpointError(f"{path}: 'sharded_backend' must be a string, found {backend!r}")
-    if not isinstance(version, int) or isinstance(version, bool):
-        raise CorruptCheckpointError(f"{path}: 'sharded_backend_version' must be an integer, found {version!r}")
+    if not isinstance(backend, str) or len(backend) > _MAX_BACKEND_CHARS:
+        raise CorruptCheckpointError(f"{path}: 'sharded_backend' must be a string, found {backend!r:.100}")
+    if not isinstance(version, int) or isinstance(version, bool) or abs(version) >= 2**31:
+        raise CorruptCheckpointError(f"{path}: 'sharded_backend_version' must be an integer, found {version!r:.100}")
     return CheckpointingConfig(backend, version)
 
 
@@ -190,7 +202,7 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
     """
     path = _marker_path(checkpoint_dir)
     try:
-        content = _storage.read_bytes(path)
+        content = read_file(path, _MAX_MARKER_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
@@ -202,6 +214,43 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
     if not isinstance(fields, dict):
         raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
     return fields
+
+
+def file_size(path: str) -> int:
+    """Return the size of a file of a checkpoint that is not trusted.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CorruptCheckpointError: what is there is no file.
+    """
+    try:
+        return _storage.file_size(path)
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        raise CorruptCheckpointError(
+            f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another checkpoint."
+        ) from error
+
+
+def read_file(path: str, max_bytes: int) -> bytes:
+    """Read a whole file of a checkpoint that is not trusted.
+
+    Args:
+        path: of the file.
+        max_bytes: size that it has at most. A file can be large without taking space on the disk, so a local one is
+            looked at first.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CorruptCheckpointError: what is there is no file, or a larger one.
+    """
+    if _storage.is_local(path) and (num_bytes := file_size(path)) > max_bytes:
+        raise CorruptCheckpointError(
+            f"{path!r} has {num_bytes} bytes; no such file has more than {max_bytes}. Restore it from a copy, or load "
+            "another checkpoint."
+        )
+    return _storage.read_bytes(path)
 
 
 def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True) -> None:

@@ -127,7 +127,7 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Save a step, in the background unless the manager was told otherwise.
 
-        What lies under this step and is not whole is moved aside, with a warning.
+        What lies under this step and is not whole is moved aside, or replaced on an object store, with a warning.
 
         Args:
             step: from 0.
@@ -152,10 +152,12 @@ class CheckpointManager:
         self._handles = [handle for handle in self._handles if not handle.done()]
 
         def begin(clock: Clock, options: Options) -> tuple[Target, PreparedSave]:
+            replaces = overwrite
             with ranks.phase("look at what is there", decision=True):
                 if ranks.is_coordinator:
-                    self._move_damaged_aside(step)
-            request = SaveRequest(sharded_state_dict, location, self._strategy, overwrite, content_metadata)
+                    replaces = overwrite or self._makes_way_for(step)
+            # What the coordinator finds counts.
+            request = SaveRequest(sharded_state_dict, location, self._strategy, replaces, content_metadata)
             target, prepared = begin_save(ranks, request, clock, options)
             return replace(target, notes={NOTE: note}), prepared
 
@@ -278,15 +280,21 @@ class CheckpointManager:
         with contextlib.suppress(Exception):  # it was logged when it happened
             self.close()
 
-    def _move_damaged_aside(self, step: int) -> None:
+    def _makes_way_for(self, step: int) -> bool:
+        """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object store."""
         location = self.location(step)
-        if not _storage.is_local(location) or not _storage.exists(_storage.join(location, core.CONFIG_FNAME)):
-            return
+        if not _storage.exists(_storage.join(location, core.CONFIG_FNAME)):
+            return False
         problem = problem_with(self.root, step)
-        if problem is not None:
-            aside = _storage.join(self.root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
-            logger.warning("%s is not whole (%s): moved to %s", location, problem, aside)
-            _storage.rename(location, aside)
+        if problem is None:
+            return False
+        if not _storage.is_local(location):
+            logger.warning("%s is not whole (%s): it is replaced when the new one is complete", location, problem)
+            return True
+        aside = _storage.join(self.root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
+        logger.warning("%s is not whole (%s): moved to %s", location, problem, aside)
+        _storage.rename(location, aside)
+        return False
 
     def _after_commit(self, step: int) -> None:
         """Tell other programs of the step, and remove what is not kept. What fails here does not fail the save."""

@@ -18,12 +18,27 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
-from distckpt._sharded_base import ReplicaId as ReplicaId
-from distckpt._sharded_base import ShardedBase as ShardedBase
-from distckpt._sharded_base import fail, integers
-from distckpt._sharded_tensor import ShardedTensor as ShardedTensor
+from distckpt._sharded_base import ReplicaId, ShardedBase, fail, integers
+from distckpt._sharded_tensor import ShardedTensor
 from distckpt.core import InvalidShardingError
 from distckpt.dict_utils import dict_list_map_inplace
+
+__all__ = [
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
+    "LocalNonpersistentObject",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateDict",
+    "apply_factories",
+    "apply_factory_merges",
+    "is_main_replica",
+]
 
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]

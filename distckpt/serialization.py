@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +9,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from distckpt import _background, _commit, _sources, _state_dict, _storage, core
+from distckpt import _background, _commit, _state_dict, core
 from distckpt._async_save import SaveHandle, async_save, release_staging_memory, request_save, settle
 from distckpt._codec import HOLE
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY
 from distckpt._io import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
-from distckpt._loading import compare_keys, compare_requests, noticing_removal
+from distckpt._loading import compare_keys, compare_requests, find_checkpoint, noticing_removal, read_unchanged
 from distckpt._plan_export import DEFAULT_MAX_FILE_BYTES
 from distckpt._queries import (
     load_common_state_dict,
@@ -101,7 +100,7 @@ def save(
             `ShardedTensorFactory` leaves are the sharded part, `LocalNonpersistentObject` leaves are not saved, all
             else is common state, saved once. It is not changed.
         checkpoint_dir: a path or fsspec URL. It must not hold a whole checkpoint (see `overwrite`); what an
-            unfinished save left there is moved aside.
+            unfinished save left there is moved aside, or removed from an object store when this one is complete.
         sharded_strategy: writes the shards; a strategy, `(backend, version)` of a registered one, or None for the
             built-in safetensors format.
         validate_access_integrity: refuse state dicts in which an element of a global tensor is held by no rank, and
@@ -243,52 +242,51 @@ def load(
     _refuse_common_strategy(common_strategy)
     ranks, clock = Ranks(process_group), Clock()
 
-    # 1. Find the checkpoint and who reads it.
-    location = _storage.normalize(checkpoint_dir)
-    _background.wait_for_location(_commit.resolve(location))
-    marker: dict[str, Any] = {}
-    with clock.phase("plan"):
-        with ranks.phase("find the checkpoint", decision=True):
-            if ranks.is_coordinator:
-                marker = _sources.identify(location)
-        marker = json.loads(ranks.broadcast(json.dumps(marker).encode()))
-        with ranks.phase("prepare to load"):
-            mode = parse_strict_flag(strict)
-            if rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
-                raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
-            strategy = load_strategy(sharded_strategy, marker, location).configure(
-                Options(
-                    process_group=process_group,
-                    verify="full" if verify_integrity else _parse("verify", verify, get_args(Verify)),
-                    allow_dtype_cast=allow_dtype_cast,
-                    parallel_load=_parse("parallel_load", parallel_load, get_args(ParallelLoad)),
-                    rules=tuple(rules),
-                    max_inflight_bytes=max_inflight_bytes,
-                    progress=progress,
+    def read() -> tuple[StateDict | tuple[StateDict, set[str], set[str]], int, str]:
+        # 1. Find the checkpoint and who reads it.
+        with clock.phase("plan"):
+            location, marker = find_checkpoint(ranks, checkpoint_dir)
+            with ranks.phase("prepare to load"):
+                mode = parse_strict_flag(strict)
+                if rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
+                    raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
+                strategy = load_strategy(sharded_strategy, marker, location).configure(
+                    Options(
+                        process_group=process_group,
+                        verify="full" if verify_integrity else _parse("verify", verify, get_args(Verify)),
+                        allow_dtype_cast=allow_dtype_cast,
+                        parallel_load=_parse("parallel_load", parallel_load, get_args(ParallelLoad)),
+                        rules=tuple(rules),
+                        max_inflight_bytes=max_inflight_bytes,
+                        progress=progress,
+                    )
                 )
-            )
-            shards, _, skeleton = _state_dict.split(sharded_state_dict)
-            table = describe(shards)
+                shards, _, skeleton = _state_dict.split(sharded_state_dict)
+                table = describe(shards)
 
-        # 2. Compare what the ranks ask for with each other and with the checkpoint.
-        if validate_access_integrity:
-            compare_requests(ranks, table)
-        missing, unexpected = compare_keys(ranks, mode, {shard.key for shard in shards}, strategy, location)
+            # 2. Compare what the ranks ask for with each other and with the checkpoint.
+            if validate_access_integrity:
+                compare_requests(ranks, table)
+            missing, unexpected = compare_keys(ranks, mode, {shard.key for shard in shards}, strategy, location)
 
-    # 3. Read.
-    with clock.phase("read"), ranks.phase("load"), noticing_removal(ranks, location):
-        wanted = {str(i): shard for i, shard in enumerate(shards) if shard.key not in unexpected}
-        wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
-        values = strategy.load(wanted, location)
-        loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
-        num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
-        result = _state_dict.put_together(skeleton, loaded, values["common"])
+        # 3. Read.
+        with clock.phase("read"), ranks.phase("load"), noticing_removal(ranks, location):
+            wanted = {str(i): shard for i, shard in enumerate(shards) if shard.key not in unexpected}
+            wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
+            values = strategy.load(wanted, location)
+            loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
+            num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
+            result = _state_dict.put_together(skeleton, loaded, values["common"])
+        returns_keys = StrictHandling.requires_returning_mismatch_keys(mode)
+        return (result, missing, unexpected) if returns_keys else result, num_bytes, location
+
+    result, num_bytes, location = read_unchanged(ranks, checkpoint_dir, read)
     report = LoadReport(location, *clock.summarize(ranks, num_bytes, "read"))
     if ranks.is_coordinator:
         logger.info("%s", report)
     if on_report is not None:
         on_report(report)
-    return (result, missing, unexpected) if StrictHandling.requires_returning_mismatch_keys(mode) else result
+    return result
 
 
 def _parse(name: str, value: str, choices: Sequence[str]) -> str:
@@ -316,6 +314,7 @@ def consolidate(
     verify: Verify = "full",
     max_inflight_bytes: int = 256 << 20,
     process_group: Any = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> ExportReport:
     """Merge the shards of a checkpoint into a Hugging Face checkpoint, without building the model.
 
@@ -348,6 +347,8 @@ def consolidate(
         max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
         process_group: the ranks that work together; None for the default group, or for this process alone when
             torch.distributed is not initialised.
+        progress: called with the bytes this rank has written so far and the bytes it will have, now and then, from one
+            thread at a time.
 
     Returns:
         What was written, as read back from the files.
@@ -374,6 +375,7 @@ def consolidate(
         overwrite=overwrite,
         verify=_parse("verify", verify, get_args(Verify)),
         max_inflight_bytes=max_inflight_bytes,
+        progress=progress,
         process_group=process_group,
     )
     return strategy.consolidate(os.fspath(checkpoint), os.fspath(output_dir))

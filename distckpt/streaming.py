@@ -97,11 +97,10 @@ def save_safetensors_streaming(
     if not rename:
         return temporary
     try:
-        os.replace(temporary, location)
+        _storage.replace_file(temporary, location)
     except BaseException:
-        _storage.remove_file(temporary)
+        _storage.remove_tree(temporary)
         raise
-    _storage.sync_directory(parent)
     return destination
 
 
@@ -141,6 +140,7 @@ def save_safetensors_streaming_sharded(
     layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
     names = _hf_names.output_filenames(_hf_names.BASE_PREFIX, len(groups))
     location = _commit.resolve(os.fspath(output_dir))
+    _commit.put_back(location)
     _refuse(_in_the_way(location))
     staging = _commit.staging_location(location, secrets.token_hex(8))
     files = [_storage.join(staging, name) for name in names]

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt import _collectives, _storage, core
-from distckpt._names import did_you_mean, summarize_keys
+from distckpt import _collectives, _commit, _storage, core
+from distckpt._names import KeyFault, did_you_mean, summarize_faults, summarize_keys
 from distckpt._region import IntArray, find_tiling_faults
 from distckpt._shards import GlobalTable, Shard, describe, merge_tables
 from distckpt.core import CheckpointingException, InvalidShardingError, LoadMismatchError
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 READER_VERSION = 1
 """The newest format version this package reads."""
-MAX_DETAILS = 5
 
 
 class StrictHandling(Enum):
@@ -98,20 +97,29 @@ def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
         CorruptCheckpointError: the marker is damaged, or written by a newer version.
     """
     location = _storage.normalize(checkpoint_dir)
-    config = core.maybe_load_config(location)
-    if config is None:
+    # Read once: somebody may remove it at any moment.
+    marker = core.read_marker(location)
+    if marker is None:
         if not _storage.exists(location):
-            raise core.CheckpointNotFoundError(f"Checkpoint directory {location!r} does not exist.")
+            aside = _commit.left_aside(location)
+            hint = "" if aside is None else f" Its overwriting was interrupted: rename {aside!r}, which is its content."
+            raise core.CheckpointNotFoundError(f"Checkpoint directory {location!r} does not exist.{hint}")
         raise core.CheckpointNotFoundError(
             f"{location!r} is not a distributed checkpoint: it has no {core.CONFIG_FNAME}. Either nothing was saved "
             "here, or a save did not finish; load another step."
         )
-    marker = core.read_marker(location) or {}
+    core.parse_config(marker, location)
     oldest_reader = marker.get("min_reader_version", 1)
-    if not isinstance(oldest_reader, int) or oldest_reader > READER_VERSION:
+    if type(oldest_reader) is not int or not 1 <= oldest_reader < 2**31:
         raise core.CorruptCheckpointError(
-            f"{location!r} needs a reader of format version {oldest_reader}, this one knows up to {READER_VERSION}: "
-            "update distckpt."
+            f"{location!r} needs a reader of format version {oldest_reader!r:.50}, which is no version: its "
+            f"{core.CONFIG_FNAME} was damaged. Restore it from a copy, or load another checkpoint."
+        )
+    if oldest_reader > READER_VERSION:
+        raise core.CorruptCheckpointError(
+            f"{location!r} needs a reader of format version {oldest_reader}; this release of distckpt reads up to "
+            f"{READER_VERSION}. Install a newer release, one that reads format {oldest_reader}: "
+            "pip install --upgrade distckpt"
         )
     return marker
 
@@ -126,8 +134,7 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
     Raises:
         InvalidShardingError: naming keys, regions and ranks.
     """
-    details: list[str] = []
-    bad_keys: list[str] = []
+    found: list[KeyFault] = []
     main = np.flatnonzero(table.is_main & ~_is_trivial(table)[table.key_ids])
     _check_sizes(table)
     for ndim in np.unique(table.ndims).tolist():
@@ -143,15 +150,12 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
         )
         for fault in faults:
             key_id = int(keys[fault.tensor])
-            detail = _explain_fault(table, key_id, fault.element, allow_gaps)
-            if detail:
-                bad_keys.append(table.keys[key_id])
-                details.append(detail)
-    if not details:
-        details, bad_keys = _replica_differences(table)
-    if details:
-        more = f"\nAll keys with such errors: {summarize_keys(bad_keys)}" if len(details) > MAX_DETAILS else ""
-        raise InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(details[:MAX_DETAILS]) + more)
+            text = _explain_fault(table, key_id, fault.element, allow_gaps)
+            if text:
+                found.append(KeyFault(table.keys[key_id], text, text))
+    found = found or _replica_differences(table)
+    if found:
+        raise InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(summarize_faults(found)))
 
 
 def _is_trivial(table: GlobalTable) -> npt.NDArray[np.bool_]:
@@ -185,7 +189,7 @@ def _explain_fault(table: GlobalTable, key_id: int, element: tuple[int, ...], al
         if pair is None:
             return ""
         mains = np.array(pair)
-    name = f"key {table.keys[key_id]!r} (global shape {table.global_shape(key_id)})"
+    name = f" (global shape {table.global_shape(key_id)})"
     if len(mains) > 1:
         places = " and ".join(_place(table, row) for row in mains[:3].tolist())
         return (
@@ -226,11 +230,11 @@ def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, i
     return None
 
 
-def _replica_differences(table: GlobalTable) -> tuple[list[str], list[str]]:
+def _replica_differences(table: GlobalTable) -> list[KeyFault]:
     """Compare content digests of equal regions, where they were computed."""
     hashed = np.flatnonzero(table.digests)
     if not len(hashed):
-        return [], []
+        return []
     columns = (*table.shapes[hashed].T, *table.offsets[hashed].T, table.key_ids[hashed])
     order = hashed[np.lexsort((table.ranks[hashed], ~table.is_main[hashed], *columns))]
     same = (table.key_ids[order][1:] == table.key_ids[order][:-1]) & (
@@ -238,16 +242,17 @@ def _replica_differences(table: GlobalTable) -> tuple[list[str], list[str]]:
     ).all(axis=1)
     first_of_group = np.maximum.accumulate(np.where(np.append(False, same), 0, np.arange(len(order))))
     different = np.flatnonzero(table.digests[order] != table.digests[order[first_of_group]])
-    details, keys = [], []
+    found = []
     for index in different.tolist():
         row, first = int(order[index]), int(order[first_of_group[index]])
-        keys.append(table.keys[table.key_ids[row]])
-        details.append(
-            f"key {keys[-1]!r}: region {table.row_region(row)} differs between rank {int(table.ranks[first])} and rank "
-            f"{int(table.ranks[row])}, which call themselves replicas. Make them equal, or save them under different "
-            "keys (per-rank state such as RNG belongs in a ShardedObject with one cell per rank)."
+        ranks = int(table.ranks[first]), int(table.ranks[row])
+        text = (
+            f": region {table.row_region(row)} differs between rank {ranks[0]} and rank {ranks[1]}, which call "
+            "themselves replicas. Make them equal, or save them under different keys (per-rank state such as RNG "
+            "belongs in a ShardedObject with one cell per rank)."
         )
-    return details, keys
+        found.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
+    return found
 
 
 def mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from distckpt._common_state import COMMON_KEY
 from distckpt._io import Bytes
 from distckpt._io_read import read_chunks
 from distckpt._manifest import OBJECT, Manifest
+from distckpt._report import counting
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedTensor
 from distckpt.serialization import SaveReport, save
 
@@ -36,6 +37,7 @@ def convert(
     common_state: CommonStateDict | None = None,
     overwrite: bool = False,
     process_group: Any = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> SaveReport:
     """Make a distckpt checkpoint of one that PyTorch or Megatron Core wrote: tensors, objects and common state.
 
@@ -52,6 +54,8 @@ def convert(
         common_state: stored in the place of the source's, for sources whose common state is refused.
         overwrite: replace a checkpoint that is there.
         process_group: the ranks that convert together; None for the default group, or for this process alone.
+        progress: called with the bytes this rank has written so far and the bytes it will have, now and then, from one
+            thread at a time.
 
     Returns:
         What `distckpt.save` reports.
@@ -77,7 +81,9 @@ def convert(
         shards = _share(location, manifest, ranks.rank, ranks.size)
     # Under a name that no common state has; an empty list would be common state itself.
     state = {**common_state, **({uuid.uuid4().hex: shards} if shards else {})}
-    return save(state, checkpoint_dir, overwrite=overwrite, process_group=process_group)
+    tensors = [shard.data for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None]
+    told = counting(progress, sum(tensor.nbytes for tensor in tensors))
+    return save(state, checkpoint_dir, overwrite=overwrite, process_group=process_group, progress=told)
 
 
 def _common_state(location: str, manifest: Manifest) -> CommonStateDict:

@@ -87,10 +87,14 @@ class PreparedSave(ABC):
     Attributes:
         num_bytes: how much this rank is going to write.
         plan_reused: whether the decisions are those of an earlier save.
+        folder_suffix: what the names of the folders `tensors` and `objects` end in. `save` sets it before `write` where
+            several saves may write in one place, on object stores. None for a strategy that gives files fixed names:
+            such saves are not kept apart there, and do not replace a checkpoint.
     """
 
     num_bytes: int = 0
     plan_reused: bool = False
+    folder_suffix: str | None = None
 
     def stage(self, staging: Staging) -> PreparedSave | None:
         """Return the same save with all that it writes copied, so that the caller's tensors may change.

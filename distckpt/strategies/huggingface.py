@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from distckpt._plan_export import (
     plan_tensors,
     select_tensors,
 )
+from distckpt._report import counting
 from distckpt.rules import Rule
 from distckpt.strategies.base import ConsolidationStrategy
 
@@ -82,6 +83,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     verify: str = "full"
     max_inflight_bytes: int = 256 << 20
     num_threads: int = NUM_THREADS
+    progress: Callable[[int, int], object] | None = None
     process_group: Any = None
     alone: bool = False
     require_sharding_info: bool = False
@@ -131,6 +133,10 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             report: dict[str, Any] = {}
             with ranks.phase("commit the export", decision=True):
                 if ranks.is_coordinator:
+                    if self._manifest_bytes(location) != data:
+                        raise core.CheckpointingException(
+                            f"{location!r} was overwritten while it was exported: nothing was exported, try again."
+                        )
                     report = _check_written(staging, files)
                     self._write_others(staging, files, report)
                     _commit.commit_beside_others(staging, target, belongs_to_export)
@@ -149,9 +155,11 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         overflows: dict[str, int] = {}
         with ranks.phase("write output files"):
             _storage.make_directories(staging)
-            for index in assign_files(files, ranks.size)[ranks.rank]:
-                path = _storage.join(staging, files[index].name)
-                overflows.update(write_output_file(source, files[index], path, self._threads()))
+            mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
+            told = counting(self.progress, sum(file.num_bytes for file in mine))
+            for file in mine:
+                path = _storage.join(staging, file.name)
+                overflows.update(write_output_file(source, file, path, self._threads(), told))
             _storage.sync_directory(staging)
         for other in ranks.all_gather(json.dumps(overflows).encode()):
             overflows.update(json.loads(other))
@@ -161,6 +169,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         source = _commit.resolve(location)
         if target in (source, *(_storage.join(source, name) for name in _commit.SUBDIRECTORIES)):
             raise core.CheckpointingException(f"The export cannot replace its own source {location!r}.")
+        _commit.put_back(target)
         if not _storage.exists(target):
             return
         if not _storage.isdir(target):
@@ -187,7 +196,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         return plan_files(outputs, self.max_file_bytes, numbers)
 
     def _threads(self) -> int:
-        return max(1, min(self.num_threads, self.max_inflight_bytes // (WINDOWS_PER_THREAD * UNIT_BYTES)))
+        return min(self.num_threads, num_export_threads(self.max_inflight_bytes))
 
     def _write_others(self, staging: str, files: Sequence[OutputFile], report: Mapping[str, Any]) -> None:
         if self.extra_files_from is not None:
@@ -200,6 +209,11 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
             index = index_json(weight_map, report["num_bytes"], report["num_parameters"])
             _storage.write_bytes(_storage.join(staging, _hf_source.INDEX_NAME), index)
+
+
+def num_export_threads(max_inflight_bytes: int) -> int:
+    """Return how many threads may write output within so much memory; one always may."""
+    return max(1, max_inflight_bytes // (WINDOWS_PER_THREAD * UNIT_BYTES))
 
 
 def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:

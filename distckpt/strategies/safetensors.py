@@ -12,17 +12,17 @@ import torch
 from distckpt import _codec, _collectives, _commit, _dcp_load, _dtypes, _sources, _storage, core
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY
-from distckpt._io import checksum, is_plain_memory, num_threads_within, tensor_bytes
+from distckpt._io import checksum, is_plain_memory, num_requests_within, num_threads_within, tensor_bytes
 from distckpt._io_read import read_chunks, read_copies
 from distckpt._io_write import WriteSettings
-from distckpt._manifest import MANIFEST_NAME, OBJECT, Manifest, marker_fields
+from distckpt._manifest import OBJECT, Manifest
 from distckpt._matching import check_dtype, check_known, object_chunk
 from distckpt._plan_cache import PlanCache, make_plan, structure_of
 from distckpt._plan_load import Copy, Request, plan_load
 from distckpt._prune import remove_tensors
-from distckpt._records import ManifestLayout, WrittenRecord, assemble_manifest
+from distckpt._records import ManifestLayout, WrittenRecord
 from distckpt._region import Region
-from distckpt._shard_writer import FilesToWrite, collect, write_all
+from distckpt._shard_writer import FilesToWrite, collect, write_all, write_manifest
 from distckpt._shards import Shard, ShardTable, describe, region_view, shard_regions
 from distckpt._shared_read import Sharing, read_sharing
 from distckpt._sources import BACKEND, VERSION
@@ -103,6 +103,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             durable=options.durable,
             direct=self.direct_io,
             num_threads=num_threads_within(options.max_inflight_bytes),
+            num_requests=num_requests_within(options.max_inflight_bytes),
             progress=options.progress,
         )
         return SafetensorsSave(collect(plan.layouts, shards), plan.manifest, settings, plan is known)
@@ -123,6 +124,7 @@ class SafetensorsSave(PreparedSave):
     manifest: ManifestLayout | None
     settings: WriteSettings
     plan_reused: bool
+    folder_suffix: str = ""
 
     def __post_init__(self) -> None:
         self.num_bytes = self.files.num_bytes
@@ -137,15 +139,13 @@ class SafetensorsSave(PreparedSave):
         Collective: every rank calls; sizes of objects and checksums go to the coordinator.
         """
         with ranks.phase("write shard files"):
-            written = write_all(checkpoint_dir, ranks.rank, self.files, self.settings).to_bytes()
+            written = write_all(checkpoint_dir, ranks.rank, self.files, self.settings, self.folder_suffix).to_bytes()
         records = [WrittenRecord.from_bytes(data) for data in ranks.gather(written)]
         fields: dict[str, Any] = {}
         with ranks.phase("write the manifest", decision=True):
             if self.manifest is not None:
-                data = assemble_manifest(self.manifest, records).to_bytes()
-                location = _storage.join(checkpoint_dir, MANIFEST_NAME)
-                _storage.write_bytes(location, data, durable=self.settings.durable)
-                fields = marker_fields(data)
+                durable = self.settings.durable
+                fields = write_manifest(checkpoint_dir, self.manifest, records, self.folder_suffix, durable)
         return fields
 
 
@@ -248,7 +248,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         )
 
         def read(part: Sequence[Copy]) -> None:
-            threads = num_threads_within(self.options.max_inflight_bytes)
+            within = num_threads_within if _storage.is_local(checkpoint_dir) else num_requests_within
+            threads = within(self.options.max_inflight_bytes)
             read_copies(checkpoint_dir, manifest, part, targets, self.options.verify, threads, self.options.progress)
 
         read_sharing(sharing, manifest, copies, targets, read)
@@ -298,7 +299,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             return {**loaded, **{name: _dcp_load.load_common_state(checkpoint_dir, manifest) for name in common}}
         chunks = [object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
         blobs = read_chunks(checkpoint_dir, manifest, chunks, self.options.verify)
-        return {name: _codec.decode(blob) for name, blob in zip(objects, blobs, strict=True)}
+        found = zip(objects, chunks, blobs, strict=True)
+        return {name: _decode(checkpoint_dir, manifest, chunk, blob) for name, chunk, blob in found}
 
     def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:
         """Describe every stored tensor as one whole, without data, by key. Any rank may call, alone."""
@@ -355,6 +357,15 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:
     return shard.dtype if shard.data is None else shard.data.dtype
+
+
+def _decode(checkpoint_dir: str, manifest: Manifest, chunk: int, blob: bytes) -> object:
+    try:
+        return _codec.decode(blob)
+    except core.CheckpointingException as error:
+        file = _storage.join(checkpoint_dir, manifest.files[int(manifest.file_ids[chunk])].name)
+        key = manifest.keys[int(manifest.key_ids[chunk])]
+        raise type(error)(f"The object {key!r:.300} in {file!r}: {error}") from error
 
 
 def _with_data(shard: ShardedTensor) -> ShardedTensor:

@@ -1,0 +1,171 @@
+"""The transaction of a save on an object store, where nothing can be renamed: the marker is put last, on a condition.
+
+Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/`, so files of two savers never meet.
+The marker names the manifest, and the manifest the files. It is put only if the marker that was there when the save
+began, or none, is still there. So of several savers one wins, and a reader finds the old checkpoint or the new one.
+
+What is no part of the checkpoint that the marker names was left by a save that was interrupted, or belongs to one that
+began before the marker was put and cannot win any more. Files that are there when a marker is about to be put are
+therefore safe to remove once it has been put.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from distckpt import _object_store, _storage, core
+from distckpt._manifest import MANIFEST_NAME
+
+logger = logging.getLogger(__name__)
+
+SAVE = "save"
+"""Field of the marker: the nonce of the save."""
+
+_OURS = re.compile(r"(?:tensors|objects)(?:-([0-9a-f]{16}))?/.+|manifest(?:-([0-9a-f]{16}))?\.safetensors")
+_FOLDER = re.compile(rb"(?:tensors|objects)-([0-9a-f]{16})/")
+
+
+def folder_suffix(nonce: str) -> str:
+    """Return what the names of folders of a save end in."""
+    return f"-{nonce}"
+
+
+def stray_files(location: str, named: Container[str]) -> list[str]:
+    """Return the files of saves at a location that neither its manifest names nor its marker, relative to it."""
+    manifest = (core.read_marker(location) or {}).get("manifest")
+    manifest_name = manifest.get("name") if isinstance(manifest, dict) else None
+    return [name for name in _files_of_saves(location) if name != manifest_name and name not in named]
+
+
+def remove_unfinished(location: str) -> None:
+    """Remove the files of saves from a location without a marker; nobody may be saving there."""
+    _object_store.remove_all([_storage.join(location, name) for name in _files_of_saves(location)])
+    for upload in _object_store.list_uploads(location):
+        _object_store.abort(upload)
+
+
+class Transaction:
+    """A save to an object store. The coordinator alone uses it.
+
+    Args:
+        location: of the checkpoint.
+        nonce: of the save.
+        overwrite: whether to replace a checkpoint that is there.
+        has_folders: whether the save writes into folders of its own; strategies of others may not. Such a save cannot
+            replace a checkpoint, and removes nothing but what it has written.
+
+    Raises:
+        CheckpointExistsError: a whole checkpoint is there and cannot or must not be replaced.
+    """
+
+    def __init__(self, location: str, nonce: str, overwrite: bool, has_folders: bool) -> None:
+        self._location = location
+        self._has_folders = has_folders
+        self._marker = _storage.join(location, core.CONFIG_FNAME)
+        self._nonce = nonce
+        self._version = _object_store.version(self._marker)
+        self._earlier = set(_files_of_saves(location))
+        has_condition = _object_store.has_create if self._version is None else _object_store.has_replace
+        self._is_conditional = has_condition(location)
+        self._may_be_committed = False
+        if self._version is not None and not (overwrite and has_folders):
+            advice = "pass overwrite=True" if has_folders else "save with another strategy: this one cannot replace it"
+            raise core.CheckpointExistsError(
+                f"{location!r} already holds a whole checkpoint. Choose another location, delete it, or {advice}."
+            )
+        if not self._is_conditional:
+            logger.warning(
+                "the backend of %s has no conditional writes: nothing keeps two programs that save there at the same "
+                "time apart", location,
+            )  # fmt: skip
+
+    def commit(self, fields: Mapping[str, Any]) -> None:
+        """Put the marker, then remove what the checkpoint does not name.
+
+        Raises:
+            CheckpointExistsError: the marker is not what it was when the save began.
+            OSError: it is not known whether the marker was put; then nothing is removed.
+        """
+        strays = self._strays(fields)
+        uploads = self._uploads(strays=True)
+        content = (json.dumps({**fields, SAVE: self._nonce}, indent=1) + "\n").encode()
+        self._may_be_committed = True
+        if self._version is None:
+            is_put = _object_store.create(self._marker, content)
+        else:
+            is_put = _object_store.replace(self._marker, content, self._version)
+        if not is_put:
+            self._may_be_committed = False
+            raise core.CheckpointExistsError(
+                f"Another program has saved to {self._location!r}, or removed what was there, while this save was "
+                "being written: that stays. Choose another location, or save again."
+            )
+        with _only_logging(f"remove what the checkpoint in {self._location} does not need"):
+            _object_store.remove_all(_storage.join(self._location, name) for name in strays)
+            for upload in uploads:
+                _object_store.abort(upload)
+
+    def abandon(self) -> None:
+        """Remove what the save has written, unless its marker may have been put."""
+        if self._may_be_committed:
+            return
+        with _only_logging(f"remove the files of a save that failed from {self._location}"):
+            own = [name for name in _files_of_saves(self._location) if self._is_own(name)]
+            _object_store.remove_all(_storage.join(self._location, name) for name in own)
+            for upload in self._uploads(strays=False):
+                _object_store.abort(upload)
+
+    def _strays(self, fields: Mapping[str, Any]) -> list[str]:
+        """Return the files that can be removed when the marker is there."""
+        if not self._has_folders:
+            return []
+        if not self._is_conditional:
+            # Other saves may still be committed, whenever they began: only what is replaced goes.
+            with contextlib.suppress(core.CorruptCheckpointError):
+                old_nonce = (core.read_marker(self._location) or {}).get(SAVE, "")
+                return [name for name in self._earlier if _nonce_of(name) == old_nonce]
+            return []
+        named = fields.get("manifest", {}).get("name")
+        return [name for name in _files_of_saves(self._location) if name != named and not self._is_own(name)]
+
+    def _uploads(self, strays: bool) -> list[_object_store.Upload]:
+        """Return unfinished uploads: of this save, and with `strays` of others that cannot win any more."""
+        uploads = _object_store.list_uploads(self._location)
+        names = [(upload, upload.location[len(self._location) + 1 :]) for upload in uploads]
+        every = strays and self._is_conditional and self._has_folders
+        return [upload for upload, name in names if _OURS.fullmatch(name) and (every or self._is_own(name))]
+
+    def _is_own(self, name: str) -> bool:
+        nonce = _nonce_of(name)
+        if nonce is not None:
+            return nonce == self._nonce
+        folders: set[bytes] = set()
+        if name == MANIFEST_NAME:
+            with contextlib.suppress(FileNotFoundError):
+                folders.update(_FOLDER.findall(_object_store.read(_storage.join(self._location, name))))
+        if folders:
+            return self._nonce.encode() in folders
+        # Of a strategy that does not know of folders.
+        return name not in self._earlier
+
+
+def _files_of_saves(location: str) -> list[str]:
+    return [name for name in _object_store.list_files(location) if _OURS.fullmatch(name)]
+
+
+def _nonce_of(name: str) -> str | None:
+    match = _OURS.fullmatch(name)
+    return (match[1] or match[2]) if match else None
+
+
+@contextlib.contextmanager
+def _only_logging(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("could not %s: %s", doing, error)

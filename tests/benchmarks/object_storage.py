@@ -1,0 +1,163 @@
+"""Save to and load from an object store, beside s3fs's own transfers of the same bytes.
+
+    python tests/benchmarks/object_storage.py [--mib 256] [--files 1] [--rounds 5] [--url s3://bucket/place]
+
+Without --url an S3 server (moto) runs in a process of its own on this machine. It is slow, and shares the processors:
+what counts is the ratio. For every range that is asked for it reads the whole object (0.7 ms per MiB where this was
+written), which costs loads in many requests more than ones in few; no real store does.
+
+In every round each contestant goes once, in turn; medians over the rounds after one that is not counted. s3fs moves the
+bytes of each file with `pipe_file` and `cat_file` from and to memory, and with `put_file` and `get_file` from and to
+files in memory (/dev/shm) where there are any; all files at the same time. distckpt saves as many tensors into its one
+file, and loads into tensors that are there already, without and with checksums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import torch
+from _measure import machine_facts, markdown_table
+
+import distckpt
+from distckpt import ShardedTensor
+
+
+def serve(connection: Any) -> None:
+    """Run a server until told to stop."""
+    import logging
+
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    connection.send(server.get_host_and_port())
+    connection.recv()
+    server.stop()
+
+
+def start_server() -> tuple[str, Callable[[], None]]:
+    """Start a server with a bucket; returns the bucket's URL, and what stops it."""
+    import boto3
+
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
+    process.start()
+    host, port = ours.recv()
+    os.environ.update(
+        AWS_ACCESS_KEY_ID="benchmark",
+        AWS_SECRET_ACCESS_KEY="benchmark",
+        AWS_DEFAULT_REGION="us-east-1",
+        AWS_ENDPOINT_URL=f"http://{host}:{port}",
+    )
+    boto3.client("s3").create_bucket(Bucket="benchmark")
+
+    def stop() -> None:
+        ours.send(None)
+        process.join()
+
+    return "s3://benchmark", stop
+
+
+def contestants(url: str, num_bytes: int, num_files: int, scratch: Path) -> dict[str, tuple[Callable, Callable]]:
+    """Return what saves and what loads, by name."""
+    files, place = fsspec.core.url_to_fs(url)
+    size = num_bytes // num_files
+    tensors = [torch.from_numpy(np.random.default_rng(i).integers(0, 256, size, np.uint8)) for i in range(num_files)]
+    contents = [tensor.numpy().tobytes() for tensor in tensors]
+    targets = [torch.empty_like(tensor) for tensor in tensors]
+    for index, content in enumerate(contents):
+        (scratch / str(index)).write_bytes(content)
+
+    def state(values: list[torch.Tensor]) -> dict[str, ShardedTensor]:
+        return {f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", value) for i, value in enumerate(values)}
+
+    def all_at_once(function: Callable[[int], object]) -> None:
+        with ThreadPoolExecutor(num_files) as pool:
+            found = list(pool.map(function, range(num_files)))
+        if found[0] is not None and isinstance(found[0], bytes):
+            assert len(found[0]) == size
+
+    def load(verify: str) -> None:
+        for target in targets:
+            target.zero_()
+        distckpt.load(state(targets), f"{url}/distckpt", verify=verify)
+        assert torch.equal(targets[0], tensors[0])
+
+    return {
+        "distckpt": (
+            lambda: distckpt.save(state(tensors), f"{url}/distckpt", overwrite=True),
+            lambda: load("none"),
+        ),
+        "distckpt, verified": (lambda: None, lambda: load("full")),
+        "s3fs pipe_file / cat_file": (
+            lambda: all_at_once(lambda i: files.pipe_file(f"{place}/piped/{i}", contents[i])),
+            lambda: all_at_once(lambda i: files.cat_file(f"{place}/piped/{i}")),
+        ),
+        "s3fs put_file / get_file": (
+            lambda: all_at_once(lambda i: files.put_file(str(scratch / str(i)), f"{place}/put/{i}")),
+            lambda: all_at_once(lambda i: files.get_file(f"{place}/put/{i}", str(scratch / f"{i}.got"))),
+        ),
+    }
+
+
+def measure(todo: dict[str, tuple[Callable, Callable]], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Let every contestant save and load in every round, beginning with another one each time."""
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in todo}
+    names = list(todo)
+    for number in range(rounds + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            for which in (0, 1):
+                started = time.perf_counter()
+                todo[name][which]()
+                if number:
+                    seconds[name][which].append(time.perf_counter() - started)
+    return seconds
+
+
+def main() -> None:
+    """Run it and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--files", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--url", help="an empty place; its content is removed afterwards")
+    arguments = parser.parse_args()
+    bucket, stop = (arguments.url, lambda: None) if arguments.url else start_server()
+    url = f"{bucket.rstrip('/')}/benchmark-{secrets.token_hex(4)}"
+    num_bytes = arguments.mib << 20
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    try:
+        with tempfile.TemporaryDirectory(dir=memory) as scratch:
+            seconds = measure(contestants(url, num_bytes, arguments.files, Path(scratch)), arguments.rounds)
+        files, place = fsspec.core.url_to_fs(url)
+        files.rm(place, recursive=True)
+    finally:
+        stop()
+    medians = {name: [statistics.median(times) for times in pair] for name, pair in seconds.items()}
+    best = [min(pair[which] for name, pair in medians.items() if name.startswith("s3fs")) for which in (0, 1)]
+    rows = []
+    for name, (save, load) in medians.items():
+        saved = ["", ""] if name == "distckpt, verified" else [f"{num_bytes / save / 1e6:.0f}", f"{best[0] / save:.2f}"]
+        rows.append([name, *saved, f"{num_bytes / load / 1e6:.0f}", f"{best[1] / load:.2f}"])
+    print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts(tempfile.gettempdir())}.\n")
+    print(f"{arguments.mib} MiB in {arguments.files} tensors, medians of {arguments.rounds} rounds.\n")
+    print(markdown_table(["", "save MB/s", "of s3fs", "load MB/s", "of s3fs"], rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A network and a store that fail: requests that are refused, cut off, or carried out without an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+import distckpt
+from distckpt import ShardedTensor
+from distckpt.core import CheckpointExistsError
+from tests.s3_server import Fault, FaultyProxy, keys_in, new_bucket, reached_at, running_server, uploads_in
+
+LARGE = 4 * (1 << 20) + 77
+"""Elements: a little more than 16 MiB, which go in two parts, and come in three answers."""
+NO_OTHER_RETRIES = {"AWS_MAX_ATTEMPTS": "1"}
+"""Settings of botocore: what it would repeat by itself comes to distckpt."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(server):
+    return new_bucket(server)
+
+
+@contextlib.contextmanager
+def failing(server, *faults, **settings):
+    proxy = FaultyProxy(server, *faults)
+    with proxy.running() as url, reached_at(url, **settings):
+        yield proxy
+
+
+def numbers(seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(LARGE, np.float32))
+
+
+def state(seed: int) -> dict:
+    return {"w": ShardedTensor.from_rank_offsets("w", numbers(seed)), "step": seed}
+
+
+def holds(location: str, seed: int) -> bool:
+    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
+    loaded = distckpt.load(target, location, verify="full")
+    return torch.equal(loaded["w"], numbers(seed)) and loaded["step"] == seed
+
+
+ACTIONS = ["500", "503", "cut body", "cut answer", "lose answer"]
+
+REQUESTS_OF_A_SAVE = {
+    "begin an upload": ("POST", r"shard-.*\?uploads"),
+    "put a part": ("PUT", r"shard-.*partNumber=2"),
+    "complete an upload": ("POST", r"shard-.*\?uploadId"),
+    "put a small file": ("PUT", r"rank-00001"),
+    "put the manifest": ("PUT", r"/manifest"),
+    "put the marker": ("PUT", r"/metadata\.json"),
+    "look for the marker": ("HEAD", r"/metadata\.json"),
+    "list files": ("GET", r"list-type=2"),
+    "list uploads": ("GET", r"\?uploads|&uploads"),
+}
+
+
+@pytest.mark.parametrize(
+    ("action", "settings"), [*((action, NO_OTHER_RETRIES) for action in ACTIONS), ("lose answer", {})]
+)
+def test_saves_survive(server, bucket, action, settings):
+    """The first request of every kind fails, in a save and in one that replaces it."""
+    location = f"{bucket}/run/c"
+    faults = [Fault(method, pattern, action) for method, pattern in REQUESTS_OF_A_SAVE.values()]
+    for seed in (1, 2):
+        with failing(server, *faults, **settings) as proxy:
+            distckpt.save(state(seed), location, overwrite=True)
+        assert len(proxy.happened) == len(faults), proxy.happened
+        assert holds(location, seed)
+        assert len(keys_in(server, location)) == 4
+    # Also what was begun by a request whose answer was lost.
+    assert uploads_in(server, bucket) == []
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_load_survives(server, bucket, action):
+    """The first two requests for every file fail."""
+    location = f"{bucket}/c"
+    distckpt.save(state(1), location)
+    patterns = [r"shard-", r"rank-", r"/manifest", r"/metadata\.json"]
+    faults = [Fault(method, pattern, action, count=2) for method in ("GET", "HEAD") for pattern in patterns]
+    with failing(server, *faults, **NO_OTHER_RETRIES) as proxy:
+        assert holds(location, 1)
+    assert {(fault.method, fault.pattern) for fault in faults[:4]} <= {
+        (request.split()[0], pattern)
+        for _, request in proxy.happened
+        for pattern in patterns
+        if re.search(pattern, request)
+    }
+
+
+def test_verify_and_consolidate_survive(server, bucket):
+    location = f"{bucket}/c"
+    distckpt.save(state(1), location)
+    with failing(server, Fault("GET", r"/c/tensors", "cut answer", 2, 2), **NO_OTHER_RETRIES) as proxy:
+        assert distckpt.verify(location).is_whole
+        assert len(proxy.happened) == 2
+    faults = Fault("PUT", r"/hf/.*partNumber", "lose answer", 2), Fault("POST", r"/hf/.*uploadId", "lose answer")
+    with failing(server, *faults, **NO_OTHER_RETRIES) as proxy:
+        distckpt.consolidate(location, f"{bucket}/hf")
+        assert len(proxy.happened) == 2
+    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
+    assert torch.equal(distckpt.load(target, f"{bucket}/hf")["w"], numbers(1))
+    assert uploads_in(server, bucket) == []
+
+
+def test_an_upload_that_is_gone_was_completed_or_is_an_error(server, bucket):
+    kind = REQUESTS_OF_A_SAVE["complete an upload"]
+    with failing(server, Fault(*kind, "lose answer"), Fault(*kind, "404"), **NO_OTHER_RETRIES) as proxy:
+        distckpt.save(state(1), f"{bucket}/c")
+    assert [action for action, _ in proxy.happened] == ["lose answer", "404"]
+    assert holds(f"{bucket}/c", 1)
+    with failing(server, Fault(*kind, "404", count=1000), **NO_OTHER_RETRIES), pytest.raises(FileNotFoundError):
+        distckpt.save(state(2), f"{bucket}/d")
+    assert keys_in(server, f"{bucket}/d") == []
+    assert uploads_in(server, bucket) == []
+
+
+REQUESTS_THAT_CAN_FAIL = ["put a part", "complete an upload", "put the manifest"]
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS_THAT_CAN_FAIL)
+def test_what_goes_on_failing_is_an_error_that_names_the_file_and_leaves_nothing(server, bucket, request_kind):
+    method, pattern = REQUESTS_OF_A_SAVE[request_kind]
+    distckpt.save(state(1), f"{bucket}/c")
+    before = keys_in(server, bucket)
+    with (
+        failing(server, Fault(method, pattern, "500", count=1000), **NO_OTHER_RETRIES),
+        pytest.raises(OSError, match="injected") as caught,
+    ):
+        distckpt.save(state(2), f"{bucket}/c", overwrite=True)
+    assert re.match(rf"{bucket}/c/.*({pattern.split('.*')[0].strip('/')})", caught.value.filename)
+    assert keys_in(server, bucket) == before
+    assert uploads_in(server, bucket) == []
+    assert holds(f"{bucket}/c", 1)
+
+
+def test_a_read_that_goes_on_failing_is_an_error_that_names_the_file(server, bucket):
+    distckpt.save(state(1), f"{bucket}/c")
+    with (
+        failing(server, Fault("GET", r"shard-", "cut answer", count=1000), **NO_OTHER_RETRIES),
+        pytest.raises(OSError, match=r"c/tensors-\w+/shard-00001"),
+    ):
+        holds(f"{bucket}/c", 1)
+
+
+def test_a_store_that_does_not_answer_to_the_marker_loses_nothing(server, bucket):
+    """Whether the marker was put is unknown then, so neither checkpoint's files may go."""
+    location = f"{bucket}/c"
+    distckpt.save(state(1), location)
+    with (
+        failing(server, Fault("PUT", r"/metadata\.json", "lose answer", count=1000), **NO_OTHER_RETRIES),
+        pytest.raises(OSError, match=r"metadata\.json"),
+    ):
+        distckpt.save(state(2), location, overwrite=True)
+    # It was put.
+    assert holds(location, 2)
+    distckpt.save(state(3), location, overwrite=True)
+    assert holds(location, 3)
+    assert len(keys_in(server, location)) == 4
+
+
+def test_the_loser_of_a_race_is_told_so_though_its_answer_was_lost(server, bucket):
+    location, others = f"{bucket}/c", iter([1])
+
+    def progress(num_bytes):
+        if next(others, None):
+            distckpt.save(state(3), location)
+
+    with (
+        failing(server, Fault("PUT", r"/metadata\.json", "lose answer", 2)) as proxy,
+        pytest.raises(CheckpointExistsError, match="Another program"),
+    ):
+        distckpt.save(state(2), location, progress=progress)
+    assert proxy.happened
+    assert holds(location, 3)
+    assert len(keys_in(server, location)) == 4
+
+
+def test_wrong_credentials_are_said_at_once(server, bucket):
+    proxy = FaultyProxy(server)
+    with proxy.running() as url, reached_at(url, AWS_ACCESS_KEY_ID="", AWS_SECRET_ACCESS_KEY="", HOME="/nonexistent"):
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        with pytest.raises(OSError, match="credentials"):
+            distckpt.save(state(1), f"{bucket}/c")

@@ -1,0 +1,197 @@
+"""A real object store for tests: moto's S3 server on a free port of this machine, reached through the environment.
+
+Ranks that tests start inherit the environment, so they find the same server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import boto3
+import fsspec
+from moto.server import ThreadedMotoServer
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    # No look-up of credentials at an address that only machines of a cloud have.
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[str]:
+    """Run a server, with the environment set up for it; yields its URL."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    try:
+        with reached_at(url):
+            yield url
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def reached_at(url: str, **settings: str) -> Iterator[None]:
+    """Let this process, and those it starts, find S3 at a URL."""
+    environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": url, **settings}
+    forget_connections()
+    try:
+        with mock.patch.dict(os.environ, environment):
+            yield
+    finally:
+        forget_connections()
+
+
+def forget_connections() -> None:
+    """Make fsspec connect anew, with what the environment says then."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def new_bucket(url: str) -> str:
+    """Make an empty bucket; returns its URL, such as `s3://bucket-0123`."""
+    name = f"bucket-{secrets.token_hex(8)}"
+    client(url).create_bucket(Bucket=name)
+    return f"s3://{name}"
+
+
+def client(url: str):
+    """Return a client that has nothing to do with s3fs."""
+    return boto3.client("s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="testing",
+                        aws_secret_access_key="testing")  # fmt: skip
+
+
+def keys_in(url: str, prefix: str) -> list[str]:
+    """List everything below a URL such as `s3://bucket/run`, by names relative to it."""
+    bucket, _, path = prefix.removeprefix("s3://").partition("/")
+    start = f"{path}/" if path else ""
+    pages = client(url).get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=start)
+    return sorted(item["Key"][len(start) :] for page in pages for item in page.get("Contents", []))
+
+
+def uploads_in(url: str, bucket: str) -> list[str]:
+    """List the keys of multi-part uploads that were begun and neither completed nor aborted."""
+    answer = client(url).list_multipart_uploads(Bucket=bucket.removeprefix("s3://").partition("/")[0])
+    return [upload["Key"] for upload in answer.get("Uploads", [])]
+
+
+# --- A proxy that fails -----------------------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """What goes wrong with requests of one kind.
+
+    Attributes:
+        method: such as "PUT".
+        pattern: of the path with its query.
+        action: "500", "503" or "404" (no such upload): answered so without being carried out. "cut body": the
+            connection ends in the middle of what the client sends. "cut answer": ... of what the server sends. "lose
+            answer": carried out, and then the connection ends.
+        first: the number of the first request that it happens to, from 1.
+        count: how many requests it happens to.
+    """
+
+    method: str
+    pattern: str
+    action: str
+    first: int = 1
+    count: int = 1
+
+
+class FaultyProxy:
+    """Stands in front of a server; `happened` lists what it did to which request."""
+
+    def __init__(self, server: str, *faults: Fault) -> None:
+        self.faults = list(faults)
+        self.happened: list[tuple[str, str]] = []
+        self._server = server.removeprefix("http://")
+        self._numbers = [0] * len(faults)
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Run the proxy; yields its URL."""
+        handler = type("Handler", (_ProxyHandler,), {"proxy": self})
+        listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.server_address[1]}"
+        finally:
+            listener.shutdown()
+            thread.join()
+            listener.server_close()
+
+    def action_for(self, method: str, path: str) -> str | None:
+        """Return what goes wrong with a request, None when nothing does."""
+        with self._lock:
+            for number, fault in enumerate(self.faults):
+                if fault.method == method and re.search(fault.pattern, path):
+                    self._numbers[number] += 1
+                    if fault.first <= self._numbers[number] < fault.first + fault.count:
+                        self.happened.append((fault.action, f"{method} {path}"))
+                        return fault.action
+        return None
+
+    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, list, bytes]:
+        connection = http.client.HTTPConnection(self._server, timeout=60)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+
+class _ProxyHandler(http.server.BaseHTTPRequestHandler):
+    proxy: FaultyProxy
+    protocol_version = "HTTP/1.1"
+
+    def handle_request(self) -> None:
+        self.close_connection = True
+        action = self.proxy.action_for(self.command, self.path)
+        length = int(self.headers.get("Content-Length", 0))
+        if action == "cut body":
+            self.rfile.read(length // 2)
+            return
+        body = self.rfile.read(length)
+        if action in _CODES:
+            code = _CODES[action]
+            text = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
+            return self._answer(int(action), [("Content-Type", "application/xml")], text)
+        status, headers, content = self.proxy.forward(self.command, self.path, dict(self.headers.items()), body)
+        if action != "lose answer":
+            self._answer(status, headers, content, cut=action == "cut answer")
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_request
+
+    def _answer(self, status: int, headers: list, content: bytes, cut: bool = False) -> None:
+        self.send_response_only(status)
+        kept = [(name, value) for name, value in headers if name.lower() not in _OF_ONE_CONNECTION]
+        length = next((value for name, value in headers if name.lower() == "content-length"), str(len(content)))
+        for name, value in [*kept, ("Content-Length", length), ("Connection", "close")]:
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+_CODES = {"500": "InternalError", "503": "SlowDown", "404": "NoSuchUpload"}
+_OF_ONE_CONNECTION = {"connection", "content-length", "transfer-encoding", "keep-alive"}
