@@ -34,7 +34,7 @@ OVERALL_TIMEOUT = 90.0
 """Seconds after which what is left of a launch is killed."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed.checkpoint", "distckpt"])
+_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed.checkpoint", "distckpt.manager"])
 
 _to_parent: Any = None
 

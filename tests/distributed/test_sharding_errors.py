@@ -224,3 +224,55 @@ def test_a_request_with_wrong_offsets_is_refused_on_every_rank(tmp_path):
     assert "written" not in str(errors[0]), "a load writes nothing"
     assert totals == (6, 6, 6, 6)
     assert all(read_unchecked), "validate_access_integrity=False reads what every rank asks for"
+
+
+NUM_LAYERS = 100
+
+
+def many_layers(rank, make):
+    return {
+        f"{i}.{part}": make(rank, f"layers.{i}.{part}") for i in range(NUM_LAYERS) for part in ("attn", "mlp", "norm")
+    }
+
+
+def copies_of_which_one_differs(rank, key):
+    """Ranks 0 and 1, and 2 and 3, hold the same half; that of rank 3 is another."""
+    value = 7.0 if rank == 3 and "mlp" in key else 1.0
+    return tensor(key, (2, 3), (0, rank // 2, 2), replica_id=rank % 2, value=value)
+
+
+def holes_in_some(rank, key):
+    """Rank 2 calls its part of some tensors a copy."""
+    return tensor(key, (2, 3), (0, rank, 4), replica_id=int(rank == 2 and "attn" in key))
+
+
+def dtypes_of_one_rank(rank, key):
+    other = rank == 1 and "norm" in key
+    return tensor(key, (2, 3), (0, rank, 4), dtype=torch.float64 if other else torch.float32)
+
+
+def save_many_layers(rank, make, path):
+    return str(error_of(distckpt.save, many_layers(rank, make), path, validate_replicas=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            copies_of_which_one_differs,
+            ["'layers.{0..99}.mlp' (100 keys), such as key 'layers.0.mlp'", "differs between rank 2 and rank 3"],
+        ),
+        (
+            holes_in_some,
+            ["'layers.{0..99}.attn' (100 keys), such as key 'layers.0.attn'", "no main replica", "on rank 2"],
+        ),
+        (dtypes_of_one_rank, ["'layers.{0..99}.norm' (100 keys)", "rank 0", "rank 1"]),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_hundreds_of_keys_are_one_line_with_the_ranks_that_disagree(make, words, tmp_path):
+    messages = run(save_many_layers, 4, make, str(tmp_path / "checkpoint"))
+    assert set(messages) == {messages[0]}
+    assert all(word in messages[0] for word in words), messages[0]
+    assert len(messages[0]) < 700
+    assert os.listdir(tmp_path) == []

@@ -5,19 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 import distckpt
 from distckpt import CheckpointManager, RankFailedError, ShardedObject, ShardedTensor
-from distckpt.strategies.safetensors import SafetensorsSave, SafetensorsSaveStrategy
+from distckpt.strategies.safetensors import SafetensorsSave
 from tests.distributed.disk import tree_of
 from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.faults.disks import small_disk
+from tests.faults.stopping import StopsAfter, StopsBefore, StopsWithin, stopping
 
 PATIENCE = 60.0
 NUM_RANKS = 3
@@ -36,22 +36,6 @@ def state_of(rank, value, num_rows=100):
 
 def values_in(loaded):
     return sorted({*loaded["rows"].unique().tolist(), loaded["rng"]["value"], loaded["value"]})
-
-
-@contextmanager
-def small_disk(folder, num_bytes):
-    """Mount a file system of this size, where the test may."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount")
-    if mounted.returncode:
-        pytest.skip(f"cannot mount: {mounted.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def save_to_a_full_disk(rank, folder, first):
@@ -89,53 +73,8 @@ def test_a_file_where_a_directory_should_be(tmp_path):
 # --- Killed ranks ---------------------------------------------------------------------------------------------------
 
 
-class StopsBefore(SafetensorsSave):
-    """Waits for the test, in the background, before anything is written."""
-
-    def write(self, checkpoint_dir, ranks):
-        ask_parent()
-        return super().write(checkpoint_dir, ranks)
-
-
-class StopsWithin(SafetensorsSave):
-    """Waits for the test when its own files are written, and those of others perhaps."""
-
-    def write(self, checkpoint_dir, ranks):
-        written = super().write
-
-        class Stopping:
-            """The ranks, but for a stop before what is written is reported."""
-
-            def __getattr__(self, name):
-                if name == "gather":
-                    ask_parent()
-                return getattr(ranks, name)
-
-        return written(checkpoint_dir, Stopping())
-
-
-class StopsAfter(SafetensorsSave):
-    """Waits for the test when everything is written, before it is committed."""
-
-    def write(self, checkpoint_dir, ranks):
-        fields = super().write(checkpoint_dir, ranks)
-        ask_parent()
-        return fields
-
-
-class Stopping(SafetensorsSaveStrategy):
-    """Saves in a way that stops where the test wants it."""
-
-    kind = SafetensorsSave
-
-    def prepare(self, sharded_state_dict):
-        prepared = super().prepare(sharded_state_dict)
-        return self.kind(prepared.files, prepared.manifest, prepared.settings, prepared.plan_reused)
-
-
 def save_and_lose_a_rank(rank, root, kind):
-    strategy = type("Strategy", (Stopping,), {"kind": kind})()
-    manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
+    manager = CheckpointManager(root, sharded_strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0)
     handle = manager.save(2, state_of(rank, 2))
     error = error_of(handle.result, PATIENCE)
     return error, error_of(handle.result, PATIENCE) is error
@@ -196,7 +135,7 @@ class StopsWhenBothAreScheduled(StopsBefore):
 
 def save_twice_and_lose_a_rank(rank, root):
     """Of two saves in flight, the first loses a rank; the second one must not begin where the first one ended."""
-    strategy = type("Strategy", (Stopping,), {"kind": StopsWhenBothAreScheduled})()
+    strategy = stopping(StopsWhenBothAreScheduled)
     manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
     handles = [manager.save(step, state_of(rank, step)) for step in (2, 3)]
     sum_over_ranks(0)
@@ -268,7 +207,7 @@ def test_a_rank_that_is_stopped_is_named(victim, tmp_path):
 
 def go_on_without_background(rank, root):
     """A rank whose background hangs does not keep the trainer from its own exchanges."""
-    strategy = type("Strategy", (Stopping,), {"kind": StopsBefore if rank == 1 else SafetensorsSave})()
+    strategy = stopping(StopsBefore if rank == 1 else SafetensorsSave)
     manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT)
     handle = manager.save(1, state_of(rank, 1))
     sums = [sum_over_ranks(step) for step in range(50)]

@@ -1,8 +1,11 @@
-"""Two programs that know nothing of each other save to one path: one wins, the other is told, the result is whole."""
+"""Programs that know nothing of each other use one path: of two savers one wins, and readers see whole checkpoints."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -10,11 +13,19 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointExistsError, ShardedTensor
-from distckpt.strategies.safetensors import SafetensorsSaveStrategy
-from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from distckpt import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    LoadMismatchError,
+    ShardedObject,
+    ShardedTensor,
+)
+from tests.distributed.harness import error_of, launched, run, sum_over_ranks
+from tests.faults.stopping import StopsAfter, stopping
 
-ROUNDS = 12
+ROUNDS = pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.slow)])
 NUM_TENSORS = 5
 
 
@@ -28,24 +39,15 @@ def state_of(value):
     }
 
 
-class MeetsBeforeCommit(SafetensorsSaveStrategy):
-    """Waits for the other program when all is written, so that both commit at the same time."""
-
-    def save(self, sharded_state_dict, checkpoint_dir):
-        fields = super().save(sharded_state_dict, checkpoint_dir)
-        ask_parent()
-        return fields
-
-
-def save_many_times(rank, folder, overwrite):
+def save_many_times(rank, folder, overwrite, rounds):
     return [
-        error_of(distckpt.save, state_of(rank), f"{folder}/round_{i}", MeetsBeforeCommit(), overwrite=overwrite)
-        for i in range(ROUNDS)
+        error_of(distckpt.save, state_of(rank), f"{folder}/round_{i}", stopping(StopsAfter), overwrite=overwrite)
+        for i in range(rounds)
     ]
 
 
-def let_them_meet(launch):
-    for _ in range(ROUNDS):
+def let_them_meet(launch, rounds):
+    for _ in range(rounds):
         for rank in (0, 1):
             launch.wait_for_signal(rank)
         for rank in (0, 1):
@@ -60,16 +62,17 @@ def value_in(path):
     return loaded["value"]
 
 
+@ROUNDS
 @pytest.mark.parametrize("before", ["nothing", "empty directory", "unfinished"])
-def test_one_of_two_savers_wins(before, tmp_path):
-    for i in range(ROUNDS):
+def test_one_of_two_savers_wins(before, rounds, tmp_path):
+    for i in range(rounds):
         if before != "nothing":
             (tmp_path / f"round_{i}").mkdir()
         if before == "unfinished":
             (tmp_path / f"round_{i}" / "tensors").mkdir()
             (tmp_path / f"round_{i}" / "tensors" / "part").write_bytes(b"of an earlier save")
-    with launched(save_many_times, 2, str(tmp_path), False, backend=None) as launch:
-        let_them_meet(launch)
+    with launched(save_many_times, 2, str(tmp_path), False, rounds, backend=None) as launch:
+        let_them_meet(launch, rounds)
         errors = launch.values()
     for i, both in enumerate(zip(*errors, strict=True)):
         (error,) = [error for error in both if error is not None]
@@ -77,44 +80,216 @@ def test_one_of_two_savers_wins(before, tmp_path):
         assert str(tmp_path / f"round_{i}") in str(error)
         assert value_in(str(tmp_path / f"round_{i}")) == both.index(None)
     left = [name for name in os.listdir(tmp_path) if not name.startswith("round_")]
-    assert len(left) == (ROUNDS if before == "unfinished" else 0), left
+    assert len(left) == (rounds if before == "unfinished" else 0), left
     for name in left:
         assert ".incomplete-" in name
         assert (tmp_path / name / "tensors" / "part").read_bytes() == b"of an earlier save"
 
 
+@ROUNDS
 @pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
-def test_savers_that_overwrite_both_succeed(before, tmp_path):
+def test_savers_that_overwrite_both_succeed(before, rounds, tmp_path):
     if before == "a checkpoint":
-        for i in range(ROUNDS):
+        for i in range(rounds):
             distckpt.save(state_of(7), str(tmp_path / f"round_{i}"))
-    with launched(save_many_times, 2, str(tmp_path), True, backend=None) as launch:
-        let_them_meet(launch)
-        assert launch.values() == [[None] * ROUNDS] * 2
-    for i in range(ROUNDS):
+    with launched(save_many_times, 2, str(tmp_path), True, rounds, backend=None) as launch:
+        let_them_meet(launch, rounds)
+        assert launch.values() == [[None] * rounds] * 2
+    for i in range(rounds):
         assert value_in(str(tmp_path / f"round_{i}")) in (0, 1)
-    assert sorted(os.listdir(tmp_path)) == sorted(f"round_{i}" for i in range(ROUNDS))
+    assert sorted(os.listdir(tmp_path)) == sorted(f"round_{i}" for i in range(rounds))
 
 
-def overwrite_or_watch(rank, path, done):
-    """Rank 0 overwrites again and again; rank 1 looks meanwhile, and counts how often it found what."""
+# --- Readers --------------------------------------------------------------------------------------------------------
+
+NUM_FILES = 24
+
+
+def scattered(value):
+    """Return a state dict whose tensor is stored in many files, so that it is not read at one moment."""
+    columns = [torch.full((8, 3), float(value)) for _ in range(NUM_FILES)]
+    shards = [ShardedTensor.from_rank_offsets("w", c, (1, i, NUM_FILES)) for i, c in enumerate(columns)]
+    return {"columns": shards, "object": ShardedObject("object", value, (1,), (0,)), "value": value}
+
+
+def read_all(path, **options):
+    """Load everything and return all distinct values; checksums are left out, so that they cannot tell."""
+    loaded = distckpt.load(scattered(-1), path, verify="none", **options)
+    return {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]}
+
+
+def read_tensors(path):
+    return set(distckpt.load_plain_tensors(path)["w"].flatten().tolist())
+
+
+def read_common_state(path):
+    assert "w" in distckpt.load_sharded_metadata(path)
+    return {distckpt.load_common_state_dict(path)["value"]}
+
+
+def read_to_verify(path):
+    assert distckpt.verify(path).problems == ()
+    return {-1}
+
+
+READERS = [read_all, read_tensors, read_common_state, read_to_verify]
+
+
+class Once:
+    """Does something when it is called for the first time; who calls meanwhile waits."""
+
+    def __init__(self, action):
+        self._action, self._lock = action, threading.Lock()
+
+    def __call__(self, *unused):
+        with self._lock:
+            action, self._action = self._action, lambda: None
+            action()
+
+
+@pytest.mark.parametrize("verify", ["none", "read", "full"])
+def test_a_load_that_is_overtaken_by_an_overwriting_save(verify, tmp_path, caplog):
+    path = str(tmp_path / "checkpoint")
+    distckpt.save(scattered(1), path)
+    overwrite = Once(lambda: distckpt.save(scattered(2), path, overwrite=True))
+    loaded = distckpt.load(scattered(-1), path, verify=verify, progress=overwrite)
+    assert set(torch.cat(loaded["columns"]).flatten().tolist()) == {2}
+    assert (loaded["object"], loaded["value"]) == (2, 2)
+    assert "was overwritten while it was read" in caplog.text
+
+
+def test_a_load_that_is_overtaken_by_one_of_another_shape(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    distckpt.save(scattered(1), path)
+    other = {"v": ShardedTensor.from_rank_offsets("v", torch.ones(3))}
+    overwrite = Once(lambda: distckpt.save(other, path, overwrite=True))
+    with pytest.raises(LoadMismatchError, match="'w'"):
+        distckpt.load(scattered(-1), path, progress=overwrite)
+
+
+def test_a_load_that_is_always_overtaken_gives_up(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    distckpt.save(scattered(0), path)
+    values = itertools.count(1)
+    lock = threading.Lock()
+
+    def overwrite(num_bytes):
+        del num_bytes
+        with lock:
+            distckpt.save(
+                {"w": scattered(next(values))["columns"][:1]}, path, overwrite=True, validate_access_integrity=False
+            )
+
+    column = ShardedTensor("w", torch.zeros(8, 3), torch.float32, (8, 3), (8, 3 * NUM_FILES), (0, 0), None)
+    with pytest.raises(CheckpointingException, match=r"was overwritten .* times"):
+        distckpt.load({"w": column}, path, progress=overwrite)
+
+
+def load_while_overwritten(rank, path):
+    """Rank 1 overwrites when it has read something; both must load the new one."""
+    overwrite = Once(lambda: distckpt.save(scattered(2), path, overwrite=True, process_group=alone))
+    alone = [torch.distributed.new_group([member]) for member in (0, 1)][rank]
+    halves = scattered(-1)
+    mine = {**halves, "columns": halves["columns"][rank * NUM_FILES // 2 : (rank + 1) * NUM_FILES // 2]}
+    mine["object"] = ShardedObject("object", None, (1,), (0,), replica_id=rank)
+    loaded = distckpt.load(mine, path, verify="none", progress=overwrite if rank == 1 else None)
+    return {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]}
+
+
+def test_all_ranks_load_the_same_one(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    distckpt.save(scattered(1), path)
+    assert run(load_while_overwritten, 2, path) == [{2}, {2}]
+
+
+def test_an_export_that_is_overtaken_is_not_committed(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    distckpt.save(scattered(1), path)
+    overwrite = Once(lambda: distckpt.save(scattered(2), path, overwrite=True))
+    with pytest.raises(CheckpointingException, match=r"overwritten while it was exported|damaged or replaced"):
+        distckpt.consolidate(path, tmp_path / "export", verify="none", progress=overwrite)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def overwrite_or_read(rank, path, done, rounds):
+    """Rank 0 overwrites again and again; the others read meanwhile, and count what they see."""
     if rank == 0:
-        for value in range(1, 30):
-            distckpt.save(state_of(value), path, overwrite=True)
+        for value in range(1, rounds + 1):
+            distckpt.save(scattered(value), path, overwrite=True, durable=False)
         return Path(done).touch()
-    seen = Counter()
+    read, seen = READERS[rank - 1], Counter()
     while not os.path.exists(done):
-        seen[distckpt.check_is_distributed_checkpoint(path)] += 1
+        seen[tuple(read(path))] += 1
     return seen
 
 
-def test_overwriting_leaves_no_gap(tmp_path):
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_readers_while_it_is_overwritten(rounds, tmp_path):
     path = str(tmp_path / "checkpoint")
-    distckpt.save(state_of(0), path)
-    _, seen = run(overwrite_or_watch, 2, path, str(tmp_path / "done"), backend=None)
-    assert seen[True] > 30
-    assert seen[False] == 0
-    assert value_in(path) == 29
+    distckpt.save(scattered(0), path)
+    seen = run(overwrite_or_read, 1 + len(READERS), path, str(tmp_path / "done"), rounds, backend=None)[1:]
+    for read, values in zip(READERS, seen, strict=True):
+        assert values, read
+        assert {len(together) for together in values} == {1}, (read, values)
+    assert read_all(path) == {rounds}
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "done"]
+
+
+def save_or_look(rank, folder, done, rounds):
+    """Rank 0 saves to new places; rank 1 reads them as soon as they are there: absent, then whole."""
+    if rank == 0:
+        for i in range(rounds):
+            distckpt.save(scattered(i), f"{folder}/round_{i}", durable=False)
+        return Path(done).touch()
+    seen = []
+    for i in range(rounds):
+        path = f"{folder}/round_{i}"
+        while True:
+            try:
+                seen.append(read_all(path))
+                break
+            except CheckpointNotFoundError:
+                assert not os.path.exists(done) or os.path.exists(path)
+    return seen
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_reader_during_a_first_save(rounds, tmp_path):
+    _, seen = run(save_or_look, 2, str(tmp_path), str(tmp_path / "done"), rounds, backend=None)
+    assert seen == [{i} for i in range(rounds)]
+
+
+def save_steps_or_read(rank, root, done, rounds):
+    """Rank 0 saves steps of which two are kept; rank 1 loads the newest, which may be removed under its hands."""
+    if rank == 0:
+        with CheckpointManager(root, keep_last=2, durable=False) as manager:
+            for step in range(1, rounds + 1):
+                manager.save(step, scattered(step))
+        return Path(done).touch()
+    manager, seen = CheckpointManager(root), []
+    while not os.path.exists(done):
+        steps = manager.steps()
+        try:
+            seen += [(step, read_all(manager.location(step))) for step in steps]
+        except CheckpointNotFoundError as error:
+            seen.append((None, str(error)))
+    return seen
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_reader_while_steps_are_pruned(rounds, tmp_path):
+    _, seen = run(save_steps_or_read, 2, str(tmp_path / "run"), str(tmp_path / "done"), rounds, backend=None)
+    whole = [(step, values) for step, values in seen if step is not None]
+    assert whole
+    assert all(values == {step} for step, values in whole)
+
+
+def test_a_step_that_is_pruned_while_it_is_read(tmp_path):
+    path = tmp_path / "step"
+    distckpt.save(scattered(1), path)
+    prune = Once(lambda: shutil.rmtree(path))
+    with pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"):
+        distckpt.load(scattered(-1), path, progress=prune)
 
 
 def save_from_two_groups(rank, path):

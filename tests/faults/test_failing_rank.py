@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from distckpt import (
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 from tests.distributed.disk import header_of, tree_of
 from tests.distributed.harness import error_of, launched, run, sum_over_ranks
+from tests.faults.disks import limited
 
 NUM_RANKS = 4
 FAILING = 2
@@ -65,17 +65,6 @@ def factory(build_error=None, merge_error=None, replica_id=0):
         return loaded
 
     return ShardedTensorFactory("fused", torch.ones(4), build, merge, replica_id)
-
-
-@contextmanager
-def limited(kind, soft_limit):
-    """Lower a limit that the system puts on this process."""
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (soft_limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
 
 
 class NotRegistered:

@@ -1,0 +1,199 @@
+"""A rank that is killed or stopped before any exchange of a save, load or export: the others raise and name it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import distckpt
+from distckpt import RankFailedError, ShardedObject, ShardedTensor
+from distckpt._collectives import Ranks
+from tests.distributed.harness import ask_parent, error_of, launched, run
+
+NUM_RANKS = 3
+TIMEOUT = 4.0
+"""Of the process group, in seconds: short, since survivors of a stopped rank wait it out."""
+AT_ONCE = 5
+"""So many launches at the same time: they do little but wait."""
+
+
+def state_of(rank, value):
+    rows = torch.full((30, 16), float(value))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, NUM_RANKS)),
+        "shared": ShardedTensor.from_rank_offsets("shared", torch.full((40, 8), float(value)), replica_id=rank),
+        "rng": ShardedObject("rng", {"value": value}, (NUM_RANKS,), (rank,)),
+        "value": value,
+    }
+
+
+def save(rank, folder):
+    distckpt.save(state_of(rank, 2), f"{folder}/checkpoint", overwrite=True)
+
+
+def load(rank, folder):
+    distckpt.load(state_of(rank, -1), f"{folder}/checkpoint", strict="raise_all")
+
+
+def load_sharing_reads(rank, folder):
+    distckpt.load(state_of(rank, -1), f"{folder}/checkpoint", parallel_load="on")
+
+
+def consolidate(rank, folder):
+    del rank
+    distckpt.consolidate(f"{folder}/checkpoint", f"{folder}/export")
+
+
+VERBS = [save, load, load_sharing_reads, consolidate]
+
+
+@contextlib.contextmanager
+def watching_exchanges(arrive) -> Iterator[None]:
+    """Call `arrive(name)` whenever this rank is about to begin an exchange."""
+    plain = Ranks._contact
+
+    def watched(ranks, name, **options):
+        arrive(name)
+        return plain(ranks, name, **options)
+
+    Ranks._contact = watched
+    try:
+        yield
+    finally:
+        Ranks._contact = plain
+
+
+def list_exchanges(rank, verb, folder):
+    names = []
+    with watching_exchanges(names.append):
+        verb(rank, folder)
+    return names
+
+
+def stop_before_exchange(rank, verb, folder, victim, name, occurrence):
+    """The victim waits for the test when it is about to begin an exchange; the others just call."""
+    names = []
+
+    def arrive(begun):
+        names.append(begun)
+        if rank == victim and begun == name and names.count(name) == occurrence:
+            ask_parent()
+
+    with watching_exchanges(arrive):
+        return error_of(verb, rank, folder)
+
+
+def save_first(rank, folder):
+    distckpt.save(state_of(rank, 1), f"{folder}/checkpoint")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A directory with an earlier checkpoint."""
+    folder = tmp_path_factory.mktemp("template")
+    run(save_first, NUM_RANKS, str(folder))
+    return folder
+
+
+class Loss(NamedTuple):
+    """A rank that is killed, or else stopped, when it is about to begin the given occurrence of an exchange."""
+
+    verb: Callable[[int, str], None]
+    victim: int
+    is_killed: bool
+    name: str
+    occurrence: int = 1
+
+
+def lose_a_rank(loss, folder):
+    """Return the errors of the survivors."""
+    survivors = [rank for rank in range(NUM_RANKS) if rank != loss.victim]
+    arguments = (stop_before_exchange, NUM_RANKS, loss.verb, str(folder), loss.victim, loss.name, loss.occurrence)
+    with launched(*arguments, group_timeout=TIMEOUT) as launch:
+        launch.wait_for_signal(loss.victim)
+        if loss.is_killed:
+            launch.kill(loss.victim)
+        else:
+            os.kill(launch.processes[loss.victim].pid, signal.SIGSTOP)
+        launch.wait_for_end(*survivors)
+        if not loss.is_killed:
+            launch.kill(loss.victim)
+        outcomes = launch.values()
+    return [outcomes[rank] for rank in survivors]
+
+
+def check_losses(losses, template, folder):
+    """Lose ranks in launches of their own, some at a time; in each the others raise, and what is on disk is whole."""
+    folders = [folder / str(number) for number in range(len(losses))]
+    for copy in folders:
+        shutil.copytree(template, copy)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = list(pool.map(lose_a_rank, losses, folders))
+    for loss, copy, errors in zip(losses, folders, outcomes, strict=True):
+        for error in errors:
+            assert isinstance(error, RankFailedError), (loss, error)
+            assert list(error.failures) == [loss.victim], (loss, error)
+            assert f"Lost contact with rank {loss.victim} " in str(error)
+        # A rank that is lost when the coordinator may have committed already finds it done, perhaps.
+        may_be_new = loss.verb is save and loss.name in ("commit", "all_gather")
+        assert value_in(copy / "checkpoint") in ((1, 2) if may_be_new else (1,)), loss
+        if (copy / "export").exists():
+            exported = load_file(copy / "export" / "model.safetensors").values()
+            assert set(torch.cat([tensor.flatten() for tensor in exported]).tolist()) == {1}, loss
+        if loss.victim != 0:
+            assert set(os.listdir(copy)) <= {"checkpoint", "export"}, loss
+
+
+def value_in(path):
+    """Return the value that all of a checkpoint holds."""
+    assert distckpt.verify(path).is_whole
+    tensors = distckpt.load_plain_tensors(path).values()
+    values = torch.cat([tensor.flatten() for tensor in tensors]).tolist()
+    (value,) = {distckpt.load_common_state_dict(path)["value"], *values}
+    return value
+
+
+def test_the_others_name_a_killed_rank(template, tmp_path):
+    losses = [
+        Loss(save, 2, True, "describe their shards"),
+        Loss(save, 0, True, "gather"),
+        Loss(save, 2, True, "write shard files"),
+        Loss(save, 0, True, "commit"),
+        Loss(load, 2, True, "plan the reads"),
+        Loss(load_sharing_reads, 2, True, "read for other ranks"),
+        Loss(load, 0, True, "load"),
+        Loss(consolidate, 2, True, "write output files"),
+    ]
+    check_losses(losses, template, tmp_path)
+
+
+def test_the_others_name_a_stopped_rank(template, tmp_path):
+    losses = [
+        Loss(save, 0, False, "describe their shards"),
+        # The third gather is that of what was written.
+        Loss(save, 2, False, "gather", 3),
+        Loss(load, 0, False, "find the checkpoint"),
+        Loss(load_sharing_reads, 2, False, "exchange of tensors"),
+        Loss(consolidate, 2, False, "open the checkpoint"),
+    ]
+    check_losses(losses, template, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other"])
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_the_others_name_a_rank_lost_at_any_exchange(verb, victim, is_killed, template, tmp_path):
+    shutil.copytree(template, tmp_path / "whole")
+    names = run(list_exchanges, NUM_RANKS, verb, str(tmp_path / "whole"))[victim]
+    losses = [Loss(verb, victim, is_killed, name, names[: i + 1].count(name)) for i, name in enumerate(names)]
+    check_losses(losses, template, tmp_path)

@@ -1,0 +1,154 @@
+"""A new directory takes the place of an earlier one: what happens in between, by chance or by other programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+import distckpt
+from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError, _storage
+from tests.faults.calls import watched
+from tests.faults.scenarios import (
+    NEW,
+    OLD,
+    export,
+    judge_checkpoint,
+    judge_export_over_another,
+    old_checkpoint,
+    save,
+    source_and_old_export,
+    state_of,
+    two_steps,
+    verdict_on,
+)
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def kind_of_swap(request, monkeypatch):
+    """Some network file systems cannot swap two directories in one step."""
+    if request.param != "exchange":
+        monkeypatch.setattr(_storage, "exchange", lambda *arguments: False)
+
+
+@pytest.mark.usefixtures("kind_of_swap")
+def test_files_that_others_put_into_an_export_meanwhile_stay(tmp_path):
+    """New files, deep down as well, and new versions of those that were there."""
+    source_and_old_export(tmp_path)
+    folder = tmp_path / "export"
+    done = []
+
+    def on_call(call, moment):
+        if call.name in ("rename", "renameat2") and moment == "before" and not done:
+            done.append(call)
+            (folder / "come.txt").write_text("come")
+            (folder / "notes" / "deep" / "come.txt").write_text("come")
+            (folder / "other.txt").write_text("changed")
+            os.replace(folder / "other.txt", folder / "changed.txt")
+
+    (folder / "changed.txt").write_text("first")
+    with watched(tmp_path, on_call):
+        export(tmp_path, 0, 1, overwrite=True)
+    assert len(done) == 1
+    assert judge_export_over_another(tmp_path) == "new"
+    assert (folder / "come.txt").read_text() == (folder / "notes" / "deep" / "come.txt").read_text() == "come"
+    assert (folder / "changed.txt").read_text() == "changed"
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def lose_name(path):
+    """Leave a directory as an overwrite does that is interrupted between two renames."""
+    aside = path.with_name(f".{path.name}.old-0123456789abcdef")
+    path.rename(aside)
+    return aside
+
+
+def test_a_checkpoint_without_its_name_is_found_again(tmp_path, caplog):
+    old_checkpoint(tmp_path)
+    path = tmp_path / "checkpoint"
+    aside = lose_name(path)
+    with pytest.raises(CheckpointNotFoundError, match=str(aside)):
+        distckpt.load({}, path)
+    with pytest.raises(CheckpointNotFoundError, match=str(aside)):
+        distckpt.verify(path)
+    # It counts as there: it is not replaced unasked.
+    with pytest.raises(CheckpointExistsError):
+        save(tmp_path, 0, 1)
+    assert f"{path} was interrupted" in caplog.text
+    assert judge_checkpoint(tmp_path) == "old"
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_an_export_without_its_name_is_not_replaced_unasked(tmp_path):
+    source_and_old_export(tmp_path)
+    lose_name(tmp_path / "export")
+    with pytest.raises(CheckpointExistsError):
+        export(tmp_path, 0, 1)
+    assert judge_export_over_another(tmp_path) == "old"
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_step_without_its_name_is_not_lost(step, tmp_path):
+    """Readers are told; whoever saves gives it its name back."""
+    two_steps(tmp_path)
+    aside = lose_name(tmp_path / "step_00000002")
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        assert manager.latest() == 1
+        assert aside.name in manager.skipped[2]
+        assert aside.exists(), "looking changes nothing"
+        if step == 2:
+            with pytest.raises(CheckpointExistsError):
+                manager.save(2, state_of(NEW))
+        else:
+            manager.save(3, state_of(NEW))
+        assert manager.steps() == [1, *range(2, step + 1)]
+    assert not aside.exists()
+    assert verdict_on(tmp_path / "step_00000002") == "old"
+
+
+def test_an_overwritten_step_leaves_nothing(tmp_path):
+    """A crash just after the second rename: the step is there, and what it has replaced."""
+    two_steps(tmp_path)
+    aside = lose_name(tmp_path / "step_00000002")
+    shutil.copytree(aside, tmp_path / "step_00000002")
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(3, state_of(NEW))
+    assert not aside.exists()
+    assert verdict_on(tmp_path / "step_00000002") == "old"
+
+
+def save_unasked(folder):
+    """Takes the overwrite for an interrupted one, and undoes it."""
+    with pytest.raises(CheckpointExistsError):
+        distckpt.save(state_of(OLD), folder / "checkpoint")
+
+
+def overwrite_too(folder):
+    distckpt.save(state_of(OLD), folder / "checkpoint", overwrite=True)
+
+
+def finish_a_save(folder):
+    """Has found nothing at the target, and commits."""
+    (folder / "other").rename(folder / "checkpoint")
+
+
+@pytest.mark.parametrize("other", [save_unasked, overwrite_too, finish_a_save], ids=lambda case: case.__name__)
+def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch):
+    """The overwrite goes on all the same: it replaces what is there then."""
+    monkeypatch.setattr(_storage, "exchange", lambda *arguments: False)
+    old_checkpoint(tmp_path)
+    distckpt.save(state_of(OLD), tmp_path / "other")
+    done = []
+
+    def on_call(call, moment):
+        if call.name == "rename" and moment == "after" and call.paths[0] == "checkpoint" and not done:
+            done.append(call)
+            other(tmp_path)
+
+    with watched(tmp_path, on_call):
+        save(tmp_path, 0, 1, overwrite=True)
+    assert len(done) == 1
+    shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    assert judge_checkpoint(tmp_path) == "new"
+    assert os.listdir(tmp_path) == ["checkpoint"]
