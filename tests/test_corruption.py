@@ -215,6 +215,176 @@ def test_the_old_name_of_full_verification(checkpoint):
         distckpt.load(shard, checkpoint, verify_integrity=True)
 
 
+# ---- what verification says, and what loads give
+
+
+def regions_of(file):
+    """Return the parts of a safetensors file: its header's length, text and padding, and the data of each entry."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = len(data[8 : 8 + length].rstrip(b" "))
+    parts = {"length": range(8), "text": range(8, 8 + text), "padding": range(8 + text, 8 + length)}
+    return {name: span for name, span in (parts | entries_of(file)).items() if len(span)}
+
+
+def sample(span, count, random):
+    """Choose the first and last of some positions, and others between them."""
+    return sorted({span[0], span[-1], *random.choice(span, min(count, len(span)), replace=False).tolist()})
+
+
+def flip(file, original, position, random):
+    flipped = bytearray(original)
+    flipped[position] ^= 1 << int(random.integers(8))
+    file.write_bytes(flipped)
+
+
+@pytest.mark.parametrize("name", FILES[:3])
+def test_verify_says_what_a_flipped_bit_concerns(checkpoint, name):
+    file = checkpoint / name
+    original, random = file.read_bytes(), np.random.default_rng(3)
+    first_data_byte = min(span[0] for span in entries_of(file).values())
+    for region, span in regions_of(file).items():
+        key = region.rpartition("/shard_")[0] or region
+        is_header = span[0] < first_data_byte
+        for position in sample(span, 12, random):
+            flip(file, original, position, random)
+            (problem,) = distckpt.verify(checkpoint).problems
+            assert problem.file == str(file)
+            assert problem.first_byte <= position < problem.stop_byte
+            if is_header:
+                assert (problem.key, problem.region) == (None, None)
+                assert "header" in problem.message
+                # Where data lie is read from the manifest, so a header is of no account for distckpt itself.
+                load(checkpoint, verify="read")
+                continue
+            assert problem.key == key
+            assert problem.region is not None
+            assert (problem.first_byte, problem.stop_byte) == (span[0], span[-1] + 1)
+            with pytest.raises(CorruptCheckpointError) as caught:
+                load(checkpoint, verify="read")
+            assert str(file) in str(caught.value)
+            assert repr(key) in str(caught.value)
+    file.write_bytes(original)
+    assert distckpt.verify(checkpoint).is_whole
+
+
+def test_verify_names_the_region_of_the_chunk(checkpoint):
+    for name, region in ((FILES[0], "[0:4, 0:3]"), (FILES[1], "[0:4, 3:6]")):
+        file = checkpoint / name
+        original = file.read_bytes()
+        flip(file, original, entries_of(file)["w"][5], np.random.default_rng(0))
+        (problem,) = distckpt.verify(checkpoint).problems
+        assert problem.region == region
+        file.write_bytes(original)
+
+
+@pytest.mark.parametrize("name", FILES[3:])
+def test_verify_finds_a_flipped_bit_of_manifest_and_marker(checkpoint, name):
+    file = checkpoint / name
+    original, random = file.read_bytes(), np.random.default_rng(4)
+    harmless = 0
+    for position in sample(range(len(original)), 200, random):
+        flip(file, original, position, random)
+        problems = distckpt.verify(checkpoint).problems
+        if not problems:
+            harmless += 1
+            load(checkpoint)
+            continue
+        (problem,) = problems
+        # The marker holds the size and checksum of the manifest: when they differ, either may be the damaged one.
+        assert problem.file in (str(file), str(checkpoint / FILES[3]))
+    # Of the marker spaces, say, or fields that nothing depends on.
+    assert harmless == 0 if name == FILES[3] else harmless < len(original) / 2
+
+
+def row_of(path, verify):
+    """Load one row of `w`, which lies in both files."""
+    target = torch.full((1, 6), -1.0)
+    shard = ShardedTensor("w", target, target.dtype, (1, 6), (4, 6), (2, 0), None)
+    return distckpt.load({"w": shard}, path, verify=verify)["w"]
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+def test_a_part_in_another_layout_finds_what_it_touches(checkpoint, name):
+    file = checkpoint / name
+    original, random = file.read_bytes(), np.random.default_rng(5)
+    for region, span in regions_of(file).items():
+        for position in sample(span, 12, random):
+            flip(file, original, position, random)
+            if region == "w":
+                with pytest.raises(CorruptCheckpointError, match="of key 'w'") as caught:
+                    row_of(checkpoint, "full")
+                assert str(file) in str(caught.value)
+            else:
+                assert torch.equal(row_of(checkpoint, "full"), TENSORS["w"][2:3])
+
+
+def test_an_export_finds_it(checkpoint):
+    file = checkpoint / FILES[0]
+    original = file.read_bytes()
+    for key in entries_of(file):
+        flip(file, original, entries_of(file)[key][0], np.random.default_rng(6))
+        with pytest.raises(CorruptCheckpointError, match=f"key {key!r}") as caught:
+            distckpt.consolidate(checkpoint, checkpoint.parent / "export")
+        assert str(file) in str(caught.value)
+        assert os.listdir(checkpoint.parent) == [checkpoint.name]
+        file.write_bytes(original)
+
+
+@pytest.mark.parametrize("name", FILES[:4])
+def test_any_other_size_is_found(checkpoint, name):
+    file = checkpoint / name
+    original = file.read_bytes()
+    cut = [original[:size] for size in {*range(0, len(original), 512), len(original) - 1}]
+    for content in [*cut, original + b"\0", original + b"\0" * 512, original + original[-512:]]:
+        file.write_bytes(content)
+        (problem, *others) = distckpt.verify(checkpoint).problems
+        assert problem.file == str(file)
+        # What is missing is listed for each key as well.
+        assert all(other.file == str(file) and other.key is not None for other in others)
+        for verify in ("read", "full"):
+            with pytest.raises(CorruptCheckpointError) as caught:
+                load(checkpoint, verify=verify)
+            assert str(file) in str(caught.value)
+
+
+def exchange(first, second):
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def test_files_that_changed_places_are_found(tmp_path):
+    columns = {i: ShardedTensor.from_rank_offsets("v", torch.full((4, 3), float(i)), (1, i, 2)) for i in range(2)}
+    distckpt.save(columns, tmp_path / "c")
+    first, second = (tmp_path / "c" / name for name in FILES[:2])
+    assert first.stat().st_size == second.stat().st_size
+    exchange(first, second)
+    found = {(problem.file, problem.key) for problem in distckpt.verify(tmp_path / "c").problems}
+    # Their headers say where the pieces belong, so they differ as well.
+    assert found == {(str(file), key) for file in (first, second) for key in (None, "v")}
+    with pytest.raises(CorruptCheckpointError, match=f"Checksum mismatch in '({first}|{second})'.*key 'v'"):
+        distckpt.load_plain_tensors(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", FILES[:4])
+def test_verify_finds_a_file_of_another_save(checkpoint, name):
+    save(checkpoint.parent / "other", shift=1)
+    other = checkpoint.parent / "other" / name
+    assert other.stat().st_size == (checkpoint / name).stat().st_size
+    assert (other.read_bytes() == (checkpoint / name).read_bytes()) == (name == FILES[2]), (
+        "objects are the same in both"
+    )
+    shutil.copyfile(other, checkpoint / name)
+    problems = distckpt.verify(checkpoint).problems
+    if name == FILES[2]:
+        assert not problems
+        load(checkpoint)
+        return
+    assert {problem.file for problem in problems} == {str(checkpoint / name)}
+    assert {problem.key for problem in problems} == ({"w"} if name != FILES[3] else {None})
+
+
 # ---- whole files
 
 
@@ -259,22 +429,6 @@ def test_a_damaged_marker_is_named(checkpoint, damage):
     with pytest.raises(CorruptCheckpointError) as caught:
         load(checkpoint)
     assert str(checkpoint / "metadata.json") in str(caught.value)
-
-
-def test_two_files_of_equal_size_that_changed_places_are_found(checkpoint):
-    first, second = checkpoint / FILES[0], checkpoint / FILES[1]
-    # Make room for a third name, so that nothing else changes.
-    keys = [set(entries_of(file)) for file in (first, second)]
-    assert "w" in keys[0] & keys[1]
-    columns = {i: ShardedTensor.from_rank_offsets("v", torch.full((4, 3), float(i)), (1, i, 2)) for i in range(2)}
-    distckpt.save(columns, checkpoint.parent / "d")
-    one, two = (checkpoint.parent / "d" / name for name in FILES[:2])
-    assert one.stat().st_size == two.stat().st_size
-    os.rename(one, checkpoint.parent / "x")
-    os.rename(two, one)
-    os.rename(checkpoint.parent / "x", two)
-    with pytest.raises(CorruptCheckpointError, match=f"Checksum mismatch in '({one}|{two})'.*key 'v'"):
-        distckpt.load_plain_tensors(checkpoint.parent / "d")
 
 
 @pytest.mark.parametrize("name", [FILES[0], FILES[3], FILES[4]])
@@ -338,16 +492,17 @@ def test_a_file_elsewhere_is_never_read(checkpoint):
             load(checkpoint)
 
 
-def test_sizes_that_no_memory_holds_are_found_before_it_is_asked_for(checkpoint):
+@pytest.mark.parametrize("block_bytes", [None, 2**61])
+def test_sizes_that_no_memory_holds_are_found_before_it_is_asked_for(checkpoint, block_bytes):
     def enlarge(fields, columns):
         row = int(np.flatnonzero(columns["key_ids"] == fields["keys"].index("o"))[0])
         fields["files"][int(columns["file_ids"][row])][1] = 2**60
-        columns["num_bytes"][row] = 2**50
-        # Still one block per chunk.
-        fields["block_bytes"] = 2**61
+        if block_bytes is not None:
+            # Still one block per chunk.
+            fields["block_bytes"], columns["num_bytes"][row] = block_bytes, 2**50
 
     forge(checkpoint, enlarge)
-    with pytest.raises(CorruptCheckpointError, match=r"has .* bytes, but the manifest"):
+    with pytest.raises(CorruptCheckpointError, match=r"has .* bytes, but the manifest|block_bytes is"):
         load(checkpoint)
 
 
@@ -428,3 +583,17 @@ def test_damage_that_checksums_were_not_asked_to_find_is_found_when_decoding(tem
     error = error_of(lambda: distckpt.load({"o": ShardedObject("o", None, (2,), (0,))}, path, verify="none"))
     shutil.rmtree(path)
     assert error is None or isinstance(error, CorruptCheckpointError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_no_flipped_byte_gives_wrong_values(checkpoint, name):
+    """Every byte of every file, one bit of it each time: verification finds it, and a load does, or it does no harm."""
+    file = checkpoint / name
+    original, random = file.read_bytes(), np.random.default_rng(7)
+    for position in range(len(original)):
+        flip(file, original, position, random)
+        problems = distckpt.verify(checkpoint).problems
+        error = error_of(lambda: load(checkpoint, verify="read"))
+        assert problems or error is None
+        assert problems or name == FILES[4], f"byte {position} is not found"
