@@ -344,7 +344,6 @@ def async_save(
             has asked for its result.
     """
     ranks, is_abandoned = Ranks(process_group), threading.Event()
-
     request = SaveRequest(
         sharded_state_dict,
         os.fspath(checkpoint_dir),

@@ -27,8 +27,8 @@ from distckpt._io import (
 from distckpt._manifest import Manifest
 from distckpt._open_files import OpenFiles
 from distckpt._plan_load import Copy
-from distckpt._region import IntArray, Region, flat_start, num_outer_axes, whole
-from distckpt._sparse_read import covering_elements, holds_runs, is_worthwhile, max_elements, read_box
+from distckpt._region import IntArray, Region, covering_elements, flat_start, num_outer_axes, slabs, whole
+from distckpt._sparse_read import holds_runs, is_worthwhile, max_elements, read_box
 
 READ_UNIT_BYTES = 2 << 20
 """One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
@@ -161,7 +161,7 @@ def _divide(
         ):
             yield from _direct_parts(chunk, first, last, tensor_bytes(run_goal), block)
             continue
-        for box in _slabs(shape, run, unit_bytes // item):
+        for box in slabs(shape, run, unit_bytes // item):
             start = flat_start(shape, box) * item
             stop = start + covering_elements(shape, box) * item
             if verify == "full":
@@ -180,7 +180,7 @@ def _direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) 
 
 
 def _sparse_parts(chunk: int, shape: tuple[int, ...], box: Region, item: int, goal: torch.Tensor) -> Iterator[_Part]:
-    for piece in _slabs(box.shape, whole(box.shape), max_elements(shape, box, item)):
+    for piece in slabs(box.shape, whole(box.shape), max_elements(shape, box, item)):
         part = Region(tuple(a + b for a, b in zip(piece.offset, box.offset, strict=True)), piece.shape)
         start = flat_start(shape, part) * item
         stop = start + covering_elements(shape, part) * item
@@ -197,21 +197,6 @@ def _long_runs(shape: tuple[int, ...], box: Region, item: int, exact: bool) -> I
         return
     for index in itertools.product(*(range(o, o + n) for o, n in zip(box.offset[:outer], box.shape, strict=False))):
         yield Region(index + box.offset[outer:], (1,) * outer + box.shape[outer:])
-
-
-def _slabs(shape: tuple[int, ...], box: Region, max_elements: int) -> Iterator[Region]:
-    """Cut a box across its leading axes until each part spans at most `max_elements` of the chunk."""
-    if box.num_elements == 0:
-        return
-    if covering_elements(shape, box) <= max_elements:
-        yield box
-        return
-    axis = next(i for i, n in enumerate(box.shape) if n > 1)
-    step = max(1, max_elements // math.prod(shape[axis + 1 :]))
-    for begin in range(0, box.shape[axis], step):
-        extent = min(step, box.shape[axis] - begin)
-        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
-        yield from _slabs(shape, Region(offset, (*box.shape[:axis], extent, *box.shape[axis + 1 :])), max_elements)
 
 
 def _read_parts(
@@ -317,7 +302,7 @@ def _read_through(manifest: Manifest, part: _Part) -> Iterator[_Part]:
     assert part.target is not None
     shape = manifest.chunk_region(part.chunk).shape
     item = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
-    for box in _slabs(shape, part.box, READ_UNIT_BYTES // item):
+    for box in slabs(shape, part.box, READ_UNIT_BYTES // item):
         start = flat_start(shape, box) * item
         stop = start + covering_elements(shape, box) * item
         yield _Part(part.chunk, start, stop, None, box, part.target[box.relative_to(part.box.offset).slices()])

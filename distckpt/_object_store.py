@@ -1,6 +1,6 @@
 """Object stores, through fsspec: whole objects, parts of large ones, conditional writes, ranged reads.
 
-The only module that imports fsspec. Every request goes through `_request`, which repeats it while the reason of a
+Every request goes through `_request`, which repeats it while the reason of a
 failure may pass: s3fs and botocore repeat single calls, but not those whose answer is cut off while it is read, and
 what they repeat after a lost answer may fail because it was carried out the first time.
 """

@@ -123,6 +123,29 @@ def flat_start(shape: tuple[int, ...], region: Region) -> int:
     return index
 
 
+def covering_elements(shape: tuple[int, ...], box: Region) -> int:
+    """Count the elements from the first to the last one of a box, those between its runs included."""
+    if box.num_elements == 0:
+        return 0
+    last = Region(tuple(o + n - 1 for o, n in zip(box.offset, box.shape, strict=True)), (1,) * len(shape))
+    return flat_start(shape, last) - flat_start(shape, box) + 1
+
+
+def slabs(shape: tuple[int, ...], box: Region, max_elements: int) -> Iterator[Region]:
+    """Cut a box across its leading axes until each part spans at most `max_elements` of the tensor."""
+    if box.num_elements == 0:
+        return
+    if covering_elements(shape, box) <= max_elements:
+        yield box
+        return
+    axis = next(i for i, n in enumerate(box.shape) if n > 1)
+    step = max(1, max_elements // math.prod(shape[axis + 1 :]))
+    for begin in range(0, box.shape[axis], step):
+        extent = min(step, box.shape[axis] - begin)
+        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
+        yield from slabs(shape, Region(offset, (*box.shape[:axis], extent, *box.shape[axis + 1 :])), max_elements)
+
+
 def is_contiguous_in(shape: tuple[int, ...], region: Region) -> bool:
     """Tell whether a region is one run of memory inside a row-major tensor of `shape`."""
     return num_outer_axes(shape, region) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from distckpt import _aio
-from distckpt._region import IntArray, Region, flat_start, num_outer_axes
+from distckpt._region import IntArray, Region, covering_elements, flat_start, num_outer_axes
 
 PITCH_BYTES = 8 << 10
 """Mean distance from the beginning of a run to that of the next. Closer runs take less time with the gaps between."""
@@ -20,14 +20,6 @@ MAX_RUN_BYTES = 1 << 20
 """Longer runs gain nothing from sharing a call."""
 CALL_BYTES = 4 << 20
 """Read with one call at most."""
-
-
-def covering_elements(shape: tuple[int, ...], box: Region) -> int:
-    """Count the elements from the first to the last one of a box, those between its runs included."""
-    if box.num_elements == 0:
-        return 0
-    last = Region(tuple(o + n - 1 for o, n in zip(box.offset, box.shape, strict=True)), (1,) * len(shape))
-    return flat_start(shape, last) - flat_start(shape, box) + 1
 
 
 def is_worthwhile(shape: tuple[int, ...], box: Region, item: int) -> bool:
