@@ -245,7 +245,7 @@ def prepare_background_save(
 
     def watch(num_bytes: int) -> None:
         if is_abandoned.is_set():
-            raise core.CheckpointingException("This save was abandoned.")
+            raise core.CheckpointingException("This save was abandoned: the process ends, or a rank is lost.")
         if options.progress is not None:
             options.progress(num_bytes)
 

@@ -349,7 +349,7 @@ def _request(location: str, request: Callable[[Any, str], _Result]) -> _Result:
     Listings are never taken from a cache.
 
     Raises:
-        OSError: naming the location; FileNotFoundError and FileExistsError as they are.
+        OSError: naming the location.
     """
     fs, path = fsspec.core.url_to_fs(location)
     delay = _FIRST_DELAY
@@ -357,8 +357,11 @@ def _request(location: str, request: Callable[[Any, str], _Result]) -> _Result:
         try:
             fs.invalidate_cache()
             return request(fs, path)
-        except (FileNotFoundError, FileExistsError):
-            raise
+        except (FileNotFoundError, FileExistsError) as error:
+            if error.filename is not None:
+                raise
+            number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EEXIST
+            raise type(error)(number, str(error), location) from error
         except Exception as error:
             if attempt == _ATTEMPTS or not _may_pass(error):
                 raise _naming(error, location) from error

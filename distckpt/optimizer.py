@@ -272,7 +272,10 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
             "sharded_optimizer_state_dict(optimizer, ...), from a checkpoint that was saved with it."
         )
     if [len(group["params"]) for group in optimizer.param_groups] != list(map(len, loaded["own"])):
-        raise LoadMismatchError("The optimizer has other groups of parameters than the one that was described.")
+        raise LoadMismatchError(
+            f"The optimizer has groups of {[len(group['params']) for group in optimizer.param_groups]} parameters, the "
+            f"one that was described had {list(map(len, loaded['own']))}: describe this optimizer before loading."
+        )
     settings = by_param(loaded["settings"])
     states: dict[torch.Tensor, dict[str, Any] | None] = {}
     options: list[dict[str, Any] | None] = []

@@ -177,7 +177,8 @@ leaves = (
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     dicts = st.dictionaries(keys, inner, max_size=3)
-    attributes = st.dictionaries(st.text(), inner, max_size=3)
+    # No class lets its `__dict__` be set to just anything.
+    attributes = st.dictionaries(st.text().filter(lambda name: name != "__dict__"), inner, max_size=3)
     return (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
@@ -294,7 +295,7 @@ def test_random_states_can_be_restored() -> None:
         datetime.datetime(2020, 10, 25, 1, 30, fold=1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),
         datetime.timezone(datetime.timedelta(seconds=-1)),
         np.array("2020-01-01", "M8[D]"),
-        np.datetime64("NaT"),
+        np.datetime64("NaT", "s"),
         np.float32("nan"),
         np.void(b"abcd"),
         np.str_(""),
@@ -556,7 +557,6 @@ SAMPLE = {
         encode(b"x" * 1000).replace(b"[1000]", b"[1001]"),
         encode(b"x" * 1000).replace(b"[0,1000]", b"[1,1000]"),
         encode(b"x" * 1000).replace(b"[0,1000]", b"[0,1e03]"),
-        reference_blob("[1]", codec_version="2"),
         safetensors.numpy.save({"a": np.zeros(3)}),
         safetensors.numpy.save({}, {"codec_version": "1"}),
         safetensors.numpy.save({}, {"codec_version": "1", "tree_entry": "tree"}),
@@ -567,11 +567,16 @@ SAMPLE = {
         reference_blob("[" * 900 + "]" * 900),
         reference_blob('{"$tuple":[' * 450 + "]}" * 450),
     ],
-    ids=range(32),
+    ids=range(31),
 )
 def test_a_malformed_blob_is_reported(blob: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match="damaged"):
         decode(blob)
+
+
+def test_a_blob_of_a_newer_release_says_what_to_install() -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"codec version 2; .* Install a newer release"):
+        decode(reference_blob("[1]", codec_version="2"))
 
 
 RAW = bytes(range(24))
