@@ -83,6 +83,7 @@ def train(rank: int, size: int, rendezvous: str, work_dir: Path, resume_from: st
     dcp.save({"app": app}, checkpoint_id=work_dir / f"end_{resume_from}")
     if rank == 0:
         (work_dir / f"losses_{resume_from}.json").write_text(json.dumps(losses))
+    dist.barrier()  # nobody takes the group down while another rank still uses it
     dist.destroy_process_group()
 
 

@@ -23,6 +23,7 @@ import distckpt
 from distckpt import ShardedObject, ShardedTensor
 from distckpt._cli.output import Output
 from tests.cli_command import ROOT, call_json, command, error_line, run
+from tests.s3_server import new_bucket, running_server
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
 GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
@@ -417,8 +418,17 @@ def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code
 # --- Object stores ----------------------------------------------------------------------------------------------------
 
 
-def test_urls_are_taken_everywhere(checkpoint, capsys):
-    root = "memory://test_cli"
+@pytest.fixture(params=["memory", "s3"])
+def store(request):
+    if request.param == "memory":
+        yield "memory://test_cli"
+        return
+    with running_server() as server:
+        yield new_bucket(server)
+
+
+def test_urls_are_taken_everywhere(checkpoint, store, capsys):
+    root = f"{store}/run"
     call_json(capsys, "reshard", checkpoint, f"{root}/c", "--ranks", 2)
     local, remote = (call_json(capsys, "inspect", place) for place in (checkpoint, f"{root}/c"))
     assert (remote["num_tensors"], remote["tensor_bytes"]) == (local["num_tensors"], local["tensor_bytes"])
@@ -429,6 +439,7 @@ def test_urls_are_taken_everywhere(checkpoint, capsys):
     call_json(capsys, "convert", f"{root}/hf", f"{root}/converted")
     for name in ("imported", "converted"):
         assert call_json(capsys, "diff", checkpoint, f"{root}/{name}", "--keys", "*")["is_same"]
+    assert call_json(capsys, "cat", f"{root}/c", "grid[0, 0]")["values"] == GRID[0, 0].item()
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
