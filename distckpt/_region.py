@@ -146,11 +146,6 @@ def slabs(shape: tuple[int, ...], box: Region, max_elements: int) -> Iterator[Re
         yield from slabs(shape, Region(offset, (*box.shape[:axis], extent, *box.shape[axis + 1 :])), max_elements)
 
 
-def is_contiguous_in(shape: tuple[int, ...], region: Region) -> bool:
-    """Tell whether a region is one run of memory inside a row-major tensor of `shape`."""
-    return num_outer_axes(shape, region) == 0
-
-
 def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
     """Return how many leading axes one must step over to walk a region as contiguous runs of memory.
 

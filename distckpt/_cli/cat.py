@@ -83,7 +83,7 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print or save values."""
     location = _storage.normalize(arguments.path)
     manifest = _sources.open_manifest(location)
-    key, index = split_key(manifest, arguments.key)
+    key, index = split_key(location, manifest, arguments.key)
     stored = Stored(location, manifest, key)
     if stored.dtype == OBJECT:
         if arguments.npy or index is not None:
@@ -105,7 +105,7 @@ def run(arguments: Namespace, output: Output) -> int:
 # --- What is asked for ------------------------------------------------------------------------------------------------
 
 
-def split_key(manifest: Manifest, text: str) -> tuple[str, str | None]:
+def split_key(location: str, manifest: Manifest, text: str) -> tuple[str, str | None]:
     """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets themselves.
 
     Raises:
@@ -117,8 +117,8 @@ def split_key(manifest: Manifest, text: str) -> tuple[str, str | None]:
     key = match[1] if match else text
     if key not in manifest.key_index:
         if key == COMMON_KEY:
-            raise core.LoadMismatchError("There is no common state here: name a key")
-        raise core.LoadMismatchError(f"The checkpoint has no key {key!r}{did_you_mean(key, manifest.key_index)}")
+            raise core.LoadMismatchError(f"There is no common state in {location!r}: name a key")
+        raise core.LoadMismatchError(f"Not in {location!r}: key {key!r}{did_you_mean(key, manifest.key_index)}")
     return key, match[2] if match else None
 
 
