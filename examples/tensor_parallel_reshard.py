@@ -64,9 +64,11 @@ def main() -> None:
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([number]) for number in range(size)][rank]
     if rank < 2:
-        is_equal = load_and_compare(path, rank, 2, pair)
-        print(f"loaded by 2: rank {rank} {'has its parts' if is_equal else 'is WRONG'}")
+        has_parts = [False, False]
+        dist.all_gather_object(has_parts, load_and_compare(path, rank, 2, pair), pair)
     if rank == 0:
+        for number, is_equal in enumerate(has_parts):
+            print(f"loaded by 2: rank {number} {'has its parts' if is_equal else 'is WRONG'}")
         is_equal = load_and_compare(path, 0, 1, alone)
         print(f"loaded by 1: rank 0 {'has everything' if is_equal else 'is WRONG'}")
     dist.barrier()

@@ -8,16 +8,19 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
+# How long a killed rank may take to be gone after others lost their connection to it.
+_FAILURE_SECONDS = 3.0
 _to_parent: list[Connection] = []
 
 
@@ -124,9 +127,15 @@ def _receive(connection: Any, process: SpawnProcess) -> tuple[str, Any]:
 
 
 def _killed(processes: Sequence[SpawnProcess]) -> int | None:
-    """Return the first rank that a signal ended."""
-    # A connection is lost before the process that held it can be waited for.
-    wait([process.sentinel for process in processes], timeout=0.5)
+    """Return the first rank that a signal ended, within the time that a failure needs to reach all ranks."""
+    deadline = time.monotonic() + _FAILURE_SECONDS
+    running = {process.sentinel: process for process in processes}
+    # A connection is lost before the process that held it can be waited for, and the rank that tells may end first.
+    while running and (ended := wait(list(running), timeout=max(0.0, deadline - time.monotonic()))):
+        for sentinel in ended:
+            running.pop(cast(int, sentinel)).join()
+        if any((process.exitcode or 0) < 0 for process in processes):
+            break
     return next((rank for rank, process in enumerate(processes) if (process.exitcode or 0) < 0), None)
 
 
