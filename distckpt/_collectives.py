@@ -34,6 +34,14 @@ _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _rolls: weakref.WeakKeyDictionary[Any, Roll] = weakref.WeakKeyDictionary()
 """By gloo group: calls that use the same group one after the other go on counting."""
 
+_last_exchanges: weakref.WeakKeyDictionary[Any, Sequence[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""By gloo group: the tensors of its last collective.
+
+gloo's threads may let go of a tensor a little later than the collective returns. Whoever is the last to do so destroys
+it, for which it needs the interpreter's lock; Python before 3.14 ends threads that wait for the lock while the process
+exits, and that aborts the process. As long as the tensors are here, gloo's threads are never the last.
+"""
+
 
 class Transfer(NamedTuple):
     """Memory on its way to or from another rank; holding this keeps the memory alive."""
@@ -132,7 +140,7 @@ class Ranks:
             return
         with self._contact(name):
             any_failed = torch.tensor([int(error is not None)])
-            dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=self._group)
+            self._all_reduce_max(any_failed)
         if not any_failed.item():
             return
         outcomes = [json.loads(text) for text in self.all_gather(json.dumps(_describe_error(error)).encode())]
@@ -213,7 +221,7 @@ class Ranks:
             return payloads[0]
         with self._contact("scatter"):
             sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
-            dist.broadcast(sizes, src=dist.get_global_rank(self._group, 0), group=self._group)
+            self._broadcast(sizes, 0)
             if not self.is_coordinator:
                 received = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
                 if len(received):
@@ -229,12 +237,11 @@ class Ranks:
         if self.size == 1:
             return payload
         with self._contact("broadcast"):
-            source = dist.get_global_rank(self._group, 0)
             size = torch.tensor([len(payload)])
-            dist.broadcast(size, src=source, group=self._group)
+            self._broadcast(size, 0)
             content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
             if len(content):
-                dist.broadcast(content, src=source, group=self._group)
+                self._broadcast(content, 0)
             return payload if self.is_coordinator else content.numpy().tobytes()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -245,9 +252,7 @@ class Ranks:
             sizes = self._all_gather_sizes(len(payload))
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(payload)] = _as_tensor(payload)
-            gathered = [torch.empty_like(padded) for _ in sizes]
-            if max(sizes):
-                dist.all_gather(gathered, padded, group=self._group)
+            gathered = self._all_gather(padded) if max(sizes) else [padded] * self.size
             return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
 
     def all_equal(self, number: int) -> bool:
@@ -256,17 +261,16 @@ class Ranks:
             return True
         with self._contact("all_equal"):
             extremes = torch.tensor([number, -number])
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+            self._all_reduce_max(extremes)
         return int(extremes[0]) == -int(extremes[1])
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
         """Return every rank's numbers on every rank, of shape (ranks, numbers); each gives as many."""
         own = torch.tensor(numbers, dtype=torch.int64)
-        gathered = [own] if self.size == 1 else [torch.empty_like(own) for _ in range(self.size)]
-        if self.size > 1:
-            with self._contact("all_gather_numbers"):
-                dist.all_gather(gathered, own, group=self._group)
-        return torch.stack(gathered).numpy()
+        if self.size == 1:
+            return own[None].numpy()
+        with self._contact("all_gather_numbers"):
+            return torch.stack(self._all_gather(own)).numpy()
 
     def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
         """Begin to send memory, contiguous bytes that stay as they are until `finish`, to a rank that receives it."""
@@ -289,13 +293,24 @@ class Ranks:
         """Fill memory with what it holds on rank `src`; it is of the same size on every rank."""
         if self.size > 1 and len(memory):
             with self._contact("broadcast of a tensor"):
-                source = dist.get_global_rank(self._group, src)
-                dist.broadcast(torch.from_numpy(memory), src=source, group=self._group)
+                self._broadcast(torch.from_numpy(memory), src)
 
     def _all_gather_sizes(self, size: int) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([size]), group=self._group)
-        return [int(tensor) for tensor in sizes]
+        return [int(tensor) for tensor in self._all_gather(torch.tensor([size]))]
+
+    def _all_reduce_max(self, tensor: torch.Tensor) -> None:
+        _last_exchanges[self._group] = [tensor]
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        _last_exchanges[self._group] = [tensor]
+        dist.broadcast(tensor, src=dist.get_global_rank(self._group, src), group=self._group)
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        _last_exchanges[self._group] = [tensor, *gathered]
+        dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
 
 
 def group_of(process_group: Any) -> Any:

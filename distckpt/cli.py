@@ -79,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if parsed.debug:
             raise
-        output.error(f"{error} ({type(error).__name__}; --debug shows where)")
+        # Messages give the way out in Python.
+        text = str(error).replace("overwrite=True", "--overwrite")
+        output.error(f"{text} ({type(error).__name__}; --debug shows where)")
         return int(parsed.error_code)
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
@@ -93,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         one = verbs.add_parser(verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary)
         verb.add_arguments(one)
         if verb.json_to_file:
-            one.add_argument("--json", metavar="FILE", help="also write all figures to this file")
+            text = "print the result as JSON, or also write it to this file"
+            one.add_argument("--json", nargs="?", const=True, metavar="FILE", help=text)
         else:
             one.add_argument("--json", action="store_true", help="print the result as JSON")
         one.add_argument("--debug", action="store_true", help="show a traceback when something fails")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from _tiny_experts import make_model
 from _tiny_lm import Layout, all_reduce, make_layout
-from _tiny_training import NUM_STEPS, SAVE_AT, forward_backward, report, start
+from _tiny_training import forward_backward, make_batch, start, train_and_resume
 
 import distckpt
-from distckpt.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 
 NUM_EXPERTS = 8
 
@@ -32,24 +32,20 @@ class Trainer:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        model, optimizer = self.model.sharded_state_dict(), self.optimizer.state_dict()
-        shards = get_param_id_to_sharded_param_map(model, self.model.parameters())
-        # Adam counts steps per parameter; ours are all equal.
-        optim_state_to_sharding_state(optimizer, shards, exclude_keys="step")
-        return {"model": model, "optimizer": optimizer, "step": self.step}
+        model = self.model.sharded_state_dict()
+        return {"model": model, "optimizer": sharded_optimizer_state_dict(self.optimizer, model), "step": self.step}
+
+    def save(self, path: Path) -> None:
+        distckpt.save(self.sharded_state_dict(), path, overwrite=True)
 
     def load(self, path: Path) -> None:
-        for p in self.model.parameters():  # Adam allocates its state at its first step, which is too late here
-            self.optimizer.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         state = distckpt.load(self.sharded_state_dict(), path)
-        # The tensors were loaded in place; the rest has to be handed over.
+        # The model's tensors were loaded in place; the rest has to be handed over.
+        load_sharded_optimizer_state_dict(self.optimizer, state["optimizer"])
         self.step = state["step"]
-        for moments in state["optimizer"]["state"].values():
-            moments["step"] = torch.tensor(float(self.step))
-        self.optimizer.load_state_dict(state["optimizer"])
 
     def train_step(self) -> float:
-        loss = forward_backward(self.model, self.layout, self.step)
+        loss = forward_backward(self.model, self.layout, *make_batch(self.step))
         for name, p in self.model.named_parameters():
             if ".experts." not in name:  # an expert has seen the tokens of all ranks
                 all_reduce(p.grad, self.layout.dp)
@@ -60,17 +56,9 @@ class Trainer:
 
 def main() -> None:
     work_dir = start(__doc__)
-    trainer, losses = Trainer(make_layout(tp=1, pp=1, dp=4), seed=1), []
-    for step in range(NUM_STEPS):
-        if step == SAVE_AT:
-            distckpt.save(trainer.sharded_state_dict(), work_dir / "ep4", overwrite=True)
-        losses.append(trainer.train_step())
-
-    trainer = Trainer(make_layout(tp=2, pp=1, dp=2), seed=2)  # another seed: nothing is right before it is loaded
-    trainer.load(work_dir / "ep4")
-    distckpt.save(trainer.sharded_state_dict(), work_dir / "ep2-tp2", overwrite=True)
-    resumed = [trainer.train_step() for _ in range(trainer.step, NUM_STEPS)]
-    report([work_dir / "ep4", work_dir / "ep2-tp2"], losses, resumed)
+    first = Trainer(make_layout(tp=1, pp=1, dp=4), seed=1)
+    second = Trainer(make_layout(tp=2, pp=1, dp=2), seed=2)  # another seed: nothing is right before it is loaded
+    train_and_resume(first, second, [work_dir / "ep4", work_dir / "ep2-tp2"])
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ All values must be equal bit by bit after loading, and the losses up to the orde
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _tiny_experts import make_model
 from _tiny_lm import Axis, Layout, all_reduce, make_layout
-from _tiny_training import NUM_STEPS, SAVE_AT, forward_backward, report, start
+from _tiny_training import forward_backward, make_batch, start, train_and_resume
 from torch import Tensor, nn
 
 import distckpt
@@ -88,8 +89,15 @@ class Trainer:
         optimizer = [bucket.sharded_state_dict([next(shards) for _ in bucket.params]) for bucket in self.buckets]
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
+    def save(self, path: Path) -> None:
+        distckpt.save(self.sharded_state_dict(), path, overwrite=True)
+
+    def load(self, path: Path) -> None:
+        # Tensors, flat ones too, are loaded in place; only the step has to be handed over.
+        self.step = distckpt.load(self.sharded_state_dict(), path)["step"]
+
     def train_step(self) -> float:
-        loss = forward_backward(self.model, self.layout, self.step)
+        loss = forward_backward(self.model, self.layout, *make_batch(self.step))
         self.step += 1
         for bucket in self.buckets:
             bucket.update(self.step)
@@ -98,18 +106,9 @@ class Trainer:
 
 def main() -> None:
     work_dir = start(__doc__)
-    trainer, losses = Trainer(make_layout(tp=2, pp=1, dp=2), seed=1), []
-    for step in range(NUM_STEPS):
-        if step == SAVE_AT:
-            distckpt.save(trainer.sharded_state_dict(), work_dir / "tp2-dp2", overwrite=True)
-        losses.append(trainer.train_step())
-
-    trainer = Trainer(make_layout(tp=1, pp=1, dp=4), seed=2)  # another seed: nothing is right before it is loaded
-    # Tensors, flat ones too, are loaded in place; only the step has to be handed over.
-    trainer.step = distckpt.load(trainer.sharded_state_dict(), work_dir / "tp2-dp2")["step"]
-    distckpt.save(trainer.sharded_state_dict(), work_dir / "tp1-dp4", overwrite=True)
-    resumed = [trainer.train_step() for _ in range(trainer.step, NUM_STEPS)]
-    report([work_dir / "tp2-dp2", work_dir / "tp1-dp4"], losses, resumed)
+    first = Trainer(make_layout(tp=2, pp=1, dp=2), seed=1)
+    second = Trainer(make_layout(tp=1, pp=1, dp=4), seed=2)  # another seed: nothing is right before it is loaded
+    train_and_resume(first, second, [work_dir / "tp2-dp2", work_dir / "tp1-dp4"])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -13,6 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.s3_server import Fault, FaultyProxy, client, keys_in, new_bucket, reached_at, running_server, uploads_in
 
 ROOT = Path(__file__).parents[1]
 HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY = 256, 704, 64, 256
@@ -81,6 +85,22 @@ def fake_megatron(folder, failure):
     return folder
 
 
+@pytest.fixture
+def server():
+    with running_server() as url:
+        yield url
+
+
+@pytest.fixture
+def place(server):
+    """A URL below which nothing must be at the end, and beside which something is that must stay."""
+    bucket = new_bucket(server)
+    client(server).put_object(Bucket=bucket.removeprefix("s3://"), Key="place/mine.txt", Body=b"stays")
+    yield f"{bucket}/place"
+    assert keys_in(server, bucket) == ["place/mine.txt"]
+    assert uploads_in(server, bucket) == []
+
+
 def test_all_contestants_and_cases(storage, tmp_path):
     files = (tmp_path / "figures.json", tmp_path / "figures.svg")
     output, _ = run(storage, "--json", str(files[0]), "--svg", str(files[1]))
@@ -111,6 +131,72 @@ def test_all_contestants_and_cases(storage, tmp_path):
     assert figures["reshard_one", "distckpt"]["num_bytes"] == BYTES
     texts = [text.text for text in ElementTree.parse(files[1]).iter("{http://www.w3.org/2000/svg}text")]
     assert all(texts.count(name) == sum(name == other for _, other in figures) for name in names)
+
+
+def test_an_object_store(place):
+    output, _ = run(place, "--json")
+    outcome = json.loads(output)
+    assert (outcome["failed"], outcome["is_store"], outcome["num_bytes"]) == ({}, True, BYTES)
+    assert "s3 store" in outcome["machine"]
+    section = (ROOT / "docs" / "command-line.md").read_text().partition("\n## bench\n")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"`(\w+)`", section.partition("JSON: ")[2]))
+    assert outcome.keys() | outcome["figures"][0].keys() == documented
+    names = {case: [figure["name"] for figure in outcome["figures"] if figure["case"] == case] for case in CASES}
+    own, others = ["distckpt", "distckpt, verify=none"], ["DCP FsspecWriter", "raw pipe_file / cat_file"]
+    loads = dict.fromkeys(["warm_load", "reshard_axis", "reshard_one"], own + others)
+    assert names == {"save": own[:1] + others, "save_unsynced": [], "cold_load": [], **loads}
+    titles = {figure["case"]: figure["title"] for figure in outcome["figures"]}
+    assert (titles["save"], titles["warm_load"]) == ("save", "load, same layout")
+    for figure in outcome["figures"]:
+        assert figure["gb_per_second"] == pytest.approx(figure["num_bytes"] / figure["seconds"][0] / 1e9)
+
+
+def test_a_contestant_that_a_store_fails_is_left_out(server, place):
+    proxy = FaultyProxy(server, Fault("PUT", r"/checkpoint/\.metadata", "404", count=1000))
+    with proxy.running() as url, reached_at(url):
+        output, _ = run(place, "--only", "DCP", "raw", "--cases", "save")
+    assert proxy.happened
+    assert "FAILED: DCP FsspecWriter: " in output
+    assert "raw pipe_file / cat_file" in output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_benchmark_leaves_nothing_on_a_store(server, place, number, code):
+    process = start(place, "--only", "distckpt", "DCP", "--cases", "save", "--runs", "1000")
+    while not process.stderr.readline().startswith("warming up: DCP"):
+        assert process.poll() is None
+    assert len(keys_in(server, place)) > 1
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+
+
+def test_what_a_store_cannot_do_is_refused_in_one_line(server, place):
+    output, errors = run(place, "--cases", "save", "cold_load", code=1)
+    assert "an object store has no case 'cold_load'" in errors
+    assert (output, errors.count("\n")) == ("", 1)
+    output, errors = run("s3://nowhere-at-all/place", code=1)
+    assert "s3://nowhere-at-all/place" in errors
+    assert (output, errors.count("\n")) == ("", 1)
+
+
+def test_the_page_shows_the_committed_figures(tmp_path):
+    docs = ROOT / "docs"
+    for name in ("figures/save_load.json", "performance.md", "storage.svg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(docs / name, tmp_path / name)
+    page = (docs / "performance.md").read_text()
+    (tmp_path / "performance.md").write_text(re.sub(r"\d\.\d{3} - ", "0.000 - ", page))
+    (tmp_path / "storage.svg").unlink()
+    line = [sys.executable, str(ROOT / "tests" / "benchmarks" / "page.py"), "--docs", str(tmp_path)]
+    subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=120)
+    for name in ("performance.md", "storage.svg"):
+        assert (tmp_path / name).read_text() == (docs / name).read_text(), f"run tests/benchmarks/page.py for {name}"
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")[:4]) for line in page.splitlines()]
+    for figure in json.loads((docs / "figures" / "save_load.json").read_text())["figures"]:
+        median, num_bytes = statistics.median(figure["seconds"]), figure["num_bytes"]
+        spread = f"{min(figure['seconds']):.3f} - {max(figure['seconds']):.3f}"
+        assert (figure["name"], f"{median:.3f}", spread, f"{num_bytes / median / 1e9:.2f}") in rows
 
 
 def test_one_rank_some_contestants_one_case(storage, tmp_path):

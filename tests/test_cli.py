@@ -13,6 +13,7 @@ import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 
+import fsspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -22,7 +23,7 @@ import torch.distributed.checkpoint
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
 from distckpt._cli.output import Output
-from tests.cli_command import ROOT, call_json, command, error_line, run
+from tests.cli_command import ROOT, call, call_json, command, error_line, run
 from tests.s3_server import new_bucket, running_server
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
@@ -124,7 +125,7 @@ def test_a_reader_that_stops_early_is_no_error(checkpoint):
     line, environment = command("inspect", checkpoint)
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run(line, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    ended = subprocess.run(line, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200)
     os.close(writer)
     assert ended.returncode == 1
     assert ended.stderr == ""
@@ -156,7 +157,7 @@ def test_progress_is_shown_on_terminals_only(checkpoint, tmp_path, hide_rich):
     except OSError:
         pass  # how Linux tells that the other end of a terminal is closed
     os.close(master)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=200) == 0
     assert b"writing" in shown
     total = BIG.nbytes + GRID.nbytes + 3 * 48
     assert (f"{total / 1e6:.2f} MB of {total / 1e6:.2f} MB" in shown.decode()) is hide_rich
@@ -259,7 +260,7 @@ def test_inspect_is_coloured_on_terminals(two_ranks, no_colour):
     except OSError:
         pass  # how Linux tells that the other end of a terminal is closed
     os.close(master)
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=200)[1]
     assert (process.returncode, errors) == (0, b"")
     assert b"[0:6, 5:10]" in shown
     assert (b"\x1b[48;2;78;121;167m" in shown) is not no_colour
@@ -382,7 +383,7 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path):
     assert "5 tensors (3 BF16, 2 F32)" in ended.stdout
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 2
-    assert "already holds an export" in error_line("export", checkpoint, tmp_path / "out")
+    assert "pass --overwrite" in error_line("export", checkpoint, tmp_path / "out")
     run("export", checkpoint, tmp_path / "out", "--overwrite", "--keys", "grid")
     assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["grid"].tolist() == GRID.tolist()
     assert "torch has no dtype 'bf61'" in run("export", "a", "b", "--dtype", "bf61", code=2).stderr
@@ -409,7 +410,7 @@ def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code
     with open(tmp_path / "extra" / "config.json", "wb"):
         assert any(".tmp-" in path.name for path in tmp_path.iterdir())
         process.send_signal(number)
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=200)[1]
     assert process.returncode == code
     assert f"error: {line}\n" in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "extra"]
@@ -440,6 +441,21 @@ def test_urls_are_taken_everywhere(checkpoint, store, capsys):
     for name in ("imported", "converted"):
         assert call_json(capsys, "diff", checkpoint, f"{root}/{name}", "--keys", "*")["is_same"]
     assert call_json(capsys, "cat", f"{root}/c", "grid[0, 0]")["values"] == GRID[0, 0].item()
+
+
+def test_files_that_are_no_part_of_a_checkpoint_are_shown(checkpoint, store, capsys):
+    url = f"{store}/strays"
+    distckpt.reshard(checkpoint, url)
+    assert call_json(capsys, "inspect", url)["strays"] == []
+    assert "note:" not in call(capsys, "inspect", url) + call(capsys, "verify", url)
+    strays = [f"tensors-0123456789abcdef/shard-0000{i}-model-00001-of-00001.safetensors" for i in range(1, 6)]
+    for name in strays:
+        fsspec.open(f"{url}/{name}", "wb").open().close()
+    listed = ", ".join(strays[:3])
+    for verb in ("inspect", "verify"):
+        assert call_json(capsys, verb, url)["strays"] == strays
+        (line,) = (line for line in call(capsys, verb, url).splitlines() if line.startswith("note:"))
+        assert line == f"note: 5 more files, left by interrupted saves or written by one under way: {listed}, ..."
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------

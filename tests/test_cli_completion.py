@@ -26,7 +26,7 @@ def test_bash_completes_verbs_options_choices_and_files(tmp_path, capsys):
 
     def complete(*words):
         line = ["bash", "-c", COMPLETE, "bash", str(script), "distckpt", *words]
-        ended = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+        ended = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=True)
         return ended.stdout.split()
 
     assert complete("ver") == ["verify"]
@@ -35,6 +35,8 @@ def test_bash_completes_verbs_options_choices_and_files(tmp_path, capsys):
     assert complete("prune", "root", "--best-mode", "m") == ["min", "max"]
     assert complete("verify", "check") == ["checkpoints"]
     assert complete("inspect", "x", "--svg", "dist") == ["distckpt.bash"]
+    assert complete("bench", "check") == ["checkpoints"]
+    assert complete("bench", "x", "--json", "dist") == ["distckpt.bash"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -44,7 +46,7 @@ def test_other_shells(tmp_path, capsys, shell):
     assert "reshard" in script.read_text()
     assert "--abandoned-after" in script.read_text()
     if shutil.which(shell):
-        subprocess.run([shell, "-n", script], check=True, timeout=60)
+        subprocess.run([shell, "-n", script], check=True, timeout=200)
 
 
 def test_without_the_library_there_is_a_clear_message(monkeypatch, capsys):

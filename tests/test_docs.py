@@ -1,55 +1,106 @@
-"""README and docs: Python blocks run, commands parse, explained messages are in the code, links lead somewhere."""
+"""README and docs: Python blocks run, explained messages are in the code, links lead somewhere.
+
+What is shown of the shell is in test_docs_commands.py.
+"""
 
 from __future__ import annotations
 
 import ast
-import itertools
+import os
 import re
-import shlex
+import warnings
 from pathlib import Path
 
+import fsspec
 import pytest
+import torch
+import torch.distributed.checkpoint
 
+import distckpt
 from distckpt import cli
+from tests.distributed import test_interop_megatron as megatron
+from tests.distributed.harness import run
+from tests.docs_pages import BLOCKS, PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
-
-
-def blocks(language: str) -> list[tuple[str, str]]:
-    """Return all blocks of a language, with names."""
-    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
-    found = {page: pattern.findall(page.read_text()) for page in PAGES}
-    return [(f"{name_of(page)}-{number}", block) for page in PAGES for number, block in enumerate(found[page])]
-
-
-COMMANDS = [
-    (name, line)
-    for name, block in blocks("sh")
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.startswith("distckpt ")
-]
+COVERED = {
+    "python": "run here",
+    "sh": "test_docs_commands.py checks every command",
+    "console": "test_docs_commands.py runs the commands and compares what they print",
+    "text": "compared on the pages below",
+}
+TEXT_PAGES = {
+    "examples": "with what the examples print, by distributed/test_examples.py",
+    "format": "with the files of a checkpoint, here",
+}
 
 
-def parameters(named: list[tuple[str, str]]) -> list[object]:
-    return [pytest.param(text, id=name) for name, text in named]
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_in_a_language_that_a_test_covers(page: Path) -> None:
+    own = [block for block in BLOCKS if block.page == name_of(page)]
+    assert [(block.name, block.language) for block in own if block.language not in COVERED] == []
+    assert name_of(page) in TEXT_PAGES or not [block.name for block in own if block.language == "text"]
+    fences = re.findall(r"^\s*(?:>\s*)*(?:[-*+]\s+|\d+[.)]\s+)?(?:```|~~~)", page.read_text(), re.M)
+    assert len(fences) == 2 * len(own), "a fence that is not understood"
 
 
-@pytest.mark.parametrize("block", parameters(blocks("python")))
-def test_python_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+FOR_MEGATRON = blocks("python", "sh", page="migrating-from-megatron")
+FOR_ANYBODY = [block for block in blocks("python") if block not in FOR_MEGATRON]
+
+
+@pytest.mark.parametrize("block", FOR_ANYBODY, ids=[block.name for block in FOR_ANYBODY])
+def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "<block>", "exec"), {"__name__": "__main__"})
+    # What a block sets for all S3 URLs ends with it.
+    monkeypatch.setitem(fsspec.config.conf, "s3", dict(fsspec.config.conf.get("s3", {})))
+    exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("line", parameters(COMMANDS))
-def test_command_parses(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    own = itertools.takewhile(lambda word: word not in ("|", ">", "&&"), words[1:])
-    cli._parser().parse_args(list(own))
+def run_for_megatron(rank: int, block: Block, directory: Path) -> None:
+    """Run a block in a directory, with the model that the page speaks of."""
+    os.chdir(directory)
+    warnings.simplefilter("ignore")  # Megatron, when it is imported
+    if block.language == "python":
+        names = {"gpt_model": megatron.make_model(1, 1)} if "gpt_model" in block.text else {}
+        exec(compile(block.text, block.name, "exec"), {"__name__": "__main__", **names})
+        return
+    for line in lines_of(block.text):
+        ((program, *arguments),) = commands_in(line)
+        assert (program, cli.main(arguments)) == ("distckpt", 0)
+
+
+@megatron.pytestmark
+@pytest.mark.timeout(600)  # each block is a process that imports Megatron, with a limit of its own
+def test_blocks_for_megatron_run(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    source = str(tmp_path / "megatron" / "iter_0001000")
+    run(megatron.save_with_megatron, 2, source, group_timeout=megatron.TIMEOUT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        torch.distributed.checkpoint.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path / "fsdp" / "step_1000"))
+    for block in FOR_MEGATRON:
+        place = tmp_path / block.name
+        place.mkdir()
+        for name in ("megatron", "fsdp"):
+            (place / name).symlink_to(tmp_path / name)
+        run(run_for_megatron, 1, block, place, group_timeout=megatron.TIMEOUT)
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_a_checkpoint_are_those_of_the_format(tmp_path: Path) -> None:
+    (tree,) = blocks("text", page="format")
+    checkpoint = tmp_path / "step_1000"
+    distckpt.save({"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.ones(4)), "step": 1}, checkpoint)
+    files = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*.*")}
+    first, *shown = tree.text.splitlines()
+    assert first == "step_1000/"
+    assert {re.sub(r"\d+", "#", line.split()[0]) for line in shown} == {re.sub(r"\d+", "#", file) for file in files}
+
+
+# --- Links ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -57,6 +108,9 @@ def test_relative_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
 
 
 def texts_of_the_package() -> list[str]:

@@ -1,7 +1,7 @@
-"""The ways to save and load that are compared, behind one interface.
+"""The ways to save and load that are compared, behind one interface, and those for local file systems.
 
 All contestants save a `State` into an empty directory so that it is on disk when they return, and load it into tensors
-that are there already. What is not installed is left out.
+that are there already. What is not installed is left out. `stores` has those for object stores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -51,11 +51,11 @@ class Contestant(NamedTuple):
     Attributes:
         name: as it is shown.
         prepare: makes of a state what `save` and `load` take; it is not timed.
-        save: takes what was prepared, and a directory.
+        save: takes what was prepared, and a location: a directory or a URL.
         load: the same, filling the tensors of the state.
         is_checkpoint: False for raw bytes, whose meaning does not count.
         cases: that it takes part in. The first is how it saves.
-        load_alone: fills whole tensors in rank 0: takes them by key, the directory, and a group of rank 0 alone.
+        load_alone: fills whole tensors in rank 0: takes them by key, the location, and a group of rank 0 alone.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Contestant(NamedTuple):
 
 
 def contestants(left_out: dict[str, str] | None = None) -> Iterator[Contestant]:
-    """Yield every contestant that works here.
+    """Yield every contestant that works on a local file system here.
 
     Args:
         left_out: gets the names of the others, and why they do not.
     """
     reasons = {} if left_out is None else left_out
-    yield from _ours()
-    yield Contestant("DCP FileSystemWriter", _dtensors, _save_dcp, _load_dcp, load_alone=_load_dcp_alone)
+    yield from ours()
+    yield Contestant("DCP FileSystemWriter", dtensors, _save_dcp, _load_dcp, load_alone=_load_dcp_alone)
     if hasattr(dcp, "HuggingFaceStorageWriter"):
         yield Contestant(
-            "DCP HuggingFaceStorageWriter", _dtensors, _save_hugging_face, _load_hugging_face,
+            "DCP HuggingFaceStorageWriter", dtensors, _save_hugging_face, _load_hugging_face,
             load_alone=_load_hugging_face_alone,
         )  # fmt: skip
     else:
@@ -104,7 +104,8 @@ def contestants(left_out: dict[str, str] | None = None) -> Iterator[Contestant]:
 # --- distckpt and Megatron: the same description, under the same names ------------------------------------------------
 
 
-def _ours() -> Iterator[Contestant]:
+def ours() -> Iterator[Contestant]:
+    """Yield the ways of distckpt, which are the same for paths and URLs."""
     prepare = _sharded(distckpt.ShardedTensor)
     yield Contestant("distckpt", prepare, distckpt.save, distckpt.load, load_alone=_load_alone)
     yield Contestant(
@@ -174,7 +175,8 @@ def _megatron() -> Contestant:
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 
-def _dtensors(state: State) -> Tensors:
+def dtensors(state: State) -> Tensors:
+    """Describe a state as torch does."""
     if dist.get_world_size() == 1:
         return {key: part.local for key, part in state.items()}
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
@@ -260,7 +262,7 @@ def _write_raw(state: State, folder: str, flags: int, is_durable: bool) -> None:
     try:
         if is_durable and not flags:
             os.posix_fallocate(fd, 0, num_bytes)  # faster when the blocks are written at once
-        buffer = _random_bytes()
+        buffer = random_bytes()
         for position in range(0, num_bytes, REQUEST_BYTES):
             # Direct requests are whole pages; what is too much is cut off below.
             wanted = min(REQUEST_BYTES, -(-(num_bytes - position) // 4096) * 4096)
@@ -275,7 +277,7 @@ def _write_raw(state: State, folder: str, flags: int, is_durable: bool) -> None:
 
 
 @functools.cache
-def _random_bytes() -> npt.NDArray[np.uint8]:
+def random_bytes() -> npt.NDArray[np.uint8]:
     """Return what is written: bytes that no storage can compress. Made once, in the round that does not count."""
     buffer = _aligned_buffer()
     buffer[:] = np.arange(REQUEST_BYTES, dtype=np.uint32) * np.uint32(2654435761) >> 24
@@ -352,9 +354,9 @@ def _own_file(folder: str) -> str:
     return f"{folder}/rank-{dist.get_rank()}.safetensors"
 
 
-def chosen(names: Sequence[str] | None, left_out: dict[str, str] | None = None) -> list[Contestant]:
-    """Return the contestants whose name begins with one of some names, or all."""
-    return [c for c in contestants(left_out) if not names or c.name.startswith(tuple(names))]
+def chosen(every: Iterable[Contestant], names: Sequence[str] | None) -> list[Contestant]:
+    """Return those whose name begins with one of some names, or all."""
+    return [contestant for contestant in every if not names or contestant.name.startswith(tuple(names))]
 
 
 def takes_part(contestant: Contestant, cases: Sequence[str]) -> bool:

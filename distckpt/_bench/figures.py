@@ -15,7 +15,19 @@ TITLES = {
     "reshard_one": "warm load, TP{num_ranks} -> TP1",
 }
 """The cases, as they are shown."""
+STORE_TITLES = {
+    "save": "save",
+    "warm_load": "load, same layout",
+    "reshard_axis": "load, axis 0 -> axis 1",
+    "reshard_one": "load, TP{num_ranks} -> TP1",
+}
+"""Those of an object store, where what was put is durable and nothing is in the page cache."""
 HEADS = ("", "seconds", "range", "GB/s", "of raw", "distckpt is")
+
+
+def titles(is_store: bool) -> dict[str, str]:
+    """Return the cases that there are, as they are shown."""
+    return STORE_TITLES if is_store else TITLES
 
 
 class Figure(NamedTuple):
@@ -56,6 +68,7 @@ class Outcome(NamedTuple):
         num_bytes: size of the state.
         num_ranks: that saved and loaded.
         num_runs: rounds that count.
+        is_store: whether it was an object store.
         cold: how files were taken out of the page cache; empty when they were not.
         figures: by case.
         failed: contestants that failed, and why.
@@ -66,6 +79,7 @@ class Outcome(NamedTuple):
     num_bytes: int
     num_ranks: int
     num_runs: int
+    is_store: bool
     cold: str
     figures: Sequence[Figure]
     failed: Mapping[str, str]
@@ -73,7 +87,8 @@ class Outcome(NamedTuple):
 
     def title(self, case: str) -> str:
         """Return a case as it is shown."""
-        return TITLES[case].format(num_ranks=self.num_ranks)
+        how = f" (files out of memory by {self.cold})" if case == "cold_load" else ""
+        return titles(self.is_store)[case].format(num_ranks=self.num_ranks) + how
 
     def cases(self) -> dict[str, list[Figure]]:
         """Return the figures of each case."""

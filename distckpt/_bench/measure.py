@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from distckpt import _storage
+
 _T = TypeVar("_T")
 
 MAX_SETTLE_SECONDS = 0.5
@@ -68,7 +70,7 @@ def _status_bytes(field: str) -> int:
 def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
     """Wait until nothing is being written to disk any more, and all files in a folder are in the page cache.
 
-    Every rank calls.
+    Every rank calls. On an object store there is neither, and nothing to wait for but the other ranks.
 
     Args:
         folder: with everything that was written.
@@ -76,7 +78,7 @@ def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
     """
     gc.collect()  # nobody pays for what others left behind
     dist.barrier()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and _storage.is_local(folder):
         for path in [*_files(folder), folder]:
             sync_file(path)
         for path in _files(folder):
@@ -145,11 +147,12 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def machine_facts(folder: str | None) -> str:
-    """Describe in one line what figures depend on; `folder` is where files go."""
+    """Describe in one line what figures depend on; `folder` is where files go, a path or URL."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = [f"{os.cpu_count()} cores", f"{memory_bytes / 2**30:.0f} GiB memory"]
     if folder:
-        facts.append(f"{_file_system(folder)} file system")
+        is_local = _storage.is_local(folder)
+        facts.append(f"{_file_system(folder)} file system" if is_local else f"{folder.partition('://')[0]} store")
     facts += [f"Linux {platform.release()}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     return ", ".join(facts)
 

@@ -25,8 +25,7 @@ def draw(outcome: Outcome) -> str:
     ]  # fmt: skip
     y += 64
     for case, figures in outcome.cases().items():
-        title = outcome.title(case) + (f" (files out of memory by {outcome.cold})" if case == "cold_load" else "")
-        parts.append(_text(20, y + 12, title, 'font-size="14" font-weight="bold"'))
+        parts.append(_text(20, y + 12, outcome.title(case), 'font-size="14" font-weight="bold"'))
         y += _HEAD
         parts += _case(figures, y)
         y += _ROW * len(figures) + _GAP

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -12,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from distckpt import _storage
 from distckpt._bench.contestants import (
     ACROSS,
     ALONE,
     COLD,
     Contestant,
     chosen,
+    contestants,
     loading_cases,
     saving_case,
     takes_part,
@@ -36,6 +37,7 @@ from distckpt._bench.state import (
     local_bytes,
     whole,
 )
+from distckpt._bench.stores import store_contestants
 
 COLD_METHODS = ("", "posix_fadvise", "drop_caches")
 
@@ -49,7 +51,7 @@ class Settings(NamedTuple):
         cases: of `contestants.CASES`.
         only: beginnings of names of contestants; None for all.
         without: names of contestants that have failed.
-        folder: where checkpoints go, one at a time.
+        folder: where checkpoints go, one at a time: a path or URL.
         with_peaks: whether one more round measures memory.
     """
 
@@ -79,9 +81,10 @@ def run_rank(rank: int, settings: Settings) -> None:
     os.dup2(2, 1)  # libraries that print do not print among the results
     warnings.simplefilter("ignore")
     left_out: dict[str, str] = {}
+    every = contestants(left_out) if _storage.is_local(settings.folder) else store_contestants(left_out)
     taking_part = [
         contestant
-        for contestant in chosen(settings.only, left_out)
+        for contestant in chosen(every, settings.only)
         if contestant.name not in settings.without and takes_part(contestant, settings.cases)
     ]
     state = llama_state(settings.sizes)
@@ -148,7 +151,7 @@ class _Turn(NamedTuple):
 
     def run(self, gauge: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
         """Save, load in all cases, delete; return what `gauge` measured, by case."""
-        location = f"{self.settings.folder}/checkpoint"
+        location = _storage.join(self.settings.folder, "checkpoint")
         prepared = self.contestant.prepare(self.state)
         at_rest(self.settings.folder, self._settle_seconds())
         measured = {}
@@ -165,7 +168,7 @@ class _Turn(NamedTuple):
             self._compare(case)
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(location)
+            _storage.remove_tree(location)
         return {case: value for case, value in measured.items() if case is not None}
 
     def _make_ready(self, location: str, is_cold: bool) -> bool:

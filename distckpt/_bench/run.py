@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from distckpt import core
+from distckpt import _storage, core
 from distckpt._bench.contestants import ALONE
 from distckpt._bench.figures import Figure, Outcome
 from distckpt._bench.measure import machine_facts
@@ -38,7 +38,7 @@ def run_benchmark(
     """Measure contestants on some storage. A contestant that fails is left out, and the others begin anew.
 
     Args:
-        folder: an existing directory on the storage; what is written into it is removed.
+        folder: an existing directory on the storage, or a URL; what is written into it is removed.
         gigabytes: size of the state.
         num_ranks: processes that save and load together, a power of two.
         num_runs: rounds that count.
@@ -53,8 +53,10 @@ def run_benchmark(
     """
     if num_ranks > MAX_RANKS or num_ranks & (num_ranks - 1):
         raise core.CheckpointingException(f"--ranks must be a power of two up to {MAX_RANKS}, not {num_ranks}")
+    folder = _storage.normalize(folder)
     sizes = llama_sizes(gigabytes)
-    _check_room(folder, sizes.num_bytes, num_ranks, cases)
+    _check_room(folder, sizes.num_bytes)
+    _check_memory(sizes.num_bytes, num_ranks, cases)
     failed: dict[str, str] = {}
     news = _News(tell, num_runs)
     with _scratch(folder) as scratch:
@@ -67,16 +69,17 @@ def run_benchmark(
                     raise
                 failed[error.last[1]] = error.cause
                 tell(f"{error.last[1]} failed and is left out: {error.cause}")
-                shutil.rmtree(scratch)
-                os.mkdir(scratch)
+                _storage.remove_tree(scratch)
+                _storage.make_directories(scratch)
                 continue
             if not news.figures:
                 raise core.CheckpointingException(
                     "No contestant is left to measure." + "".join(f" {name}: {why}" for name, why in failed.items())
                 )
     return Outcome(
-        machine_facts(folder), sizes.num_bytes, num_ranks, num_runs, news.cold, news.figures, failed, news.left_out
-    )
+        machine_facts(folder), sizes.num_bytes, num_ranks, num_runs, not _storage.is_local(folder), news.cold,
+        news.figures, failed, news.left_out,
+    )  # fmt: skip
 
 
 class _News:
@@ -100,7 +103,9 @@ class _News:
                 self.figures, self.left_out = figures, left_out
 
 
-def _check_room(folder: str, num_bytes: int, num_ranks: int, cases: tuple[str, ...]) -> None:
+def _check_room(folder: str, num_bytes: int) -> None:
+    if not _storage.is_local(folder):
+        return
     if not os.path.isdir(folder):
         raise core.CheckpointingException(f"{folder!r} is no directory: name one on the storage to be measured")
     free = shutil.disk_usage(folder).free
@@ -108,6 +113,9 @@ def _check_room(folder: str, num_bytes: int, num_ranks: int, cases: tuple[str, .
         raise core.CheckpointingException(
             f"{folder!r} has {free / 1e9:.1f} GB free, this needs {2 * num_bytes / 1e9:.1f}: give a smaller --gb"
         )
+
+
+def _check_memory(num_bytes: int, num_ranks: int, cases: tuple[str, ...]) -> None:
     needed = (STATE_COPIES + (ALONE in cases)) * num_bytes + num_ranks * RANK_BYTES
     available = estimate_available_memory()
     if available < needed:
@@ -119,11 +127,19 @@ def _check_room(folder: str, num_bytes: int, num_ranks: int, cases: tuple[str, .
 
 @contextlib.contextmanager
 def _scratch(folder: str) -> Iterator[str]:
-    """Make a directory that is gone afterwards, however impatient the user is."""
-    scratch = tempfile.mkdtemp(prefix="distckpt-bench-", dir=os.path.abspath(folder))
+    """Make a place below a directory or URL that is gone afterwards, however impatient the user is."""
+    scratch = _storage.join(folder, f"distckpt-bench-{secrets.token_hex(8)}")
     try:
+        if _storage.is_local(folder):
+            os.mkdir(scratch)
+        else:
+            # Stores have no directories: this finds out what cannot be written to before ranks are started.
+            _storage.write_bytes(_storage.join(scratch, "begun"), b"")
         yield scratch
     finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        shutil.rmtree(scratch, ignore_errors=True)
-        signal.signal(signal.SIGINT, before)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        for _ in range(2):
+            # A store may still carry out what a rank that was killed has asked for: look again.
+            _storage.remove_tree(scratch)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -8,7 +8,8 @@ import os
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from distckpt._bench.figures import HEADS, TITLES, Outcome, rows_of, to_json
+from distckpt import _storage
+from distckpt._bench.figures import HEADS, TITLES, Outcome, rows_of, titles, to_json
 from distckpt._bench.picture import draw
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb, positive, positive_number
@@ -16,7 +17,7 @@ from distckpt._cli.verb import Verb, positive, positive_number
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("dir", metavar="DIR", help="a directory on the storage; what is written there is removed")
+    parser.add_argument("dir", metavar="DIR", help="a directory on the storage, or a URL; what it writes is removed")
     parser.add_argument(
         "--gb", type=positive_number, default=2.0, help="size of the state, all ranks together (default: %(default)s)"
     )
@@ -24,25 +25,36 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--runs", type=positive, default=5, help="rounds, whose median counts (default: %(default)s)")
     parser.add_argument("--svg", metavar="FILE", help="also draw the figures")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants whose name begins with one of these")
-    parser.add_argument("--cases", nargs="+", choices=tuple(TITLES), default=tuple(TITLES), help="what to measure")
+    parser.add_argument("--cases", nargs="+", choices=tuple(TITLES), help="what to measure (default: all)")
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Measure, print a table per case, return 1 when distckpt failed."""
-    _check_writable(arguments.json, arguments.svg)
+    json_file = None if output.as_json else arguments.json
+    _check_writable(json_file, arguments.svg)
+    cases = _cases(arguments)
     # Imports torch.distributed.checkpoint, which takes most of a second that the other verbs need not wait.
     bench: Any = importlib.import_module("distckpt._bench.run")
     only = tuple(arguments.only) if arguments.only else None
-    cases = tuple(case for case in TITLES if case in arguments.cases)
     outcome: Outcome = bench.run_benchmark(
         arguments.dir, arguments.gb, arguments.ranks, arguments.runs, cases, only, tell=output.message
     )
-    if arguments.json:
-        _write(arguments.json, json.dumps(to_json(outcome), indent=1) + "\n")
+    output.json(to_json(outcome))
+    if json_file:
+        _write(json_file, json.dumps(to_json(outcome), indent=1) + "\n")
     if arguments.svg:
         _write(arguments.svg, draw(outcome))
     _show(outcome, cases, output)
     return 1 if any(name.startswith("distckpt") for name in outcome.failed) else 0
+
+
+def _cases(arguments: Namespace) -> tuple[str, ...]:
+    """Return the cases to be measured, in their order."""
+    there = titles(is_store=not _storage.is_local(_storage.normalize(arguments.dir)))
+    unknown = [case for case in arguments.cases or () if case not in there]
+    if unknown:
+        raise ValueError(f"an object store has no case {unknown[0]!r}, only {', '.join(there)}")
+    return tuple(case for case in there if not arguments.cases or case in arguments.cases)
 
 
 def _show(outcome: Outcome, cases: tuple[str, ...], output: Output) -> None:
@@ -53,8 +65,7 @@ def _show(outcome: Outcome, cases: tuple[str, ...], output: Output) -> None:
     )
     for case, figures in outcome.cases().items():
         output.line()
-        how = f" (files out of memory by {outcome.cold})" if case == "cold_load" else ""
-        output.table(HEADS, rows_of(figures), title=outcome.title(case) + how)
+        output.table(HEADS, rows_of(figures), title=outcome.title(case))
     output.line()
     output.line("of raw: share of the raw storage's speed; distckpt is: so many times as fast as this contestant")
     if "cold_load" in cases and not outcome.cold:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
-from distckpt._cli.output import Output, size_text
+from distckpt._cli.output import MAX_LISTED, Output, size_text
 from distckpt._cli.selection import add_keys, add_rename
 from distckpt._cli.verb import Verb
 from distckpt._diff import DiffReport, ObjectDifference, TensorDifference, diff
 from distckpt._names import summarize_keys
 
-_MAX_LISTED = 50
 _SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
 
 
@@ -51,12 +50,12 @@ def run(arguments: Namespace, output: Output) -> int:
     )
     for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
         if keys:
-            output.line(f"only in {side}: {summarize_keys(keys, limit=_MAX_LISTED)}")
-    for tensor in report.tensors[:_MAX_LISTED]:
+            output.line(f"only in {side}: {summarize_keys(keys, limit=MAX_LISTED)}")
+    for tensor in report.tensors[:MAX_LISTED]:
         output.line(describe_tensor(tensor))
-    for item in report.objects[:_MAX_LISTED]:
+    for item in report.objects[:MAX_LISTED]:
         output.line(describe_object(item))
-    num_left = max(0, len(report.tensors) - _MAX_LISTED) + max(0, len(report.objects) - _MAX_LISTED)
+    num_left = max(0, len(report.tensors) - MAX_LISTED) + max(0, len(report.objects) - MAX_LISTED)
     if num_left:
         output.line(f"... and {num_left} more (all with --json)")
     output.line(summary(report))

@@ -15,9 +15,11 @@ from distckpt import _dtypes, _sources, _storage, core
 from distckpt._cli import grid
 from distckpt._cli.output import Output, size_text
 from distckpt._cli.verb import Verb
+from distckpt._cli.verify import strays_text
 from distckpt._common_state import COMMON_KEY
 from distckpt._manifest import OBJECT, Manifest
 from distckpt._names import did_you_mean, natural_order
+from distckpt._object_commit import stray_files
 
 _MAX_WRITERS = 64
 _BAR_WIDTH = 30
@@ -51,11 +53,20 @@ def run(arguments: Namespace, output: Output) -> int:
         return _show_key(location, manifest, arguments.key, arguments.svg, output)
     groups, files = group_keys(manifest), list_files(manifest)
     facts = summary(location, manifest)
+    strays = stray_files(location, {file.name for file in manifest.files})
     output.json(
-        {**facts, "groups": [group._asdict() for group in groups], "files": files, "writers": list_writers(files)}
+        {
+            **facts,
+            "groups": [group._asdict() for group in groups],
+            "files": files,
+            "writers": list_writers(files),
+            "strays": strays,
+        }
     )
     if not output.as_json:
         _show(facts, groups, files, manifest, output)
+        if strays:
+            output.line(strays_text(strays))
     return 0
 
 

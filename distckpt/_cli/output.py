@@ -21,6 +21,9 @@ try:
 except ImportError:
     HAS_RICH = False
 
+MAX_LISTED = 50
+"""Of what a verb has found, without --json."""
+
 _SECONDS_BETWEEN = 0.2
 
 

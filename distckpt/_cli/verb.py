@@ -20,7 +20,7 @@ class Verb(NamedTuple):
         add_arguments: declares its arguments; `--json` and `--debug` are there already.
         run: does it and returns the exit code; what it raises becomes one line and the exit code for errors.
         aliases: other names.
-        json_to_file: whether `--json` takes the name of a file, for verbs that also print.
+        json_to_file: whether `--json` can take the name of a file, for results that took long: those are printed, too.
         error_code: the exit code for errors; 2 for verbs that answer a question, where 1 is an answer.
     """
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 
-from distckpt._cli.output import Output, size_text
+from distckpt._cli.output import MAX_LISTED, Output, size_text
 from distckpt._cli.verb import Verb, positive
 from distckpt._verify import DEFAULT_THREADS, Problem, VerifyReport, verify
 
-_MAX_LISTED = 50
+_MAX_NAMED = 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -36,12 +37,12 @@ def run(arguments: Namespace, output: Output) -> int:
             "problems": [problem._asdict() for problem in report.problems],
         }
     )
-    for problem in report.problems[:_MAX_LISTED]:
+    for problem in report.problems[:MAX_LISTED]:
         output.line(f"BAD  {describe(problem)}")
-    if len(report.problems) > _MAX_LISTED:
-        output.line(f"BAD  ... and {len(report.problems) - _MAX_LISTED} more (all with --json)")
+    if len(report.problems) > MAX_LISTED:
+        output.line(f"BAD  ... and {len(report.problems) - MAX_LISTED} more (all with --json)")
     if report.strays:
-        output.line(f"note: {len(report.strays)} more files, left by interrupted saves or written by one under way")
+        output.line(strays_text(report.strays))
     output.line(summary(report))
     return 0 if report.is_whole else 1
 
@@ -54,6 +55,12 @@ def describe(problem: Problem) -> str:
     if problem.key is not None:
         text += f"; key {problem.key!r}, region {problem.region}"
     return text
+
+
+def strays_text(strays: Sequence[str]) -> str:
+    """Name files that are no part of a checkpoint, in one line."""
+    names = ", ".join([*strays[:_MAX_NAMED], *["..."] * (len(strays) > _MAX_NAMED)])
+    return f"note: {len(strays)} more files, left by interrupted saves or written by one under way: {names}"
 
 
 def summary(report: VerifyReport) -> str:

@@ -35,7 +35,7 @@ import torch.distributed.checkpoint as dcp
 from _measure import machine_facts, markdown_table, run_ranks, time_together
 
 import distckpt
-from distckpt._bench.contestants import chosen
+from distckpt._bench.contestants import chosen, contestants
 from distckpt._bench.state import State, llama_sizes, llama_state, local_bytes
 
 STEP_SIZE = 384
@@ -101,12 +101,12 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     for way in WAYS:
         if arguments.only and not way.name.startswith(tuple(arguments.only)):
             continue
-        contestants = chosen([way.contestant])
-        if not contestants:
+        found = chosen(contestants(), [way.contestant])
+        if not found:
             rows.append([way.name, *["not installed"] * 7])
             continue
-        prepared = contestants[0].prepare(state)
-        saves = [timed_save(contestants[0].save, prepared, f"{folder}/c") for _ in range(arguments.runs)]
+        prepared = found[0].prepare(state)
+        saves = [timed_save(found[0].save, prepared, f"{folder}/c") for _ in range(arguments.runs)]
         steps = [measure(way, prepared, folder, work_of_a_step) for _ in range(arguments.runs + 1)]
         counts = [measure(way, prepared, folder, work_of_counting) for _ in range(arguments.runs)]
         later = statistics.median(blocked for blocked, _, _ in steps[1:])

@@ -20,7 +20,7 @@ from pathlib import Path
 from _contest import CASES, by_contestant, tables
 from _measure import machine_facts
 
-from distckpt._bench.figures import Outcome
+from distckpt._bench.figures import Outcome, to_json
 from distckpt._bench.run import run_benchmark
 from distckpt._bench.state import llama_sizes
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again")
-    parser.add_argument("--json", help="also write all figures here")
+    parser.add_argument("--json", help="also write all figures here, as `distckpt bench` does")
     parser.add_argument("--only", nargs="+", help="contestants whose name begins with one of these")
     arguments = parser.parse_args()
     only = tuple(arguments.only) if arguments.only else None
@@ -42,8 +42,7 @@ def main() -> None:
     )  # fmt: skip
     print(report(outcome, arguments))
     if arguments.json:
-        figures = [result._asdict() for result in by_contestant(outcome.figures)]
-        Path(arguments.json).write_text(json.dumps({"bytes": outcome.num_bytes, "figures": figures}, indent=1))
+        Path(arguments.json).write_text(json.dumps(to_json(outcome), indent=1) + "\n")
 
 
 def report(outcome: Outcome, arguments: argparse.Namespace) -> str:

@@ -1,0 +1,58 @@
+"""Bring the tables and the picture of docs/performance.md in line with the figures in docs/figures.
+
+    distckpt bench DIR --gb 2 --ranks 2 --runs 5 --json docs/figures/save_load.json
+    python tests/benchmarks/page.py [--docs docs]
+
+Rewrites docs/storage.svg, and the tables of docs/performance.md between the comments that name the file of figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from _measure import markdown_table
+
+from distckpt._bench.figures import HEADS, Figure, Outcome, rows_of
+from distckpt._bench.picture import draw
+
+BEGIN, END = "<!-- figures/save_load.json by tests/benchmarks/page.py -->\n", "<!-- end -->\n"
+
+
+def main() -> None:
+    """Rewrite both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[2] / "docs", help="the folder of the pages")
+    docs: Path = parser.parse_args().docs
+    outcome = from_json(json.loads((docs / "figures" / "save_load.json").read_text()))
+    page = docs / "performance.md"
+    page.write_text(with_tables(page.read_text(), tables(outcome)))
+    (docs / "storage.svg").write_text(draw(outcome))
+
+
+def from_json(value: dict[str, Any]) -> Outcome:
+    """Take back what `distckpt bench --json` has written; what follows from the figures is computed again."""
+    figures = [Figure(**{field: figure[field] for field in Figure._fields}) for figure in value["figures"]]
+    return Outcome(**{**{field: value[field] for field in Outcome._fields}, "figures": figures})
+
+
+def tables(outcome: Outcome) -> str:
+    """Lay out the figures of each case as a Markdown table."""
+    return "\n\n".join(
+        markdown_table([outcome.title(case), *HEADS[1:]], rows_of(figures)) for case, figures in outcome.cases().items()
+    )
+
+
+def with_tables(page: str, text: str) -> str:
+    """Replace what stands on a page between the two comments."""
+    before, found_begin, rest = page.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"the page lacks {BEGIN.strip()} or {END.strip()}")
+    return f"{before}{BEGIN}\n{text}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    main()
