@@ -46,15 +46,19 @@ def check_target(location: str, overwrite: bool) -> None:
     put_back(location)
     state = _state_of(location)
     if state == "complete" and not overwrite:
-        raise core.CheckpointExistsError(
-            f"{location!r} already holds a whole checkpoint. Choose another location, delete it, or pass "
-            "overwrite=True."
-        )
+        raise already_whole(location, "pass overwrite=True")
     if state == "incomplete" and not _storage.is_local(location):
         logger.warning(
             "%s holds files but no %s (an unfinished save?): those of a save are removed when this one is complete",
             location, core.CONFIG_FNAME,
         )  # fmt: skip
+
+
+def already_whole(location: str, advice: str) -> core.CheckpointExistsError:
+    """Return the error about a whole checkpoint that must not be replaced."""
+    return core.CheckpointExistsError(
+        f"{location!r} already holds a whole checkpoint. Choose another location, delete it, or {advice}."
+    )
 
 
 def prepare(staging: str, durable: bool = True) -> None:

@@ -34,7 +34,7 @@ def leaves(state_dict: Mapping[Any, Any]) -> list[Leaf]:
     found: dict[str, Leaf] = {}
 
     def visit(path: Path, value: Any) -> None:
-        key = ".".join(map(str, path))
+        key = _key(path)
         if key in found:
             raise InvalidShardingError(
                 f"Two values have the key {key!r}, those at {list(found[key].path)} and at {list(path)}: rename one."
@@ -57,7 +57,7 @@ def with_leaves(node: Any, replace: Callable[[Path, Any], Any], path: Path = ())
 def _is_divided(node: Any) -> bool:
     if not isinstance(node, list):
         return False
-    return any(isinstance(item, torch.Tensor | Mapping) or _is_divided(item) for item in node)
+    return any(item is HOLE or isinstance(item, torch.Tensor | Mapping) or _is_divided(item) for item in node)
 
 
 def put(state_dict: Any, path: Path, value: Any) -> None:
@@ -69,15 +69,31 @@ def put(state_dict: Any, path: Path, value: Any) -> None:
 
 
 def find(tree: Any, path: Iterable[Any]) -> Any:
-    """Return what stands at a path in common state, `HOLE` when nothing does.
-
-    Where a key of a dict is not there, its text is tried: PyTorch's format has no other keys.
-    """
+    """Return what stands at a path in common state, `HOLE` when nothing does."""
     for part in path:
         if isinstance(tree, Mapping):
-            tree = tree.get(part, tree.get(str(part), HOLE))
+            tree = tree.get(part, HOLE)
         elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
             tree = tree[part]
         else:
             return HOLE
-    return _state_dict.compact({"found": tree}).get("found", HOLE)
+    return _compact(tree)
+
+
+def by_key(common: Any) -> dict[str, Any]:
+    """Return the values of common state by their keys, which say less than paths: `a.b` may be nested or not.
+
+    PyTorch compares keys, so that state dicts may be flat when saved and nested when loaded, and its format has text in
+    place of all other keys of dicts.
+    """
+    found: dict[str, Any] = {}
+    with_leaves(common, lambda path, value: found.setdefault(_key(path), _compact(value)))
+    return found
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _compact(value: Any) -> Any:
+    return _state_dict.compact({"found": value}).get("found", HOLE)

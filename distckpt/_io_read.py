@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,29 +12,16 @@ import torch
 from distckpt import _storage, core
 from distckpt._device import Copier
 from distckpt._dtypes import FROM_NAME, as_integers
-from distckpt._io import (
-    MAX_BUFFERS,
-    NUM_REQUESTS,
-    NUM_THREADS,
-    Bytes,
-    bounce_buffer,
-    checksum,
-    is_plain_memory,
-    run_threads,
-    tensor_bytes,
-)
+from distckpt._io import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, Bytes, bounce_buffer, checksum, run_threads
 from distckpt._manifest import Manifest
 from distckpt._open_files import OpenFiles
 from distckpt._plan_load import Copy
-from distckpt._region import IntArray, Region, covering_elements, flat_start, num_outer_axes, slabs, whole
-from distckpt._sparse_read import holds_runs, is_worthwhile, max_elements, read_box
+from distckpt._read_parts import READ_UNIT_BYTES, Part, boxes_within, direct_parts, divide_copy, with_gaps
+from distckpt._region import IntArray, flat_start, num_outer_axes
+from distckpt._sparse_read import holds_runs, read_box
 
-READ_UNIT_BYTES = 2 << 20
-"""One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
 REQUEST_BYTES = 16 << 20
 """One request of an object store asks for this much: enough that its answer takes longer than the way there."""
-LONG_RUN_BYTES = 128 << 10
-"""Runs at least this long are read by one call each; shorter ones together with what lies between them."""
 
 
 class _Reading(NamedTuple):
@@ -46,22 +32,6 @@ class _Reading(NamedTuple):
     verify: str
     copier: Copier
     files: OpenFiles
-
-
-class _Part(NamedTuple):
-    """Bytes [start, stop) of a chunk, and where they go.
-
-    Either straight into `memory`, or `box` (of the chunk) goes to `target`: by itself if it is `sparse`, else together
-    with what lies between its runs, through a bounce buffer.
-    """
-
-    chunk: int
-    start: int
-    stop: int
-    memory: Bytes | None = None
-    box: Region | None = None
-    target: torch.Tensor | None = None
-    sparse: bool = False
 
 
 def read_copies(
@@ -80,7 +50,8 @@ def read_copies(
         manifest: its manifest.
         copies: what to read.
         targets: for each request a tensor of its region's shape, of any strides, device and dtype.
-        verify: "none", "read" (every block that is read whole) or "full" (widen reads to whole blocks).
+        verify: "none", "read" (every block that is read whole) or "full" (widen reads to whole blocks). No block is
+            read in two pieces: reads are cut between blocks.
         num_threads: that read at the same time, each with a buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`.
         progress: told the number of bytes whenever some have arrived, from several threads.
 
@@ -96,17 +67,18 @@ def read_copies(
     parts = [
         part
         for copy in copies
-        for part in _divide(manifest, copy, targets[copy.request], verify, exact, copier, unit_bytes)
+        for part in divide_copy(manifest, copy, targets[copy.request], verify, exact, copier, unit_bytes)
     ]
+    _check_files(location, manifest, [part.chunk for part in parts])
     _read_parts(location, manifest, parts, verify, copier, num_threads, progress)
 
 
 def read_chunks(location: str, manifest: Manifest, chunks: Sequence[int], verify: str) -> list[bytes]:
     """Return the whole content of some chunks (encoded objects)."""
     # Before memory is asked for: sizes may be damaged.
-    _check_files(location, manifest, _distinct(manifest.file_ids[np.array(chunks, np.int64)]))
+    _check_files(location, manifest, chunks)
     contents = [np.empty(int(manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
-    read_chunks_into(location, manifest, chunks, contents, verify)
+    _read_parts(location, manifest, _whole_chunks(manifest, chunks, contents), verify, Copier(()))
     return [content.tobytes() for content in contents]
 
 
@@ -119,90 +91,28 @@ def read_chunks_into(
     num_threads: int = NUM_THREADS,
 ) -> None:
     """Read whole chunks into memory of their size."""
-    parts: list[_Part] = []
+    _check_files(location, manifest, chunks)
+    _read_parts(location, manifest, _whole_chunks(manifest, chunks, memories), verify, Copier(()), num_threads)
+
+
+def _whole_chunks(manifest: Manifest, chunks: Sequence[int], memories: Sequence[Bytes]) -> list[Part]:
+    parts: list[Part] = []
     for chunk, memory in zip(chunks, memories, strict=True):
         if 0 < len(memory) <= READ_UNIT_BYTES:
-            parts.append(_Part(chunk, 0, len(memory), memory))
+            parts.append(Part(chunk, 0, len(memory), memory))
         else:
-            parts.extend(_direct_parts(chunk, 0, len(memory), memory, manifest.block_bytes))
-    _read_parts(location, manifest, parts, verify, Copier(()), num_threads)
+            parts.extend(direct_parts(chunk, 0, len(memory), memory, manifest.block_bytes))
+    return parts
 
 
 def _unit_bytes(location: str) -> int:
     return READ_UNIT_BYTES if _storage.is_local(location) else REQUEST_BYTES
 
 
-def _divide(
-    manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str, exact: bool, copier: Copier, unit_bytes: int
-) -> Iterator[_Part]:
-    """Divide a copy into parts of at most `unit_bytes`, or `READ_UNIT_BYTES` where they can be joined again."""
-    chunk = copy.chunk
-    shape = manifest.chunk_region(chunk).shape
-    dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[chunk]]]
-    item, block, size = dtype.itemsize, manifest.block_bytes, int(manifest.num_bytes[chunk])
-    goal = target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
-    if copy.source.shape == shape and goal.dtype == dtype and is_plain_memory(goal) and not copier.is_away(goal):
-        yield from _direct_parts(chunk, 0, size, tensor_bytes(goal), block)
-        return
-    if exact and is_worthwhile(shape, copy.source, item):
-        yield from _sparse_parts(chunk, shape, copy.source, item, goal)
-        return
-    for run in _long_runs(shape, copy.source, item, exact):
-        run_goal = goal[run.relative_to(copy.source.offset).slices()] if run.shape else goal
-        first = flat_start(shape, run) * item
-        last = first + covering_elements(shape, run) * item
-        is_aligned = first % block == 0 and (last % block == 0 or last == size)
-        if (
-            num_outer_axes(shape, run) == 0
-            and run_goal.dtype == dtype
-            and is_plain_memory(run_goal)
-            and not copier.is_away(run_goal)
-            and (is_aligned or verify != "full")
-        ):
-            yield from _direct_parts(chunk, first, last, tensor_bytes(run_goal), block)
-            continue
-        for box in slabs(shape, run, unit_bytes // item):
-            start = flat_start(shape, box) * item
-            stop = start + covering_elements(shape, box) * item
-            if verify == "full":
-                start, stop = start // block * block, min(-(-stop // block) * block, size)
-            part_goal = run_goal[box.relative_to(run.offset).slices()] if box.shape else run_goal
-            yield _Part(chunk, start, stop, None, box, part_goal)
-
-
-def _direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) -> Iterator[_Part]:
-    start = first
-    while start < last:
-        # Cut between blocks, so that each is read whole and can be verified.
-        stop = min(last, max((start + READ_UNIT_BYTES) // block, start // block + 1) * block)
-        yield _Part(chunk, start, stop, memory[start - first : stop - first])
-        start = stop
-
-
-def _sparse_parts(chunk: int, shape: tuple[int, ...], box: Region, item: int, goal: torch.Tensor) -> Iterator[_Part]:
-    for piece in slabs(box.shape, whole(box.shape), max_elements(shape, box, item)):
-        part = Region(tuple(a + b for a, b in zip(piece.offset, box.offset, strict=True)), piece.shape)
-        start = flat_start(shape, part) * item
-        stop = start + covering_elements(shape, part) * item
-        yield _Part(chunk, start, stop, None, part, goal[piece.slices()], sparse=True)
-
-
-def _long_runs(shape: tuple[int, ...], box: Region, item: int, exact: bool) -> Iterator[Region]:
-    """Yield the contiguous runs of a box when they are long and far apart (or no gaps are wanted), else the box."""
-    outer = num_outer_axes(shape, box)
-    run_bytes = math.prod(box.shape[outer:]) * item
-    is_sparse = exact or covering_elements(shape, box) > 2 * box.num_elements
-    if outer == 0 or run_bytes < LONG_RUN_BYTES or not is_sparse:
-        yield box
-        return
-    for index in itertools.product(*(range(o, o + n) for o, n in zip(box.offset[:outer], box.shape, strict=False))):
-        yield Region(index + box.offset[outer:], (1,) * outer + box.shape[outer:])
-
-
 def _read_parts(
     location: str,
     manifest: Manifest,
-    parts: Sequence[_Part],
+    parts: Sequence[Part],
     verify: str,
     copier: Copier,
     num_threads: int = NUM_THREADS,
@@ -213,14 +123,13 @@ def _read_parts(
     chunks = np.array([part.chunk for part in parts], np.int64)
     files = manifest.file_ids[chunks]
     positions = manifest.first_bytes[chunks] + np.array([part.start for part in parts], np.int64)
-    _check_files(location, manifest, _distinct(files))
     order = np.lexsort((positions, files))
     in_order = [parts[i] for i in order.tolist()]
     units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(location))
     with OpenFiles() as open_files:
         reading = _Reading(location, manifest, verify, copier, open_files)
 
-        def read(unit: list[_Part]) -> None:
+        def read(unit: list[Part]) -> None:
             _read_unit(reading, unit)
             if progress is not None:
                 progress(sum(len(p.memory) if p.memory is not None else _box_bytes(manifest, p) for p in unit))
@@ -228,16 +137,16 @@ def _read_parts(
         run_threads(read, units, num_threads)
 
 
-def _box_bytes(manifest: Manifest, part: _Part) -> int:
-    assert part.box is not None
-    return part.box.num_elements * FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
+def _box_bytes(manifest: Manifest, part: Part) -> int:
+    item = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
+    return sum(box.num_elements for box in boxes_within(manifest, part)) * item
 
 
 def _units(
-    parts: Sequence[_Part], files: Sequence[int], positions: Sequence[int], unit_bytes: int
-) -> Iterator[list[_Part]]:
+    parts: Sequence[Part], files: Sequence[int], positions: Sequence[int], unit_bytes: int
+) -> Iterator[list[Part]]:
     """Join parts that go straight to memory and follow one another in a file: one call reads them all."""
-    unit: list[_Part] = []
+    unit: list[Part] = []
     room, next_file, next_position = 0, -1, -1
     for part, file, position in zip(parts, files, positions, strict=True):
         num_bytes = part.stop - part.start
@@ -254,11 +163,11 @@ def _units(
         yield unit
 
 
-def _read_unit(reading: _Reading, unit: list[_Part]) -> None:
+def _read_unit(reading: _Reading, unit: list[Part]) -> None:
     first = unit[0]
     if first.sparse:
         if not _read_sparse(reading, first):
-            for part in _read_through(reading.manifest, first):
+            for part in with_gaps(first, reading.manifest.block_bytes):
                 _read_unit(reading, [part])
         return
     if first.memory is not None:
@@ -273,7 +182,7 @@ def _read_unit(reading: _Reading, unit: list[_Part]) -> None:
             _deliver(reading.manifest, part, buffer, reading.copier)
 
 
-def _read_sparse(reading: _Reading, part: _Part) -> bool:
+def _read_sparse(reading: _Reading, part: Part) -> bool:
     """Read the runs of a part only; False when the system cannot."""
     location, manifest, _, copier, _ = reading
     assert part.box is not None
@@ -293,43 +202,33 @@ def _read_sparse(reading: _Reading, part: _Part) -> bool:
         raise _cut_off(manifest, part, file, end)
     if goal is not target:
         _copy(goal, target, copier)
+        copier.wait()
     return True
 
 
-def _read_through(manifest: Manifest, part: _Part) -> Iterator[_Part]:
-    """Divide a part that would be read without its gaps into ones that are read with them."""
-    assert part.box is not None
-    assert part.target is not None
-    shape = manifest.chunk_region(part.chunk).shape
-    item = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
-    for box in slabs(shape, part.box, READ_UNIT_BYTES // item):
-        start = flat_start(shape, box) * item
-        stop = start + covering_elements(shape, box) * item
-        yield _Part(part.chunk, start, stop, None, box, part.target[box.relative_to(part.box.offset).slices()])
-
-
-def _deliver(manifest: Manifest, part: _Part, buffer: Bytes, copier: Copier) -> None:
-    """Copy a box of a chunk from the bytes around it to its target."""
+def _deliver(manifest: Manifest, part: Part, buffer: Bytes, copier: Copier) -> None:
+    """Copy what a part holds of its box to where it belongs."""
     assert part.box is not None
     assert part.target is not None
     shape = manifest.chunk_region(part.chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]]
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    begin = flat_start(shape, part.box) - part.start // dtype.itemsize
-    whole_items = len(buffer) // dtype.itemsize * dtype.itemsize
-    values = torch.from_numpy(buffer[:whole_items]).view(dtype)
-    _copy(values.as_strided(part.box.shape, strides, begin), part.target, copier)
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype where it differs."""
-    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
-        source, target = as_integers(source), as_integers(target)
-    copier.copy(target, source)
+    values = torch.from_numpy(buffer).view(dtype)
+    for box in boxes_within(manifest, part):
+        begin = flat_start(shape, box) - part.start // dtype.itemsize
+        target = part.target[box.relative_to(part.box.offset).slices()] if shape else part.target
+        _copy(values.as_strided(box.shape, strides, begin), target, copier)
     copier.wait()
 
 
-def _verify(location: str, manifest: Manifest, part: _Part, buffer: Bytes) -> None:
+def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
+    """Copy values out of scratch memory, converting the dtype where it differs; `copier.wait` tells when it is done."""
+    if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
+        source, target = as_integers(source), as_integers(target)
+    copier.copy(target, source)
+
+
+def _verify(location: str, manifest: Manifest, part: Part, buffer: Bytes) -> None:
     block, size = manifest.block_bytes, int(manifest.num_bytes[part.chunk])
     first_block = int(manifest.block_starts[part.chunk])
     for index in range(-(-part.start // block), -(-part.stop // block)):
@@ -346,7 +245,7 @@ def _verify(location: str, manifest: Manifest, part: _Part, buffer: Bytes) -> No
             )
 
 
-def _read_into(reading: _Reading, first: _Part, buffers: list[Bytes]) -> None:
+def _read_into(reading: _Reading, first: Part, buffers: list[Bytes]) -> None:
     location, manifest = reading.location, reading.manifest
     file = _file_location(location, manifest, first.chunk)
     position = int(manifest.first_bytes[first.chunk]) + first.start
@@ -359,7 +258,7 @@ def _read_into(reading: _Reading, first: _Part, buffers: list[Bytes]) -> None:
         raise _cut_off(manifest, first, file, position + got)
 
 
-def _cut_off(manifest: Manifest, part: _Part, file: str, end: int) -> core.CorruptCheckpointError:
+def _cut_off(manifest: Manifest, part: Part, file: str, end: int) -> core.CorruptCheckpointError:
     return core.CorruptCheckpointError(
         f"{file!r} ends at byte {end}, but the manifest says that key {_key(manifest, part.chunk)!r} goes on after it: "
         "the file was cut off. Restore it from a copy or load another checkpoint."
@@ -372,9 +271,11 @@ def _distinct(file_ids: IntArray) -> list[int]:
     return distinct
 
 
-def _check_files(location: str, manifest: Manifest, file_ids: Iterable[int]) -> None:
+def _check_files(location: str, manifest: Manifest, chunks: Sequence[int]) -> None:
+    """Check that the files of some chunks have the sizes that the manifest says."""
     # On an object store each takes a request.
     num_threads = 1 if _storage.is_local(location) else NUM_REQUESTS
+    file_ids = _distinct(manifest.file_ids[np.array(chunks, np.int64)])
     run_threads(lambda file_id: _check_file(location, manifest, file_id), file_ids, num_threads)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from distckpt import _object_store
@@ -22,7 +22,8 @@ class OutgoingFile(NamedTuple):
         location: a URL.
         header: its first bytes.
         unit_bytes: the sizes of its units, which follow. A unit but for the last has at least 5 MiB.
-        read: given the number of a unit, returns its bytes, which are the thread's until it asks again.
+        read: given the number of a unit, returns its bytes, which are the thread's until it asks again. It may ask for
+            one several times.
     """
 
     location: str
@@ -89,7 +90,8 @@ class _Upload:
         """Put one part, and complete the file when it is the last that was missing; returns its size."""
         num_bytes = sum(self._file.unit_bytes[unit] for unit in self._parts[number])
         if self._is_stream:
-            self._stream()
+            # The division into requests is left to the backend of fsspec.
+            _object_store.write_stream(self._file.location, self._pieces)
             return num_bytes
         content = self._content(number)
         if self.num_parts == 1:
@@ -122,10 +124,7 @@ class _Upload:
         # Without a copy: nothing else refers to it.
         return content.getvalue()
 
-    def _stream(self) -> None:
-        """Leave the division into requests to the backend of fsspec."""
-        with _object_store.open_for_writing(self._file.location) as stream:
-            stream.write(self._file.header)
-            for unit in self._parts[0]:
-                for buffer in self._file.read(unit):
-                    stream.write(memoryview(buffer))
+    def _pieces(self) -> Iterator[bytes | Bytes]:
+        yield self._file.header
+        for unit in self._parts[0]:
+            yield from self._file.read(unit)

@@ -24,10 +24,17 @@ MAX_READS = 20
 _Result = TypeVar("_Result")
 
 
-def find_checkpoint(ranks: Ranks, checkpoint_dir: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+def find_checkpoint(
+    ranks: Ranks, checkpoint_dir: str | os.PathLike[str], marker: dict[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
     """Find a checkpoint, after waiting for this process to finish writing it.
 
     Collective: every rank calls.
+
+    Args:
+        ranks: that look for it.
+        checkpoint_dir: where it is.
+        marker: what rank 0 has found there, if anything; others do not look.
 
     Returns:
         Its location and its marker; for one that others wrote, the fields that a marker would need.
@@ -38,10 +45,9 @@ def find_checkpoint(ranks: Ranks, checkpoint_dir: str | os.PathLike[str]) -> tup
     """
     location = _storage.normalize(checkpoint_dir)
     _background.wait_for_location(_commit.resolve(location))
-    marker: dict[str, Any] = {}
     with ranks.phase("find the checkpoint", decision=True):
         if ranks.is_coordinator:
-            marker = _sources.identify(location)
+            marker = _sources.identify(location, marker)
     return location, json.loads(ranks.broadcast(json.dumps(marker).encode()))
 
 
@@ -101,7 +107,9 @@ def noticing_removal(ranks: Ranks, location: str) -> Iterator[None]:
         ) from error
 
 
-def read_unchanged(ranks: Ranks, checkpoint_dir: str | os.PathLike[str], read: Callable[[], _Result]) -> _Result:
+def read_unchanged(
+    ranks: Ranks, checkpoint_dir: str | os.PathLike[str], read: Callable[[dict[str, Any] | None], _Result]
+) -> _Result:
     """Read a checkpoint; read it again when it was overwritten meanwhile, so that nothing comes from two of them.
 
     Two checkpoints with the same marker have the same content: it holds the checksum of the manifest, which holds
@@ -112,7 +120,7 @@ def read_unchanged(ranks: Ranks, checkpoint_dir: str | os.PathLike[str], read: C
     Args:
         ranks: that read together.
         checkpoint_dir: what they read.
-        read: what all ranks do; may be called several times.
+        read: what all ranks do, given the marker on rank 0 if there is one; may be called several times.
 
     Raises:
         CheckpointingException: it was overwritten too often. Otherwise what `read` raises.
@@ -123,7 +131,7 @@ def read_unchanged(ranks: Ranks, checkpoint_dir: str | os.PathLike[str], read: C
         before = _marker_of(location) if ranks.is_coordinator else None
         error, result = None, None
         try:
-            result = read()
+            result = read(before)
         except BaseException as caught:
             # Only after an error that they have exchanged are ranks in step.
             if ranks.size > 1 and (not ranks.is_known_to_all(caught) or getattr(caught, "is_lost_contact", False)):

@@ -12,13 +12,14 @@ therefore safe to remove once it has been put.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from distckpt import _object_store, _storage, core
+from distckpt import _commit, _object_store, _storage, core
 from distckpt._manifest import MANIFEST_NAME
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,13 @@ def folder_suffix(nonce: str) -> str:
 
 
 def stray_files(location: str, named: Container[str]) -> list[str]:
-    """Return the files of saves at a location that neither its manifest names nor its marker, relative to it."""
-    manifest = (core.read_marker(location) or {}).get("manifest")
-    manifest_name = manifest.get("name") if isinstance(manifest, dict) else None
+    """Return the files of saves at a location that neither its manifest names nor its marker, relative to it.
+
+    There are none on local disks, where a save becomes visible by a rename.
+    """
+    if _storage.is_local(location):
+        return []
+    manifest_name = _manifest_named_by(core.read_marker(location) or {})
     return [name for name in _files_of_saves(location) if name != manifest_name and name not in named]
 
 
@@ -75,14 +80,9 @@ class Transaction:
         self._may_be_committed = False
         if self._version is not None and not (overwrite and has_folders):
             advice = "pass overwrite=True" if has_folders else "save with another strategy: this one cannot replace it"
-            raise core.CheckpointExistsError(
-                f"{location!r} already holds a whole checkpoint. Choose another location, delete it, or {advice}."
-            )
+            raise _commit.already_whole(location, advice)
         if not self._is_conditional:
-            logger.warning(
-                "the backend of %s has no conditional writes: nothing keeps two programs that save there at the same "
-                "time apart", location,
-            )  # fmt: skip
+            self._warn_about_conditions()
 
     def commit(self, fields: Mapping[str, Any]) -> None:
         """Put the marker, then remove what the checkpoint does not name.
@@ -91,15 +91,21 @@ class Transaction:
             CheckpointExistsError: the marker is not what it was when the save began.
             OSError: it is not known whether the marker was put; then nothing is removed.
         """
+        try:
+            self._put_and_clear_up(fields)
+        except OSError as error:
+            if error.errno != errno.ENOSYS or not self._is_conditional:
+                raise
+            self._is_conditional = False
+            self._warn_about_conditions()
+            self._put_and_clear_up(fields)
+
+    def _put_and_clear_up(self, fields: Mapping[str, Any]) -> None:
         strays = self._strays(fields)
         uploads = self._uploads(strays=True)
         content = (json.dumps({**fields, SAVE: self._nonce}, indent=1) + "\n").encode()
         self._may_be_committed = True
-        if self._version is None:
-            is_put = _object_store.create(self._marker, content)
-        else:
-            is_put = _object_store.replace(self._marker, content, self._version)
-        if not is_put:
+        if not self._put(content):
             self._may_be_committed = False
             raise core.CheckpointExistsError(
                 f"Another program has saved to {self._location!r}, or removed what was there, while this save was "
@@ -109,6 +115,17 @@ class Transaction:
             _object_store.remove_all(_storage.join(self._location, name) for name in strays)
             for upload in uploads:
                 _object_store.abort(upload)
+
+    def _put(self, content: bytes) -> bool:
+        """Put the marker; False when it is not what it was when the save began."""
+        if self._is_conditional and self._version is None:
+            return _object_store.create(self._marker, content)
+        if self._is_conditional and self._version is not None:
+            return _object_store.replace(self._marker, content, self._version)
+        is_unchanged = _object_store.version(self._marker) == self._version
+        if is_unchanged:
+            _object_store.write(self._marker, content)
+        return is_unchanged
 
     def abandon(self) -> None:
         """Remove what the save has written, unless its marker may have been put."""
@@ -120,17 +137,25 @@ class Transaction:
             for upload in self._uploads(strays=False):
                 _object_store.abort(upload)
 
+    def _warn_about_conditions(self) -> None:
+        logger.warning(
+            "%s has no conditional writes: nothing keeps two programs that save there at the same time apart",
+            self._location,
+        )
+
     def _strays(self, fields: Mapping[str, Any]) -> list[str]:
         """Return the files that can be removed when the marker is there."""
         if not self._has_folders:
             return []
+        named = _manifest_named_by(fields)
         if not self._is_conditional:
             # Other saves may still be committed, whenever they began: only what is replaced goes.
             with contextlib.suppress(core.CorruptCheckpointError):
-                old_nonce = (core.read_marker(self._location) or {}).get(SAVE, "")
-                return [name for name in self._earlier if _nonce_of(name) == old_nonce]
+                old = core.read_marker(self._location) or {}
+                old_manifest, old_nonce = _manifest_named_by(old), old.get(SAVE, "")
+                replaced = {name for name in self._earlier if name == old_manifest or _nonce_of(name) == old_nonce}
+                return sorted(replaced - {named})
             return []
-        named = fields.get("manifest", {}).get("name")
         return [name for name in _files_of_saves(self._location) if name != named and not self._is_own(name)]
 
     def _uploads(self, strays: bool) -> list[_object_store.Upload]:
@@ -156,6 +181,12 @@ class Transaction:
 
 def _files_of_saves(location: str) -> list[str]:
     return [name for name in _object_store.list_files(location) if _OURS.fullmatch(name)]
+
+
+def _manifest_named_by(marker: Mapping[str, Any]) -> str:
+    """Return the name of the manifest, nothing when a marker names none."""
+    manifest = marker.get("manifest")
+    return str(manifest.get("name", "")) if isinstance(manifest, dict) else ""
 
 
 def _nonce_of(name: str) -> str | None:

@@ -118,7 +118,7 @@ def _ask(
     """Ask a question of one checkpoint, without the other ranks: given the strategy that reads it, and the location."""
     location = _storage.normalize(checkpoint_dir)
 
-    def read() -> _Answer:
-        return question(load_strategy(given, _sources.identify(location), location), location)
+    def read(marker: dict[str, Any] | None) -> _Answer:
+        return question(load_strategy(given, _sources.identify(location, marker), location), location)
 
     return read_unchanged(Ranks.alone(), location, read)

@@ -13,19 +13,23 @@ BACKEND = "safetensors"
 VERSION = 1
 
 
-def identify(location: str) -> dict[str, Any]:
+def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the marker of a checkpoint; for one that others wrote, the fields that a marker would need.
+
+    Args:
+        location: of the checkpoint.
+        marker: its content, when it was read already: on an object store each look takes a request.
 
     Raises:
         CheckpointNotFoundError: nothing that can be read is there.
         CorruptCheckpointError: the marker is damaged or of a newer version.
     """
     foreign = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION, "manifest": None}
-    if not _storage.exists(_storage.join(location, core.CONFIG_FNAME)) and (
-        _dcp_source.holds_metadata(location) or _hf_source.holds_safetensors(location)
-    ):
+    if marker is None:
+        marker = core.read_marker(location)
+    if marker is None and (_dcp_source.holds_metadata(location) or _hf_source.holds_safetensors(location)):
         return foreign
-    marker = validation.verify_checkpoint(location)
+    marker = validation.check_marker(marker, location)
     return foreign if marker["sharded_backend"] == _dcp_source.MARKER_BACKEND else marker
 
 

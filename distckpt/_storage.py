@@ -114,12 +114,20 @@ def file_size(location: str) -> int:
     return _object_store.size(location)
 
 
-def read_bytes(location: str) -> bytes:
-    """Return a whole small file; FileNotFoundError when it is not there."""
-    if is_local(location):
-        with naming(location), open(location, "rb") as file:
-            return file.read()
-    return _object_store.read(location)
+def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
+    """Return a whole small file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: with errno EFBIG, when it has more than `max_bytes`; EINVAL as for `file_size`.
+    """
+    if not is_local(location):
+        return _object_store.read(location, max_bytes)
+    # A file can be large without taking space on the disk.
+    if max_bytes is not None and file_size(location) > max_bytes:
+        raise OSError(errno.EFBIG, f"more than {max_bytes} bytes", location)
+    with naming(location), open(location, "rb") as file:
+        return file.read()
 
 
 def read_range(location: str, start: int, stop: int) -> bytes:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -117,12 +117,20 @@ def verify(
     if mode not in ("fast", "full"):
         raise ValueError(f"mode must be 'fast' or 'full', got {mode!r}")
     location = _storage.normalize(checkpoint_dir)
-    return read_unchanged(Ranks.alone(), location, lambda: _verify(location, mode, num_threads, progress))
+    return read_unchanged(
+        Ranks.alone(), location, lambda marker: _verify(location, marker, mode, num_threads, progress)
+    )
 
 
-def _verify(location: str, mode: str, num_threads: int, progress: Callable[[int, int], object] | None) -> VerifyReport:
+def _verify(
+    location: str,
+    marker: dict[str, Any] | None,
+    mode: str,
+    num_threads: int,
+    progress: Callable[[int, int], object] | None,
+) -> VerifyReport:
     started = time.perf_counter()
-    manifest = _open(location)
+    manifest = _open(location, marker)
     if isinstance(manifest, Problem):
         return VerifyReport(location, mode, (manifest,), True, 0, 0, 0, 0, time.perf_counter() - started)
 
@@ -134,7 +142,7 @@ def _verify(location: str, mode: str, num_threads: int, progress: Callable[[int,
         found, num_read = _check_blocks(location, manifest, num_threads, progress)
         problems += found
         num_bytes += num_read
-    strays = () if _storage.is_local(location) else stray_files(location, {file.name for file in manifest.files})
+    strays = stray_files(location, {file.name for file in manifest.files})
     return VerifyReport(
         location,
         mode,
@@ -149,11 +157,11 @@ def _verify(location: str, mode: str, num_threads: int, progress: Callable[[int,
     )
 
 
-def _open(location: str) -> Manifest | Problem:
+def _open(location: str, marker: dict[str, Any] | None) -> Manifest | Problem:
     """Open what is at a location, or say which of the files that describe it is damaged."""
     file = _storage.join(location, core.CONFIG_FNAME)
     try:
-        marker = _sources.identify(location)
+        marker = _sources.identify(location, marker)
         load_strategy(None, marker, location)
         named = marker.get("manifest", {})
         if named is None:

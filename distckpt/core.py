@@ -7,10 +7,11 @@ distckpt's own, so programs written for Megatron Core recognise a distckpt check
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -223,14 +224,8 @@ def file_size(path: str) -> int:
         FileNotFoundError: nothing is there.
         CorruptCheckpointError: what is there is no file.
     """
-    try:
+    with _judging(path):
         return _storage.file_size(path)
-    except OSError as error:
-        if error.errno not in _NO_FILE:
-            raise
-        raise CorruptCheckpointError(
-            f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another checkpoint."
-        ) from error
 
 
 def read_file(path: str, max_bytes: int) -> bytes:
@@ -238,19 +233,32 @@ def read_file(path: str, max_bytes: int) -> bytes:
 
     Args:
         path: of the file.
-        max_bytes: size that it has at most. A file can be large without taking space on the disk, so a local one is
-            looked at first.
+        max_bytes: size that it has at most.
 
     Raises:
         FileNotFoundError: nothing is there.
         CorruptCheckpointError: what is there is no file, or a larger one.
     """
-    if _storage.is_local(path) and (num_bytes := file_size(path)) > max_bytes:
-        raise CorruptCheckpointError(
-            f"{path!r} has {num_bytes} bytes; no such file has more than {max_bytes}. Restore it from a copy, or load "
-            "another checkpoint."
-        )
-    return _storage.read_bytes(path)
+    with _judging(path):
+        return _storage.read_bytes(path, max_bytes)
+
+
+@contextlib.contextmanager
+def _judging(path: str) -> Iterator[None]:
+    """Call a checkpoint damaged when what is under the name of its file cannot be that."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise CorruptCheckpointError(
+                f"{path!r} has {error.strerror}, which no such file has. Restore it from a copy, or load another "
+                "checkpoint."
+            ) from error
+        if error.errno in _NO_FILE and _storage.is_local(path):
+            raise CorruptCheckpointError(
+                f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another checkpoint."
+            ) from error
+        raise
 
 
 def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True) -> None:

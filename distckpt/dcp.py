@@ -12,16 +12,16 @@ state at their places in the nested dict. `load` reads those that PyTorch wrote,
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from distckpt import _dcp_shards, _dcp_tree, _state_dict, serialization
+from distckpt import _dcp_arguments, _dcp_shards, _dcp_tree, _state_dict, serialization
 from distckpt._codec import HOLE
 from distckpt._collectives import Ranks, lone_group
 from distckpt._common_state import COMMON_KEY
@@ -37,17 +37,9 @@ from distckpt.strategies.defaults import load_strategy
 
 __all__ = ["async_save", "load", "save"]
 
-_TORCH_PACKAGE = "torch.distributed.checkpoint"
-_TORCH_NAMES = ("DefaultLoadPlanner", "DefaultSavePlanner", "FileSystemReader", "FileSystemWriter")
-"""What programs take from the module that they import as `dcp`."""
-_READERS = ("FileSystemReader", "FsspecReader", "HuggingFaceStorageReader")
-_WRITERS = ("FileSystemWriter", "FsspecWriter")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _TORCH_NAMES:
-        return getattr(importlib.import_module(_TORCH_PACKAGE), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _dcp_arguments.attribute(name)
 
 
 # ---- saving
@@ -92,7 +84,7 @@ def save(
         CheckpointExistsError: a checkpoint is there and the writer's `overwrite` is False.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
-    _check_planner(planner, "DefaultSavePlanner")
+    _dcp_arguments.check_planner(planner, "DefaultSavePlanner")
     return serialization.save(
         **_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
     )
@@ -136,7 +128,7 @@ def async_save(
         CheckpointingException: as `save` does, for what is found before anything is written.
     """
     del async_checkpointer_type
-    _check_planner(planner, "DefaultSavePlanner")
+    _dcp_arguments.check_planner(planner, "DefaultSavePlanner")
     if async_stager is not None:
         raise CheckpointingException(
             f"async_stager ({type(async_stager).__name__}) must be None: distckpt copies what it saves itself, into "
@@ -194,11 +186,11 @@ def _arguments(
             "use_collectives must be True: ranks agree on what is saved and commit it together. To save from one "
             "process alone pass no_dist=True."
         )
-    location = _location(checkpoint_id, storage_writer, "storage_writer", _WRITERS)
+    location = _dcp_arguments.saved_location(checkpoint_id, storage_writer)
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     with ranks.phase("ask for state dicts"):
-        asked = _asked(state_dict, state_dict)
+        asked = _asked(state_dict)
     return {
         "sharded_state_dict": _dcp_shards.sharded(asked, ranks),
         "checkpoint_dir": location,
@@ -247,17 +239,17 @@ def load(
         CorruptCheckpointError: files are missing, cut off or changed.
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
-    _check_planner(planner, "DefaultLoadPlanner")
-    location = _location(checkpoint_id, storage_reader, "storage_reader", _READERS)
+    _dcp_arguments.check_planner(planner, "DefaultLoadPlanner")
+    location = _dcp_arguments.loaded_location(checkpoint_id, storage_reader)
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     # 1. Take the state dict apart.
     with ranks.phase("take their state dicts apart"):
-        target = _asked(state_dict, sorted(state_dict))
+        target = _asked(state_dict, in_order=True)
         leaves = _dcp_tree.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.
     is_strict = not getattr(planner, "allow_partial_load", False)
-    others = read_unchanged(ranks, location, lambda: _read(ranks, group, location, leaves, is_strict))
+    others = read_unchanged(ranks, location, lambda marker: _read(ranks, group, location, marker, leaves, is_strict))
     # 3. Put the other values in their places: nothing can go wrong any more.
     for path, value in others.items():
         _dcp_tree.put(target, path, value)
@@ -272,6 +264,7 @@ def _read(
     ranks: Ranks,
     process_group: Any,
     checkpoint_dir: str | os.PathLike[str],
+    marker: dict[str, Any] | None,
     leaves: Sequence[_dcp_tree.Leaf],
     is_strict: bool,
 ) -> dict[_dcp_tree.Path, Any]:
@@ -279,8 +272,8 @@ def _read(
 
     Collective: every rank calls.
     """
-    location, marker = find_checkpoint(ranks, checkpoint_dir)
-    options = Options(process_group=process_group, allow_dtype_cast=True)
+    location, marker = find_checkpoint(ranks, checkpoint_dir, marker)
+    options = Options(process_group, allow_dtype_cast=True, marker=marker)
     strategy = load_strategy(None, marker, location).configure(options)
     known = stored_keys(ranks, strategy, location)
     with ranks.phase("read common state"):
@@ -314,18 +307,25 @@ class _Request(NamedTuple):
 
 def _request(leaves: Sequence[_dcp_tree.Leaf], known: set[str], common: Any, rank: int, location: str) -> _Request:
     request = _Request([], {}, {}, [])
+    by_key = cache(lambda: _dcp_tree.by_key(common))
     for key, path, value in leaves:
-        is_tensor, in_common = isinstance(value, torch.Tensor), _dcp_tree.find(common, path)
-        if is_tensor and key in known:
-            _check_memory(key, value)
-            request.tensors.extend(_dcp_shards.shards_of(key, value, rank))
-        elif key in known:
-            (request.objects[path],) = _dcp_shards.shards_of(key, None, rank)
-        elif in_common is HOLE:
+        if key in known:
+            if isinstance(value, torch.Tensor):
+                _check_memory(key, value)
+                request.tensors.extend(_dcp_shards.shards_of(key, value, rank))
+            else:
+                (request.objects[path],) = _dcp_shards.shards_of(key, None, rank)
+            continue
+        in_common = _dcp_tree.find(common, path)
+        if in_common is HOLE:
+            in_common = by_key().get(key, HOLE)
+        if in_common is HOLE:
             request.absent.append(key)
-        elif is_tensor:
+        elif isinstance(value, torch.Tensor):
+            kind = "part of an object" if isinstance(in_common, torch.Tensor) else f"of type {type(in_common).__name__}"
             raise LoadMismatchError(
-                f"Key {key!r} is of type {type(in_common).__name__} in {location!r} and was asked for as a tensor.",
+                f"Key {key!r} is {kind} in {location!r} and was asked for as a tensor. Ask for it as it was saved; "
+                "distckpt.load_common_state_dict shows what is not stored as tensors.",
                 unexpected=[key],
             )
         else:
@@ -355,46 +355,18 @@ def _refuse_absent(ranks: Ranks, absent: Sequence[str], known: set[str], locatio
     )
 
 
-# ---- arguments
+# ---- values that have state dicts of their own
 
 
-def _asked(state_dict: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def _asked(state_dict: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
     """Return a state dict in which the values that have a state dict of their own are replaced by that."""
-    values = ((key, state_dict[key]) for key in keys)
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointingException(
+            f"state_dict is a {type(state_dict).__name__} and must be a dict: pass " + '{"model": model}, say.'
+        )
+    values = ((key, state_dict[key]) for key in (sorted(state_dict) if in_order else state_dict))
     return {key: value.state_dict() if _is_stateful(value) else value for key, value in values}
 
 
 def _is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _location(
-    checkpoint_id: str | os.PathLike[str] | None, storage: Any, argument: str, classes: Sequence[str]
-) -> str | os.PathLike[str]:
-    """Return where to save or what to load, given what the caller passed."""
-    if storage is not None and not _is_of_torch(storage, classes):
-        raise CheckpointingException(
-            f"{argument} is a {type(storage).__name__}, whose way of storing data distckpt does not follow: it must be "
-            f"None, or {' or '.join(classes)} of PyTorch itself, whose path is taken. Pass checkpoint_id=path; "
-            "distckpt.consolidate writes Hugging Face checkpoints."
-        )
-    if checkpoint_id:
-        return checkpoint_id
-    if storage is None:
-        raise CheckpointingException(f"Pass checkpoint_id, a path or URL, or {argument}.")
-    path: str | os.PathLike[str] = storage.path
-    return path
-
-
-def _check_planner(planner: Any, name: str) -> None:
-    if planner is not None and not _is_of_torch(planner, (name,)):
-        raise CheckpointingException(
-            f"planner is a {type(planner).__name__}, whose decisions distckpt does not follow: it must be None or "
-            f"{name} of PyTorch itself. Change keys and tensors in the state dict instead; distckpt.load takes rules "
-            "for other names and shapes, and distckpt.load_plain_tensors loads all there is."
-        )
-
-
-def _is_of_torch(value: Any, classes: Sequence[str]) -> bool:
-    kind = type(value)
-    return kind.__name__ in classes and f"{kind.__module__}.".startswith(f"{_TORCH_PACKAGE}.")

@@ -242,10 +242,12 @@ def load(
     _refuse_common_strategy(common_strategy)
     ranks, clock = Ranks(process_group), Clock()
 
-    def read() -> tuple[StateDict | tuple[StateDict, set[str], set[str]], int, str]:
+    def read(
+        known: dict[str, Any] | None,
+    ) -> tuple[StateDict | tuple[StateDict, set[str], set[str]], int, str]:
         # 1. Find the checkpoint and who reads it.
         with clock.phase("plan"):
-            location, marker = find_checkpoint(ranks, checkpoint_dir)
+            location, marker = find_checkpoint(ranks, checkpoint_dir, known)
             with ranks.phase("prepare to load"):
                 mode = parse_strict_flag(strict)
                 if rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
@@ -259,6 +261,7 @@ def load(
                         rules=tuple(rules),
                         max_inflight_bytes=max_inflight_bytes,
                         progress=progress,
+                        marker=marker,
                     )
                 )
                 shards, _, skeleton = _state_dict.split(sharded_state_dict)

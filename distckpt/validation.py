@@ -97,8 +97,11 @@ def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
         CorruptCheckpointError: the marker is damaged, or written by a newer version.
     """
     location = _storage.normalize(checkpoint_dir)
-    # Read once: somebody may remove it at any moment.
-    marker = core.read_marker(location)
+    return check_marker(core.read_marker(location), location)
+
+
+def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
+    """Check that a marker that was read, None when there is none, is of a readable format; as `verify_checkpoint`."""
     if marker is None:
         if not _storage.exists(location):
             aside = _commit.left_aside(location)

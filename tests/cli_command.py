@@ -26,7 +26,7 @@ def command(*arguments, path=()):
 def run(*arguments, code=0, path=()):
     """Run the command line to its end; return what it printed."""
     line, environment = command(*arguments, path=path)
-    ended = subprocess.run(line, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(line, env=environment, cwd="/", capture_output=True, text=True, timeout=200)
     assert ended.returncode == code, ended.stderr
     return ended
 

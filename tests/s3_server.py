@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 from unittest import mock
 
@@ -98,11 +99,12 @@ class Fault(NamedTuple):
     Attributes:
         method: such as "PUT".
         pattern: of the path with its query.
-        action: "500", "503" or "404" (no such upload): answered so without being carried out. "cut body": the
-            connection ends in the middle of what the client sends. "cut answer": ... of what the server sends. "lose
-            answer": carried out, and then the connection ends.
+        action: "500", "503", "501" (not implemented) or "404" (no such upload): answered so without being carried out.
+            "cut body": the connection ends in the middle of what the client sends. "cut answer": ... of what the
+            server sends. "lose answer": carried out, and then the connection ends.
         first: the number of the first request that it happens to, from 1.
         count: how many requests it happens to.
+        header: that a request has; of any kind when empty.
     """
 
     method: str
@@ -110,14 +112,16 @@ class Fault(NamedTuple):
     action: str
     first: int = 1
     count: int = 1
+    header: str = ""
 
 
 class FaultyProxy:
-    """Stands in front of a server; `happened` lists what it did to which request."""
+    """Stands in front of a server; `happened` lists what it did to which request, `requests` all that came."""
 
     def __init__(self, server: str, *faults: Fault) -> None:
         self.faults = list(faults)
         self.happened: list[tuple[str, str]] = []
+        self.requests: list[str] = []
         self._server = server.removeprefix("http://")
         self._numbers = [0] * len(faults)
         self._lock = threading.Lock()
@@ -136,11 +140,13 @@ class FaultyProxy:
             thread.join()
             listener.server_close()
 
-    def action_for(self, method: str, path: str) -> str | None:
+    def action_for(self, method: str, path: str, headers: Mapping[str, str]) -> str | None:
         """Return what goes wrong with a request, None when nothing does."""
         with self._lock:
+            self.requests.append(f"{method} {path}")
             for number, fault in enumerate(self.faults):
-                if fault.method == method and re.search(fault.pattern, path):
+                is_meant = fault.method == method and fault.header in ("", *headers)
+                if is_meant and re.search(fault.pattern, path):
                     self._numbers[number] += 1
                     if fault.first <= self._numbers[number] < fault.first + fault.count:
                         self.happened.append((fault.action, f"{method} {path}"))
@@ -157,13 +163,33 @@ class FaultyProxy:
             connection.close()
 
 
+class EqualPartsProxy(FaultyProxy):
+    """Like Cloudflare R2: completes uploads only when all parts but the last, which may be smaller, have one size."""
+
+    def __init__(self, server: str, *faults: Fault) -> None:
+        super().__init__(server, *faults)
+        self.parts: dict[str, dict[int, int]] = {}
+        """Upload -> number of a part -> its size."""
+
+    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, list, bytes]:
+        query = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(path).query))
+        if method == "PUT" and "partNumber" in query:
+            self.parts.setdefault(query["uploadId"], {})[int(query["partNumber"])] = len(body)
+        if method == "POST" and "uploadId" in query:
+            *others, last = [size for _, size in sorted(self.parts[query["uploadId"]].items())]
+            if len(set(others)) > 1 or last > max(others, default=last):
+                text = b"<Error><Code>InvalidPart</Code><Message>parts have several sizes</Message></Error>"
+                return 400, [("Content-Type", "application/xml")], text
+        return super().forward(method, path, headers, body)
+
+
 class _ProxyHandler(http.server.BaseHTTPRequestHandler):
     proxy: FaultyProxy
     protocol_version = "HTTP/1.1"
 
     def handle_request(self) -> None:
         self.close_connection = True
-        action = self.proxy.action_for(self.command, self.path)
+        action = self.proxy.action_for(self.command, self.path, self.headers)
         length = int(self.headers.get("Content-Length", 0))
         if action == "cut body":
             self.rfile.read(length // 2)
@@ -193,5 +219,5 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-_CODES = {"500": "InternalError", "503": "SlowDown", "404": "NoSuchUpload"}
+_CODES = {"500": "InternalError", "501": "NotImplemented", "503": "SlowDown", "404": "NoSuchUpload"}
 _OF_ONE_CONNECTION = {"connection", "content-length", "transfer-encoding", "keep-alive"}

@@ -12,7 +12,7 @@ import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, ShardedTensor
 from distckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
-PATIENCE = 60.0
+PATIENCE = 200.0
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_aborting_forgets_what_has_not_begun(tmp_path):
     distckpt._background.wait_for_all()
     assert (ran, queue.get_num_unfinalized_calls()) == ([], 0)
     # The memory of those that were given up is there for others.
-    distckpt.async_save(state_of(2), tmp_path / "c", timeout=5).result(PATIENCE)
+    distckpt.async_save(state_of(2), tmp_path / "c", timeout=30).result(PATIENCE)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

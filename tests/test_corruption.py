@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -213,6 +214,83 @@ def test_the_old_name_of_full_verification(checkpoint):
     assert distckpt.load(shard, checkpoint)["w"].tolist() == [0, 1]
     with pytest.raises(CorruptCheckpointError):
         distckpt.load(shard, checkpoint, verify_integrity=True)
+
+
+# ---- which blocks of a large chunk are checked
+
+
+ROWS, COLUMNS = 420, 3002
+"""Of a tensor of 4.8 MiB in one chunk. No block begins where a row does."""
+BLOCK_BYTES = 1 << 20
+
+
+def made(*shape, dtype=torch.float32):
+    return torch.full(shape, -1, dtype=dtype)
+
+
+PARTS = {
+    "everything": lambda: (made(ROWS, COLUMNS), 0, 0),
+    "everything in another dtype": lambda: (made(ROWS, COLUMNS, dtype=torch.float64), 0, 0),
+    "everything as a part of wider memory": lambda: (made(ROWS, COLUMNS + 9)[:, 5 : 5 + COLUMNS], 0, 0),
+    "everything in another order of memory": lambda: (made(COLUMNS, ROWS).t(), 0, 0),
+    "rows": lambda: (made(ROWS // 3, COLUMNS), ROWS // 3, 0),
+    "rows in another dtype": lambda: (made(ROWS // 3, COLUMNS, dtype=torch.float64), ROWS // 3, 0),
+    "columns": lambda: (made(ROWS, COLUMNS // 2), 0, COLUMNS // 4),
+    "a few columns": lambda: (made(ROWS, 7), 0, 100),
+    "some rows of some columns": lambda: (made(ROWS // 2, COLUMNS // 3), ROWS // 4, COLUMNS // 2),
+}
+"""A target, and the row and the column of the tensor where it begins."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    path = tmp_path_factory.mktemp("large") / "c"
+    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(1.0 * ROWS * COLUMNS).view(ROWS, -1))}, path)
+    return path
+
+
+def load_part(path, part, verify):
+    target, row, column = PARTS[part]()
+    shard = ShardedTensor("w", target, target.dtype, tuple(target.shape), (ROWS, COLUMNS), (row, column), None)
+    distckpt.load({"w": shard}, path, verify=verify)
+    expected = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
+    expected = expected[row : row + target.shape[0], column : column + target.shape[1]]
+    assert np.array_equal(target.numpy(), expected), "wrong values, and no error"
+
+
+@contextlib.contextmanager
+def flipped_bit(file, position):
+    """Flip a bit, and flip it back when the block ends."""
+    with file.open("r+b", buffering=0) as opened:
+        byte = os.pread(opened.fileno(), 1, position)
+        os.pwrite(opened.fileno(), bytes([byte[0] ^ 16]), position)
+        try:
+            yield
+        finally:
+            os.pwrite(opened.fileno(), byte, position)
+
+
+@pytest.mark.parametrize("verify", ["read", "full"])
+@pytest.mark.parametrize("part", PARTS)
+def test_the_blocks_that_are_checked(large, part, verify):
+    """By default those between the first and the last byte that is wanted, else also the ones that these lie in."""
+    target, row, column = PARTS[part]()
+    first = 4 * (row * COLUMNS + column)
+    end = 4 * ((row + target.shape[0] - 1) * COLUMNS + column + target.shape[1])
+    (file,) = (large / "tensors").iterdir()
+    (span,) = entries_of(file).values()
+    for start in range(0, len(span), BLOCK_BYTES):
+        stop = min(start + BLOCK_BYTES, len(span))
+        is_checked = first <= start and stop <= end if verify == "read" else start < end and first < stop
+        for position in (start, stop - 1):
+            with flipped_bit(file, span[position]):
+                if is_checked:
+                    where = f"{file}', bytes {span[0] + start} to {span[0] + stop}: chunk .* of key 'w'"
+                    with pytest.raises(CorruptCheckpointError, match=where):
+                        load_part(large, part, verify)
+                elif not first <= position < end:
+                    load_part(large, part, verify)
+    load_part(large, part, verify)
 
 
 # ---- what verification says, and what loads give

@@ -6,11 +6,16 @@ The oracle is torch.distributed.checkpoint itself, run on the same values.
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +116,40 @@ def test_int_keys_of_dicts_stay_int(tmp_path):
         loaded = {"state": {0: {"step": torch.tensor(0.0), "kind": "new"}}}
         dcp.load(loaded, checkpoint_id=tmp_path / writer.__name__)
         assert same(loaded, state)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [(torch_dcp, torch_dcp), (torch_dcp, dcp), (dcp, dcp)],
+    ids=["the oracle itself", "from torch", "from distckpt"],
+)
+@pytest.mark.parametrize("is_flat", [True, False], ids=["flat", "nested"])
+def test_values_are_found_by_their_dotted_keys(writer, reader, is_flat, tmp_path):
+    def state(fill, is_flat):
+        weight, step, kind = torch.full((2,), float(fill)), torch.tensor(fill), f"is {fill}"
+        if is_flat:
+            return {"model.w": weight, "optim.0.step": step, "optim.0.kind": kind, "groups.0.lr": fill}
+        return {"model": {"w": weight}, "optim": {0: {"step": step, "kind": kind}}, "groups": [{"lr": fill}]}
+
+    writer.save(state(3, is_flat), checkpoint_id=tmp_path / "saved")
+    loaded = state(0, not is_flat)
+    reader.load(loaded, checkpoint_id=tmp_path / "saved")
+    if reader is torch_dcp and is_flat:
+        loaded["optim"][0]["kind"] = loaded["optim"].pop("0")["kind"]  # it has put the value beside the old one
+    assert same(loaded, state(3, not is_flat))
+
+
+def test_a_tensor_inside_of_an_object_is_no_tensor_of_its_own(tmp_path):
+    """PyTorch goes on with what the target holds, without a word."""
+    planner = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)
+    torch_dcp.save({"list": [torch.ones(2), 1]}, checkpoint_id=tmp_path / "saved", planner=planner)
+    state = {"list": [torch.zeros(2), 0]}
+    with pytest.raises(LoadMismatchError, match=r"'list\.0' is part of an object .*load_common_state_dict"):
+        dcp.load(state, checkpoint_id=tmp_path / "saved")
+    assert same(state, {"list": [torch.zeros(2), 0]})
+    state = {"list": None}
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
+    assert same(state, {"list": [torch.ones(2), 1]})
 
 
 def test_what_is_saved_is_an_ordinary_checkpoint(tmp_path):
@@ -328,6 +367,14 @@ def test_what_cannot_be_followed_is_refused(arguments, said, tmp_path, monkeypat
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("value", [[1, 2], torch.nn.Linear(2, 2)], ids=["list", "module"])
+def test_a_state_dict_that_is_none_is_refused(value, tmp_path):
+    dcp.save({"step": 1}, checkpoint_id=tmp_path / "saved")
+    for verb in (dcp.save, dcp.async_save, dcp.load):
+        with pytest.raises(CheckpointingException, match=f'state_dict is a {type(value).__name__} .*"model": model'):
+            verb(value, checkpoint_id=tmp_path / "saved")
+
+
 def test_other_planners_and_readers_are_refused_for_loading(tmp_path):
     dcp.save({"step": 1}, checkpoint_id=tmp_path / "saved")
     for arguments in ({"planner": OtherPlanner()}, {"storage_reader": object()}):
@@ -367,6 +414,75 @@ def test_no_checkpoint(tmp_path):
 def test_the_package_and_the_module_import_nothing_of_torch_checkpoint():
     program = "import sys, distckpt; distckpt.dcp.save; sys.exit('torch.distributed.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "migrating-from-dcp.md").read_text()
+ARGUMENTS, NAMES = (
+    {
+        name: here
+        for names, here in re.findall(r"^\| (`[\w`, ]+`) \| (.*) \|$", table, re.M)
+        for name in names.strip("`").split("`, `")
+    }
+    for table in re.findall(r"^\| in DCP \|.*\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.M)
+)
+"""The tables of the page: what stands for each argument and for each name of torch.distributed.checkpoint."""
+
+PUBLIC = sorted(
+    name
+    for name, value in vars(torch_dcp).items()
+    if not name.startswith("_") and getattr(value, "__module__", "").startswith(torch_dcp.__name__)
+)
+MODULES = sorted(module.name for module in pkgutil.iter_modules(torch_dcp.__path__) if not module.name.startswith("_"))
+
+
+def imported(name):
+    """Return what `from distckpt.dcp import name` gives, or the error that it ends with."""
+    scope = {}
+    try:
+        exec(f"from distckpt.dcp import {name}", scope)
+    except ImportError as error:
+        return error
+    return scope[name]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_of_torch_is_on_the_page_and_does_what_it_says(name):
+    found = imported(name)
+    if NAMES[name].startswith("refused"):
+        assert isinstance(found, ImportError)
+        assert f"distckpt.dcp has no {name}: " in str(found)
+    elif NAMES[name].startswith("PyTorch's own"):
+        assert found is getattr(torch_dcp, name)
+    elif name == "CheckpointException":
+        assert found is CheckpointingException
+    else:
+        assert NAMES[name].startswith("the same")
+        assert found is vars(dcp)[name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch_are_its_own_or_refused(name):
+    found, here = imported(name), NAMES.get(name, "")
+    if here.startswith("PyTorch's own"):
+        assert found is importlib.import_module(f"{torch_dcp.__name__}.{name}")
+    else:
+        assert isinstance(found, ImportError)
+        assert (f"distckpt.dcp has no {name}: " in str(found)) == here.startswith("refused")
+
+
+@pytest.mark.parametrize("verb", ["save", "async_save", "load"])
+def test_every_argument_of_torch_is_taken_and_on_the_page(verb):
+    theirs, ours = (inspect.signature(getattr(library, verb)).parameters for library in (torch_dcp, dcp))
+    assert [name for name in theirs if name not in ours] == []
+    assert [name for name in ours if name not in ARGUMENTS] == []
+    # PyTorch's default of this one names a class of its own.
+    kinds = {name: (one.kind, one.default) for name, one in theirs.items() if name != "async_checkpointer_type"}
+    assert {name: (ours[name].kind, ours[name].default) for name in kinds} == kinds
+
+
+def test_errors_are_caught_under_their_old_name(tmp_path):
+    with pytest.raises(dcp.CheckpointException):
+        dcp.load({"step": 0}, checkpoint_id=tmp_path / "nothing")
 
 
 def test_an_unknown_name_of_the_module_is_an_attribute_error():

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def test_example(options, tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "object_storage.py"), *options],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "lost the race: Another program has saved to" in done.stdout

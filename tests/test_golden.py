@@ -145,7 +145,7 @@ def test_a_run_is_resumed(tmp_path):
         loaded = manager.load({"w": target}, step=step)
         assert_bits(loaded["w"], expected_in("run")[f"step {step}"])
         assert loaded["step"] == step
-    manager.save(40, make_golden.run_state(0, 30) | {"w": target}, metrics={"loss": 4.0}).result(60)
+    manager.save(40, make_golden.run_state(0, 30) | {"w": target}, metrics={"loss": 4.0}).result(200)
     manager.close()
     steps = sorted(path.name for path in (tmp_path / "run").glob("step_*"))
     assert steps == ["step_00000010", "step_00000030", "step_00000040"], "what was saved then counts as a manager's own"

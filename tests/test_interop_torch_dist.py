@@ -75,7 +75,7 @@ KEYS = {
 def save_with_torch(state, path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+        dcp.save(state, checkpoint_id=str(path))
     return str(path)
 
 

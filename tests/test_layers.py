@@ -14,15 +14,15 @@ ROOT = Path(__file__).parents[1]
 
 # Low to high. A module imports from layers below its own, and within its own as long as there is no cycle.
 LAYERS = [
-    "_dtypes _names _region _roll _aio _object_store _storage _columns _device _io _io_upload _open_files _memory "
-    "_shard_file dict_utils",
+    "_dtypes _names _region _roll _aio _object_requests _object_store _storage _columns _device _io _io_upload "
+    "_open_files _memory _shard_file dict_utils",
     "core",
     "_background _sharded_base _sharded_tensor mapping _collectives _codec*",
     "utils tensors _manifest _matching _shards _io_write _mapped _hf_names",
-    "_plan_* _io_read _sparse_read _exchange _shared_read _io_export _records _report _shard_writer _staging "
-    "_state_dict _foreign_shards _common_state _commit _object_commit _prune _stream_files _rule rules rule_sets "
-    "_translate _stored_pieces _stored_values _hf_source _dcp_* _sources validation optimizer modules _dtensor "
-    "_layer_shards _optimizer_* _fused factories experts",
+    "_plan_* _read_parts _io_read _sparse_read _exchange _shared_read _io_export _records _report _shard_writer "
+    "_staging _state_dict _foreign_shards _common_state _commit _object_commit _prune _stream_files _rule rules "
+    "rule_sets _translate _stored_pieces _stored_values _hf_source _dcp_* _sources validation optimizer modules "
+    "_dtensor _layer_shards _optimizer_* _fused factories experts",
     "strategies strategies.*",
     "_queries _saving _loading _async_save serialization _verify _diff _reshard",
     "hf streaming _steps _retention _preemption manager interop interop.* dcp",
@@ -37,7 +37,7 @@ LAYERS = [
 # What one module alone imports, so that it is known in one place.
 SOLE_IMPORTERS = {
     "torch.distributed": "_collectives",
-    "fsspec": "_object_store",
+    "fsspec": "_object_requests",
     "safetensors": "_columns",
 }
 

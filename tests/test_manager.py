@@ -24,7 +24,7 @@ from distckpt import (
 from tests.distributed.disk import tree_of
 from tests.hooked_store import hooked_reads
 
-PATIENCE = 60.0
+PATIENCE = 200.0
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections import Counter
 from typing import NamedTuple
 
 import fsspec
@@ -18,7 +19,7 @@ from distckpt.core import CheckpointExistsError, CheckpointNotFoundError, Corrup
 from distckpt.strategies.base import SaveShardedStrategy
 from distckpt.strategies.defaults import get_default_save_sharded_strategy
 from distckpt.streaming import save_safetensors_streaming_sharded
-from tests.s3_server import client, keys_in, new_bucket, running_server, uploads_in
+from tests.s3_server import FaultyProxy, client, keys_in, new_bucket, reached_at, running_server, uploads_in
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,31 @@ def test_any_region_is_read(store):
             distckpt.load({"part": part}, f"{store.url}/c", verify=verify)
         assert torch.equal(columns, table[:, 637:728])
         assert torch.equal(rows, table[1500:])
+
+
+def test_a_load_makes_the_requests_that_the_documentation_lists(s3):
+    location = f"{s3.url}/c"
+    distckpt.save(state(1.0, LARGE), location)
+    nonce = json.loads(s3.read("c/metadata.json"))["save"]
+    proxy = FaultyProxy(s3.server)
+    with proxy.running() as url, reached_at(url):
+        assert torch.equal(loaded(location, LARGE)["w"], numbers(LARGE, 1))
+    assert Counter(proxy.requests) == {
+        f"GET /{s3.url[5:]}/c/metadata.json": 2,
+        f"GET /{s3.url[5:]}/c/manifest.safetensors": 1,
+        f"HEAD /{s3.url[5:]}/c/tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors": 1,
+        # A tensor of a little more than 16 MiB, and a small one.
+        f"GET /{s3.url[5:]}/c/tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors": 2,
+        f"HEAD /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
+        f"GET /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
+    }
+
+
+def test_a_marker_of_absurd_size_is_not_read(s3):
+    distckpt.save(state(1.0), f"{s3.url}/c")
+    s3.write("c/metadata.json", b" " * (5 << 20))
+    with pytest.raises(CorruptCheckpointError, match="more than 4194304 bytes"):
+        loaded(f"{s3.url}/c")
 
 
 def test_nothing_is_there(store):

@@ -464,7 +464,7 @@ def test_nothing_is_unpickled_and_no_process_started(tmp_path, action):
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=120,
+        timeout=200,
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 

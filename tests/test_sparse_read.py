@@ -181,7 +181,7 @@ print("available" if _aio.is_available() else "unavailable", torch.equal(target,
 def outcome_of(program, *arguments):
     """Run a program in a process of its own and return what it prints."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     return done.stdout.strip() or done.stderr
 
 

@@ -39,6 +39,7 @@ class Options:
         durable: see `save`.
         max_inflight_bytes: see `save` and `load`.
         progress: see `save` and `load`; told the number of bytes whenever some have been moved, from several threads.
+        marker: of the checkpoint that is loaded, as it was found; None where nobody has looked yet.
     """
 
     process_group: Any = None
@@ -52,6 +53,7 @@ class Options:
     durable: bool = True
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
     progress: Callable[[int], None] | None = None
+    marker: Mapping[str, Any] | None = None
 
 
 class StrategyAction(Enum):

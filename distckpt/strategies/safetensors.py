@@ -338,7 +338,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
     def _open(self, checkpoint_dir: str) -> Manifest:
         """Read the manifest, unless the same one was read before."""
-        marker = _sources.identify(checkpoint_dir)
+        marker = self._marker(checkpoint_dir)
         known = self._opened.get(checkpoint_dir)
         if known is None or known[0] != marker or not marker.get("manifest"):
             data = _sources.manifest_bytes(checkpoint_dir, marker)
@@ -351,8 +351,11 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         data = b""
         with self.ranks.phase("read the manifest", decision=True):
             if self.ranks.is_coordinator:
-                data = _sources.manifest_bytes(checkpoint_dir, _sources.identify(checkpoint_dir))
+                data = _sources.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
         return Manifest.from_bytes(self.ranks.broadcast(data), checkpoint_dir)
+
+    def _marker(self, checkpoint_dir: str) -> Mapping[str, Any]:
+        return _sources.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
 
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:

@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-GROUP_TIMEOUT = 20.0
+GROUP_TIMEOUT = 60.0
 """Seconds after which a rank that waits for another one gives up; a hang shows as an error instead."""
-OVERALL_TIMEOUT = 90.0
+OVERALL_TIMEOUT = 240.0
 """Seconds after which what is left of a launch is killed."""
 
 _context = multiprocessing.get_context("forkserver")

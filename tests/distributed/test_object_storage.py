@@ -94,7 +94,7 @@ def wait_in_the_middle(rank, server, location):
 
 
 def test_a_killed_rank_leaves_nothing(server, bucket):
-    with launched(wait_in_the_middle, 2, server, f"{bucket}/c", group_timeout=5.0) as launch:
+    with launched(wait_in_the_middle, 2, server, f"{bucket}/c", group_timeout=15.0) as launch:
         launch.wait_for_signal(1)
         assert uploads_in(server, bucket)
         launch.kill(1)

@@ -418,7 +418,7 @@ def load_and_stop(rank, path):
 
 
 def test_a_rank_that_dies_while_it_reads(checkpoint):
-    with launched(load_and_stop, 3, checkpoint, group_timeout=5) as launch:
+    with launched(load_and_stop, 3, checkpoint, group_timeout=15) as launch:
         launch.wait_for_signal(1)
         launch.kill(1)
         first, _, last = launch.outcomes()

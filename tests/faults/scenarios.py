@@ -29,7 +29,7 @@ from tests.hf_folders import read_export
 
 OLD, NEW = 1, 2
 """What distinguishes the states before and after."""
-GROUP_TIMEOUT = 6.0
+GROUP_TIMEOUT = 15.0
 """Seconds that ranks wait for each other: short, since survivors wait it out; a busy machine takes some to connect."""
 MAX_FILE_BYTES = 200
 """Small enough for exports of several files."""
@@ -149,7 +149,7 @@ def save(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) ->
 
 def save_in_background(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
     state = state_of(NEW, rank, num_ranks)
-    distckpt.async_save(state, folder / "checkpoint", overwrite=overwrite, timeout=GROUP_TIMEOUT).result(60)
+    distckpt.async_save(state, folder / "checkpoint", overwrite=overwrite, timeout=GROUP_TIMEOUT).result(200)
 
 
 def save_without_exchange(folder: Path, rank: int, num_ranks: int) -> None:
@@ -289,7 +289,7 @@ def two_steps(folder: Path) -> None:
 
 def save_step(folder: Path, rank: int, num_ranks: int, *, in_background: bool = False, overwrite: bool = False) -> None:
     manager = CheckpointManager(folder, keep_last=2, async_save=in_background, timeout=GROUP_TIMEOUT)
-    manager.save(3, state_of(NEW, rank, num_ranks), overwrite=overwrite).result(60)
+    manager.save(3, state_of(NEW, rank, num_ranks), overwrite=overwrite).result(200)
 
 
 def judge_steps(folder: Path) -> Verdict:

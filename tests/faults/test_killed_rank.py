@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import torch
 import distckpt
 from distckpt import RankFailedError, ShardedObject, ShardedTensor, ShardedTensorFactory
 from tests.distributed.disk import tree_of
-from tests.distributed.harness import ask_parent, error_of, launched, run, signal_parent
+from tests.distributed.harness import ask_parent, error_of, launched, run
 from tests.faults.stopping import StopsAfter, StopsBefore, stopping
 
 NUM_RANKS = 3
-TIMEOUT = 8.0
-"""Of the process group, in seconds: short, since some survivors wait it out."""
+TIMEOUT = 15.0
+"""Of the process group, in seconds: some survivors wait it out; on a busy machine they are late themselves."""
+SLACK = 60.0
+"""Seconds by which a survivor may be later than that."""
 
 
 def state_of(rank, value, num_rows=200):
@@ -106,7 +109,7 @@ def test_one_killed_rank(stop, target, folder):
         error, raised = outcomes[survivor]
         assert isinstance(error, RankFailedError), error
         assert "Lost contact with rank 1 " in str(error)
-        assert raised - killed < TIMEOUT + 4
+        assert raised - killed < TIMEOUT + SLACK
     assert [name for name in os.listdir(folder) if name.startswith(".")] == [], "rank 0 lives and has cleaned up"
     assert (folder / "new").exists() is False
     check_that_saving_goes_on(folder, path)
@@ -134,13 +137,16 @@ def test_killed_coordinator(victims, target, folder):
     check_that_saving_goes_on(folder, path)
 
 
-LARGE_ROWS = 100_000
-"""Rows of 1 KB per rank, so that writing takes a while."""
+def save_and_stop_within(rank, path):
+    """Save 20 MB; the first thread that has written something waits for the test."""
+    is_first = threading.Lock()
 
+    def stop(num_bytes):
+        del num_bytes
+        if is_first.acquire(blocking=False):
+            ask_parent()
 
-def save_large(rank, path):
-    signal_parent()
-    distckpt.save(state_of(rank, 2, LARGE_ROWS), path, overwrite=True)
+    distckpt.save(state_of(rank, 2, 20_000), path, overwrite=True, progress=stop)
 
 
 def files_being_written(folder):
@@ -150,12 +156,9 @@ def files_being_written(folder):
 @pytest.mark.parametrize("target", ["new", "old"])
 def test_all_ranks_killed_while_they_write(target, folder):
     path = folder / target
-    with launched(save_large, NUM_RANKS, str(path)) as launch:
+    with launched(save_and_stop_within, NUM_RANKS, str(path)) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
-        deadline = time.monotonic() + 60
-        while not files_being_written(folder):
-            assert time.monotonic() < deadline
         launch.kill(*range(NUM_RANKS))
         assert launch.values() == [None] * NUM_RANKS
     assert files_being_written(folder), "they were killed before the commit"
@@ -179,7 +182,7 @@ def load_and_be_killed(rank, path):
 
 def test_a_rank_killed_while_loading(folder):
     before = tree_of(folder)
-    with launched(load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=3.0) as launch:
+    with launched(load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=TIMEOUT) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(2)
@@ -202,14 +205,14 @@ def save_then_wait(rank, path):
 
 
 def test_a_rank_that_does_not_come(tmp_path):
-    with launched(save_then_wait, NUM_RANKS, str(tmp_path / "checkpoint"), group_timeout=3.0) as launch:
+    with launched(save_then_wait, NUM_RANKS, str(tmp_path / "checkpoint"), group_timeout=TIMEOUT) as launch:
         launch.wait_for_signal(1)
         launch.wait_for_end(0, 2)
         launch.answer(1)
         outcomes = launch.values()
     for error, seconds in outcomes:
         assert isinstance(error, RankFailedError)
-        assert seconds < 3.0 + 4
+        assert seconds < TIMEOUT + SLACK
     for error, _ in (outcomes[0], outcomes[2]):
         assert list(error.failures) == [1]
     assert list(Path(tmp_path).iterdir()) == []

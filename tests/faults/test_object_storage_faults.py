@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from unittest import mock
 
 import fsspec
 import numpy as np
@@ -13,7 +14,16 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt.core import CheckpointExistsError
-from tests.s3_server import Fault, FaultyProxy, keys_in, new_bucket, reached_at, running_server, uploads_in
+from tests.s3_server import (
+    EqualPartsProxy,
+    Fault,
+    FaultyProxy,
+    keys_in,
+    new_bucket,
+    reached_at,
+    running_server,
+    uploads_in,
+)
 
 LARGE = 4 * (1 << 20) + 77
 """Elements: a little more than 16 MiB, which go in two parts, and come in three answers."""
@@ -196,3 +206,91 @@ def test_wrong_credentials_are_said_at_once(server, bucket):
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         with pytest.raises(OSError, match="credentials"):
             distckpt.save(state(1), f"{bucket}/c")
+
+
+# --- Stores that lack something ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fsspec_settings(**settings):
+    with mock.patch.dict(fsspec.config.conf, {"s3": settings}):
+        yield
+
+
+@contextlib.contextmanager
+def wanting_equal_parts(server, *faults, **settings):
+    proxy = EqualPartsProxy(server, *faults)
+    with proxy.running() as url, reached_at(url, **settings):
+        yield proxy
+
+
+def test_a_store_that_wants_equal_parts_gets_streams_of_them(server, bucket):
+    """As the documentation says of Cloudflare R2; requests that fail are repeated there as well."""
+    faults = [Fault("PUT", r"/c/.*partNumber=2", "500"), Fault("POST", r"/c/.*uploadId", "lose answer")]
+    streams = {"fixed_upload_size": True, "default_block_size": 5 << 20}
+    with wanting_equal_parts(server, *faults, **NO_OTHER_RETRIES) as proxy, fsspec_settings(**streams):
+        distckpt.save(state(1), f"{bucket}/c")
+        distckpt.save(state(2), f"{bucket}/c", overwrite=True)
+        distckpt.consolidate(f"{bucket}/c", f"{bucket}/hf")
+        assert holds(f"{bucket}/c", 2)
+    assert len(proxy.happened) == 2
+    assert {size for sizes in proxy.parts.values() for number, size in sizes.items() if number < 4} == {5 << 20}
+    assert len(keys_in(server, f"{bucket}/c")) == 4
+    assert holds(f"{bucket}/c", 2)
+    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
+    assert torch.equal(distckpt.load(target, f"{bucket}/hf")["w"], numbers(2))
+    assert uploads_in(server, bucket) == []
+
+
+def test_a_store_that_wants_equal_parts_says_so_when_it_is_not_configured(server, bucket):
+    large = ShardedTensor.from_rank_offsets("w", torch.zeros(9 << 20))
+    with wanting_equal_parts(server) as proxy, pytest.raises(OSError, match="several sizes") as caught:
+        distckpt.save({"w": large}, f"{bucket}/c")
+    assert "shard-" in caught.value.filename
+    assert [len(sizes) for sizes in proxy.parts.values()] == [3]
+    assert keys_in(server, bucket) == []
+    assert uploads_in(server, bucket) == []
+
+
+NO_CONDITIONS = [
+    Fault("PUT", r"/metadata\.json", "501", count=1000, header=header) for header in ("If-None-Match", "If-Match")
+]
+
+
+def test_a_store_without_conditional_writes_is_warned_about_and_saved_to(server, bucket, caplog):
+    location = f"{bucket}/c"
+    with failing(server, *NO_CONDITIONS) as proxy:
+        for seed in (1, 2):
+            distckpt.save(state(seed), location, overwrite=seed == 2)
+            assert holds(location, seed)
+            assert len(proxy.happened) == seed
+        with pytest.raises(CheckpointExistsError, match="already holds"):
+            distckpt.save(state(3), location)
+    assert caplog.text.count("has no conditional writes") == 2
+    assert len(keys_in(server, location)) == 4
+
+
+def test_without_conditional_writes_a_marker_that_is_seen_to_change_still_wins(server, bucket):
+    location, others = f"{bucket}/c", iter([1])
+    distckpt.save(state(1), location)
+
+    def progress(num_bytes):
+        if next(others, None):
+            distckpt.save(state(3), location, overwrite=True)
+
+    with failing(server, *NO_CONDITIONS), pytest.raises(CheckpointExistsError, match="Another program"):
+        distckpt.save(state(2), location, overwrite=True, progress=progress)
+    assert holds(location, 3)
+
+
+def test_without_conditional_writes_files_of_a_save_under_way_are_left_alone(server, bucket):
+    """Its marker may still be put in the place of this one."""
+    location = f"{bucket}/c"
+    other = f"{location}/tensors-0123456789abcdef/shard-00001-model-00001-of-00001.safetensors"
+    with failing(server, *NO_CONDITIONS):
+        distckpt.save(state(1), location)
+        fsspec.filesystem("s3").pipe_file(other, b"of another program")
+        distckpt.save(state(2), location, overwrite=True)
+    assert other.removeprefix(f"{location}/") in keys_in(server, location)
+    assert len(keys_in(server, location)) == 5
+    assert holds(location, 2)

@@ -28,7 +28,7 @@ from tests.fuzz.targets import save_dcp, save_example
 
 MEMORY_BYTES = 768 << 20
 CPU_SECONDS = 30
-WALL_SECONDS = 120
+WALL_SECONDS = 240
 """A process that waits for a pipe or a device takes no CPU time."""
 
 _NEVER = (
