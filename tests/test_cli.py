@@ -467,7 +467,7 @@ def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, caps
     dcp_dir = tmp_path / "dcp"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.distributed.checkpoint.save({"w": torch.zeros(2)}, checkpoint_id=str(dcp_dir), no_dist=True)
+        torch.distributed.checkpoint.save({"w": torch.zeros(2)}, checkpoint_id=str(dcp_dir))
     lines = [
         ("inspect", checkpoint),
         ("inspect", checkpoint, "--key", "grid"),

@@ -157,7 +157,7 @@ def test_what_torch_saved(tmp_path, capsys):
     state = {"model": {"w": torch.arange(12.0).view(3, 4)}, "step": 3, "list": [1, {"a": None}]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"))
     call(capsys, "reshard", tmp_path / "dcp", tmp_path / "r", "--ranks", 2, "--grid", "model.w=1x2")
     assert distckpt.verify(tmp_path / "r").has_checksums
     assert torch.equal(distckpt.load_plain_tensors(tmp_path / "r")["model.w"], state["model"]["w"])
