@@ -11,7 +11,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -203,7 +203,9 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
     """
     path = _marker_path(checkpoint_dir)
     try:
-        content = read_file(path, _MAX_MARKER_BYTES)
+        # The marker's own name is short: what is too long is the path that the caller gave.
+        with _judging(path, _NO_FILE - {errno.ENAMETOOLONG}):
+            content = _storage.read_bytes(path, _MAX_MARKER_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
@@ -244,7 +246,7 @@ def read_file(path: str, max_bytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _judging(path: str) -> Iterator[None]:
+def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
     """Call a checkpoint damaged when what is under the name of its file cannot be that."""
     try:
         yield
@@ -254,7 +256,7 @@ def _judging(path: str) -> Iterator[None]:
                 f"{path!r} has {error.strerror}, which no such file has. Restore it from a copy, or load another "
                 "checkpoint."
             ) from error
-        if error.errno in _NO_FILE and _storage.is_local(path):
+        if error.errno in no_file and _storage.is_local(path):
             raise CorruptCheckpointError(
                 f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another checkpoint."
             ) from error
