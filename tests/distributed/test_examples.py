@@ -174,10 +174,11 @@ def check_hugging_face(output: str, work_dir: Path) -> None:
 def check_async_training(output: str, work_dir: Path) -> None:
     first, _, second = output.partition("a process died")
     (resumed,) = losses_in(r"resumed from step (\d+)", second)
-    assert resumed in (30, 40)
+    # Two saves may be on their way at a time: that of step 20 was done before that of step 40 began.
+    assert resumed in (20, 30, 40)
     losses = [dict(re.findall(r"^step +(\d+)   loss (\d+\.\d+)", part, re.M)) for part in (first, second)]
     both = sorted(int(step) for step in losses[0].keys() & losses[1].keys())
-    assert both == [step for step in (35, 40, 41) if step > resumed]
+    assert both == [step for step in (25, 30, 35, 40, 41) if step > resumed]
     assert [losses[0][str(step)] for step in both] == [losses[1][str(step)] for step in both]
     assert float(losses[1]["60"]) < 0.7 * float(losses[0]["5"]), "the model learns"
     assert first.count("ms stall") == 4
