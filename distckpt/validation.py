@@ -121,8 +121,7 @@ def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]
     if oldest_reader > READER_VERSION:
         raise core.CorruptCheckpointError(
             f"{location!r} needs a reader of format version {oldest_reader}; this release of distckpt reads up to "
-            f"{READER_VERSION}. Install a newer release, one that reads format {oldest_reader}: "
-            "pip install --upgrade distckpt"
+            f"{READER_VERSION}. Install a newer release: pip install --upgrade distckpt"
         )
     return marker
 
@@ -138,10 +137,11 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
         InvalidShardingError: naming keys, regions and ranks.
     """
     found: list[KeyFault] = []
-    main = np.flatnonzero(table.is_main & ~_is_trivial(table)[table.key_ids])
+    is_checked = ~_is_trivial(table)
+    main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
     _check_sizes(table)
     for ndim in np.unique(table.ndims).tolist():
-        keys = np.flatnonzero((table.ndims == ndim) & ~_is_trivial(table))
+        keys = np.flatnonzero((table.ndims == ndim) & is_checked)
         renumbered = np.full(len(table.keys), -1, np.int64)
         renumbered[keys] = np.arange(len(keys))
         rows = main[renumbered[table.key_ids[main]] >= 0]
@@ -153,8 +153,7 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
         )
         for fault in faults:
             key_id = int(keys[fault.tensor])
-            text = _explain_fault(table, key_id, fault.element, allow_gaps)
-            if text:
+            if text := _explain_fault(table, key_id, fault.element, allow_gaps):
                 found.append(KeyFault(table.keys[key_id], text, text))
     found = found or _replica_differences(table)
     if found:
@@ -166,8 +165,7 @@ def _is_trivial(table: GlobalTable) -> npt.NDArray[np.bool_]:
     is_whole = table.is_main & (table.shapes == table.global_shapes[table.key_ids]).all(axis=1)
     num_main = np.bincount(table.key_ids[table.is_main], minlength=len(table.keys))
     num_whole = np.bincount(table.key_ids[is_whole], minlength=len(table.keys))
-    is_trivial: npt.NDArray[np.bool_] = (num_main == 1) & (num_whole == 1)
-    return is_trivial
+    return np.asarray((num_main == 1) & (num_whole == 1), np.bool_)
 
 
 def _check_sizes(table: GlobalTable) -> None:

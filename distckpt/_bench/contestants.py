@@ -75,7 +75,7 @@ def contestants(left_out: dict[str, str] | None = None) -> Iterator[Contestant]:
     """
     reasons = {} if left_out is None else left_out
     yield from ours()
-    yield Contestant("DCP FileSystemWriter", dtensors, _save_dcp, _load_dcp, load_alone=_load_dcp_alone)
+    yield torch_contestant("DCP FileSystemWriter", dcp.FileSystemWriter, dcp.FileSystemReader)
     if hasattr(dcp, "HuggingFaceStorageWriter"):
         yield Contestant(
             "DCP HuggingFaceStorageWriter", dtensors, _save_hugging_face, _load_hugging_face,
@@ -188,16 +188,19 @@ def dtensors(state: State) -> Tensors:
     }
 
 
-def _save_dcp(tensors: Tensors, folder: str) -> None:
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder))
+def torch_contestant(name: str, writer: Callable[[str], Any], reader: Callable[[str], Any]) -> Contestant:
+    """Return how PyTorch saves and loads through one of its storage writers and the reader of that name."""
 
+    def save(tensors: Tensors, location: str) -> None:
+        dcp.save(tensors, storage_writer=writer(location))
 
-def _load_dcp(tensors: Tensors, folder: str) -> None:
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
+    def load(tensors: Tensors, location: str) -> None:
+        dcp.load(tensors, storage_reader=reader(location))
 
+    def load_alone(tensors: Tensors, location: str, group: Any) -> None:
+        dcp.load(tensors, storage_reader=reader(location), no_dist=True)
 
-def _load_dcp_alone(tensors: Tensors, folder: str, group: Any) -> None:
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return Contestant(name, dtensors, save, load, load_alone=load_alone)
 
 
 def _save_hugging_face(tensors: Tensors, folder: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import torch.distributed as dist
 
-from distckpt._bench.contestants import ACROSS, SAVE, WARM, Contestant, Tensors, dcp, dtensors, ours, random_bytes
+from distckpt._bench.contestants import ACROSS, SAVE, WARM, Contestant, Tensors, ours, random_bytes, torch_contestant
 from distckpt._bench.state import State, local_bytes
 
 
@@ -31,17 +31,7 @@ def store_contestants(left_out: dict[str, str]) -> Iterator[Contestant]:
 
 def _torch() -> Contestant:
     files: Any = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
-
-    def save(tensors: Tensors, url: str) -> None:
-        dcp.save(tensors, storage_writer=files.FsspecWriter(url))
-
-    def load(tensors: Tensors, url: str) -> None:
-        dcp.load(tensors, storage_reader=files.FsspecReader(url))
-
-    def load_alone(tensors: Tensors, url: str, group: Any) -> None:
-        dcp.load(tensors, storage_reader=files.FsspecReader(url), no_dist=True)
-
-    return Contestant("DCP FsspecWriter", dtensors, save, load, load_alone=load_alone)
+    return torch_contestant("DCP FsspecWriter", files.FsspecWriter, files.FsspecReader)
 
 
 # --- As many bytes and nothing else: one object for each rank, by the functions of the backend ------------------------
