@@ -10,7 +10,10 @@ import numpy as np
 
 from distckpt import core
 from distckpt._manifest import Manifest
-from distckpt._region import Region, find_tiling_faults, intersect, intersect_many, whole
+from distckpt._region import IntArray, Region, find_tiling_faults, regions_to_arrays
+
+MAX_PAIRS = 1 << 18
+"""So many pairs of a request and a chunk are compared at a time: some 50 MB."""
 
 
 class Copy(NamedTuple):
@@ -49,26 +52,15 @@ def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) ->
         LoadMismatchError: the stored tensor has another global shape, or does not cover a requested region.
         CorruptCheckpointError: an element of a requested region is stored twice.
     """
-    copies: list[Copy] = []
     key_ids = [manifest.key_index[request.key] for request in requests]
-    for index, (request, key_id, only) in enumerate(
-        zip(requests, key_ids, _only_chunks(manifest, key_ids), strict=True)
-    ):
-        stored_shape = manifest.global_shapes[key_id]
-        _check_shape(request, stored_shape, location)
-        if only is None:
-            found = _copies_of(manifest, request, index, key_id)
-        elif only == request.region:
-            local = whole(only.shape)
-            found = [Copy(int(manifest.key_starts[key_id]), local, index, local)]
-        else:
-            common = intersect(only, request.region)
-            parts = [(common.relative_to(only.offset), common.relative_to(request.region.offset))] if common else []
-            found = [Copy(int(manifest.key_starts[key_id]), source, index, target) for source, target in parts]
-        wanted = request.region.num_elements
-        if request.allow_shape_mismatch:
-            wanted = math.prod(_stored_extent(manifest, request))
-        num_found = sum(copy.target.num_elements for copy in found)
+    for request, key_id in zip(requests, key_ids, strict=True):
+        _check_shape(request, manifest.global_shapes[key_id], location)
+    common = _common_boxes(manifest, [request.region for request in requests], np.array(key_ids, np.int64))
+    extents = [_stored_extent(manifest, request) for request in requests]
+    found = np.zeros(len(requests), np.int64)
+    np.add.at(found, common.requests, np.prod(common.shapes, axis=1))
+    for request, extent, num_found in zip(requests, extents, found.tolist(), strict=True):
+        wanted = math.prod(extent)
         if num_found > wanted:
             raise _stored_twice(request, location)
         if num_found < wanted:
@@ -77,34 +69,87 @@ def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) ->
                 "saved with gaps (validate_access_integrity=False). Ask for a region that was saved.",
                 unexpected=[request.key],
             )
-        copies.extend(found)
     # Of as many elements as are wanted, one that is found twice leaves another one unread.
-    twice = _find_overlap(manifest, requests, copies)
+    twice = _find_overlap(common, extents)
     if twice is not None:
-        raise _stored_twice(twice, location)
+        raise _stored_twice(requests[twice], location)
+    return _copies_of(common, [len(request.region.shape) for request in requests])
+
+
+class _Boxes(NamedTuple):
+    """The boxes that requests have in common with chunks, sorted by both: n rows, all padded to as many axes.
+
+    `chunks` and `requests` are (n,); `in_chunks`, `in_requests` (offsets inside of either) and `shapes` (n, ndim).
+    """
+
+    chunks: IntArray
+    requests: IntArray
+    in_chunks: IntArray
+    in_requests: IntArray
+    shapes: IntArray
+
+
+def _common_boxes(manifest: Manifest, regions: Sequence[Region], key_ids: IntArray) -> _Boxes:
+    """Intersect regions with the chunks of their keys, many pairs at once."""
+    offsets, shapes = regions_to_arrays(regions, manifest.offsets.shape[1])
+    first_chunks = manifest.key_starts[key_ids]
+    counts = manifest.key_starts[key_ids + 1] - first_chunks
+    ends = np.cumsum(counts)
+    parts: list[_Boxes] = []
+    start = 0
+    while start < len(regions):
+        done = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
+        requests = np.repeat(np.arange(start, stop), counts[start:stop])
+        number = np.arange(done, int(ends[stop - 1])) - (ends - counts)[requests]
+        parts.append(_intersect_pairs(manifest, offsets, shapes, first_chunks[requests] + number, requests))
+        start = stop
+    if not parts:
+        none = np.zeros(0, np.int64)
+        return _Boxes(none, none, offsets, offsets, shapes)
+    return _Boxes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _intersect_pairs(
+    manifest: Manifest, offsets: IntArray, shapes: IntArray, chunks: IntArray, requests: IntArray
+) -> _Boxes:
+    begin, wanted = manifest.offsets[chunks], offsets[requests]
+    low = np.maximum(begin, wanted)
+    high = np.minimum(begin + manifest.shapes[chunks], wanted + shapes[requests])
+    hits = np.flatnonzero((high > low).all(axis=1))
+    low, high = low[hits], high[hits]
+    return _Boxes(chunks[hits], requests[hits], low - begin[hits], low - wanted[hits], high - low)
+
+
+def _copies_of(common: _Boxes, ndims: Sequence[int]) -> list[Copy]:
+    copies = []
+    for chunk, request, source, target, shape in zip(*(column.tolist() for column in common), strict=True):
+        ndim = ndims[request]
+        size = tuple(shape[:ndim])
+        copies.append(Copy(chunk, Region(tuple(source[:ndim]), size), request, Region(tuple(target[:ndim]), size)))
     return copies
 
 
-def _find_overlap(manifest: Manifest, requests: Sequence[Request], copies: Sequence[Copy]) -> Request | None:
-    """Find a request of which an element is stored twice, given copies of as many elements as it has."""
-    counts = np.bincount([copy.request for copy in copies], minlength=len(requests))
-    by_ndim: dict[int, list[int]] = {}
-    for index in np.flatnonzero(counts > 1).tolist():
-        by_ndim.setdefault(len(requests[index].region.shape), []).append(index)
-    for ndim, members in by_ndim.items():
-        number = {index: i for i, index in enumerate(members)}
-        parts = [copy for copy in copies if copy.request in number]
-        ids = np.array([number[copy.request] for copy in parts], np.int64)
-        offsets = np.array([copy.target.offset for copy in parts], np.int64)
-        shapes = np.array([copy.target.shape for copy in parts], np.int64)
-        wanted = np.array([_stored_extent(manifest, requests[index]) for index in members], np.int64)
-        for fault in find_tiling_faults(ids, offsets, shapes, wanted.reshape(len(members), ndim)):
-            return requests[members[fault.tensor]]
-    return None
+def _find_overlap(common: _Boxes, extents: Sequence[tuple[int, ...]]) -> int | None:
+    """Find a request of which an element is stored twice, given boxes of as many elements as it has."""
+    counts = np.bincount(common.requests, minlength=len(extents))
+    divided = np.flatnonzero(counts > 1)
+    boxes = np.flatnonzero(counts[common.requests] > 1)
+    ndim = common.shapes.shape[1]
+    wanted = [extents[index] + (1,) * (ndim - len(extents[index])) for index in divided.tolist()]
+    faults = find_tiling_faults(
+        np.searchsorted(divided, common.requests[boxes]),
+        common.in_requests[boxes],
+        common.shapes[boxes],
+        np.array(wanted, np.int64).reshape(len(divided), ndim),
+    )
+    return int(divided[faults[0].tensor]) if faults else None
 
 
 def _stored_extent(manifest: Manifest, request: Request) -> tuple[int, ...]:
     """Return the shape of that part of a request which lies inside of the stored tensor."""
+    if not request.allow_shape_mismatch:
+        return request.region.shape
     stored_shape = manifest.global_shapes[manifest.key_index[request.key]]
     spans = zip(request.region.offset, request.region.shape, stored_shape, strict=True)
     return tuple(max(min(o + n, size) - o, 0) for o, n, size in spans)
@@ -115,33 +160,6 @@ def _stored_twice(request: Request, location: str) -> core.CorruptCheckpointErro
         f"Some of region {request.region} of key {request.key!r} is stored twice in {location!r}, which no save does: "
         "the manifest is damaged. Load another checkpoint."
     )
-
-
-def _only_chunks(manifest: Manifest, key_ids: Sequence[int]) -> list[Region | None]:
-    """Return for each key the region of its chunk when it has one only: small tensors are many, and not divided."""
-    ids = np.array(key_ids, np.int64)
-    rows = manifest.key_starts[ids]
-    single = np.flatnonzero(manifest.key_starts[ids + 1] - rows == 1)
-    regions: list[Region | None] = [None] * len(ids)
-    offsets, shapes = manifest.offsets[rows[single]].tolist(), manifest.shapes[rows[single]].tolist()
-    for index, offset, shape in zip(single.tolist(), offsets, shapes, strict=True):
-        ndim = len(manifest.global_shapes[key_ids[index]])
-        regions[index] = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-    return regions
-
-
-def _copies_of(manifest: Manifest, request: Request, index: int, key_id: int) -> list[Copy]:
-    """Find what a request wants of all chunks of a key."""
-    rows = manifest.chunk_rows(key_id)
-    ndim = len(manifest.global_shapes[key_id])
-    offsets, shapes = manifest.offsets[rows, :ndim], manifest.shapes[rows, :ndim]
-    hits, hit_offsets, hit_shapes = intersect_many(request.region, offsets, shapes)
-    source = (hit_offsets - offsets[hits]).tolist()
-    target = (hit_offsets - np.array(request.region.offset, np.int64)).tolist()
-    return [
-        Copy(rows.start + row, Region(tuple(src), tuple(shape)), index, Region(tuple(dst), tuple(shape)))
-        for row, src, dst, shape in zip(hits.tolist(), source, target, hit_shapes.tolist(), strict=True)
-    ]
 
 
 def _check_shape(request: Request, stored_shape: tuple[int, ...], location: str) -> None:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from distckpt import _columns, _dtypes
 from distckpt._manifest import OBJECT
-from distckpt._region import IntArray, Region, flat_range_regions
-from distckpt._shards import GlobalTable, regions_to_arrays
+from distckpt._region import IntArray, Region, flat_range_regions, regions_to_arrays
+from distckpt._shards import GlobalTable
 
 BALANCE_TOLERANCE = 0.01
 """A cut may be this far (as a share of one rank's bytes) from where it would be perfectly even."""

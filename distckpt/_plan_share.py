@@ -21,8 +21,8 @@ from distckpt import _columns, _dtypes
 from distckpt._manifest import Manifest
 from distckpt._plan_load import Copy
 from distckpt._plan_save import even_shares, row_hashes
-from distckpt._region import IntArray, Region, flat_start, num_outer_axes
-from distckpt._shards import regions_to_arrays, widen
+from distckpt._region import IntArray, Region, flat_start, num_outer_axes, regions_to_arrays
+from distckpt._shards import widen
 
 UNIT_BYTES = 2 << 20
 """Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""

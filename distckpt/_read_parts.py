@@ -66,13 +66,14 @@ def divide_copy(
         unit_bytes: of a part that goes through a bounce buffer; one block at least.
     """
     chunk = copy.chunk
-    shape = manifest.chunk_region(chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[chunk]]]
     item, block, size = dtype.itemsize, manifest.block_bytes, int(manifest.num_bytes[chunk])
     goal = target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
-    if copy.source.shape == shape and goal.dtype == dtype and is_plain_memory(goal) and not copier.is_away(goal):
+    is_whole = copy.source.num_elements * item == size
+    if is_whole and goal.dtype == dtype and is_plain_memory(goal) and not copier.is_away(goal):
         yield from direct_parts(chunk, 0, size, tensor_bytes(goal), block)
         return
+    shape = manifest.chunk_region(chunk).shape
     if exact and is_worthwhile(shape, copy.source, item):
         yield from _sparse_parts(chunk, shape, copy.source, item, goal)
         return

@@ -13,8 +13,8 @@ from distckpt import _columns
 from distckpt._io import BLOCK_BYTES
 from distckpt._manifest import Manifest, ShardFile
 from distckpt._plan_save import ChunkLayout, keys_of_shards
-from distckpt._region import IntArray
-from distckpt._shards import GlobalTable, regions_to_arrays, widen
+from distckpt._region import IntArray, regions_to_arrays
+from distckpt._shards import GlobalTable, widen
 
 
 class FileLayout(NamedTuple):

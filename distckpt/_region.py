@@ -7,7 +7,7 @@ arrays `offsets`, `shapes` of shape (n, ndim).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +70,17 @@ def intersect_many(region: Region, offsets: IntArray, shapes: IntArray) -> tuple
     stop = np.minimum(offsets + shapes, np.asarray(region.offset, np.int64) + np.asarray(region.shape, np.int64))
     rows = np.flatnonzero((stop > start).all(axis=1))
     return rows, start[rows], (stop - start)[rows]
+
+
+def regions_to_arrays(regions: Sequence[Region], ndim: int | None = None) -> tuple[IntArray, IntArray]:
+    """Stack regions into `(offsets, shapes)` of shape (n, ndim), padding offsets with 0 and shapes with 1.
+
+    Without `ndim`, as many axes as the longest has.
+    """
+    ndim = max((len(region.offset) for region in regions), default=0) if ndim is None else ndim
+    offsets = np.array([r.offset + (0,) * (ndim - len(r.offset)) for r in regions], np.int64)
+    shapes = np.array([r.shape + (1,) * (ndim - len(r.shape)) for r in regions], np.int64)
+    return offsets.reshape(len(regions), ndim), shapes.reshape(len(regions), ndim)
 
 
 def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:

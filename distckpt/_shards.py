@@ -18,7 +18,7 @@ import torch
 from distckpt import _columns, _dtypes, core
 from distckpt._manifest import OBJECT
 from distckpt._names import KeyFault, summarize_faults
-from distckpt._region import IntArray, Region, flat_range_regions, flat_start
+from distckpt._region import IntArray, Region, flat_range_regions, flat_start, regions_to_arrays
 from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
@@ -177,14 +177,6 @@ def _check_inside(table: ShardTable) -> None:
             f"{table.global_shapes[key_id]}: check global_offset and global_shape (or the rank offsets they were made "
             "from)."
         )
-
-
-def regions_to_arrays(regions: Sequence[Region]) -> tuple[IntArray, IntArray]:
-    """Stack regions into `(offsets, shapes)` of shape (n, max ndim), padding offsets with 0 and shapes with 1."""
-    ndim = max((len(region.offset) for region in regions), default=0)
-    offsets = np.array([r.offset + (0,) * (ndim - len(r.offset)) for r in regions], np.int64)
-    shapes = np.array([r.shape + (1,) * (ndim - len(r.shape)) for r in regions], np.int64)
-    return offsets.reshape(len(regions), ndim), shapes.reshape(len(regions), ndim)
 
 
 class GlobalTable(NamedTuple):

@@ -10,8 +10,7 @@ import numpy as np
 from distckpt import core
 from distckpt._io import BLOCK_BYTES
 from distckpt._manifest import Manifest, ShardFile
-from distckpt._region import IntArray, Region, TilingFault, find_tiling_faults
-from distckpt._shards import regions_to_arrays
+from distckpt._region import IntArray, Region, TilingFault, find_tiling_faults, regions_to_arrays
 
 
 class StoredPiece(NamedTuple):

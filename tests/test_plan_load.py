@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from distckpt._manifest import Manifest, ShardFile
 from distckpt._plan_load import Request, plan_load
-from distckpt._region import Region
-from distckpt._shards import regions_to_arrays
+from distckpt._region import Region, regions_to_arrays
 from distckpt.core import LoadMismatchError
 
 

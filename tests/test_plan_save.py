@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distckpt._plan_save import Pieces, find_aliases, layout_files, plan_owners
-from distckpt._region import Region
-from distckpt._shards import ShardTable, describe, merge_tables, regions_to_arrays
+from distckpt._region import Region, regions_to_arrays
+from distckpt._shards import ShardTable, describe, merge_tables
 from distckpt.mapping import ShardedObject, ShardedTensor
 from distckpt.validation import validate_shards
 
