@@ -312,7 +312,7 @@ def test_verify_tells_blocks_apart_and_joins_neighbours(checkpoint):
     ended = run("verify", checkpoint, code=1)
     assert f"{file}: a chunk is not what was written (checksum mismatch); bytes {first} to" in ended.stdout
     assert "key 'big', region [0:768, 0:1024]" in ended.stdout
-    assert "DAMAGED (1 problems)" in ended.stdout
+    assert "DAMAGED (1 problem)" in ended.stdout
 
 
 def all_files(checkpoint):

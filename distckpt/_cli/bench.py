@@ -11,7 +11,7 @@ from typing import Any
 from distckpt import _storage
 from distckpt._bench.figures import HEADS, TITLES, Outcome, rows_of, titles, to_json
 from distckpt._bench.picture import draw
-from distckpt._cli.output import Output
+from distckpt._cli.output import Output, count_text
 from distckpt._cli.verb import Verb, positive, positive_number
 
 
@@ -60,8 +60,8 @@ def _cases(arguments: Namespace) -> tuple[str, ...]:
 def _show(outcome: Outcome, cases: tuple[str, ...], output: Output) -> None:
     output.line(f"{outcome.machine}")
     output.line(
-        f"{outcome.num_bytes / 1e9:.2f} GB: a Llama in bf16 with fp32 moments of Adam; {outcome.num_ranks} ranks; "
-        f"median of {outcome.num_runs} rounds"
+        f"{outcome.num_bytes / 1e9:.2f} GB: a Llama in bf16 with fp32 moments of Adam; "
+        f"{count_text(outcome.num_ranks, 'rank')}; median of {count_text(outcome.num_runs, 'round')}"
     )
     for case, figures in outcome.cases().items():
         output.line()

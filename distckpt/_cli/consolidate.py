@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from distckpt._cli.output import Output, size_text
+from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import add_dtype, add_keys, add_rename, dtype_option, warn_of_overflows
 from distckpt._cli.verb import Verb, parse_size
 from distckpt.serialization import consolidate
@@ -53,8 +53,9 @@ def run(arguments: Namespace, output: Output) -> int:
     output.json({"output_dir": arguments.output_dir, **fields})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
     output.line(
-        f"{report.num_tensors} tensors ({dtypes}), {report.num_parameters:,} parameters, "
-        f"{size_text(report.num_bytes)} in {len(report.files)} files in {arguments.output_dir}, {report.seconds:.2f} s"
+        f"{count_text(report.num_tensors, 'tensor')} ({dtypes}), {report.num_parameters:,} parameters, "
+        f"{size_text(report.num_bytes)} in {count_text(len(report.files), 'file')} "
+        f"in {arguments.output_dir}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
     return 0

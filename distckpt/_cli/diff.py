@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
-from distckpt._cli.output import MAX_LISTED, Output, size_text
+from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._cli.selection import add_keys, add_rename
 from distckpt._cli.verb import Verb
 from distckpt._diff import DiffReport, ObjectDifference, TensorDifference, diff
@@ -93,7 +93,7 @@ def summary(report: DiffReport) -> str:
     note = "" if report.objects_compared else "; objects and common state were not compared"
     rate = report.num_bytes / 1e9 / report.seconds
     return (
-        f"{verdict}: {report.num_compared:,} tensors compared, {size_text(report.num_bytes)} read in "
+        f"{verdict}: {count_text(report.num_compared, 'tensor')} compared, {size_text(report.num_bytes)} read in "
         f"{report.seconds:.2f} s, {rate:.2f} GB/s{note}"
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from distckpt import _dtypes, _sources, _storage, core
 from distckpt._cli import grid
-from distckpt._cli.output import Output, size_text
+from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.verb import Verb
 from distckpt._cli.verify import strays_text
 from distckpt._common_state import COMMON_KEY
@@ -161,10 +161,12 @@ def _show(
     facts: dict[str, Any], groups: list[Group], files: list[dict[str, Any]], manifest: Manifest, output: Output
 ) -> None:
     output.line(f"{facts['location']}")
+    tensors, elements, objects, chunks, num_files = (
+        count_text(facts[f"num_{noun}s"], noun) for noun in ("tensor", "element", "object", "chunk", "file")
+    )
     output.line(
-        f"{facts['num_tensors']:,} tensors, {facts['num_elements']:,} elements, {size_text(facts['tensor_bytes'])}; "
-        f"{facts['num_objects']} objects and common state, {size_text(facts['object_bytes'])}; "
-        f"{facts['num_chunks']:,} chunks in {facts['num_files']:,} files"
+        f"{tensors}, {elements}, {size_text(facts['tensor_bytes'])}; "
+        f"{objects} and common state, {size_text(facts['object_bytes'])}; {chunks} in {num_files}"
         + ("" if facts["has_checksums"] else "; no checksums")
     )
     output.line()
@@ -197,7 +199,8 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
         output.line(f"... and {len(writers) - _MAX_WRITERS} more (all with --json)")
     sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
     if sum(sizes):
-        output.line(f"{len(sizes)} ranks wrote; the busiest {max(sizes) * len(sizes) / sum(sizes):.3f} of the mean")
+        ratio = max(sizes) * len(sizes) / sum(sizes)
+        output.line(f"{count_text(len(sizes), 'rank')} wrote; the busiest {ratio:.3f} of the mean")
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
@@ -254,7 +257,7 @@ def _show_key(location: str, manifest: Manifest, key: str, svg: str | None, outp
         }
     )
     tied = "" if manifest.keys[key_id] == key else f", tied to {manifest.keys[key_id]}"
-    output.line(f"{key}: {'x'.join(map(str, shape)) or '()'} {dtype}, {len(chunks)} chunks{tied}")
+    output.line(f"{key}: {'x'.join(map(str, shape)) or '()'} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = [
         [grid.region_text(chunk), chunk.owner, chunk.file, f"{chunk.first_byte:,}", f"{chunk.num_bytes:,}"]
         for chunk in chunks

@@ -161,6 +161,11 @@ def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str 
     return "\n".join([title] * bool(title) + [line.rstrip() for line in lines])
 
 
+def count_text(number: int, noun: str) -> str:
+    """Write how many there are of something: `1 file`, `2,000 files`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def size_text(num_bytes: float) -> str:
     """Write a number of bytes for people: `1.23 GB`."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
-from distckpt._cli.output import Output, size_text
+from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import warn_of_overflows
 from distckpt._cli.verb import Verb, parse_size, positive
 from distckpt._reshard import ReshardReport, reshard
@@ -68,8 +68,10 @@ def show(report: ReshardReport, output: Output) -> None:
     """Say what was written."""
     output.json(vars(report))
     output.line(
-        f"{report.num_tensors:,} tensors in {report.num_chunks:,} chunks, {report.num_objects:,} objects, "
-        f"{size_text(report.num_bytes)} in {report.num_files:,} files in {report.location}, {report.seconds:.2f} s"
+        f"{count_text(report.num_tensors, 'tensor')} in {count_text(report.num_chunks, 'chunk')}, "
+        f"{count_text(report.num_objects, 'object')}, "
+        f"{size_text(report.num_bytes)} in {count_text(report.num_files, 'file')} "
+        f"in {report.location}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
 

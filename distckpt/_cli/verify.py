@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from distckpt._cli.output import MAX_LISTED, Output, size_text
+from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._cli.verb import Verb, positive
 from distckpt._verify import DEFAULT_THREADS, Problem, VerifyReport, verify
 
@@ -65,12 +65,13 @@ def strays_text(strays: Sequence[str]) -> str:
 
 def summary(report: VerifyReport) -> str:
     """Put the outcome into one line."""
-    verdict = "OK" if report.is_whole else f"DAMAGED ({len(report.problems)} problems)"
+    verdict = "OK" if report.is_whole else f"DAMAGED ({count_text(len(report.problems), 'problem')})"
     rate = f", {report.num_bytes / 1e9 / report.seconds:.2f} GB/s" if report.mode == "full" else ""
     note = "" if report.has_checksums else "; these files have no checksums: only their structure could be judged"
+    keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (
-        f"{verdict}: {report.location}, {report.num_keys} keys in {report.num_files} files, {report.mode}: "
-        f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s{rate}{note}"
+        f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: {size_text(report.num_bytes)} read in "
+        f"{report.seconds:.2f} s{rate}{note}"
     )
 
 
