@@ -75,6 +75,7 @@ class WriteSettings:
         direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
         with_checksums: whether to compute checksums.
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
+        direct_unit_bytes: what each fills and writes instead when it goes around the page cache.
         num_requests: that are made of an object store at the same time.
         progress: told the number of bytes whenever some have been written, from several threads.
     """
@@ -83,6 +84,7 @@ class WriteSettings:
     direct: bool | None = None
     with_checksums: bool = True
     num_threads: int = NUM_THREADS
+    direct_unit_bytes: int = UNIT_BYTES
     num_requests: int = NUM_REQUESTS
     progress: Callable[[int], None] | None = None
 
@@ -142,7 +144,9 @@ class _Output:
     def __init__(self, file: NewFile, settings: WriteSettings) -> None:
         self.file = file
         self.settings = settings
-        self.units = list(units_of(file.chunk_bytes))
+        is_direct = self.may_be_direct and _storage.is_local(file.location)
+        self._unit_bytes = settings.direct_unit_bytes if is_direct else UNIT_BYTES
+        self.units = list(units_of(file.chunk_bytes, self._unit_bytes))
         self.checksums = np.zeros(0, np.uint64)
         counts = [-(-size // BLOCK_BYTES) for size in file.chunk_bytes]
         self._first_block = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -174,7 +178,7 @@ class _Output:
                 if self._direct_fd >= 0:
                     self._write_direct(unit, position, num_bytes)
                 else:
-                    _write_all(self._fd, self._buffers_of(unit, self._scratch(UNIT_BYTES)), position)
+                    _write_all(self._fd, self._buffers_of(unit, self._scratch(self._unit_bytes)), position)
             with self._lock:
                 self._num_pending -= 1
                 is_last = self._num_pending == 0
@@ -190,7 +194,7 @@ class _Output:
         sizes = [sum(part.stop - part.start for part in unit) for unit in self.units]
 
         def read(number: int) -> list[Bytes]:
-            return self._buffers_of(self.units[number], self._scratch(UNIT_BYTES))
+            return self._buffers_of(self.units[number], self._scratch(self._unit_bytes))
 
         return OutgoingFile(self.file.location, self.file.header, sizes, read)
 
@@ -240,7 +244,7 @@ class _Output:
     def _write_direct(self, unit: Sequence[Part], position: int, num_bytes: int) -> None:
         """Write through an aligned window; what is left at its edges goes through the page cache."""
         phase = position % ALIGNMENT
-        window = self._scratch(UNIT_BYTES + ALIGNMENT)[phase : phase + num_bytes]
+        window = self._scratch(self._unit_bytes + ALIGNMENT)[phase : phase + num_bytes]
         gather(self.file.fill(unit, window), window)
         if self.settings.with_checksums:
             _compute_checksums(unit, [window], self._first_block, self.checksums)
@@ -309,14 +313,14 @@ def gather(buffers: Sequence[Bytes], window: Bytes) -> None:
         filled += len(buffer)
 
 
-def units_of(chunk_bytes: Sequence[int]) -> Iterator[list[Part]]:
-    """Divide a file into runs of at most `UNIT_BYTES`; chunks are divided between blocks only."""
+def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterator[list[Part]]:
+    """Divide a file into runs of at most `unit_bytes`; chunks are divided between blocks only."""
     unit: list[Part] = []
     filled = 0
     for index, size in enumerate(chunk_bytes):
         start = 0
         while start < size:
-            room = UNIT_BYTES - filled
+            room = unit_bytes - filled
             if room < size - start:
                 room = room // BLOCK_BYTES * BLOCK_BYTES
             stop = min(size, start + room)
@@ -324,7 +328,7 @@ def units_of(chunk_bytes: Sequence[int]) -> Iterator[list[Part]]:
                 unit.append(Part(index, start, stop))
                 filled += stop - start
                 start = stop
-            if start < size or filled == UNIT_BYTES:
+            if start < size or filled == unit_bytes:
                 yield unit
                 unit, filled = [], 0
     if unit:

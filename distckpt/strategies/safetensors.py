@@ -12,7 +12,14 @@ import torch
 from distckpt import _codec, _collectives, _commit, _dcp_load, _dtypes, _sources, _storage, core
 from distckpt._collectives import Ranks
 from distckpt._common_state import COMMON_KEY
-from distckpt._io import checksum, is_plain_memory, num_requests_within, num_threads_within, tensor_bytes
+from distckpt._io import (
+    checksum,
+    direct_unit_within,
+    is_plain_memory,
+    num_requests_within,
+    num_threads_within,
+    tensor_bytes,
+)
 from distckpt._io_read import read_chunks, read_copies
 from distckpt._io_write import WriteSettings
 from distckpt._manifest import OBJECT, Manifest
@@ -103,6 +110,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             durable=options.durable,
             direct=self.direct_io,
             num_threads=num_threads_within(options.max_inflight_bytes),
+            direct_unit_bytes=direct_unit_within(options.max_inflight_bytes),
             num_requests=num_requests_within(options.max_inflight_bytes),
             progress=options.progress,
         )
