@@ -1,8 +1,12 @@
-"""The rounds: every contestant saves and loads in turn, round after round, so that noise hits all alike."""
+"""The rounds: every contestant saves and loads in turn, round after round, so that noise hits all alike.
+
+Each round has an order of its own: what one has written and deleted, the disk may still be busy with in the next turn.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -121,7 +125,8 @@ def measure(taking_part: Sequence[Contestant], state: State, targets: Targets, s
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     peaks: dict[tuple[str, str], int] = {}
     for round_number in range(settings.num_runs + 1 + settings.with_peaks):
-        for contestant in taking_part:
+        # The same on all ranks.
+        for contestant in random.Random(round_number).sample(taking_part, len(taking_part)):
             send(("at", contestant.name, round_number))
             is_for_peaks = round_number > settings.num_runs
             turn = _Turn(contestant, state, targets, settings, alone_group, round_number == 0)
@@ -133,10 +138,11 @@ def measure(taking_part: Sequence[Contestant], state: State, targets: Targets, s
                 elif round_number:
                     seconds[contestant.name, case].append(value)
     sizes = _bytes_of_cases(state, targets)
-    is_checkpoint = {contestant.name: contestant.is_checkpoint for contestant in taking_part}
     return [
-        Figure(case, name, is_checkpoint[name], sizes.get(case, sizes[""]), taken, peaks.get((name, case)))
-        for (name, case), taken in seconds.items()
+        Figure(case, name, is_checkpoint, sizes.get(case, sizes[""]), seconds[name, case], peaks.get((name, case)))
+        for name, is_checkpoint in ((one.name, one.is_checkpoint) for one in taking_part)
+        for case in settings.cases
+        if (name, case) in seconds
     ]
 
 
