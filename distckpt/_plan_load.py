@@ -107,6 +107,8 @@ def _common_boxes(manifest: Manifest, regions: Sequence[Region], key_ids: IntArr
     if not parts:
         none = np.zeros(0, np.int64)
         return _Boxes(none, none, offsets, offsets, shapes)
+    if len(parts) == 1:
+        return parts[0]
     return _Boxes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -134,6 +136,8 @@ def _find_overlap(common: _Boxes, extents: Sequence[tuple[int, ...]]) -> int | N
     """Find a request of which an element is stored twice, given boxes of as many elements as it has."""
     counts = np.bincount(common.requests, minlength=len(extents))
     divided = np.flatnonzero(counts > 1)
+    if not len(divided):
+        return None
     boxes = np.flatnonzero(counts[common.requests] > 1)
     ndim = common.shapes.shape[1]
     wanted = [extents[index] + (1,) * (ndim - len(extents[index])) for index in divided.tolist()]

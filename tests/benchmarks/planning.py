@@ -22,6 +22,7 @@ import torch
 from _measure import machine_facts, markdown_table, timed
 
 from distckpt import ShardedTensor, _storage
+from distckpt._io import paused_garbage_collection
 from distckpt._manifest import Manifest, ShardFile
 from distckpt._plan_load import Request, plan_load
 from distckpt._plan_save import find_aliases, plan_owners
@@ -147,8 +148,9 @@ def write_and_open_a_manifest(num_chunks: int) -> dict[str, Any]:
         Request(key, shape, Region((0, shape[1] // 4), (shape[0], shape[1] // 4)))
         for key, shape in list(zip(opened.keys, opened.global_shapes, strict=True))[:1000]
     ]
-    _, first = timed(lambda: plan_load(opened, requests[:1], "checkpoint"))
-    copies, planning = timed(lambda: plan_load(opened, requests, "checkpoint"))
+    with paused_garbage_collection():  # as `load` does
+        _, first = timed(lambda: plan_load(opened, requests[:1], "checkpoint"))
+        copies, planning = timed(lambda: plan_load(opened, requests, "checkpoint"))
     return {
         "write, s (bar: 3)": writing,
         "open, s (bar: 0.5)": opening,
