@@ -19,6 +19,7 @@ from distckpt import (
     ShardedTensor,
     StrictHandling,
 )
+from distckpt._bench.measure import peak_memory_bytes
 from distckpt.core import RankFailedError
 from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
 
@@ -473,3 +474,11 @@ def test_containers_that_were_saved_empty_come_back_empty(tmp_path):
     distckpt.save({"a": [], "d": {}, "t": (), "b": 1}, tmp_path / "c")
     asked = {"a": [1, 2], "d": {"x": 3}, "t": (4,), "b": 2}
     assert distckpt.load(asked, tmp_path / "c") == {"a": [], "d": {}, "t": (), "b": 1}
+
+
+@pytest.mark.parametrize("budget", [16 << 20, 256 << 20])
+def test_a_save_stays_within_its_memory(tmp_path, budget):
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(32 << 20))}
+    distckpt.save(state, tmp_path / "first")
+    grown = peak_memory_bytes(lambda: distckpt.save(state, tmp_path / "c", max_inflight_bytes=budget))
+    assert grown < min(budget, 64 << 20) + (8 << 20)

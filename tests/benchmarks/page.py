@@ -1,6 +1,6 @@
 """Bring the tables and the picture of docs/performance.md in line with the figures in docs/figures.
 
-    distckpt bench DIR --gb 2 --ranks 2 --runs 5 --json docs/figures/save_load.json
+    distckpt bench DIR --gb 2 --ranks 2 --runs 7 --json docs/figures/save_load.json
     python tests/benchmarks/page.py [--docs docs]
 
 Rewrites docs/storage.svg, and the tables of docs/performance.md between the comments that name the file of figures.
