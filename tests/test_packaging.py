@@ -178,7 +178,7 @@ def test_the_command_line_needs_no_extra(installed, tmp_path):
     run(installed, "-c", PROGRAM_THAT_SAVES, cwd=tmp_path)
     command = installed.with_name("distckpt")
     assert run(command, "--version", cwd=tmp_path).strip() == f"distckpt {distckpt.__version__}"
-    assert "1 tensors, 4 elements" in run(command, "inspect", "checkpoint", cwd=tmp_path)
+    assert "1 tensor, 4 elements" in run(command, "inspect", "checkpoint", cwd=tmp_path)
     for arguments, extra in ((["completion", "bash"], "cli"), (["inspect", "s3://bucket/checkpoint"], "s3")):
         done = ended(command, *arguments, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (1, "")
