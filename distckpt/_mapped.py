@@ -95,7 +95,7 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
         InvalidShardingError: the region does not lie inside the tensor.
     """
     _check_inside(region, mapped.shape)
-    rows, offsets, shapes = intersect_many(region, *mapped.boxes)
+    rows, offsets, shapes = intersect_many(*mapped.boxes, *region)
     found = []
     for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
         box = Region(tuple(offset), tuple(shape))

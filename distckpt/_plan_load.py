@@ -10,7 +10,7 @@ import numpy as np
 
 from distckpt import core
 from distckpt._manifest import Manifest
-from distckpt._region import IntArray, Region, find_tiling_faults, regions_to_arrays
+from distckpt._region import IntArray, Region, find_tiling_faults, intersect_many, regions_to_arrays
 
 MAX_PAIRS = 1 << 18
 """So many pairs of a request and a chunk are compared at a time: some 50 MB."""
@@ -102,7 +102,10 @@ def _common_boxes(manifest: Manifest, regions: Sequence[Region], key_ids: IntArr
         stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
         requests = np.repeat(np.arange(start, stop), counts[start:stop])
         number = np.arange(done, int(ends[stop - 1])) - (ends - counts)[requests]
-        parts.append(_intersect_pairs(manifest, offsets, shapes, first_chunks[requests] + number, requests))
+        chunks = first_chunks[requests] + number
+        begin, wanted = manifest.offsets[chunks], offsets[requests]
+        hits, low, extent = intersect_many(begin, manifest.shapes[chunks], wanted, shapes[requests])
+        parts.append(_Boxes(chunks[hits], requests[hits], low - begin[hits], low - wanted[hits], extent))
         start = stop
     if not parts:
         none = np.zeros(0, np.int64)
@@ -110,17 +113,6 @@ def _common_boxes(manifest: Manifest, regions: Sequence[Region], key_ids: IntArr
     if len(parts) == 1:
         return parts[0]
     return _Boxes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-
-def _intersect_pairs(
-    manifest: Manifest, offsets: IntArray, shapes: IntArray, chunks: IntArray, requests: IntArray
-) -> _Boxes:
-    begin, wanted = manifest.offsets[chunks], offsets[requests]
-    low = np.maximum(begin, wanted)
-    high = np.minimum(begin + manifest.shapes[chunks], wanted + shapes[requests])
-    hits = np.flatnonzero((high > low).all(axis=1))
-    low, high = low[hits], high[hits]
-    return _Boxes(chunks[hits], requests[hits], low - begin[hits], low - wanted[hits], high - low)
 
 
 def _copies_of(common: _Boxes, ndims: Sequence[int]) -> list[Copy]:

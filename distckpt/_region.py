@@ -60,14 +60,17 @@ def intersect(first: Region, second: Region) -> Region | None:
     return Region(start, tuple(hi - lo for lo, hi in zip(start, stop, strict=True)))
 
 
-def intersect_many(region: Region, offsets: IntArray, shapes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Intersect one region with n others.
+def intersect_many(
+    offsets: IntArray, shapes: IntArray, other_offsets: npt.ArrayLike, other_shapes: npt.ArrayLike
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Intersect n regions with others: as many, one with one, or the same one with all.
 
     Returns:
-        `(rows, offsets, shapes)`: the indices of those that share elements with `region`, and the common boxes.
+        `(rows, offsets, shapes)`: the indices of those that share elements, and the common boxes.
     """
-    start = np.maximum(offsets, np.asarray(region.offset, dtype=np.int64))
-    stop = np.minimum(offsets + shapes, np.asarray(region.offset, np.int64) + np.asarray(region.shape, np.int64))
+    others = np.asarray(other_offsets, np.int64)
+    start = np.maximum(offsets, others)
+    stop = np.minimum(offsets + shapes, others + np.asarray(other_shapes, np.int64))
     rows = np.flatnonzero((stop > start).all(axis=1))
     return rows, start[rows], (stop - start)[rows]
 

@@ -69,7 +69,7 @@ def test_intersecting_with_many_agrees_with_intersecting_with_each(data):
     others = data.draw(st.lists(regions_in(shape), max_size=5))
     offsets = np.array([r.offset for r in others], np.int64).reshape(len(others), len(shape))
     extents = np.array([r.shape for r in others], np.int64).reshape(len(others), len(shape))
-    rows, hit_offsets, hit_shapes = intersect_many(region, offsets, extents)
+    rows, hit_offsets, hit_shapes = intersect_many(offsets, extents, *region)
     found = {
         row: Region(tuple(offset), tuple(extent))
         for row, offset, extent in zip(rows.tolist(), hit_offsets.tolist(), hit_shapes.tolist(), strict=True)

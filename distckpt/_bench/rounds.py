@@ -139,8 +139,9 @@ def measure(taking_part: Sequence[Contestant], state: State, targets: Targets, s
                     seconds[contestant.name, case].append(value)
     sizes = _bytes_of_cases(state, targets)
     return [
-        Figure(case, name, is_checkpoint, sizes.get(case, sizes[""]), seconds[name, case], peaks.get((name, case)))
-        for name, is_checkpoint in ((one.name, one.is_checkpoint) for one in taking_part)
+        Figure(case, name, one.is_checkpoint, sizes.get(case, sizes[""]), seconds[name, case], peaks.get((name, case)))
+        for one in taking_part
+        for name in [one.name]
         for case in settings.cases
         if (name, case) in seconds
     ]
