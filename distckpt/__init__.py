@@ -11,10 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distckpt._codec import register_object_type
-    from distckpt._diff import DiffReport, diff
-    from distckpt._reshard import ReshardReport, reshard
-    from distckpt._verify import VerifyReport, verify
+    from distckpt._format.codec import register_object_type
+    from distckpt._operations.diff import DiffReport, diff
+    from distckpt._operations.reshard import ReshardReport, reshard
+    from distckpt._operations.verify import VerifyReport, verify
     from distckpt.core import (
         CheckpointExistsError,
         CheckpointingConfig,
@@ -92,7 +92,17 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = ("core", "mapping", "validation", "_codec", "serialization", "_verify", "manager", "_diff", "_reshard")
+_HOMES = (
+    "core",
+    "mapping",
+    "validation",
+    "_format.codec",
+    "serialization",
+    "_operations.verify",
+    "manager",
+    "_operations.diff",
+    "_operations.reshard",
+)
 """Modules that define public names, from low to high: to import one is to have imported most of those before it."""
 
 if not TYPE_CHECKING:  # else a type checker believes that the package has every name

@@ -1,282 +1,56 @@
-"""The exception tree, and the marker file that says "this directory is a whole checkpoint".
-
-The marker (`metadata.json`) is written last. A reader that finds no marker sees no checkpoint; a reader
-that finds one may rely on everything it names. It carries Megatron's `CheckpointingConfig` fields beside
-distckpt's own, so programs written for Megatron Core recognise a distckpt checkpoint and the other way round.
-"""
-
-from __future__ import annotations
-
-import contextlib
-import errno
-import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from distckpt import _storage
-
-CONFIG_FNAME = "metadata.json"
-
-_MAX_LISTED_RANKS = 8
-_MAX_MARKER_BYTES = 4 << 20
-_MAX_BACKEND_CHARS = 255
-_NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
-"""What the system says when a name leads to no file; other errors are of the disk, and may pass."""
-
-
-class CheckpointingException(Exception):
-    """Base of every error that distckpt raises on purpose."""
-
-
-class InvalidShardingError(CheckpointingException, ValueError):
-    """Report shards that overlap, leave gaps, disagree, or describe an impossible placement."""
-
-
-class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):
-    """Report a location that holds no marker, hence no checkpoint."""
-
-
-class CheckpointExistsError(CheckpointingException, FileExistsError):
-    """Report a location that already holds a whole checkpoint, which is not overwritten unasked."""
-
-
-class CorruptCheckpointError(CheckpointingException):
-    """Report a checkpoint whose marker is there but whose content contradicts it."""
-
-
-class LoadMismatchError(CheckpointingException, LookupError):
-    """Report that a checkpoint and a load request do not hold the same keys.
-
-    Attributes:
-        missing: keys that are in the checkpoint and no rank asked for.
-        unexpected: keys that were asked for and are not in the checkpoint, or not as asked for.
-    """
-
-    def __init__(self, message: str, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
-        super().__init__(message)
-        self.missing = frozenset(missing)
-        self.unexpected = frozenset(unexpected)
-
-
-class UnsupportedObjectError(CheckpointingException, TypeError):
-    """Report an object that cannot be stored because no codec knows its type."""
-
-
-class RankFailedError(CheckpointingException):
-    """Report, on every rank alike, which ranks failed and why.
-
-    Attributes:
-        failures: the exception of each failed rank, by rank number, in ascending order.
-        is_lost_contact: whether a rank died or did not come; the ranks are out of step then.
-    """
-
-    is_lost_contact = False
-
-    def __init__(
-        self, failures: Mapping[int, BaseException], message: str | None = None, *, phase: str | None = None
-    ) -> None:
-        """Describe the failures.
-
-        Args:
-            failures: the exception of each failed rank, by rank number.
-            message: text to use in place of a list of the failures.
-            phase: what the ranks were doing, for the list.
-        """
-        super().__init__(_describe_failures(failures, phase) if message is None else message)
-        self.failures = dict(sorted(failures.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Exception rebuilds itself from `args`, which hold the message and not the failures.
-        return type(self), (self.failures, str(self)), self.__dict__
-
-
-def _describe_failures(failures: Mapping[int, BaseException], phase: str | None) -> str:
-    lines = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
-    if len(lines) > _MAX_LISTED_RANKS:
-        lines[_MAX_LISTED_RANKS:] = [f"... and {len(lines) - _MAX_LISTED_RANKS} more"]
-    ranks = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"
-    during = "" if phase is None else f" during {phase!r}"
-    return "\n  ".join([f"{ranks} failed{during}, so no rank went on:", *lines])
-
-
-@dataclass
-class CheckpointingConfig:
-    """Name the format of a checkpoint, as its marker records it.
-
-    The version counts changes of the format, not of what an application stores in it.
-
-    Attributes:
-        sharded_backend: name of the format that holds the tensors, such as "safetensors".
-        sharded_backend_version: version of that format.
-    """
-
-    sharded_backend: str
-    sharded_backend_version: int = 1
-
-
-def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Tell whether a location holds a checkpoint.
-
-    Args:
-        checkpoint_dir: directory or URL prefix of the checkpoint.
-
-    Returns:
-        True when the marker is there and valid, False when there is none.
-
-    Raises:
-        CorruptCheckpointError: the marker is there but is not a valid one.
-    """
-    return maybe_load_config(checkpoint_dir) is not None
-
-
-def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> CheckpointingConfig | None:
-    """Read the format of a checkpoint from its marker.
-
-    Args:
-        checkpoint_dir: directory or URL prefix of the checkpoint; an empty one holds no checkpoint.
-
-    Returns:
-        The format, or None when there is no marker. Fields that this version does not know are dropped.
-
-    Raises:
-        CorruptCheckpointError: the marker is not JSON, lacks `sharded_backend`, or has a field of a wrong type.
-    """
-    if not checkpoint_dir:
-        return None
-    fields = read_marker(checkpoint_dir)
-    return None if fields is None else parse_config(fields, checkpoint_dir)
-
-
-def parse_config(fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
-    """Return the format of a checkpoint that the fields of its marker name.
-
-    Raises:
-        CorruptCheckpointError: `sharded_backend` is missing, or a field has a wrong type.
-    """
-    path = _marker_path(checkpoint_dir)
-    if "sharded_backend" not in fields:
-        raise CorruptCheckpointError(
-            f"{path}: the field 'sharded_backend' is missing; this is not the marker of a distributed checkpoint"
-        )
-    backend = fields["sharded_backend"]
-    version = fields.get("sharded_backend_version", 1)
-    if not isinstance(backend, str) or len(backend) > _MAX_BACKEND_CHARS:
-        raise CorruptCheckpointError(f"{path}: 'sharded_backend' must be a string, found {backend!r:.100}")
-    if not isinstance(version, int) or isinstance(version, bool) or abs(version) >= 2**31:
-        raise CorruptCheckpointError(f"{path}: 'sharded_backend_version' must be an integer, found {version!r:.100}")
-    return CheckpointingConfig(backend, version)
-
-
-def save_config(
-    config: CheckpointingConfig,
-    checkpoint_dir: str | os.PathLike[str],
-    *,
-    extra: Mapping[str, Any] | None = None,
-    durable: bool = True,
-) -> None:
-    """Write the marker of a checkpoint, in one step.
-
-    Call it last: from then on the location counts as a whole checkpoint.
-
-    Args:
-        config: the format of the checkpoint.
-        checkpoint_dir: existing directory, or URL prefix.
-        extra: further JSON fields of the marker; a field of `config` wins over one of the same name here.
-        durable: whether it must be on disk on return.
-    """
-    write_marker(checkpoint_dir, {**(extra or {}), **asdict(config)}, durable)
-
-
-def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read every field of the marker of a checkpoint.
-
-    Args:
-        checkpoint_dir: directory or URL prefix of the checkpoint.
-
-    Returns:
-        The fields as JSON gives them, or None when there is no marker.
-
-    Raises:
-        CorruptCheckpointError: the marker is not a JSON object.
-    """
-    path = _marker_path(checkpoint_dir)
-    try:
-        # The marker's own name is short: what is too long is the path that the caller gave.
-        with _judging(path, _NO_FILE - {errno.ENAMETOOLONG}):
-            content = _storage.read_bytes(path, _MAX_MARKER_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{path}: not valid JSON ({error}); restore the file or use another checkpoint"
-        ) from error
-    if not isinstance(fields, dict):
-        raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
-    return fields
-
-
-def file_size(path: str) -> int:
-    """Return the size of a file of a checkpoint that is not trusted.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        CorruptCheckpointError: what is there is no file.
-    """
-    with _judging(path):
-        return _storage.file_size(path)
-
-
-def read_file(path: str, max_bytes: int) -> bytes:
-    """Read a whole file of a checkpoint that is not trusted.
-
-    Args:
-        path: of the file.
-        max_bytes: size that it has at most.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        CorruptCheckpointError: what is there is no file, or a larger one.
-    """
-    with _judging(path):
-        return _storage.read_bytes(path, max_bytes)
-
-
-@contextlib.contextmanager
-def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
-    """Call a checkpoint damaged when what is under the name of its file cannot be that."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise CorruptCheckpointError(
-                f"{path!r} has {error.strerror}, which no such file has. Restore it from a copy, or load another "
-                "checkpoint."
-            ) from error
-        if error.errno in no_file and _storage.is_local(path):
-            raise CorruptCheckpointError(
-                f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another checkpoint."
-            ) from error
-        raise
-
-
-def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True) -> None:
-    """Write the marker of a checkpoint from raw fields, in one step.
-
-    Args:
-        checkpoint_dir: existing directory, or URL prefix.
-        fields: values that JSON can hold, by field name.
-        durable: whether it must be on disk on return.
-
-    Raises:
-        TypeError: a field holds something that JSON cannot hold; nothing is written then.
-    """
-    content = json.dumps(dict(fields), indent=1) + "\n"
-    _storage.write_bytes(_marker_path(checkpoint_dir), content.encode(), durable)
-
-
-def _marker_path(checkpoint_dir: str | os.PathLike[str]) -> str:
-    return _storage.join(_storage.normalize(checkpoint_dir), CONFIG_FNAME)
+"""Errors and the marker file of a checkpoint, under the names of Megatron Core's `dist_checkpointing.core`."""
+
+from distckpt._base.errors import (
+    CheckpointExistsError as CheckpointExistsError,
+)
+from distckpt._base.errors import (
+    CheckpointingException as CheckpointingException,
+)
+from distckpt._base.errors import (
+    CheckpointNotFoundError as CheckpointNotFoundError,
+)
+from distckpt._base.errors import (
+    CorruptCheckpointError as CorruptCheckpointError,
+)
+from distckpt._base.errors import (
+    InvalidShardingError as InvalidShardingError,
+)
+from distckpt._base.errors import (
+    LoadMismatchError as LoadMismatchError,
+)
+from distckpt._base.errors import (
+    RankFailedError as RankFailedError,
+)
+from distckpt._base.errors import (
+    UnsupportedObjectError as UnsupportedObjectError,
+)
+from distckpt._format.marker import (
+    CONFIG_FNAME as CONFIG_FNAME,
+)
+from distckpt._format.marker import (
+    CheckpointingConfig as CheckpointingConfig,
+)
+from distckpt._format.marker import (
+    check_is_distributed_checkpoint as check_is_distributed_checkpoint,
+)
+from distckpt._format.marker import (
+    file_size as file_size,
+)
+from distckpt._format.marker import (
+    maybe_load_config as maybe_load_config,
+)
+from distckpt._format.marker import (
+    parse_config as parse_config,
+)
+from distckpt._format.marker import (
+    read_file as read_file,
+)
+from distckpt._format.marker import (
+    read_marker as read_marker,
+)
+from distckpt._format.marker import (
+    save_config as save_config,
+)
+from distckpt._format.marker import (
+    write_marker as write_marker,
+)

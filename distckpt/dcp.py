@@ -21,15 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distckpt import _dcp_arguments, _dcp_shards, _dcp_tree, _state_dict, serialization
-from distckpt._codec import HOLE
-from distckpt._collectives import Ranks, lone_group
-from distckpt._common_state import COMMON_KEY
-from distckpt._dtensor import local_part
-from distckpt._io import paused_garbage_collection
-from distckpt._loading import find_checkpoint, noticing_removal, read_unchanged, stored_keys
-from distckpt._names import did_you_mean, summarize_keys
-from distckpt.core import CheckpointingException, LoadMismatchError
+from distckpt import serialization
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.threads import paused_garbage_collection
+from distckpt._dcp_api import arguments, shards, tree
+from distckpt._format.codec import HOLE
+from distckpt._models.dtensor import local_part
+from distckpt._operations.loading import find_checkpoint, noticing_removal, read_unchanged, stored_keys
+from distckpt._ranks.collectives import Ranks, lone_group
+from distckpt._state import flatten
+from distckpt._state.common_state import COMMON_KEY
 from distckpt.mapping import ShardedBase, ShardedObject
 from distckpt.serialization import SaveHandle, SaveReport
 from distckpt.strategies.base import Options
@@ -39,7 +41,7 @@ __all__ = ["async_save", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    return _dcp_arguments.attribute(name)
+    return arguments.attribute(name)
 
 
 # ---- saving
@@ -84,7 +86,7 @@ def save(
         CheckpointExistsError: a checkpoint is there and the writer's `overwrite` is False.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
-    _dcp_arguments.check_planner(planner, "DefaultSavePlanner")
+    arguments.check_planner(planner, "DefaultSavePlanner")
     return serialization.save(
         **_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
     )
@@ -128,7 +130,7 @@ def async_save(
         CheckpointingException: as `save` does, for what is found before anything is written.
     """
     del async_checkpointer_type
-    _dcp_arguments.check_planner(planner, "DefaultSavePlanner")
+    arguments.check_planner(planner, "DefaultSavePlanner")
     if async_stager is not None:
         raise CheckpointingException(
             f"async_stager ({type(async_stager).__name__}) must be None: distckpt copies what it saves itself, into "
@@ -186,13 +188,13 @@ def _arguments(
             "use_collectives must be True: ranks agree on what is saved and commit it together. To save from one "
             "process alone pass no_dist=True."
         )
-    location = _dcp_arguments.saved_location(checkpoint_id, storage_writer)
+    location = arguments.saved_location(checkpoint_id, storage_writer)
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     with ranks.phase("ask for state dicts"):
         asked = _asked(state_dict)
     return {
-        "sharded_state_dict": _dcp_shards.sharded(asked, ranks),
+        "sharded_state_dict": shards.sharded(asked, ranks),
         "checkpoint_dir": location,
         "overwrite": getattr(storage_writer, "overwrite", True),
         "durable": getattr(storage_writer, "sync_files", True),
@@ -239,20 +241,20 @@ def load(
         CorruptCheckpointError: files are missing, cut off or changed.
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
-    _dcp_arguments.check_planner(planner, "DefaultLoadPlanner")
-    location = _dcp_arguments.loaded_location(checkpoint_id, storage_reader)
+    arguments.check_planner(planner, "DefaultLoadPlanner")
+    location = arguments.loaded_location(checkpoint_id, storage_reader)
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     # 1. Take the state dict apart.
     with ranks.phase("take their state dicts apart"):
         target = _asked(state_dict, in_order=True)
-        leaves = _dcp_tree.leaves(target)
+        leaves = tree.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.
     is_strict = not getattr(planner, "allow_partial_load", False)
     others = read_unchanged(ranks, location, lambda marker: _read(ranks, group, location, marker, leaves, is_strict))
     # 3. Put the other values in their places: nothing can go wrong any more.
     for path, value in others.items():
-        _dcp_tree.put(target, path, value)
+        tree.put(target, path, value)
     for key, value in target.items():
         if _is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(value)
@@ -265,9 +267,9 @@ def _read(
     process_group: Any,
     checkpoint_dir: str | os.PathLike[str],
     marker: dict[str, Any] | None,
-    leaves: Sequence[_dcp_tree.Leaf],
+    leaves: Sequence[tree.Leaf],
     is_strict: bool,
-) -> dict[_dcp_tree.Path, Any]:
+) -> dict[tree.Path, Any]:
     """Fill the tensors among some values from a checkpoint, and return the others, by path.
 
     Collective: every rank calls.
@@ -283,7 +285,7 @@ def _read(
     if is_strict:
         _refuse_absent(ranks, request.absent, known, location)
     with ranks.phase("load"), noticing_removal(ranks, location):
-        tensors, _, _ = _state_dict.split({"tensors": request.tensors})
+        tensors, _, _ = flatten.split({"tensors": request.tensors})
         wanted: list[Any] = [*request.objects.values(), *tensors]
         values = strategy.load({str(i): shard for i, shard in enumerate(wanted)}, location)
     return {**request.common, **{path: values[str(i)] for i, path in enumerate(request.objects)}}
@@ -300,23 +302,23 @@ class _Request(NamedTuple):
     """
 
     tensors: list[ShardedBase]
-    objects: dict[_dcp_tree.Path, ShardedBase]
-    common: dict[_dcp_tree.Path, Any]
+    objects: dict[tree.Path, ShardedBase]
+    common: dict[tree.Path, Any]
     absent: list[str]
 
 
-def _request(leaves: Sequence[_dcp_tree.Leaf], known: set[str], common: Any, rank: int, location: str) -> _Request:
+def _request(leaves: Sequence[tree.Leaf], known: set[str], common: Any, rank: int, location: str) -> _Request:
     request = _Request([], {}, {}, [])
-    by_key = cache(lambda: _dcp_tree.by_key(common))
+    by_key = cache(lambda: tree.by_key(common))
     for key, path, value in leaves:
         if key in known:
             if isinstance(value, torch.Tensor):
                 _check_memory(key, value)
-                request.tensors.extend(_dcp_shards.shards_of(key, value, rank))
+                request.tensors.extend(shards.shards_of(key, value, rank))
             else:
-                (request.objects[path],) = _dcp_shards.shards_of(key, None, rank)
+                (request.objects[path],) = shards.shards_of(key, None, rank)
             continue
-        in_common = _dcp_tree.find(common, path)
+        in_common = tree.find(common, path)
         if in_common is HOLE:
             in_common = by_key().get(key, HOLE)
         if in_common is HOLE:

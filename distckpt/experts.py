@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from distckpt._fused import Part, fail, parts_factory
-from distckpt.core import InvalidShardingError
+from distckpt._base.errors import InvalidShardingError
+from distckpt._models.fused import Part, fail, parts_factory
 from distckpt.dict_utils import dict_list_map_outplace
 from distckpt.mapping import (
     ReplicaId,

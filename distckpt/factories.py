@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from distckpt._fused import Part, fail, parts_factory
+from distckpt._models.fused import Part, fail, parts_factory
 from distckpt.mapping import ShardedTensor, ShardedTensorFactory
 
 __all__ = ["apply_swiglu_sharded_factory", "qkv_factory", "swiglu_factory"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distckpt import core
-from distckpt._hf_names import (
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
     group_keys_by_shard_size,
     index_filename,
@@ -98,5 +98,5 @@ def _consolidate(
     )
     try:
         strategy.consolidate(input_dir, output_dir)
-    except core.CorruptCheckpointError as error:
+    except CorruptCheckpointError as error:
         raise ValueError(str(error)) from error

@@ -14,8 +14,23 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from distckpt import _background, _commit, _storage, core
-from distckpt._async_save import (
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.threads import paused_garbage_collection
+from distckpt._commit import posix
+from distckpt._format.marker import CONFIG_FNAME
+from distckpt._io import background
+from distckpt._manager.preemption import PreemptionGuard
+from distckpt._manager.retention import Retention, clear_leftovers, remove_step, surplus
+from distckpt._manager.steps import (
+    NOTE,
+    TRACKER,
+    committed_steps,
+    newest_whole_step,
+    own_steps,
+    problem_with,
+    step_name,
+)
+from distckpt._operations.async_save import (
     DEFAULT_EXIT_TIMEOUT,
     DEFAULT_TIMEOUT,
     SaveHandle,
@@ -25,13 +40,10 @@ from distckpt._async_save import (
     settle,
     start,
 )
-from distckpt._collectives import Ranks
-from distckpt._io import paused_garbage_collection
-from distckpt._preemption import PreemptionGuard
-from distckpt._report import Clock, SaveReport
-from distckpt._retention import Retention, clear_leftovers, remove_step, surplus
-from distckpt._saving import SaveRequest, Target, begin_save, finish_save
-from distckpt._steps import NOTE, TRACKER, committed_steps, newest_whole_step, own_steps, problem_with, step_name
+from distckpt._operations.saving import SaveRequest, Target, begin_save, finish_save
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import Clock, SaveReport
+from distckpt._storage import locations
 from distckpt.mapping import ShardedStateDict, StateDict
 from distckpt.serialization import load
 from distckpt.strategies.base import Options, PreparedSave, SaveShardedStrategy
@@ -97,7 +109,7 @@ class CheckpointManager:
         timeout: float = DEFAULT_TIMEOUT,
         exit_timeout: float = DEFAULT_EXIT_TIMEOUT,
     ) -> None:
-        self.root = _commit.resolve(os.fspath(root))
+        self.root = posix.resolve(os.fspath(root))
         self.skipped: dict[int, str] = {}
         self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
         self._is_async = async_save
@@ -112,7 +124,7 @@ class CheckpointManager:
 
     def location(self, step: int) -> str:
         """Return where a step is saved, whether it is there or not."""
-        return _storage.join(self.root, step_name(step))
+        return locations.join(self.root, step_name(step))
 
     @paused_garbage_collection()
     def save(
@@ -145,7 +157,7 @@ class CheckpointManager:
             RankFailedError: raised on all ranks when any rank failed, or an earlier save has failed unnoticed.
         """
         if self._is_closed:
-            raise core.CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
+            raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
         location = self.location(step)
         note = {"step": step, "metrics": _finite(metrics or {}), "pinned": bool(pinned)}
         ranks = Ranks(self._process_group)
@@ -207,12 +219,12 @@ class CheckpointManager:
             CheckpointNotFoundError: the step is not there, or no step is whole; says what is wrong with each.
             CheckpointingException: as `distckpt.load` does.
         """
-        _background.wait_for_all()
+        background.wait_for_all()
         if step is None:
             step = self.latest()
             if step is None:
                 reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.skipped.items())
-                raise core.CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{reasons}")
+                raise CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{reasons}")
         loaded: StateDict = load(sharded_state_dict, self.location(step), process_group=self._process_group, **options)  # type: ignore[assignment]  # a tuple in some modes of `strict`, as the caller asked
         return loaded
 
@@ -283,23 +295,23 @@ class CheckpointManager:
     def _makes_way_for(self, step: int) -> bool:
         """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object store."""
         location = self.location(step)
-        if not _storage.exists(_storage.join(location, core.CONFIG_FNAME)):
+        if not locations.exists(locations.join(location, CONFIG_FNAME)):
             return False
         problem = problem_with(self.root, step)
         if problem is None:
             return False
-        if not _storage.is_local(location):
+        if not locations.is_local(location):
             logger.warning("%s is not whole (%s): it is replaced when the new one is complete", location, problem)
             return True
-        aside = _storage.join(self.root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
+        aside = locations.join(self.root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
         logger.warning("%s is not whole (%s): moved to %s", location, problem, aside)
-        _storage.rename(location, aside)
+        locations.rename(location, aside)
         return False
 
     def _after_commit(self, step: int) -> None:
         """Tell other programs of the step, and remove what is not kept. What fails here does not fail the save."""
         with _only_logging(f"write {TRACKER}"):
-            _storage.write_bytes(_storage.join(self.root, TRACKER), str(step).encode(), self._durable)
+            locations.write_bytes(locations.join(self.root, TRACKER), str(step).encode(), self._durable)
         with _only_logging(f"remove old checkpoints from {self.root}"):
             saved = own_steps(self.root) if self._policy.keep_last is not None else []
             for old in surplus(self._policy, saved, step, lambda other: problem_with(self.root, other) is None):

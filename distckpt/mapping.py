@@ -18,9 +18,9 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
-from distckpt._sharded_base import ReplicaId, ShardedBase, fail, integers
-from distckpt._sharded_tensor import ShardedTensor
-from distckpt.core import InvalidShardingError
+from distckpt._base.errors import InvalidShardingError
+from distckpt._mapping.base import ReplicaId, ShardedBase, fail, integers
+from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt.dict_utils import dict_list_map_inplace
 
 __all__ = [

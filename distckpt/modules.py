@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from distckpt._collectives import own_rank
-from distckpt._dtensor import Grid, is_dtensor, is_in_mesh, local_part, shard_of_dtensor
-from distckpt._layer_shards import (
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
+from distckpt._models.dtensor import Grid, is_dtensor, is_in_mesh, local_part, shard_of_dtensor
+from distckpt._models.layers import (
     EXTRA_STATE,
     Group,
     Offsets,
@@ -30,8 +31,7 @@ from distckpt._layer_shards import (
     make_tp_sharded_tensor_for_checkpoint,
     prepended_axes,
 )
-from distckpt._names import summarize_keys
-from distckpt.core import LoadMismatchError
+from distckpt._ranks.collectives import own_rank
 from distckpt.mapping import ReplicaId, ShardedStateDict, ShardedTensor, StateDict
 
 __all__ = [

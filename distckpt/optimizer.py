@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from distckpt._collectives import Ranks
-from distckpt._dtensor import is_dtensor, is_in_mesh, local_part
-from distckpt._optimizer_blank import BlankStates
-from distckpt._optimizer_settings import (
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
+from distckpt._models.optimizer_blank import BlankStates
+from distckpt._models.optimizer_settings import (
     ParamState,
     by_param,
     describe,
@@ -38,8 +38,8 @@ from distckpt._optimizer_settings import (
     set_options,
     unite,
 )
-from distckpt._optimizer_shards import make_sharded_optimizer_tensor, param_name, state_shard
-from distckpt.core import InvalidShardingError, LoadMismatchError
+from distckpt._models.optimizer_shards import make_sharded_optimizer_tensor, param_name, state_shard
+from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import (
     LocalNonpersistentObject,

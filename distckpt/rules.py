@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from distckpt import core
-from distckpt._mapped import (
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._geometry.mapped import (
     MappedTensor,
     Part,
     TensorInfo,
@@ -30,8 +31,7 @@ from distckpt._mapped import (
     target_view,
     trim_axis,
 )
-from distckpt._names import did_you_mean, summarize_keys
-from distckpt._rule import (
+from distckpt._geometry.rule import (
     Captures,
     OneKeyRule,
     Rule,
@@ -225,7 +225,7 @@ class Concat(Rule):
             missing = [fill_captures(pattern, captures) for pattern, keys in wanted if captures not in keys]
             if missing:
                 present = next(keys[captures] for keys in found if captures in keys)
-                raise core.LoadMismatchError(
+                raise LoadMismatchError(
                     f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it belongs to {present!r}. "
                     "Correct the patterns, or the checkpoint is incomplete.",
                     unexpected=missing,
@@ -322,7 +322,7 @@ def apply_rules(
         current = _apply(rule, current, origins)
     untouched = [key for key in current if key not in origins]
     if strict and untouched:
-        raise core.LoadMismatchError(
+        raise LoadMismatchError(
             f"No rule matches {summarize_keys(untouched)}: add rules for them (`Drop` to leave them out).",
             missing=untouched,
         )
@@ -334,12 +334,12 @@ def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, s
     steps = list(rule.steps(tensors))
     if not steps and not rule.optional:
         hint = next((text for text in (did_you_mean(pattern, tensors) for pattern in rule.reads) if text), "")
-        raise core.LoadMismatchError(
+        raise LoadMismatchError(
             f"{rule} matches no tensor{hint}. Correct the pattern, or set optional=True if the tensor may be absent.",
             unexpected=rule.reads,
         )
     if steps and rule.count not in (None, len(steps)):
-        raise core.LoadMismatchError(
+        raise LoadMismatchError(
             f"{rule} should match {rule.count} times and matches {len(steps)} times, "
             f"{summarize_keys(key for step in steps for key in step.consumed)}: the checkpoint is incomplete, or the "
             "rule is for another model.",
@@ -351,7 +351,7 @@ def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, s
         made = ", ".join(repr(name) for name, _ in step.produced[:3]) or "nothing"
         for key in step.consumed:
             if key in consumed:
-                raise core.InvalidShardingError(
+                raise InvalidShardingError(
                     f"{rule} uses {key!r} twice, for {consumed[key]} and for {made}: make the patterns narrower."
                 )
             consumed[key] = made
@@ -362,7 +362,7 @@ def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, s
         for name, tensor in step.produced:
             if name in result:
                 earlier = origins.get(name, "it is in the checkpoint")
-                raise core.InvalidShardingError(
+                raise InvalidShardingError(
                     f"Two tensors would be named {name!r}: {earlier}, and {origin}. Give one of them another name, or "
                     "drop it."
                 )

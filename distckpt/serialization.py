@@ -9,15 +9,20 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from distckpt import _background, _commit, _state_dict, core
-from distckpt._async_save import SaveHandle, async_save, release_staging_memory, request_save, settle
-from distckpt._codec import HOLE
-from distckpt._collectives import Ranks
-from distckpt._common_state import COMMON_KEY
-from distckpt._io import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
-from distckpt._loading import compare_keys, compare_requests, find_checkpoint, noticing_removal, read_unchanged
-from distckpt._plan_export import DEFAULT_MAX_FILE_BYTES
-from distckpt._queries import (
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
+from distckpt._commit import posix
+from distckpt._format.codec import HOLE
+from distckpt._io import background
+from distckpt._operations.async_save import SaveHandle, async_save, release_staging_memory, request_save, settle
+from distckpt._operations.loading import (
+    compare_keys,
+    compare_requests,
+    find_checkpoint,
+    noticing_removal,
+    read_unchanged,
+)
+from distckpt._operations.queries import (
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
@@ -25,9 +30,13 @@ from distckpt._queries import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
-from distckpt._report import Clock, LoadReport, SaveReport
-from distckpt._saving import SaveRequest, begin_save, finish_save
-from distckpt._shards import describe
+from distckpt._operations.saving import SaveRequest, begin_save, finish_save
+from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import Clock, LoadReport, SaveReport
+from distckpt._state import flatten
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.shards import describe
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
@@ -165,7 +174,7 @@ def save(
 
 def _refuse_common_strategy(common_strategy: object) -> None:
     if common_strategy is not None:
-        raise core.CheckpointingException(
+        raise CheckpointingException(
             "common_strategy must be None: common state is stored with the sharded objects by the sharded strategy."
         )
 
@@ -264,7 +273,7 @@ def load(
                         marker=marker,
                     )
                 )
-                shards, _, skeleton = _state_dict.split(sharded_state_dict)
+                shards, _, skeleton = flatten.split(sharded_state_dict)
                 table = describe(shards)
 
             # 2. Compare what the ranks ask for with each other and with the checkpoint.
@@ -279,7 +288,7 @@ def load(
             values = strategy.load(wanted, location)
             loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
             num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
-            result = _state_dict.put_together(skeleton, loaded, values["common"])
+            result = flatten.put_together(skeleton, loaded, values["common"])
         returns_keys = StrictHandling.requires_returning_mismatch_keys(mode)
         return (result, missing, unexpected) if returns_keys else result, num_bytes, location
 
@@ -363,7 +372,7 @@ def consolidate(
         LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
-    _background.wait_for_location(_commit.resolve(os.fspath(checkpoint)))
+    background.wait_for_location(posix.resolve(os.fspath(checkpoint)))
     strategy = HuggingFaceConsolidationStrategy(
         keys=keys,
         rules=rules,

@@ -14,11 +14,14 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from distckpt import _commit, _hf_names, _storage, core
-from distckpt._dtypes import FROM_NAME, TO_NAME
-from distckpt._names import did_you_mean, summarize_keys
-from distckpt._shard_file import Entry, build_header, layout_order, stored_shape
-from distckpt._stream_files import Layout, LocalFiles, Place, RemoteFiles
+from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.errors import CheckpointExistsError
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._commit import posix
+from distckpt._format import hf_names
+from distckpt._format.safetensors_file import Entry, build_header, layout_order, stored_shape
+from distckpt._io.stream_files import Layout, LocalFiles, Place, RemoteFiles
+from distckpt._storage import locations
 from distckpt.tensors import as_torch_dtype
 
 DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
@@ -82,24 +85,24 @@ def save_safetensors_streaming(
             announcement contradicts itself.
         CheckpointExistsError: an object store has such a file, or a directory of that name is there.
     """
-    destination, location = os.fspath(filepath), _storage.normalize(filepath)
+    destination, location = os.fspath(filepath), locations.normalize(filepath)
     layout = _lay_out([_read_meta(state_dict_meta)], metadata)
-    if not _storage.is_local(location):
+    if not locations.is_local(location):
         if not rename:
             raise ValueError(f"rename=False needs a local path; {destination!r} can only be written in place")
-        _refuse([location] if _storage.exists(location) else [])
+        _refuse([location] if locations.exists(location) else [])
         _stream(RemoteFiles([location], layout), layout, tensor_iter)
         return destination
     _refuse([location] if os.path.isdir(location) else [])
-    parent, name = _storage.split(location)
-    temporary = _storage.join(parent, f".{name}.{secrets.token_hex(8)}")
+    parent, name = locations.split(location)
+    temporary = locations.join(parent, f".{name}.{secrets.token_hex(8)}")
     _stream(LocalFiles([temporary], layout), layout, tensor_iter)
     if not rename:
         return temporary
     try:
-        _storage.replace_file(temporary, location)
+        locations.replace_file(temporary, location)
     except BaseException:
-        _storage.remove_tree(temporary)
+        locations.remove_tree(temporary)
         raise
     return destination
 
@@ -134,31 +137,31 @@ def save_safetensors_streaming_sharded(
         CheckpointExistsError: an object store has an export there, or a file is in the way.
     """
     metas = {meta.name: meta for meta in _read_meta(state_dict_meta)}
-    groups = _hf_names.group_keys_by_bytes({name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes) or [
+    groups = hf_names.group_keys_by_bytes({name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes) or [
         []
     ]
     layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
-    names = _hf_names.output_filenames(_hf_names.BASE_PREFIX, len(groups))
-    location = _commit.resolve(os.fspath(output_dir))
-    _commit.put_back(location)
+    names = hf_names.output_filenames(hf_names.BASE_PREFIX, len(groups))
+    location = posix.resolve(os.fspath(output_dir))
+    posix.put_back(location)
     _refuse(_in_the_way(location))
-    staging = _commit.staging_location(location, secrets.token_hex(8))
-    files = [_storage.join(staging, name) for name in names]
-    output = LocalFiles(files, layout) if _storage.is_local(location) else RemoteFiles(files, layout)
+    staging = posix.staging_location(location, secrets.token_hex(8))
+    files = [locations.join(staging, name) for name in names]
+    output = LocalFiles(files, layout) if locations.is_local(location) else RemoteFiles(files, layout)
     try:
-        _storage.make_directories(staging)
+        locations.make_directories(staging)
         _stream(output, layout, tensor_iter)
         if len(names) > 1:
-            index = _storage.join(staging, _hf_names.index_filename(_hf_names.BASE_PREFIX))
-            _storage.write_bytes(index, _index(metas.values(), layout, names))
-        _storage.sync_directory(staging)
-        _commit.commit_beside_others(staging, location, _hf_names.belongs_to_export)
+            index = locations.join(staging, hf_names.index_filename(hf_names.BASE_PREFIX))
+            locations.write_bytes(index, _index(metas.values(), layout, names))
+        locations.sync_directory(staging)
+        posix.commit_beside_others(staging, location, hf_names.belongs_to_export)
     except BaseException:
         output.remove()
         if staging != location:
-            _storage.remove_tree(staging)
+            locations.remove_tree(staging)
         raise
-    return [_storage.join(os.fspath(output_dir), name) for name in names]
+    return [locations.join(os.fspath(output_dir), name) for name in names]
 
 
 # --- what was announced -----------------------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ def _aligned_order(entries: Sequence[Entry]) -> Sequence[int]:
 def _index(metas: Iterable[TensorMeta], layout: Layout, names: Sequence[str]) -> bytes:
     total_bytes = sum(meta.num_bytes for meta in metas)
     total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
-    return _hf_names.index_json(
+    return hf_names.index_json(
         {key: names[place.file] for key, place in layout.places.items()}, total_bytes, total_parameters
     )
 
@@ -271,16 +274,16 @@ def _check(layout: Layout, awaited: Mapping[str, None], name: str, tensor: torch
 
 
 def _in_the_way(location: str) -> list[str]:
-    if not _storage.exists(location):
+    if not locations.exists(location):
         return []
-    if not _storage.isdir(location):
+    if not locations.isdir(location):
         return [location]
-    if _storage.is_local(location):
+    if locations.is_local(location):
         return []
-    names = _storage.list_names(location)
-    return [_storage.join(location, name) for name in names if _hf_names.belongs_to_export(name)]
+    names = locations.list_names(location)
+    return [locations.join(location, name) for name in names if hf_names.belongs_to_export(name)]
 
 
 def _refuse(in_the_way: Sequence[str]) -> None:
     if in_the_way:
-        raise core.CheckpointExistsError(f"{in_the_way[0]!r} is there already: remove it, or choose another place.")
+        raise CheckpointExistsError(f"{in_the_way[0]!r} is there already: remove it, or choose another place.")

@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from distckpt._collectives import Ranks
-from distckpt._dtypes import FROM_NAME
-from distckpt._io import is_plain_memory, tensor_bytes
-from distckpt._memory import estimate_available_memory as estimate_available_memory
-from distckpt._names import did_you_mean, summarize_keys
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.memory import estimate_available_memory as estimate_available_memory
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.threads import is_plain_memory, tensor_bytes
+from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import Position
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt import _collectives, _commit, _storage, core
-from distckpt._names import KeyFault, did_you_mean, summarize_faults, summarize_keys
-from distckpt._region import IntArray, find_tiling_faults
-from distckpt._shards import GlobalTable, Shard, describe, merge_tables
-from distckpt.core import CheckpointingException, InvalidShardingError, LoadMismatchError
+from distckpt._base.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    LoadMismatchError,
+)
+from distckpt._base.messages import KeyFault, did_you_mean, summarize_faults, summarize_keys
+from distckpt._commit import posix
+from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._geometry.region import IntArray, find_tiling_faults
+from distckpt._ranks import collectives
+from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
+from distckpt._storage import locations
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
 
@@ -96,30 +105,30 @@ def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
         CheckpointNotFoundError: no marker.
         CorruptCheckpointError: the marker is damaged, or written by a newer version.
     """
-    location = _storage.normalize(checkpoint_dir)
-    return check_marker(core.read_marker(location), location)
+    location = locations.normalize(checkpoint_dir)
+    return check_marker(read_marker(location), location)
 
 
 def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
     """Check that a marker that was read, None when there is none, is of a readable format; as `verify_checkpoint`."""
     if marker is None:
-        if not _storage.exists(location):
-            aside = _commit.left_aside(location)
+        if not locations.exists(location):
+            aside = posix.left_aside(location)
             hint = "" if aside is None else f" Its overwriting was interrupted: rename {aside!r}, which is its content."
-            raise core.CheckpointNotFoundError(f"Checkpoint directory {location!r} does not exist.{hint}")
-        raise core.CheckpointNotFoundError(
-            f"{location!r} is not a distributed checkpoint: it has no {core.CONFIG_FNAME}. Either nothing was saved "
+            raise CheckpointNotFoundError(f"Checkpoint directory {location!r} does not exist.{hint}")
+        raise CheckpointNotFoundError(
+            f"{location!r} is not a distributed checkpoint: it has no {CONFIG_FNAME}. Either nothing was saved "
             "here, or a save did not finish; load another step."
         )
-    core.parse_config(marker, location)
+    parse_config(marker, location)
     oldest_reader = marker.get("min_reader_version", 1)
     if type(oldest_reader) is not int or not 1 <= oldest_reader < 2**31:
-        raise core.CorruptCheckpointError(
+        raise CorruptCheckpointError(
             f"{location!r} needs a reader of format version {oldest_reader!r:.50}, which is no version: its "
-            f"{core.CONFIG_FNAME} was damaged. Restore it from a copy, or load another checkpoint."
+            f"{CONFIG_FNAME} was damaged. Restore it from a copy, or load another checkpoint."
         )
     if oldest_reader > READER_VERSION:
-        raise core.CorruptCheckpointError(
+        raise CorruptCheckpointError(
             f"{location!r} needs a reader of format version {oldest_reader}; this release of distckpt reads up to "
             f"{READER_VERSION}. Install a newer release: pip install --upgrade distckpt"
         )
@@ -310,7 +319,7 @@ def determine_global_metadata(
         `(mine, all)`: the shards of this rank without data, and those of every rank by rank.
     """
     mine = [shard.without_data() for shard in sharded_leaves(sharded_state_dict)]
-    texts = _collectives.Ranks(process_group).all_gather(json.dumps([_to_json(shard) for shard in mine]).encode())
+    texts = collectives.Ranks(process_group).all_gather(json.dumps([_to_json(shard) for shard in mine]).encode())
     return mine, [[_from_json(fields) for fields in json.loads(text)] for text in texts]
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distckpt import _storage
+from distckpt._storage import locations
 
 _T = TypeVar("_T")
 
@@ -78,7 +78,7 @@ def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
     """
     gc.collect()  # nobody pays for what others left behind
     dist.barrier()
-    if dist.get_rank() == 0 and _storage.is_local(folder):
+    if dist.get_rank() == 0 and locations.is_local(folder):
         for path in [*_files(folder), folder]:
             sync_file(path)
         for path in _files(folder):
@@ -151,7 +151,7 @@ def machine_facts(folder: str | None) -> str:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = [f"{os.cpu_count()} cores", f"{memory_bytes / 2**30:.0f} GiB memory"]
     if folder:
-        is_local = _storage.is_local(folder)
+        is_local = locations.is_local(folder)
         facts.append(f"{_file_system(folder)} file system" if is_local else f"{folder.partition('://')[0]} store")
     facts += [f"Linux {platform.release()}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     return ", ".join(facts)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distckpt import _storage
 from distckpt._bench.contestants import (
     ACROSS,
     ALONE,
@@ -44,6 +43,7 @@ from distckpt._bench.state import (
     whole,
 )
 from distckpt._bench.stores import store_contestants
+from distckpt._storage import locations
 
 COLD_METHODS = ("", "posix_fadvise", "drop_caches")
 
@@ -87,7 +87,7 @@ def run_rank(rank: int, settings: Settings) -> None:
     os.dup2(2, 1)  # libraries that print do not print among the results
     warnings.simplefilter("ignore")
     left_out: dict[str, str] = {}
-    every = contestants(left_out) if _storage.is_local(settings.folder) else store_contestants(left_out)
+    every = contestants(left_out) if locations.is_local(settings.folder) else store_contestants(left_out)
     taking_part = [
         contestant
         for contestant in chosen(every, settings.only)
@@ -166,7 +166,7 @@ class _Turn(NamedTuple):
 
     def run(self, gauge: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
         """Save, load in all cases, delete; return what `gauge` measured, by case."""
-        location = _storage.join(self.settings.folder, "checkpoint")
+        location = locations.join(self.settings.folder, "checkpoint")
         prepared = self.contestant.prepare(self.state)
         at_rest(self.settings.folder, self._settle_seconds())
         measured = {}
@@ -183,7 +183,7 @@ class _Turn(NamedTuple):
             self._compare(case)
         dist.barrier()
         if dist.get_rank() == 0:
-            _storage.remove_tree(location)
+            locations.remove_tree(location)
         return {case: value for case, value in measured.items() if case is not None}
 
     def _make_ready(self, location: str, is_cold: bool) -> bool:

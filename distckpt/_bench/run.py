@@ -10,14 +10,15 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from distckpt import _storage, core
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.memory import estimate_available_memory
 from distckpt._bench.contestants import ALONE
 from distckpt._bench.figures import Figure, Outcome
 from distckpt._bench.measure import machine_facts
 from distckpt._bench.ranks import RankError, run_ranks
 from distckpt._bench.rounds import Settings, run_rank
 from distckpt._bench.state import MAX_RANKS, llama_sizes
-from distckpt._memory import estimate_available_memory
+from distckpt._storage import locations
 
 RANK_BYTES = 500_000_000
 """Memory of a process that has imported torch and the other libraries."""
@@ -52,8 +53,8 @@ def run_benchmark(
         RankError: something failed that is not a contestant's fault.
     """
     if num_ranks > MAX_RANKS or num_ranks & (num_ranks - 1):
-        raise core.CheckpointingException(f"--ranks must be a power of two up to {MAX_RANKS}, not {num_ranks}")
-    folder = _storage.normalize(folder)
+        raise CheckpointingException(f"--ranks must be a power of two up to {MAX_RANKS}, not {num_ranks}")
+    folder = locations.normalize(folder)
     sizes = llama_sizes(gigabytes)
     _check_room(folder, sizes.num_bytes)
     _check_memory(sizes.num_bytes, num_ranks, cases)
@@ -69,15 +70,15 @@ def run_benchmark(
                     raise
                 failed[error.last[1]] = error.cause
                 tell(f"{error.last[1]} failed and is left out: {error.cause}")
-                _storage.remove_tree(scratch)
-                _storage.make_directories(scratch)
+                locations.remove_tree(scratch)
+                locations.make_directories(scratch)
                 continue
             if not news.figures:
-                raise core.CheckpointingException(
+                raise CheckpointingException(
                     "No contestant is left to measure." + "".join(f" {name}: {why}" for name, why in failed.items())
                 )
     return Outcome(
-        machine_facts(folder), sizes.num_bytes, num_ranks, num_runs, not _storage.is_local(folder), news.cold,
+        machine_facts(folder), sizes.num_bytes, num_ranks, num_runs, not locations.is_local(folder), news.cold,
         news.figures, failed, news.left_out,
     )  # fmt: skip
 
@@ -104,13 +105,13 @@ class _News:
 
 
 def _check_room(folder: str, num_bytes: int) -> None:
-    if not _storage.is_local(folder):
+    if not locations.is_local(folder):
         return
     if not os.path.isdir(folder):
-        raise core.CheckpointingException(f"{folder!r} is no directory: name one on the storage to be measured")
+        raise CheckpointingException(f"{folder!r} is no directory: name one on the storage to be measured")
     free = shutil.disk_usage(folder).free
     if free < 2 * num_bytes:
-        raise core.CheckpointingException(
+        raise CheckpointingException(
             f"{folder!r} has {free / 1e9:.1f} GB free, this needs {2 * num_bytes / 1e9:.1f}: give a smaller --gb"
         )
 
@@ -119,7 +120,7 @@ def _check_memory(num_bytes: int, num_ranks: int, cases: tuple[str, ...]) -> Non
     needed = (STATE_COPIES + (ALONE in cases)) * num_bytes + num_ranks * RANK_BYTES
     available = estimate_available_memory()
     if available < needed:
-        raise core.CheckpointingException(
+        raise CheckpointingException(
             f"{available / 1e9:.1f} GB of memory are available, this needs {needed / 1e9:.1f}: give a smaller --gb"
             " or fewer --ranks"
         )
@@ -128,18 +129,18 @@ def _check_memory(num_bytes: int, num_ranks: int, cases: tuple[str, ...]) -> Non
 @contextlib.contextmanager
 def _scratch(folder: str) -> Iterator[str]:
     """Make a place below a directory or URL that is gone afterwards, however impatient the user is."""
-    scratch = _storage.join(folder, f"distckpt-bench-{secrets.token_hex(8)}")
+    scratch = locations.join(folder, f"distckpt-bench-{secrets.token_hex(8)}")
     try:
-        if _storage.is_local(folder):
+        if locations.is_local(folder):
             os.mkdir(scratch)
         else:
             # Stores have no directories: this finds out what cannot be written to before ranks are started.
-            _storage.write_bytes(_storage.join(scratch, "begun"), b"")
+            locations.write_bytes(locations.join(scratch, "begun"), b"")
         yield scratch
     finally:
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         for _ in range(2):
             # A store may still carry out what a rank that was killed has asked for: look again.
-            _storage.remove_tree(scratch)
+            locations.remove_tree(scratch)
         for number, handler in before.items():
             signal.signal(number, handler)

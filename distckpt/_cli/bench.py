@@ -8,11 +8,11 @@ import os
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from distckpt import _storage
 from distckpt._bench.figures import HEADS, TITLES, Outcome, rows_of, titles, to_json
 from distckpt._bench.picture import draw
 from distckpt._cli.output import Output, count_text
 from distckpt._cli.verb import Verb, positive, positive_number
+from distckpt._storage import locations
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 def _cases(arguments: Namespace) -> tuple[str, ...]:
     """Return the cases to be measured, in their order."""
-    there = titles(is_store=not _storage.is_local(_storage.normalize(arguments.dir)))
+    there = titles(is_store=not locations.is_local(locations.normalize(arguments.dir)))
     unknown = [case for case in arguments.cases or () if case not in there]
     if unknown:
         raise ValueError(f"an object store has no case {unknown[0]!r}, only {', '.join(there)}")

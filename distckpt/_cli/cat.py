@@ -16,14 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distckpt import _codec, _dtypes, _sources, _storage, core
+from distckpt._base.dtypes import FROM_NAME, to_numpy
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import did_you_mean
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb
-from distckpt._common_state import COMMON_KEY
-from distckpt._manifest import OBJECT, Manifest
-from distckpt._names import did_you_mean
-from distckpt._region import Region, windows
-from distckpt._stored_values import read_encoded, read_region
+from distckpt._foreign import sources
+from distckpt._foreign.stored_values import read_encoded, read_region
+from distckpt._format import codec
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._geometry.region import Region, windows
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._storage import locations
 
 _SUMMARIZED = 1000
 """Of more elements only those at the edges are read and printed, as numpy prints them."""
@@ -81,8 +85,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print or save values."""
-    location = _storage.normalize(arguments.path)
-    manifest = _sources.open_manifest(location)
+    location = locations.normalize(arguments.path)
+    manifest = sources.open_manifest(location)
     key, index = split_key(location, manifest, arguments.key)
     stored = Stored(location, manifest, key)
     if stored.dtype == OBJECT:
@@ -94,7 +98,7 @@ def run(arguments: Namespace, output: Output) -> int:
     if arguments.npy:
         _save(stored, selection, arguments.npy, output)
     elif output.as_json:
-        values = _dtypes.to_numpy(stored.read(selection.region)).reshape(selection.shape)
+        values = to_numpy(stored.read(selection.region)).reshape(selection.shape)
         output.json({**_facts(stored, selection), "values": plain(values.tolist())})
     else:
         values_text = printed(stored, selection)
@@ -117,8 +121,8 @@ def split_key(location: str, manifest: Manifest, text: str) -> tuple[str, str | 
     key = match[1] if match else text
     if key not in manifest.key_index:
         if key == COMMON_KEY:
-            raise core.LoadMismatchError(f"There is no common state in {location!r}: name a key")
-        raise core.LoadMismatchError(f"Not in {location!r}: key {key!r}{did_you_mean(key, manifest.key_index)}")
+            raise LoadMismatchError(f"There is no common state in {location!r}: name a key")
+        raise LoadMismatchError(f"Not in {location!r}: key {key!r}{did_you_mean(key, manifest.key_index)}")
     return key, match[2] if match else None
 
 
@@ -160,13 +164,13 @@ def printed(stored: Stored, selection: Selection) -> str:
     """Print values as numpy does; of a large tensor only what is printed is read."""
     region = selection.region
     if region.num_elements <= _SUMMARIZED:
-        array = _dtypes.to_numpy(stored.read(region)).reshape(selection.shape)
+        array = to_numpy(stored.read(region)).reshape(selection.shape)
         return np.array2string(array, separator=", ", max_line_width=_WIDTH)
     # Along each long axis the first and the last indices, and one in between that stands for the others.
     short = tuple(min(size, 2 * _EDGE + 1) for size in region.shape)
     array = np.zeros(short, _numpy_dtype(stored.dtype))
     for source, place in _corners(region, short):
-        array[place.slices()] = _dtypes.to_numpy(stored.read(source))
+        array[place.slices()] = to_numpy(stored.read(source))
     array = array.reshape([n for axis, n in enumerate(short) if axis not in selection.dropped])
     return np.array2string(array, separator=", ", max_line_width=_WIDTH, threshold=0, edgeitems=_EDGE)
 
@@ -197,10 +201,10 @@ def _save(stored: Stored, selection: Selection, path: str, output: Output) -> No
                 progress(done, selection.region.num_elements * _numpy_dtype(stored.dtype).itemsize)
         os.replace(temporary, path)
     except BaseException:
-        _storage.remove_file(temporary)
+        locations.remove_file(temporary)
         raise
     saved = _numpy_dtype(stored.dtype)
-    is_exact = torch.from_numpy(np.empty(0, saved)).dtype == _dtypes.FROM_NAME[stored.dtype]
+    is_exact = torch.from_numpy(np.empty(0, saved)).dtype == FROM_NAME[stored.dtype]
     output.json({**_facts(stored, selection), "file": path, "saved_as": str(saved)})
     output.line(
         f"{_title(stored, selection)}, saved in {path}"
@@ -218,13 +222,13 @@ def _npy_parts(stored: Stored, selection: Selection) -> Iterator[tuple[bytes, in
     region, done = selection.region, 0
     for box in windows(region.shape, _WINDOW_ELEMENTS):
         source = Region(tuple(map(operator.add, box.offset, region.offset)), box.shape)
-        values = _dtypes.to_numpy(stored.read(source))
+        values = to_numpy(stored.read(source))
         done += values.nbytes
         yield values.tobytes(), done
 
 
 def _numpy_dtype(dtype: str) -> np.dtype[Any]:
-    return _dtypes.to_numpy(torch.empty(0, dtype=_dtypes.FROM_NAME[dtype])).dtype
+    return to_numpy(torch.empty(0, dtype=FROM_NAME[dtype])).dtype
 
 
 def _facts(stored: Stored, selection: Selection) -> dict[str, Any]:
@@ -247,7 +251,7 @@ def _title(stored: Stored, selection: Selection) -> str:
 
 def _show_object(stored: Stored, output: Output) -> None:
     cells = read_encoded(stored.location, stored.manifest, stored.key, "read")
-    values = {offset: plain(_codec.decode(blob)) for offset, blob in sorted(cells.items())}
+    values = {offset: plain(codec.decode(blob)) for offset, blob in sorted(cells.items())}
     output.json({"key": stored.key, "parts": [{"offset": offset, "value": value} for offset, value in values.items()]})
     for offset, value in values.items():
         if len(values) > 1:

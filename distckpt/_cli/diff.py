@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
+from distckpt._base.messages import summarize_keys
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._cli.selection import add_keys, add_rename
 from distckpt._cli.verb import Verb
-from distckpt._diff import DiffReport, ObjectDifference, TensorDifference, diff
-from distckpt._names import summarize_keys
+from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
 
 _SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
 

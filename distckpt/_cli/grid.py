@@ -9,7 +9,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from distckpt._cli.output import printable
-from distckpt._manifest import Manifest
+from distckpt._format.manifest import Manifest
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#86bcb6")
 _LIGHT_COLOURS = ("#f28e2b", "#76b7b2", "#edc948", "#ff9da7", "#86bcb6")

@@ -8,7 +8,7 @@ from distckpt._cli.output import Output
 from distckpt._cli.reshard import add_output, output_options, show
 from distckpt._cli.selection import add_dtype, add_keys, add_rename, dtype_option
 from distckpt._cli.verb import Verb
-from distckpt._reshard import reshard
+from distckpt._operations.reshard import reshard
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distckpt import _dtypes, _sources, _storage, core
+from distckpt._base.dtypes import PACKED_PER_ITEM
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import did_you_mean, natural_order
 from distckpt._cli import grid
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.verb import Verb
 from distckpt._cli.verify import strays_text
-from distckpt._common_state import COMMON_KEY
-from distckpt._manifest import OBJECT, Manifest
-from distckpt._names import did_you_mean, natural_order
-from distckpt._object_commit import stray_files
+from distckpt._commit.conditional_put import stray_files
+from distckpt._foreign import sources
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._storage import locations
 
 _MAX_WRITERS = 64
 _BAR_WIDTH = 30
@@ -47,8 +50,8 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print the summary of a checkpoint, or the chunks of one key."""
     if arguments.svg and arguments.key is None:
         raise ValueError("--svg draws the chunks of one tensor: name it with --key")
-    location = _storage.normalize(arguments.path)
-    manifest = _sources.open_manifest(location)
+    location = locations.normalize(arguments.path)
+    manifest = sources.open_manifest(location)
     if arguments.key is not None:
         return _show_key(location, manifest, arguments.key, arguments.svg, output)
     groups, files = group_keys(manifest), list_files(manifest)
@@ -78,7 +81,7 @@ def summary(location: str, manifest: Manifest) -> dict[str, Any]:
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
     of_tensors = is_tensor[manifest.key_ids] if len(manifest.keys) else np.zeros(0, bool)
     items = [
-        math.prod(shape) * _dtypes.PACKED_PER_ITEM.get(dtype, 1)
+        math.prod(shape) * PACKED_PER_ITEM.get(dtype, 1)
         for shape, dtype in zip(manifest.global_shapes, manifest.dtypes, strict=True)
         if dtype != OBJECT
     ]
@@ -244,7 +247,7 @@ def _segments(pattern: str) -> list[str]:
 def _show_key(location: str, manifest: Manifest, key: str, svg: str | None, output: Output) -> int:
     key_id = manifest.key_index.get(key)
     if key_id is None:
-        raise core.LoadMismatchError(f"{location!r} has no key {key!r}{did_you_mean(key, manifest.key_index)}")
+        raise LoadMismatchError(f"{location!r} has no key {key!r}{did_you_mean(key, manifest.key_index)}")
     shape, dtype = manifest.global_shapes[key_id], manifest.dtypes[key_id]
     chunks = grid.chunks_of(manifest, key_id)
     output.json(

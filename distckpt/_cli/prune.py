@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 
-from distckpt import _commit, _storage, core
+from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb, positive
-from distckpt._retention import Retention, last_change, remove_step, surplus
-from distckpt._steps import Saved, is_leftover, is_trash, list_root, own_steps, problem_with, step_name
+from distckpt._commit import posix
+from distckpt._manager.retention import Retention, last_change, remove_step, surplus
+from distckpt._manager.steps import Saved, is_leftover, is_trash, list_root, own_steps, problem_with, step_name
+from distckpt._storage import locations
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,9 +47,9 @@ def run(arguments: Namespace, output: Output) -> int:
         best_mode=arguments.best_mode,
         keep_best=arguments.keep_best,
     )
-    root = _commit.resolve(arguments.root)
-    if not _storage.isdir(root):
-        raise core.CheckpointNotFoundError(f"{root!r} is no directory")
+    root = posix.resolve(arguments.root)
+    if not locations.isdir(root):
+        raise CheckpointNotFoundError(f"{root!r} is no directory")
     saved = own_steps(root)
     removed = _removable(root, saved, policy)
     leftovers, live = _leftovers(root, arguments.abandoned_after)
@@ -58,7 +60,7 @@ def run(arguments: Namespace, output: Output) -> int:
         output.line(f"{doing} {step_name(step)}")
     for name in leftovers:
         if not arguments.dry_run:
-            _storage.remove_tree(_storage.join(root, name))
+            locations.remove_tree(locations.join(root, name))
         output.line(f"{doing} {name}, which an interrupted save or removal has left")
     for name in live:
         output.line(f"left alone: {name}, where a save may be writing")
@@ -96,7 +98,7 @@ def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
     """Return what interrupted saves and removals have left, and what a save may still be writing."""
     names = [name for name in list_root(root) if is_leftover(name)]
     latest = time.time() - 60 * abandoned_after
-    dead = [name for name in names if is_trash(name) or last_change(_storage.join(root, name)) < latest]
+    dead = [name for name in names if is_trash(name) or last_change(locations.join(root, name)) < latest]
     return dead, [name for name in names if name not in dead]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import warn_of_overflows
 from distckpt._cli.verb import Verb, parse_size, positive
-from distckpt._reshard import ReshardReport, reshard
+from distckpt._operations.reshard import ReshardReport, reshard
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._cli.verb import Verb, positive
-from distckpt._verify import DEFAULT_THREADS, Problem, VerifyReport, verify
+from distckpt._operations.verify import DEFAULT_THREADS, Problem, VerifyReport, verify
 
 _MAX_NAMED = 3
 

@@ -15,8 +15,8 @@ import importlib
 import signal
 from typing import Any
 
-from distckpt._codec import register_object_type
-from distckpt._foreign_shards import adopt
+from distckpt._format.codec import register_object_type
+from distckpt._state.megatron_shards import adopt
 from distckpt.mapping import ShardedStateDict
 
 _ENUM_MODULES = ("megatron.core.enums", "megatron.core.transformer.enums", "megatron.core.rerun_state_machine")

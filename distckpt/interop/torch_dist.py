@@ -19,13 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from distckpt import _dcp_load, _dtypes, _sources, _storage, core
-from distckpt._collectives import Ranks
-from distckpt._common_state import COMMON_KEY
-from distckpt._io import Bytes
-from distckpt._io_read import read_chunks
-from distckpt._manifest import OBJECT, Manifest
-from distckpt._report import counting
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.threads import Bytes
+from distckpt._foreign import sources
+from distckpt._foreign.torch_dist.load import load_common_state, load_objects
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._io.read import read_chunks
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import counting
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._storage import locations
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedTensor
 from distckpt.serialization import SaveReport, save
 
@@ -67,15 +71,15 @@ def convert(
         RankFailedError: raised on all ranks when any rank failed.
     """
     ranks = Ranks(process_group)
-    location, data = _storage.normalize(source_dir), b""
+    location, data = locations.normalize(source_dir), b""
     with ranks.phase("open the source", decision=True):
         if ranks.is_coordinator:
-            data = _sources.manifest_bytes(location, _sources.identify(location))
+            data = sources.manifest_bytes(location, sources.identify(location))
     data = ranks.broadcast(data)
     with ranks.phase("prepare to convert"):
         manifest = Manifest.from_bytes(data, location)
         if manifest.has_checksums:
-            raise core.CheckpointingException(f"{location!r} is a checkpoint of distckpt already: copy it.")
+            raise CheckpointingException(f"{location!r} is a checkpoint of distckpt already: copy it.")
         if common_state is None:
             common_state = _common_state(location, manifest)
         shards = _share(location, manifest, ranks.rank, ranks.size)
@@ -89,9 +93,9 @@ def convert(
 def _common_state(location: str, manifest: Manifest) -> CommonStateDict:
     if COMMON_KEY not in manifest.key_index:
         return {}
-    common = _dcp_load.load_common_state(location, manifest)
+    common = load_common_state(location, manifest)
     if not isinstance(common, dict):
-        raise core.CorruptCheckpointError(f"The common state of {location!r} is a {type(common).__name__}, not a dict.")
+        raise CorruptCheckpointError(f"The common state of {location!r} is a {type(common).__name__}, not a dict.")
     return common
 
 
@@ -111,11 +115,11 @@ def _share(location: str, manifest: Manifest, rank: int, num_ranks: int) -> list
     contents = _tensor_contents(location, manifest, [row for _, row in tensors])
     shards: list[ShardedTensor | ShardedObject] = []
     for key, row in tensors:
-        dtype = _dtypes.FROM_NAME[manifest.dtypes[int(manifest.key_ids[row])]]
+        dtype = FROM_NAME[manifest.dtypes[int(manifest.key_ids[row])]]
         region, shape = manifest.chunk_region(row), manifest.global_shapes[int(manifest.key_ids[row])]
         data = torch.from_numpy(contents[row]).view(dtype).reshape(region.shape)
         shards.append(ShardedTensor(key, data, dtype, region.shape, shape, region.offset, None))
-    values = _dcp_load.load_objects(location, manifest, {str(row): row for _, row in objects})
+    values = load_objects(location, manifest, {str(row): row for _, row in objects})
     for key, row in objects:
         shape = manifest.global_shapes[int(manifest.key_ids[row])]
         shards.append(ShardedObject(key, values[str(row)], shape, manifest.chunk_region(row).offset))
@@ -128,12 +132,12 @@ def _is_object(manifest: Manifest, row: int) -> bool:
 
 def _tensor_contents(location: str, manifest: Manifest, rows: list[int]) -> Mapping[int, Bytes]:
     """Return the bytes of chunks: parts of mapped files, of which nothing is read yet, or all of them from a URL."""
-    if not _storage.is_local(location):
+    if not locations.is_local(location):
         blobs = read_chunks(location, manifest, rows, "none")
         return {row: np.frombuffer(bytearray(blob), np.uint8) for row, blob in zip(rows, blobs, strict=True)}
     files = {}
     for file_id in sorted({int(manifest.file_ids[row]) for row in rows}):
-        path = _storage.join(location, *manifest.files[file_id].name.split("/"))
+        path = locations.join(location, *manifest.files[file_id].name.split("/"))
         # Private, as torch wants memory that it may write to.
         files[file_id] = np.memmap(path, np.uint8, mode="c")
     contents = {}

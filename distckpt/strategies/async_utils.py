@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from distckpt import _background, core
-from distckpt._collectives import Ranks
+from distckpt._base.errors import CheckpointingException
+from distckpt._io import background
+from distckpt._ranks.collectives import Ranks
 
 _EXIT_TIMEOUT = 600.0
 """Seconds that the end of the process waits for a request."""
@@ -69,7 +70,7 @@ class AsyncRequest(NamedTuple):
             return self
         args = list(self.async_fn_args)
         if len(args) < 2:
-            raise core.CheckpointingException(
+            raise CheckpointingException(
                 "What preload_fn returns becomes the second argument of async_fn: give it two arguments at least."
             )
         args[1] = self.preload_fn()
@@ -84,7 +85,7 @@ class _Active(NamedTuple):
     """A request that was scheduled."""
 
     idx: int
-    task: _background.Task[None]
+    task: background.Task[None]
     async_request: AsyncRequest
 
 
@@ -110,10 +111,10 @@ class AsyncCallsQueue:
         """
         self.call_idx += 1
         request = async_request.freeze()._with_preloaded()._replace(call_idx=self.call_idx)
-        task = _background.Task(request._call, f"request {self.call_idx}", None, _EXIT_TIMEOUT)
+        task = background.Task(request._call, f"request {self.call_idx}", None, _EXIT_TIMEOUT)
         # Only the task refers to the arguments, so they go when it is done.
         self.async_calls.append(_Active(self.call_idx, task, request._replace(async_fn_args=(), async_fn=None)))
-        _background.submit(task)
+        background.submit(task)
         return self.call_idx
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
@@ -144,7 +145,7 @@ class AsyncCallsQueue:
             for finalize in request.finalize_fns:
                 finalize()
             if not ranks.all_equal(index):
-                raise core.CheckpointingException(
+                raise CheckpointingException(
                     f"Ranks finalize different requests (number {index} here): all must schedule the same ones."
                 )
             finalized.append(index)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from distckpt._collectives import Ranks
-from distckpt._io import DEFAULT_INFLIGHT_BYTES
-from distckpt._staging import Staging
-from distckpt.core import CheckpointingException
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
+from distckpt._io.staging import Staging
+from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
 

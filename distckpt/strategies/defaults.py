@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from distckpt import _dcp_source, _sources, _storage, core
-from distckpt._sources import BACKEND, VERSION
+from distckpt._base.errors import CheckpointingException
+from distckpt._foreign import sources
+from distckpt._foreign.sources import BACKEND, VERSION
+from distckpt._foreign.torch_dist import source
+from distckpt._storage import locations
 from distckpt.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
@@ -20,7 +23,7 @@ from distckpt.strategies.safetensors import SafetensorsLoadStrategy, Safetensors
 register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SafetensorsSaveStrategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, SafetensorsLoadStrategy())
 # Programs that name the format of their Megatron checkpoints go on to work.
-register_default_strategy(StrategyAction.LOAD_SHARDED, _dcp_source.MARKER_BACKEND, 1, SafetensorsLoadStrategy())
+register_default_strategy(StrategyAction.LOAD_SHARDED, source.MARKER_BACKEND, 1, SafetensorsLoadStrategy())
 
 
 def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
@@ -33,7 +36,7 @@ def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveSh
     if given is None or isinstance(given, tuple):
         strategy = get_default_save_sharded_strategy(*(given or ()))
     if not isinstance(strategy, SaveShardedStrategy):
-        raise core.CheckpointingException(
+        raise CheckpointingException(
             f"sharded_strategy must be a SaveShardedStrategy, (backend, version) or None, got {type(given).__name__}."
         )
     return strategy
@@ -53,10 +56,10 @@ def load_strategy(
     if isinstance(given, tuple):
         try:
             strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *given)
-        except core.CheckpointingException as error:
-            raise core.CheckpointingException(f"Cannot read {location!r}: {error}") from error
+        except CheckpointingException as error:
+            raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
     if not isinstance(strategy, LoadShardedStrategy):
-        raise core.CheckpointingException(
+        raise CheckpointingException(
             f"sharded_strategy must be a LoadShardedStrategy, (backend, version) or None, got {type(given).__name__}."
         )
     return strategy
@@ -71,5 +74,5 @@ def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VER
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadShardedStrategy:
     """Return the strategy that reads a checkpoint, or the built-in format when none is given."""
-    location = "" if checkpoint_dir is None else _storage.normalize(checkpoint_dir)
-    return load_strategy(None, _sources.identify(location) if location else {"sharded_backend": BACKEND}, location)
+    location = "" if checkpoint_dir is None else locations.normalize(checkpoint_dir)
+    return load_strategy(None, sources.identify(location) if location else {"sharded_backend": BACKEND}, location)

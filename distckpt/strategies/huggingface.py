@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from distckpt import _commit, _hf_source, _sources, _storage, core
-from distckpt._collectives import Ranks
-from distckpt._hf_names import belongs_to_export, index_json
-from distckpt._io import NUM_THREADS, UNIT_BYTES, paused_garbage_collection
-from distckpt._io_export import Source, write_output_file
-from distckpt._manifest import Manifest
-from distckpt._names import summarize_keys
-from distckpt._plan_export import (
+from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
+from distckpt._base.messages import summarize_keys
+from distckpt._base.threads import NUM_THREADS, UNIT_BYTES, paused_garbage_collection
+from distckpt._commit import posix
+from distckpt._foreign import hugging_face, sources
+from distckpt._format.hf_names import belongs_to_export, index_json
+from distckpt._format.manifest import Manifest
+from distckpt._io.export import Source, write_output_file
+from distckpt._plan.export import (
     DEFAULT_MAX_FILE_BYTES,
     OutputFile,
     OutputTensor,
@@ -29,7 +30,9 @@ from distckpt._plan_export import (
     plan_tensors,
     select_tensors,
 )
-from distckpt._report import counting
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import counting
+from distckpt._storage import locations
 from distckpt.rules import Rule
 from distckpt.strategies.base import ConsolidationStrategy
 
@@ -110,7 +113,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         """
         started = time.perf_counter()
         ranks = Ranks.alone() if self.alone else Ranks(self.process_group)
-        location, target = _storage.normalize(checkpoint_dir), _commit.resolve(output_dir)
+        location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
 
         # 1. Read what there is and plan: everything is checked before a byte is written.
         data = b""
@@ -125,7 +128,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
 
         # 2. Write beside the target.
         nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
-        staging = _commit.staging_location(target, nonce)
+        staging = posix.staging_location(target, nonce)
         try:
             overflows = self._write_all(ranks, source, files, staging)
 
@@ -134,12 +137,12 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             with ranks.phase("commit the export", decision=True):
                 if ranks.is_coordinator:
                     if self._manifest_bytes(location) != data:
-                        raise core.CheckpointingException(
+                        raise CheckpointingException(
                             f"{location!r} was overwritten while it was exported: nothing was exported, try again."
                         )
                     report = _check_written(staging, files)
                     self._write_others(staging, files, report)
-                    _commit.commit_beside_others(staging, target, belongs_to_export)
+                    posix.commit_beside_others(staging, target, belongs_to_export)
         except BaseException:
             if ranks.is_coordinator:
                 _abandon(staging, target, files)
@@ -154,37 +157,37 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         """Write this rank's share of the files; return what did not fit its dtype in those of all ranks."""
         overflows: dict[str, int] = {}
         with ranks.phase("write output files"):
-            _storage.make_directories(staging)
+            locations.make_directories(staging)
             mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
             told = counting(self.progress, sum(file.num_bytes for file in mine))
             for file in mine:
-                path = _storage.join(staging, file.name)
+                path = locations.join(staging, file.name)
                 overflows.update(write_output_file(source, file, path, self._threads(), told))
-            _storage.sync_directory(staging)
+            locations.sync_directory(staging)
         for other in ranks.all_gather(json.dumps(overflows).encode()):
             overflows.update(json.loads(other))
         return overflows
 
     def _check_target(self, location: str, target: str) -> None:
-        source = _commit.resolve(location)
-        if target in (source, *(_storage.join(source, name) for name in _commit.SUBDIRECTORIES)):
-            raise core.CheckpointingException(f"The export cannot replace its own source {location!r}.")
-        _commit.put_back(target)
-        if not _storage.exists(target):
+        source = posix.resolve(location)
+        if target in (source, *(locations.join(source, name) for name in posix.SUBDIRECTORIES)):
+            raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
+        posix.put_back(target)
+        if not locations.exists(target):
             return
-        if not _storage.isdir(target):
-            raise core.CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
-        present = [name for name in _storage.list_names(target) if belongs_to_export(name)]
-        if present and not (self.overwrite and _storage.is_local(target)):
-            raise core.CheckpointExistsError(
+        if not locations.isdir(target):
+            raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
+        present = [name for name in locations.list_names(target) if belongs_to_export(name)]
+        if present and not (self.overwrite and locations.is_local(target)):
+            raise CheckpointExistsError(
                 f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, on local file "
                 "systems, pass overwrite=True."
             )
 
     def _manifest_bytes(self, location: str) -> bytes:
         if self.require_sharding_info:
-            return _hf_source.read_directory(location, require_sharding_info=True).to_bytes()
-        return _sources.manifest_bytes(location, _sources.identify(location))
+            return hugging_face.read_directory(location, require_sharding_info=True).to_bytes()
+        return sources.manifest_bytes(location, sources.identify(location))
 
     def _plan(self, manifest: Manifest, is_speaker: bool) -> list[OutputFile]:
         tensors = select_tensors(manifest, self.keys, write_tied=self.tied == "write")
@@ -192,7 +195,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         outputs = plan_tensors(tensors, self.rules, self.rename, self.dtype, keep_unmatched=keep)
         numbers = self.fqn_to_index_mapping
         if self.like is not None:
-            numbers = _file_numbers(_storage.normalize(self.like), outputs, is_speaker)
+            numbers = _file_numbers(locations.normalize(self.like), outputs, is_speaker)
         return plan_files(outputs, self.max_file_bytes, numbers)
 
     def _threads(self) -> int:
@@ -200,15 +203,15 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
 
     def _write_others(self, staging: str, files: Sequence[OutputFile], report: Mapping[str, Any]) -> None:
         if self.extra_files_from is not None:
-            origin = _storage.normalize(self.extra_files_from)
-            for name in _storage.list_names(origin):
-                path = _storage.join(origin, name)
-                if not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and not _storage.isdir(path):
-                    _storage.write_bytes(_storage.join(staging, name), _storage.read_bytes(path))
+            origin = locations.normalize(self.extra_files_from)
+            for name in locations.list_names(origin):
+                path = locations.join(origin, name)
+                if not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and not locations.isdir(path):
+                    locations.write_bytes(locations.join(staging, name), locations.read_bytes(path))
         if len(files) > 1:
             weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
             index = index_json(weight_map, report["num_bytes"], report["num_parameters"])
-            _storage.write_bytes(_storage.join(staging, _hf_source.INDEX_NAME), index)
+            locations.write_bytes(locations.join(staging, hugging_face.INDEX_NAME), index)
 
 
 def num_export_threads(max_inflight_bytes: int) -> int:
@@ -218,23 +221,23 @@ def num_export_threads(max_inflight_bytes: int) -> int:
 
 def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
     if staging != target:
-        _storage.remove_tree(staging)
+        locations.remove_tree(staging)
         return
     # On an object store the files stand in their final place; the index was not written.
     for file in files:
-        _storage.remove_file(_storage.join(target, file.name))
+        locations.remove_file(locations.join(target, file.name))
 
 
 def _file_numbers(like: str, outputs: Sequence[OutputTensor], is_speaker: bool) -> dict[str, int]:
     """Number the files of a reference directory, after checking that it holds tensors of the same shapes."""
-    reference = _hf_source.read_directory(like)
+    reference = hugging_face.read_directory(like)
     absent = set(reference.keys) - {tensor.name for tensor in outputs}
     if absent and is_speaker:
         logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
     for tensor in outputs:
         key_id = reference.key_index.get(tensor.name)
         if key_id is not None and reference.global_shapes[key_id] != tensor.mapped.shape:
-            raise core.CheckpointingException(
+            raise CheckpointingException(
                 f"Tensor {tensor.name!r} would be exported with shape {tensor.mapped.shape}; in {like!r} it has "
                 f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
             )
@@ -249,12 +252,12 @@ def _check_written(staging: str, files: Sequence[OutputFile]) -> dict[str, Any]:
     dtypes: Counter[str] = Counter()
     num_parameters = num_bytes = 0
     for file in files:
-        path = _storage.join(staging, file.name)
-        written = {entry.name: (entry.dtype, entry.shape) for entry in _hf_source.read_header(path).entries}
+        path = locations.join(staging, file.name)
+        written = {entry.name: (entry.dtype, entry.shape) for entry in hugging_face.read_header(path).entries}
         planned = {tensor.name: (tensor.dtype, tensor.mapped.shape) for tensor in file.tensors}
         if written != planned:
             different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
-            raise core.CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")
+            raise CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")
         dtypes.update(dtype for dtype, _ in written.values())
         num_parameters += sum(tensor.num_elements for tensor in file.tensors)
         num_bytes += file.num_bytes

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from distckpt import _codec, _collectives, _commit, _dcp_load, _dtypes, _sources, _storage, core
-from distckpt._collectives import Ranks
-from distckpt._common_state import COMMON_KEY
-from distckpt._io import (
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
+from distckpt._base.threads import (
     checksum,
     direct_unit_within,
     is_plain_memory,
@@ -20,21 +19,30 @@ from distckpt._io import (
     num_threads_within,
     tensor_bytes,
 )
-from distckpt._io_read import read_chunks, read_copies
-from distckpt._io_write import WriteSettings
-from distckpt._manifest import OBJECT, Manifest
-from distckpt._matching import check_dtype, check_known, object_chunk
-from distckpt._plan_cache import PlanCache, make_plan, structure_of
-from distckpt._plan_load import Copy, Request, plan_load
-from distckpt._prune import remove_tensors
-from distckpt._records import ManifestLayout, WrittenRecord
-from distckpt._region import Region
-from distckpt._shard_writer import FilesToWrite, collect, write_all, write_manifest
-from distckpt._shards import Shard, ShardTable, describe, region_view, shard_regions
-from distckpt._shared_read import Sharing, read_sharing
-from distckpt._sources import BACKEND, VERSION
-from distckpt._staging import Staging
-from distckpt._translate import translate
+from distckpt._commit import posix
+from distckpt._foreign import sources
+from distckpt._foreign.sources import BACKEND, VERSION
+from distckpt._foreign.torch_dist.load import load_common_state, load_objects
+from distckpt._format import codec
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.marker import CheckpointingConfig
+from distckpt._geometry.region import Region
+from distckpt._io.plan_cache import PlanCache, make_plan, structure_of
+from distckpt._io.read import read_chunks, read_copies
+from distckpt._io.remove_tensors import remove_tensors
+from distckpt._io.shard_writer import FilesToWrite, collect, write_all, write_manifest
+from distckpt._io.shared_read import Sharing, read_sharing
+from distckpt._io.staging import Staging
+from distckpt._io.write import WriteSettings
+from distckpt._plan.layout import ManifestLayout, WrittenRecord
+from distckpt._plan.load import Copy, Request, plan_load
+from distckpt._plan.matching import check_dtype, check_known, object_chunk
+from distckpt._plan.translate import translate
+from distckpt._ranks import collectives
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.shards import Shard, ShardTable, describe, region_view, shard_regions
+from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
 
@@ -95,7 +103,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             shards = [_ready(shard, options.validate_replicas) for shard in sharded_state_dict.values()]
             group = 0
             if options.exchange_group is not None:
-                group = _collectives.lowest_global_rank(options.exchange_group)
+                group = collectives.lowest_global_rank(options.exchange_group)
             structure = structure_of(shards, ranks, options.validate_access_integrity, group)
             # Comparing the content of replicas takes an exchange each time.
             known = None if options.validate_replicas else self._plans.find(structure)
@@ -165,9 +173,9 @@ def _ready(shard: Shard, encode_copies: bool) -> Shard:
     if not (encode_copies or is_main_replica(shard.replica_id)):
         return shard
     try:
-        return replace(shard, data=_codec.encode(shard.data))
-    except core.UnsupportedObjectError as error:
-        raise core.UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
+        return replace(shard, data=codec.encode(shard.data))
+    except UnsupportedObjectError as error:
+        raise UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -186,7 +194,7 @@ def _check_tensor(shard: ShardedTensor) -> None:
             # A flat shard, or one that has been given another tensor since it was made.
             shard.validate_metadata_integrity()
         return
-    raise core.CheckpointingException(f"Key {shard.key!r} at offset {shard.global_offset} {problem}.")
+    raise CheckpointingException(f"Key {shard.key!r} at offset {shard.global_offset} {problem}.")
 
 
 def _content_digest(shard: Shard, region: Region) -> int:
@@ -246,17 +254,17 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         with self.ranks.phase("plan the reads"):
             filled, copies, targets = self._plan_tensors(manifest, tensors, checkpoint_dir)
             if self.options.exchange_group is not None:
-                group = _collectives.lowest_global_rank(self.options.exchange_group)
+                group = collectives.lowest_global_rank(self.options.exchange_group)
         sharing = Sharing(
             self.ranks,
             self.options.parallel_load,
             group,
-            _storage.is_local(checkpoint_dir),
+            locations.is_local(checkpoint_dir),
             self.options.max_inflight_bytes,
         )
 
         def read(part: Sequence[Copy]) -> None:
-            within = num_threads_within if _storage.is_local(checkpoint_dir) else num_requests_within
+            within = num_threads_within if locations.is_local(checkpoint_dir) else num_requests_within
             threads = within(self.options.max_inflight_bytes)
             read_copies(checkpoint_dir, manifest, part, targets, self.options.verify, threads, self.options.progress)
 
@@ -303,8 +311,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         if manifest.origin is not None:
             common = {name for name, shard in objects.items() if shard.key == COMMON_KEY}
             rest = {n: object_chunk(manifest, s, checkpoint_dir) for n, s in objects.items() if n not in common}
-            loaded = _dcp_load.load_objects(checkpoint_dir, manifest, rest)
-            return {**loaded, **{name: _dcp_load.load_common_state(checkpoint_dir, manifest) for name in common}}
+            loaded = load_objects(checkpoint_dir, manifest, rest)
+            return {**loaded, **{name: load_common_state(checkpoint_dir, manifest) for name in common}}
         chunks = [object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
         blobs = read_chunks(checkpoint_dir, manifest, chunks, self.options.verify)
         found = zip(objects, chunks, blobs, strict=True)
@@ -318,7 +326,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             dtype, shape = manifest.dtypes[key_id], manifest.global_shapes[key_id]
             if dtype != OBJECT:
                 zeros, ones = (0,) * len(shape), (1,) * len(shape)
-                described[key] = ShardedTensor(key, None, _dtypes.FROM_NAME[dtype], shape, shape, zeros, ones)
+                described[key] = ShardedTensor(key, None, FROM_NAME[dtype], shape, shape, zeros, ones)
         return described
 
     def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
@@ -336,11 +344,11 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint is whole throughout."""
-        config = core.CheckpointingConfig(self.backend, self.version)
+        config = CheckpointingConfig(self.backend, self.version)
         manifest = self._open(checkpoint_dir)
         if not manifest.has_checksums:
-            raise core.CheckpointingException(f"{checkpoint_dir!r} was not written by distckpt: convert it first.")
-        removed = remove_tensors(_commit.resolve(checkpoint_dir), manifest, key_prefix, config)
+            raise CheckpointingException(f"{checkpoint_dir!r} was not written by distckpt: convert it first.")
+        removed = remove_tensors(posix.resolve(checkpoint_dir), manifest, key_prefix, config)
         if not removed:
             logger.warning("no tensor in %s has a key that begins with %r: nothing removed", checkpoint_dir, key_prefix)
 
@@ -349,7 +357,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         marker = self._marker(checkpoint_dir)
         known = self._opened.get(checkpoint_dir)
         if known is None or known[0] != marker or not marker.get("manifest"):
-            data = _sources.manifest_bytes(checkpoint_dir, marker)
+            data = sources.manifest_bytes(checkpoint_dir, marker)
             known = self._opened[checkpoint_dir] = (marker, Manifest.from_bytes(data, checkpoint_dir))
         return known[1]
 
@@ -359,11 +367,11 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         data = b""
         with self.ranks.phase("read the manifest", decision=True):
             if self.ranks.is_coordinator:
-                data = _sources.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
+                data = sources.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
         return Manifest.from_bytes(self.ranks.broadcast(data), checkpoint_dir)
 
     def _marker(self, checkpoint_dir: str) -> Mapping[str, Any]:
-        return _sources.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
+        return sources.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
 
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:
@@ -372,9 +380,9 @@ def _dtype_of(shard: ShardedTensor) -> torch.dtype:
 
 def _decode(checkpoint_dir: str, manifest: Manifest, chunk: int, blob: bytes) -> object:
     try:
-        return _codec.decode(blob)
-    except core.CheckpointingException as error:
-        file = _storage.join(checkpoint_dir, manifest.files[int(manifest.file_ids[chunk])].name)
+        return codec.decode(blob)
+    except CheckpointingException as error:
+        file = locations.join(checkpoint_dir, manifest.files[int(manifest.file_ids[chunk])].name)
         key = manifest.keys[int(manifest.key_ids[chunk])]
         raise type(error)(f"The object {key!r:.300} in {file!r}: {error}") from error
 

@@ -21,7 +21,7 @@ from _measure import machine_facts, markdown_table
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._io_write import WriteSettings, file_of_tensors, write_files
+from distckpt._io.write import WriteSettings, file_of_tensors, write_files
 
 TENSOR_BYTES = 16 << 20
 

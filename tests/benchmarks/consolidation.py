@@ -36,8 +36,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import distckpt
-from distckpt import ShardedTensor, _aio
-from distckpt._region import IntArray
+from distckpt import ShardedTensor
+from distckpt._geometry.region import IntArray
+from distckpt._io import aio
 
 Tensors = dict[str, torch.Tensor]
 
@@ -315,13 +316,13 @@ def import_half(rank: int, folder: str, shapes: dict[str, tuple[int, ...]], axis
 def count_batches() -> list[int]:
     """Return a list to which the bytes of every batch of asynchronous reads are added; `rchar` does not count them."""
     requested: list[int] = []
-    read_runs = _aio.read_runs
+    read_runs = aio.read_runs
 
     def counting(fd: int, positions: IntArray, addresses: IntArray, num_bytes: int) -> IntArray | None:
         requested.append(len(positions) * num_bytes)
         return read_runs(fd, positions, addresses, num_bytes)
 
-    _aio.read_runs = counting
+    aio.read_runs = counting
     return requested
 
 

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from _measure import machine_facts, markdown_table, timed
 
-from distckpt import ShardedTensor, _storage
-from distckpt._io import paused_garbage_collection
-from distckpt._manifest import Manifest, ShardFile
-from distckpt._plan_load import Request, plan_load
-from distckpt._plan_save import find_aliases, plan_owners
-from distckpt._region import Region
-from distckpt._shards import ShardTable, describe, merge_tables
+from distckpt import ShardedTensor
+from distckpt._base.threads import paused_garbage_collection
+from distckpt._format.manifest import Manifest, ShardFile
+from distckpt._geometry.region import Region
+from distckpt._plan.load import Request, plan_load
+from distckpt._plan.save import find_aliases, plan_owners
+from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._storage import locations
 from distckpt.validation import validate_shards
 
 TP, PP = 8, 16
@@ -140,9 +141,9 @@ def write_and_open_a_manifest(num_chunks: int) -> dict[str, Any]:
     manifest = made_up_manifest(num_chunks)
     with tempfile.TemporaryDirectory() as folder:
         location = f"{folder}/manifest.safetensors"
-        _, writing = timed(lambda: _storage.write_bytes(location, manifest.to_bytes()))
+        _, writing = timed(lambda: locations.write_bytes(location, manifest.to_bytes()))
         num_bytes = Path(location).stat().st_size
-        opened, opening = timed(lambda: Manifest.from_bytes(_storage.read_bytes(location), location))
+        opened, opening = timed(lambda: Manifest.from_bytes(locations.read_bytes(location), location))
     requests = [
         # One of 4 ranks that share a tensor by columns, where it was saved in 16 parts by rows.
         Request(key, shape, Region((0, shape[1] // 4), (shape[0], shape[1] // 4)))

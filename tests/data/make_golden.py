@@ -1,7 +1,7 @@
 """Writes the checkpoints in `format-1/`, once: `python -m tests.data.make_golden NEW_DIRECTORY`.
 
-What lies in `format-1/` was written when that format was released and is never written again: `tests/test_golden.py`
-shows that it stays readable. For a new format, run this with the code that writes it, into a directory of its own.
+What lies in `format-1/` was written when that format was released and is never written again:
+`tests/unit/format/test_golden.py` shows that it stays readable. For a new format, run this with the code that writes it, into a directory of its own.
 Values are made by numpy: `expected.npz` holds the bits of each tensor, as unsigned integers; `COMMON` below is what the
 objects are made of.
 """
@@ -25,7 +25,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from tests.distributed.harness import run
+from tests.support.harness import run
 
 NUM_RANKS = 2
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import distckpt
 from distckpt import CheckpointExistsError, RankFailedError, ShardedObject, ShardedTensor
 from distckpt.strategies.async_utils import AsyncCallsQueue
-from tests.distributed.harness import error_of, run, sum_over_ranks
+from tests.support.harness import error_of, run, sum_over_ranks
 
 PATIENCE = 60.0
 ROWS = 300
@@ -106,7 +106,7 @@ def fail_in_background(rank, folder, asks):
     handle = distckpt.async_save(state_of(rank, 2, 1), f"{folder}/lost")
     sums = [sum_over_ranks(1)]
     errors = [error_of(handle.result, PATIENCE)] if asks else []
-    distckpt._background.wait_for_all()
+    distckpt._io.background.wait_for_all()
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     if not asks:

@@ -17,7 +17,7 @@ from distckpt.tensors import (
     to_host,
     unflatten_from_broadcast,
 )
-from tests.distributed.harness import error_of, run, sum_over_ranks
+from tests.support.harness import error_of, run, sum_over_ranks
 
 FULL = torch.arange(24 * 5, dtype=torch.float32).reshape(24, 5)
 

@@ -7,7 +7,7 @@ import torch
 
 import distckpt
 from distckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from tests.distributed.harness import launched, run
+from tests.support.harness import launched, run
 
 
 def shard(rank, *, blank=False):

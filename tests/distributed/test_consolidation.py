@@ -18,11 +18,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import distckpt
 from distckpt import CheckpointExistsError, CorruptCheckpointError, RankFailedError, ShardedTensor
 from distckpt.hf import consolidate_safetensors_files, consolidate_safetensors_files_on_every_rank
-from tests.distributed.disk import header_of, tree_of
-from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
-from tests.hf_folders import read_export, same_bytes, shard_name, write_folder, write_plain
-from tests.hooked_store import hooked_reads
-from tests.read_counts import counted_reads
+from tests.support.disk import header_of, tree_of
+from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.hf_folders import read_export, same_bytes, shard_name, write_folder, write_plain
+from tests.support.hooked_store import hooked_reads
+from tests.support.read_counts import counted_reads
 
 
 def numbered(*shape, dtype=torch.float32):

@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
-from tests.distributed.harness import error_of, launched, run, sum_over_ranks
+from tests.support.harness import error_of, launched, run, sum_over_ranks
 
 TORCH, OURS = "torch.distributed.checkpoint", "distckpt.dcp"
 ROADS = [(OURS, OURS), (TORCH, OURS)]

@@ -12,9 +12,9 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt.serialization import get_default_save_sharded_strategy
 from distckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from tests.distributed.disk import data_bytes_by_rank, entries_of
-from tests.distributed.harness import run
-from tests.distributed.layouts import Layout, bytes_of, global_bytes, tensor_from
+from tests.support.disk import data_bytes_by_rank, entries_of
+from tests.support.harness import run
+from tests.support.layouts import Layout, bytes_of, global_bytes, tensor_from
 
 HIDDEN, FFN, VOCABULARY, NUM_LAYERS = 128, 344, 1024, 2
 LLAMA = {

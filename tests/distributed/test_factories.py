@@ -15,8 +15,8 @@ from distckpt.experts import grouped_experts, grouped_mlp_sharded_state_dict, se
 from distckpt.factories import qkv_factory, swiglu_factory
 from distckpt.modules import sharded_state_dict
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
-from tests.distributed.harness import error_of, run
-from tests.distributed.layouts import Layout, even_part, flat_part
+from tests.support.harness import error_of, run
+from tests.support.layouts import Layout, even_part, flat_part
 
 WIDTH, FEATURES, GROUPS, QUERIES, HEAD = 5, 12, 4, 2, 3
 

@@ -10,8 +10,8 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from tests.distributed.harness import run
-from tests.distributed.layouts import Layout, bytes_of, even_part, flat_part, global_bytes, tensor_from
+from tests.support.harness import run
+from tests.support.layouts import Layout, bytes_of, even_part, flat_part, global_bytes, tensor_from
 
 # key -> global shape, axis that tensor parallel ranks divide
 MOMENTS = {

@@ -27,7 +27,7 @@ import distckpt
 from distckpt import StrictHandling
 from distckpt.interop import torch_dist
 from distckpt.interop.megatron import register_types
-from tests.distributed.harness import error_of, run
+from tests.support.harness import error_of, run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (it is part of the test extra)"

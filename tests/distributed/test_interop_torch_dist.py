@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import distckpt
 from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
 from distckpt.interop import torch_dist
-from tests.distributed.harness import error_of, run
+from tests.support.harness import error_of, run
 
 
 def numbered(*shape, dtype=torch.float32):

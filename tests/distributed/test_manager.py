@@ -9,7 +9,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, CheckpointNotFoundError, PreemptionGuard, RankFailedError, ShardedTensor
-from tests.distributed.harness import error_of, launched, run, signal_parent, sum_over_ranks
+from tests.support.harness import error_of, launched, run, signal_parent, sum_over_ranks
 
 PATIENCE = 60.0
 

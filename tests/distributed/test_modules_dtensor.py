@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distckpt
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
-from tests.distributed.harness import error_of, run
+from tests.support.harness import error_of, run
 
 
 class Scaled(torch.nn.Module):

@@ -21,7 +21,7 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
-from tests.distributed.harness import error_of, run
+from tests.support.harness import error_of, run
 
 
 class Factored(torch.optim.Optimizer):

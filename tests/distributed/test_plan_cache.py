@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import InvalidShardingError, ShardedObject, ShardedTensor
-from tests.distributed.harness import error_of, run
+from tests.support.harness import error_of, run
 
 NUM_RANKS = 3
 ROWS = 4

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor
-from tests.distributed.harness import error_of, run, sum_over_ranks
+from tests.support.harness import error_of, run, sum_over_ranks
 
 FULL = torch.arange(24 * 5, dtype=torch.float32).reshape(24, 5)
 

@@ -8,8 +8,8 @@ import torch
 
 import distckpt
 from distckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from tests.distributed.harness import run
-from tests.distributed.layouts import (
+from tests.support.harness import run
+from tests.support.layouts import (
     Layout,
     bytes_of,
     even_part,

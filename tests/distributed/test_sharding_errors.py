@@ -10,7 +10,7 @@ import torch
 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedObject, ShardedTensor
-from tests.distributed.harness import GROUP_TIMEOUT, error_of, run, sum_over_ranks
+from tests.support.harness import GROUP_TIMEOUT, error_of, run, sum_over_ranks
 
 
 def tensor(key, shape, *offsets, dtype=torch.float32, replica_id=0, value=0.0):

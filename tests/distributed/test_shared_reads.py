@@ -17,8 +17,9 @@ from distckpt import RankFailedError, ShardedTensor
 from distckpt._bench.measure import peak_memory_bytes
 from distckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
-from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
-from tests.distributed.layouts import (
+from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.hooked_store import hooked_reads
+from tests.support.layouts import (
     Layout,
     bytes_of,
     even_part,
@@ -27,8 +28,7 @@ from tests.distributed.layouts import (
     irregular_shard,
     tensor_from,
 )
-from tests.hooked_store import hooked_reads
-from tests.read_counts import counted_reads
+from tests.support.read_counts import counted_reads
 
 MIB = 1 << 20
 

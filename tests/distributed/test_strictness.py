@@ -7,7 +7,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedObject, ShardedTensor
-from tests.distributed.harness import error_of, launched, run, sum_over_ranks
+from tests.support.harness import error_of, launched, run, sum_over_ranks
 
 
 def whole(key, rank, value=0.0):

@@ -14,10 +14,10 @@ import torch
 import distckpt
 from distckpt import CheckpointManager, RankFailedError, ShardedObject, ShardedTensor
 from distckpt.strategies.safetensors import SafetensorsSave
-from tests.distributed.disk import tree_of
-from tests.distributed.harness import ask_parent, error_of, launched, run, sum_over_ranks
-from tests.faults.disks import small_disk
-from tests.faults.stopping import StopsAfter, StopsBefore, StopsWithin, stopping
+from tests.support.disk import tree_of
+from tests.support.disks import small_disk
+from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.stopping import StopsAfter, StopsBefore, StopsWithin, stopping
 
 PATIENCE = 200.0
 NUM_RANKS = 3

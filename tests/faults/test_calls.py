@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor, streaming
 from distckpt.interop import torch_dist
-from tests.faults.calls import READS, WRITES, recorded, watched
+from tests.support.calls import READS, WRITES, recorded, watched
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are looked up in /proc")
 

@@ -22,8 +22,8 @@ from distckpt import (
     ShardedObject,
     ShardedTensor,
 )
-from tests.distributed.harness import error_of, launched, run, sum_over_ranks
-from tests.faults.stopping import StopsAfter, stopping
+from tests.support.harness import error_of, launched, run, sum_over_ranks
+from tests.support.stopping import StopsAfter, stopping
 
 ROUNDS = pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.slow)])
 NUM_TENSORS = 5

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from distckpt import RankFailedError
-from tests.distributed.harness import Outcome, error_of, launched, run
-from tests.faults.calls import WRITES, Call, recorded, watched
-from tests.faults.scenarios import GROUP_TIMEOUT, SCENARIOS, Verdict
+from tests.support.calls import WRITES, Call, recorded, watched
+from tests.support.harness import Outcome, error_of, launched, run
+from tests.support.scenarios import GROUP_TIMEOUT, SCENARIOS, Verdict
 
 NUM_PARTS = 3
 """Into which a sweep is divided, so that each ends in time on a busy machine as well."""

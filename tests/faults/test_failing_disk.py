@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from distckpt import CorruptCheckpointError, RankFailedError
-from tests.distributed.disk import tree_of
-from tests.distributed.harness import Launch, ask_parent, error_of, launched, run, sum_over_ranks
-from tests.faults.calls import READS, WRITES, Call, recorded, watched
-from tests.faults.disks import limited, small_disk
-from tests.faults.readings import READINGS
-from tests.faults.scenarios import SCENARIOS, judge_checkpoint, old_checkpoint, save
+from tests.support.calls import READS, WRITES, Call, recorded, watched
+from tests.support.disk import tree_of
+from tests.support.disks import limited, small_disk
+from tests.support.harness import Launch, ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.readings import READINGS
+from tests.support.scenarios import SCENARIOS, judge_checkpoint, old_checkpoint, save
 
 SHORT = 0
 """Stands for a read or write that moves half of its bytes."""

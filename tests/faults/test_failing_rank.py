@@ -24,9 +24,9 @@ from distckpt import (
     UnsupportedObjectError,
 )
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
-from tests.distributed.disk import header_of, tree_of
-from tests.distributed.harness import error_of, launched, run, sum_over_ranks
-from tests.faults.disks import limited
+from tests.support.disk import header_of, tree_of
+from tests.support.disks import limited
+from tests.support.harness import error_of, launched, run, sum_over_ranks
 
 NUM_RANKS = 4
 FAILING = 2

@@ -13,7 +13,7 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt.core import CorruptCheckpointError
 from distckpt.streaming import save_safetensors_streaming_sharded
-from tests.flaky_store import FlakyFileSystem, failing
+from tests.support.flaky_store import FlakyFileSystem, failing
 
 LARGE = 4 * (1 << 20) + 77
 """Elements: a little more than 16 MiB, which go as one stream in three blocks."""

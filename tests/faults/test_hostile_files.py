@@ -27,7 +27,8 @@ import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import distckpt
-from distckpt import ShardedObject, ShardedTensor, _codec, _shard_file
+from distckpt import ShardedObject, ShardedTensor
+from distckpt._format import codec, safetensors_file
 from tests.fuzz.contained import VERBS, serve
 from tests.fuzz.targets import WEIGHT, save_dcp, save_example, torch_saved
 
@@ -469,9 +470,9 @@ def fields_that_nest(path):
 def with_object(path, blob):
     """Save a checkpoint again, its object encoded as `blob`."""
     shutil.rmtree(path)
-    encode = _codec.encode
+    encode = codec.encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_codec, "encode", lambda obj: blob if obj == "hostile" else encode(obj))
+        patch.setattr(codec, "encode", lambda obj: blob if obj == "hostile" else encode(obj))
         state = {"w": ShardedTensor.from_rank_offsets("w", WEIGHT), "o": ShardedObject("o", "hostile", (1,), (0,))}
         distckpt.save(state, path)
 
@@ -479,7 +480,7 @@ def with_object(path, blob):
 def object_of(tree, entries=(), **metadata):
     text = tree if isinstance(tree, str) else json.dumps(tree)
     named = {f"{i:08}": raw for i, raw in enumerate(entries)}
-    return _shard_file.join_file(named, {"codec_version": "1", "tree": text, **metadata})
+    return safetensors_file.join_file(named, {"codec_version": "1", "tree": text, **metadata})
 
 
 def colliding(count):

@@ -12,9 +12,9 @@ import torch
 
 import distckpt
 from distckpt import RankFailedError, ShardedObject, ShardedTensor, ShardedTensorFactory
-from tests.distributed.disk import tree_of
-from tests.distributed.harness import ask_parent, error_of, launched, run
-from tests.faults.stopping import StopsAfter, StopsBefore, stopping
+from tests.support.disk import tree_of
+from tests.support.harness import ask_parent, error_of, launched, run
+from tests.support.stopping import StopsAfter, StopsBefore, stopping
 
 NUM_RANKS = 3
 TIMEOUT = 15.0

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import RankFailedError, ShardedObject, ShardedTensor
-from distckpt._collectives import Ranks
-from tests.distributed.harness import ask_parent, error_of, launched, run
+from distckpt._ranks.collectives import Ranks
+from tests.support.harness import ask_parent, error_of, launched, run
 
 NUM_RANKS = 3
 TIMEOUT = 12.0

@@ -17,7 +17,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedObject, ShardedTensor
-from tests.distributed.harness import error_of
+from tests.support.harness import error_of
 
 TENSOR_BYTES = 4 << 20
 ALLOWED_GROWTH_BYTES = 2 * TENSOR_BYTES

@@ -12,7 +12,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from tests.distributed.harness import error_of, launched, sum_over_ranks
+from tests.support.harness import error_of, launched, sum_over_ranks
 
 SHARED_MEMORY = Path("/dev/shm")
 

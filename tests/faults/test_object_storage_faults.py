@@ -14,7 +14,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt.core import CheckpointExistsError
-from tests.s3_server import (
+from tests.support.s3_server import (
     EqualPartsProxy,
     Fault,
     FaultyProxy,

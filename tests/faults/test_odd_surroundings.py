@@ -16,8 +16,8 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError, ShardedTensor
-from tests.distributed.harness import error_of, run
-from tests.faults.calls import watched
+from tests.support.calls import watched
+from tests.support.harness import error_of, run
 
 NOBODY = 65534
 TIMEOUT = 60.0

@@ -17,11 +17,11 @@ import torch
 import distckpt
 from distckpt import CheckpointManager, CheckpointNotFoundError, ShardedTensor
 from tests.distributed import harness
-from tests.faults import scenarios
-from tests.faults.after_crash import SYNCS, history_of, merged, states_after, tree_of, write_tree
-from tests.faults.calls import recorded
-from tests.faults.scenarios import NEW, SCENARIOS, Scenario, state_of, verdict_on
-from tests.hf_folders import read_export
+from tests.support import scenarios
+from tests.support.after_crash import SYNCS, history_of, merged, states_after, tree_of, write_tree
+from tests.support.calls import recorded
+from tests.support.hf_folders import read_export
+from tests.support.scenarios import NEW, SCENARIOS, Scenario, state_of, verdict_on
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are looked up in /proc"),

@@ -8,9 +8,10 @@ import shutil
 import pytest
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError, _storage
-from tests.faults.calls import watched
-from tests.faults.scenarios import (
+from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
+from distckpt._storage import locations
+from tests.support.calls import watched
+from tests.support.scenarios import (
     NEW,
     OLD,
     export,
@@ -29,7 +30,7 @@ from tests.faults.scenarios import (
 def kind_of_swap(request, monkeypatch):
     """Some network file systems cannot swap two directories in one step."""
     if request.param != "exchange":
-        monkeypatch.setattr(_storage, "exchange", lambda *arguments: False)
+        monkeypatch.setattr(locations, "exchange", lambda *arguments: False)
 
 
 @pytest.mark.usefixtures("kind_of_swap")
@@ -136,7 +137,7 @@ def finish_a_save(folder):
 @pytest.mark.parametrize("other", [save_unasked, overwrite_too, finish_a_save], ids=lambda case: case.__name__)
 def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch):
     """The overwrite goes on all the same: it replaces what is there then."""
-    monkeypatch.setattr(_storage, "exchange", lambda *arguments: False)
+    monkeypatch.setattr(locations, "exchange", lambda *arguments: False)
     old_checkpoint(tmp_path)
     distckpt.save(state_of(OLD), tmp_path / "other")
     done = []

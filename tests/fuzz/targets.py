@@ -26,24 +26,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
-from distckpt import (
-    CheckpointingException,
-    ShardedObject,
-    ShardedTensor,
-    _codec,
-    _dcp_metadata,
-    _dcp_source,
-    _hf_source,
-    _shard_file,
-    _sources,
-    core,
-)
+from distckpt import CheckpointingException, ShardedObject, ShardedTensor, core
 from distckpt._cli import inspect
-from distckpt._dcp_objects import read_object
-from distckpt._dcp_pickle import RefusedGlobalError
-from distckpt._manifest import Manifest
-from distckpt._plan_load import Request, plan_load
-from distckpt._region import whole
+from distckpt._foreign import hugging_face, sources
+from distckpt._foreign.torch_dist import metadata as torch_dist_metadata
+from distckpt._foreign.torch_dist import source
+from distckpt._foreign.torch_dist.objects import read_object
+from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
+from distckpt._format import codec, safetensors_file
+from distckpt._format.manifest import Manifest
+from distckpt._geometry.region import whole
+from distckpt._plan.load import Request, plan_load
 
 Run = Callable[[bytes], None]
 
@@ -219,8 +212,8 @@ def _shard_header(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         # The one internal reader here: its callers turn ValueError into errors that name the file.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            length = _shard_file.header_length(data, len(data))
-            _, entries = _shard_file.parse_header(data[:length], len(data))
+            length = safetensors_file.header_length(data, len(data))
+            _, entries = safetensors_file.parse_header(data[:length], len(data))
             assert sum(entry.num_bytes for entry in entries) == len(data) - length
             torch_reads = {name: tuple(tensor.shape) for name, tensor in _reference(data).items()}
             assert torch_reads.items() <= {entry.name: entry.shape for entry in entries}.items()
@@ -272,7 +265,7 @@ def _hf_index(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         (folder / "model.safetensors.index.json").write_bytes(data)
         with documented_errors(folder):
-            assert set(_hf_source.read_directory(str(folder)).keys) <= {"a", "b"}
+            assert set(hugging_face.read_directory(str(folder)).keys) <= {"a", "b"}
 
     return [json.dumps(index).encode(), json.dumps({"weight_map": {"a": weight_map["a"]}}).encode()], run
 
@@ -298,7 +291,7 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
         path.write_bytes(data)
         with documented_errors(folder):
             distckpt.check_is_distributed_checkpoint(folder / "c")
-            assert _sources.open_manifest(str(folder / "c")).keys
+            assert sources.open_manifest(str(folder / "c")).keys
             assert distckpt.load_common_state_dict(folder / "c") == {"step": 7}
 
     return [marker, megatron, marker.replace(b'"manifest"', b'"manager": {"step": 3}, "manifest"')], run
@@ -319,24 +312,24 @@ def example_object() -> dict[str, Any]:
 def _codec_blob(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         with documented_errors():
-            blob = _codec.encode(_codec.decode(data))
-            assert _codec.encode(_codec.decode(blob)) == blob
+            blob = codec.encode(codec.decode(data))
+            assert codec.encode(codec.decode(blob)) == blob
 
-    return [_codec.encode(obj) for obj in (example_object(), None, [1, {"a": "b"}], torch.zeros(2))], run
+    return [codec.encode(obj) for obj in (example_object(), None, [1, {"a": "b"}], torch.zeros(2))], run
 
 
 def _codec_tree(folder: Path) -> tuple[list[bytes], Run]:
-    whole_blob = _codec.encode(example_object())
-    metadata, _, _ = _shard_file.split_header(memoryview(whole_blob))
+    whole_blob = codec.encode(example_object())
+    metadata, _, _ = safetensors_file.split_header(memoryview(whole_blob))
     entries = {f"{i:08}": bytes(n) for i, n in enumerate((0, 1, 8, 24, 300))}
 
     def run(data: bytes) -> None:
         tree = data.decode("utf-8", "replace")
         used = {name: raw for name, raw in entries.items() if f"{int(name)}]" in tree or f": {int(name)}" in tree}
         with documented_errors():
-            blob = _shard_file.join_file(used, {"codec_version": _codec.CODEC_VERSION, "tree": tree})
-            again = _codec.encode(_codec.decode(blob))
-            assert _codec.encode(_codec.decode(again)) == again
+            blob = safetensors_file.join_file(used, {"codec_version": codec.CODEC_VERSION, "tree": tree})
+            again = codec.encode(codec.decode(blob))
+            assert codec.encode(codec.decode(again)) == again
 
     tags = [
         '{"$tensor":["float32",[2,3],3]}', '{"$ndarray":["<f8",[1],2]}', '{"$bytes":0}',
@@ -370,7 +363,7 @@ def _dcp_metadata_file(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         with documented_errors(path):
-            metadata = _dcp_metadata.read_metadata(str(path))
+            metadata = torch_dist_metadata.read_metadata(str(path))
             assert all(len(region.shape) == len(t.shape) for t in metadata.tensors for region, _ in t.parts)
 
     return [(folder / "dcp" / ".metadata").read_bytes(), *HOSTILE_PICKLES], run
@@ -394,7 +387,7 @@ def _dcp_directory(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         with documented_errors(folder):
-            assert _dcp_source.read_directory(str(folder / "dcp")).keys
+            assert source.read_directory(str(folder / "dcp")).keys
             distckpt.load_common_state_dict(folder / "dcp")
 
     return [data], run

@@ -1,0 +1,1 @@
+"""What every other folder builds on: errors, messages, dtypes, memory, threads, devices."""

@@ -1,0 +1,83 @@
+"""The exception tree. `distckpt.core` is the public path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_MAX_LISTED_RANKS = 8
+
+
+class CheckpointingException(Exception):
+    """Base of every error that distckpt raises on purpose."""
+
+
+class InvalidShardingError(CheckpointingException, ValueError):
+    """Report shards that overlap, leave gaps, disagree, or describe an impossible placement."""
+
+
+class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):
+    """Report a location that holds no marker, hence no checkpoint."""
+
+
+class CheckpointExistsError(CheckpointingException, FileExistsError):
+    """Report a location that already holds a whole checkpoint, which is not overwritten unasked."""
+
+
+class CorruptCheckpointError(CheckpointingException):
+    """Report a checkpoint whose marker is there but whose content contradicts it."""
+
+
+class LoadMismatchError(CheckpointingException, LookupError):
+    """Report that a checkpoint and a load request do not hold the same keys.
+
+    Attributes:
+        missing: keys that are in the checkpoint and no rank asked for.
+        unexpected: keys that were asked for and are not in the checkpoint, or not as asked for.
+    """
+
+    def __init__(self, message: str, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = frozenset(missing)
+        self.unexpected = frozenset(unexpected)
+
+
+class UnsupportedObjectError(CheckpointingException, TypeError):
+    """Report an object that cannot be stored because no codec knows its type."""
+
+
+class RankFailedError(CheckpointingException):
+    """Report, on every rank alike, which ranks failed and why.
+
+    Attributes:
+        failures: the exception of each failed rank, by rank number, in ascending order.
+        is_lost_contact: whether a rank died or did not come; the ranks are out of step then.
+    """
+
+    is_lost_contact = False
+
+    def __init__(
+        self, failures: Mapping[int, BaseException], message: str | None = None, *, phase: str | None = None
+    ) -> None:
+        """Describe the failures.
+
+        Args:
+            failures: the exception of each failed rank, by rank number.
+            message: text to use in place of a list of the failures.
+            phase: what the ranks were doing, for the list.
+        """
+        super().__init__(_describe_failures(failures, phase) if message is None else message)
+        self.failures = dict(sorted(failures.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception rebuilds itself from `args`, which hold the message and not the failures.
+        return type(self), (self.failures, str(self)), self.__dict__
+
+
+def _describe_failures(failures: Mapping[int, BaseException], phase: str | None) -> str:
+    lines = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
+    if len(lines) > _MAX_LISTED_RANKS:
+        lines[_MAX_LISTED_RANKS:] = [f"... and {len(lines) - _MAX_LISTED_RANKS} more"]
+    ranks = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"
+    during = "" if phase is None else f" during {phase!r}"
+    return "\n  ".join([f"{ranks} failed{during}, so no rank went on:", *lines])

@@ -1,0 +1,205 @@
+"""The transaction of a save on an object store, where nothing can be renamed: the marker is put last, on a condition.
+
+Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/`, so files of two savers never meet.
+The marker names the manifest, and the manifest the files. It is put only if the marker that was there when the save
+began, or none, is still there. So of several savers one wins, and a reader finds the old checkpoint or the new one.
+
+What is no part of the checkpoint that the marker names was left by a save that was interrupted, or belongs to one that
+began before the marker was put and cannot win any more. Files that are there when a marker is about to be put are
+therefore safe to remove once it has been put.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import re
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
+from distckpt._commit import posix
+from distckpt._format.manifest import MANIFEST_NAME
+from distckpt._format.marker import CONFIG_FNAME, read_marker
+from distckpt._storage import locations, object_store
+
+logger = logging.getLogger(__name__)
+
+SAVE = "save"
+"""Field of the marker: the nonce of the save."""
+
+_OURS = re.compile(r"(?:tensors|objects)(?:-([0-9a-f]{16}))?/.+|manifest(?:-([0-9a-f]{16}))?\.safetensors")
+_FOLDER = re.compile(rb"(?:tensors|objects)-([0-9a-f]{16})/")
+
+
+def folder_suffix(nonce: str) -> str:
+    """Return what the names of folders of a save end in."""
+    return f"-{nonce}"
+
+
+def stray_files(location: str, named: Container[str]) -> list[str]:
+    """Return the files of saves at a location that neither its manifest names nor its marker, relative to it.
+
+    There are none on local disks, where a save becomes visible by a rename.
+    """
+    if locations.is_local(location):
+        return []
+    manifest_name = _manifest_named_by(read_marker(location) or {})
+    return [name for name in _files_of_saves(location) if name != manifest_name and name not in named]
+
+
+def remove_unfinished(location: str) -> None:
+    """Remove the files of saves from a location without a marker; nobody may be saving there."""
+    object_store.remove_all([locations.join(location, name) for name in _files_of_saves(location)])
+    for upload in object_store.list_uploads(location):
+        object_store.abort(upload)
+
+
+class Transaction:
+    """A save to an object store. The coordinator alone uses it.
+
+    Args:
+        location: of the checkpoint.
+        nonce: of the save.
+        overwrite: whether to replace a checkpoint that is there.
+        has_folders: whether the save writes into folders of its own; strategies of others may not. Such a save cannot
+            replace a checkpoint, and removes nothing but what it has written.
+
+    Raises:
+        CheckpointExistsError: a whole checkpoint is there and cannot or must not be replaced.
+    """
+
+    def __init__(self, location: str, nonce: str, overwrite: bool, has_folders: bool) -> None:
+        self._location = location
+        self._has_folders = has_folders
+        self._marker = locations.join(location, CONFIG_FNAME)
+        self._nonce = nonce
+        self._version = object_store.version(self._marker)
+        self._earlier = set(_files_of_saves(location))
+        has_condition = object_store.has_create if self._version is None else object_store.has_replace
+        self._is_conditional = has_condition(location)
+        self._may_be_committed = False
+        if self._version is not None and not (overwrite and has_folders):
+            advice = "pass overwrite=True" if has_folders else "save with another strategy: this one cannot replace it"
+            raise posix.already_whole(location, advice)
+        if not self._is_conditional:
+            self._warn_about_conditions()
+
+    def commit(self, fields: Mapping[str, Any]) -> None:
+        """Put the marker, then remove what the checkpoint does not name.
+
+        Raises:
+            CheckpointExistsError: the marker is not what it was when the save began.
+            OSError: it is not known whether the marker was put; then nothing is removed.
+        """
+        try:
+            self._put_and_clear_up(fields)
+        except OSError as error:
+            if error.errno != errno.ENOSYS or not self._is_conditional:
+                raise
+            self._is_conditional = False
+            self._warn_about_conditions()
+            self._put_and_clear_up(fields)
+
+    def _put_and_clear_up(self, fields: Mapping[str, Any]) -> None:
+        strays = self._strays(fields)
+        uploads = self._uploads(strays=True)
+        content = (json.dumps({**fields, SAVE: self._nonce}, indent=1) + "\n").encode()
+        self._may_be_committed = True
+        if not self._put(content):
+            self._may_be_committed = False
+            raise CheckpointExistsError(
+                f"Another program has saved to {self._location!r}, or removed what was there, while this save was "
+                "being written: that stays. Choose another location, or save again."
+            )
+        with _only_logging(f"remove what the checkpoint in {self._location} does not need"):
+            object_store.remove_all(locations.join(self._location, name) for name in strays)
+            for upload in uploads:
+                object_store.abort(upload)
+
+    def _put(self, content: bytes) -> bool:
+        """Put the marker; False when it is not what it was when the save began."""
+        if self._is_conditional and self._version is None:
+            return object_store.create(self._marker, content)
+        if self._is_conditional and self._version is not None:
+            return object_store.replace(self._marker, content, self._version)
+        is_unchanged = object_store.version(self._marker) == self._version
+        if is_unchanged:
+            object_store.write(self._marker, content)
+        return is_unchanged
+
+    def abandon(self) -> None:
+        """Remove what the save has written, unless its marker may have been put."""
+        if self._may_be_committed:
+            return
+        with _only_logging(f"remove the files of a save that failed from {self._location}"):
+            own = [name for name in _files_of_saves(self._location) if self._is_own(name)]
+            object_store.remove_all(locations.join(self._location, name) for name in own)
+            for upload in self._uploads(strays=False):
+                object_store.abort(upload)
+
+    def _warn_about_conditions(self) -> None:
+        logger.warning(
+            "%s has no conditional writes: nothing keeps two programs that save there at the same time apart",
+            self._location,
+        )
+
+    def _strays(self, fields: Mapping[str, Any]) -> list[str]:
+        """Return the files that can be removed when the marker is there."""
+        if not self._has_folders:
+            return []
+        named = _manifest_named_by(fields)
+        if not self._is_conditional:
+            # Other saves may still be committed, whenever they began: only what is replaced goes.
+            with contextlib.suppress(CorruptCheckpointError):
+                old = read_marker(self._location) or {}
+                old_manifest, old_nonce = _manifest_named_by(old), old.get(SAVE, "")
+                replaced = {name for name in self._earlier if name == old_manifest or _nonce_of(name) == old_nonce}
+                return sorted(replaced - {named})
+            return []
+        return [name for name in _files_of_saves(self._location) if name != named and not self._is_own(name)]
+
+    def _uploads(self, strays: bool) -> list[object_store.Upload]:
+        """Return unfinished uploads: of this save, and with `strays` of others that cannot win any more."""
+        uploads = object_store.list_uploads(self._location)
+        names = [(upload, upload.location[len(self._location) + 1 :]) for upload in uploads]
+        every = strays and self._is_conditional and self._has_folders
+        return [upload for upload, name in names if _OURS.fullmatch(name) and (every or self._is_own(name))]
+
+    def _is_own(self, name: str) -> bool:
+        nonce = _nonce_of(name)
+        if nonce is not None:
+            return nonce == self._nonce
+        folders: set[bytes] = set()
+        if name == MANIFEST_NAME:
+            with contextlib.suppress(FileNotFoundError):
+                folders.update(_FOLDER.findall(object_store.read(locations.join(self._location, name))))
+        if folders:
+            return self._nonce.encode() in folders
+        # Of a strategy that does not know of folders.
+        return name not in self._earlier
+
+
+def _files_of_saves(location: str) -> list[str]:
+    return [name for name in object_store.list_files(location) if _OURS.fullmatch(name)]
+
+
+def _manifest_named_by(marker: Mapping[str, Any]) -> str:
+    """Return the name of the manifest, nothing when a marker names none."""
+    manifest = marker.get("manifest")
+    return str(manifest.get("name", "")) if isinstance(manifest, dict) else ""
+
+
+def _nonce_of(name: str) -> str | None:
+    match = _OURS.fullmatch(name)
+    return (match[1] or match[2]) if match else None
+
+
+@contextlib.contextmanager
+def _only_logging(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("could not %s: %s", doing, error)

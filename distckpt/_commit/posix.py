@@ -1,0 +1,234 @@
+"""The transaction of a save: written beside the target, visible by one rename, absent or whole at every moment.
+
+Local and other POSIX file systems: everything is written into `.<name>.tmp-<nonce>` beside the target, made durable
+and renamed. Object stores, which rename nothing: see `_object_commit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from distckpt._base.errors import CheckpointExistsError
+from distckpt._format.marker import CONFIG_FNAME
+from distckpt._storage import locations
+
+logger = logging.getLogger(__name__)
+
+SUBDIRECTORIES = ("tensors", "objects")
+
+_State = Literal["free", "incomplete", "complete"]
+
+
+def resolve(location: str) -> str:
+    """Return the location of the checkpoint itself: absolute, with symbolic links followed."""
+    normalized = locations.normalize(location)
+    return os.path.realpath(normalized) if locations.is_local(normalized) else normalized
+
+
+def staging_location(location: str, nonce: str) -> str:
+    """Return where a save to `location` is written before it is committed."""
+    if not locations.is_local(location):
+        return location
+    parent, name = locations.split(location)
+    return locations.join(parent, f".{name}.tmp-{nonce}")
+
+
+def check_target(location: str, overwrite: bool) -> None:
+    """Refuse a target that must not be written to. Called by the coordinator before anything is written.
+
+    Raises:
+        CheckpointExistsError: a whole checkpoint is there and `overwrite` is False, or other files are in the way.
+    """
+    put_back(location)
+    state = _state_of(location)
+    if state == "complete" and not overwrite:
+        raise already_whole(location, "pass overwrite=True")
+    if state == "incomplete" and not locations.is_local(location):
+        logger.warning(
+            "%s holds files but no %s (an unfinished save?): those of a save are removed when this one is complete",
+            location, CONFIG_FNAME,
+        )  # fmt: skip
+
+
+def already_whole(location: str, advice: str) -> CheckpointExistsError:
+    """Return the error about a whole checkpoint that must not be replaced."""
+    return CheckpointExistsError(
+        f"{location!r} already holds a whole checkpoint. Choose another location, delete it, or {advice}."
+    )
+
+
+def prepare(staging: str, durable: bool = True) -> None:
+    """Create the directories of a save; every rank calls this, since not all may see each other's at once.
+
+    When durable, the directories above `staging` are on disk on return; `sync` and `commit` see to the others.
+    """
+    locations.make_directories(locations.split(staging)[0], durable)
+    for name in SUBDIRECTORIES:
+        locations.make_directories(locations.join(staging, name), durable=False)
+
+
+def sync(staging: str) -> None:
+    """Make the names of this rank's files durable."""
+    for name in SUBDIRECTORIES:
+        locations.sync_directory(locations.join(staging, name))
+    locations.sync_directory(staging)
+
+
+def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -> None:
+    """Make a completely written save visible under its name. Called by the coordinator, last.
+
+    Raises:
+        CheckpointExistsError: a whole checkpoint appeared there in the meantime and `overwrite` is False.
+    """
+    if not locations.is_local(location):
+        return
+    state = _state_of(location)
+    if state == "complete":
+        check_target(location, overwrite)
+    elif state == "incomplete":
+        _move_aside(location, _beside(staging, location, "incomplete"))
+    try:
+        if state == "complete":
+            _swap(staging, location, durable)
+            locations.remove_tree(staging)
+        else:
+            locations.rename(staging, location, durable)
+    except OSError as error:
+        if not _was_interfered_with(error, staging):
+            raise
+        commit(staging, location, overwrite, durable)
+
+
+def _was_interfered_with(error: OSError, staging: str) -> bool:
+    """Tell whether another program has put something at the target, or taken it away, since we looked: look again."""
+    if error.errno == errno.ENOENT:
+        return locations.exists(staging)
+    return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+
+
+def _move_aside(location: str, aside: str) -> None:
+    try:
+        locations.rename(location, aside)
+    except FileNotFoundError:
+        # Another program has moved it.
+        return
+    if _state_of(aside) == "complete":
+        # Another program has finished its save since we looked, and we have moved that: back with it.
+        locations.rename(aside, location)
+        return
+    logger.warning(
+        "%s held files but no %s (an unfinished save?): moved to %s; delete it when nothing there is needed",
+        location, CONFIG_FNAME, aside,
+    )  # fmt: skip
+
+
+def _swap(staging: str, location: str, durable: bool = True) -> None:
+    """Put a completely written directory in the place of another one, which is then in its place."""
+    if locations.exchange(staging, location, durable):
+        return
+    aside = _beside(staging, location, "old")
+    logger.warning(
+        "this file system cannot swap directories: %s is absent for a moment, its earlier content is in %s meanwhile",
+        location, aside,
+    )  # fmt: skip
+    # Of an attempt that another program came in between: what it has put there since stands for this now.
+    locations.remove_tree(aside)
+    locations.rename(location, aside, durable)
+    with locations.undone_by(lambda: locations.rename(aside, location, durable)):
+        locations.rename(staging, location, durable)
+    with contextlib.suppress(OSError):
+        locations.rename(aside, staging, durable=False)
+
+
+def left_aside(location: str) -> str | None:
+    """Return where the content of a location is that an overwrite, interrupted between two renames, has left absent.
+
+    Returns:
+        None when something is there, or was not left so.
+    """
+    if not locations.is_local(location) or locations.exists(location):
+        return None
+    parent, name = locations.split(location)
+    pattern = re.compile(re.escape(f".{name}.old-") + "[0-9a-f]{16}")
+    beside = locations.list_names(parent) if locations.isdir(parent) else []
+    return next((locations.join(parent, other) for other in beside if pattern.fullmatch(other)), None)
+
+
+def put_back(location: str) -> None:
+    """Give a location its content again that an interrupted overwrite has left beside it. Only writers call."""
+    aside = left_aside(location)
+    if aside is None:
+        return
+    try:
+        locations.rename(aside, location)
+    except OSError as error:
+        # The overwrite was not interrupted: another program is about it, and has finished it meanwhile.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return
+    logger.warning("an overwrite of %s was interrupted: its earlier content is back, from %s", location, aside)
+
+
+def commit_beside_others(staging: str, location: str, replaced: Callable[[str], bool]) -> None:
+    """Make a completely written directory visible, together with files that are in its place already.
+
+    Args:
+        staging: written beside `location`.
+        location: may hold other files; they stay, unless `staging` has one of the same name.
+        replaced: tells of a name at the top level whether it belongs to what the new content replaces.
+    """
+    if not locations.is_local(location):
+        return
+    if _state_of(location) == "free":
+        locations.rename(staging, location)
+        return
+    own = set(locations.list_names(staging))
+
+    def others_in(directory: str) -> list[str]:
+        return [name for name in locations.list_names(directory) if not replaced(name) and name not in own]
+
+    for name in others_in(location):
+        locations.link_tree(locations.join(location, name), locations.join(staging, name))
+    locations.sync_directory(staging)
+    _swap(staging, location)
+    try:
+        # What other programs have changed or added there since it was linked.
+        for name in others_in(staging):
+            locations.move_tree(locations.join(staging, name), locations.join(location, name))
+    except OSError as error:
+        logger.warning("files of other programs may be left in %s, which was %s: %s", staging, location, error)
+        return
+    locations.remove_tree(staging)
+
+
+def abandon(staging: str) -> None:
+    """Remove the local directory that an unsuccessful save was written into."""
+    if locations.is_local(staging):
+        locations.remove_tree(staging)
+
+
+def _beside(staging: str, location: str, what: str) -> str:
+    parent, name = locations.split(location)
+    return locations.join(parent, f".{name}.{what}-{staging.rpartition('-')[2]}")
+
+
+def _state_of(location: str) -> _State:
+    if locations.is_local(location):
+        if not locations.exists(location):
+            return "free"
+        if not locations.isdir(location):
+            raise CheckpointExistsError(f"{location!r} is a file, a checkpoint is a directory.")
+    elif not locations.isdir(location):
+        return "free"
+    if locations.exists(locations.join(location, CONFIG_FNAME)):
+        return "complete"
+    try:
+        return "incomplete" if locations.list_names(location) else "free"
+    except FileNotFoundError:
+        return "free"

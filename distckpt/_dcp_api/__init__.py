@@ -1,0 +1,1 @@
+"""The interface of torch.distributed.checkpoint; `distckpt.dcp` is the public path."""

@@ -1,0 +1,198 @@
+"""The `.metadata` file of torch.distributed.checkpoint: which item of which file holds which part of which tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, Record, RefusedGlobalError, read_pickle, record
+from distckpt._format.codec.tree import DTYPES
+from distckpt._format.manifest import MAX_TABLE_BYTES
+from distckpt._format.marker import read_file
+from distckpt._geometry.region import MAX_NDIM, Region
+
+_DCP = "torch.distributed.checkpoint"
+_SHARDED = "torch.distributed._shard"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_RECORDS: dict[str, tuple[str, ...]] = {
+    f"{_DCP}.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    ),
+    f"{_DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{_DCP}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    f"{_SHARDED}.metadata": ("ShardMetadata",),
+    f"{_SHARDED}.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    _MEGATRON: ("MCoreMetadata", "MCoreSavePlan"),
+}  # fmt: skip
+"""Classes of which records are made: the names that PyTorch 2.x and Megatron Core write."""
+
+
+def _join_path(*parts: Any) -> str:
+    return "/".join(str(part) for part in parts)
+
+
+_TABLE: dict[GlobalName, Any] = {
+    **{(module, name): record(f"{module}.{name}") for module, names in _RECORDS.items() for name in names},
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
+    ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
+    ("collections", "OrderedDict"): Made("collections.OrderedDict", dict),
+    **{
+        (module, name): Made(f"{module}.{name}", _join_path)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+class StoredItem(NamedTuple):
+    """Bytes [first_byte, first_byte + num_bytes) of a file: an archive of `torch.save`."""
+
+    file: str
+    first_byte: int
+    num_bytes: int
+
+
+class TensorEntry(NamedTuple):
+    """A stored tensor.
+
+    Attributes:
+        key: its name.
+        dtype: of its elements.
+        shape: its global shape as it is stored.
+        parts: its regions, and the items that hold them.
+        original_shape: set when the tensor was stored as an array of flattened shards: its shape before.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[tuple[Region, StoredItem]]
+    original_shape: tuple[int, ...] | None
+
+
+class Metadata(NamedTuple):
+    """What a `.metadata` file says; `paths` leads from the names of items to their places in nested dicts and lists."""
+
+    tensors: list[TensorEntry]
+    objects: dict[str, StoredItem]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def read_metadata(path: str) -> Metadata:
+    """Read a `.metadata` file.
+
+    Raises:
+        CorruptCheckpointError: it is missing or damaged, or names classes that no such file holds.
+    """
+    try:
+        data = read_file(path, MAX_TABLE_BYTES)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is missing: it says where in the .distcp files everything lies. Restore it from a copy. A save "
+            "that did not finish leaves none; one that every rank made for itself leaves one per rank, which are not "
+            "read: save together."
+        ) from error
+    try:
+        return _interpret(read_pickle(data, _TABLE))
+    except RefusedGlobalError as error:
+        raise CorruptCheckpointError(
+            f"{path!r} was refused, and nothing of it was run: it names {error.name!r:.200}, which is none of the "
+            "classes that PyTorch and Megatron Core store there. The file may be hostile: find out where it comes from."
+        ) from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{path!r} is damaged ({type(error).__name__}: {error!s:.300}): restore it from a copy."
+        ) from error
+
+
+def _interpret(root: Any) -> Metadata:
+    _require(isinstance(root, Record) and root.kind in ("Metadata", "MCoreMetadata"), "it holds no Metadata")
+    stored = _stored_items(_dict(root.get("storage_data")))
+    mcore = root.get("mcore_data") or {}
+    tensors: list[TensorEntry] = []
+    objects: dict[str, StoredItem] = {}
+    for key, entry in _dict(root.get("state_dict_metadata")).items():
+        _require(type(key) is str and isinstance(entry, Record), "an entry without a name")
+        if entry.kind == "BytesStorageMetadata":
+            _require((key, None) in stored, f"nothing says where {key!r} lies")
+            objects[key] = stored[key, None]
+            continue
+        _require(entry.kind == "TensorStorageMetadata", f"{key!r} is a {entry.kind}")
+        tensors.append(_tensor_entry(key, entry, stored, _dict(mcore).get(key)))
+    return Metadata(tensors, objects, _paths(root.get("planner_data")))
+
+
+def _stored_items(storage_data: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
+    found = {}
+    for index, info in storage_data.items():
+        _require(isinstance(index, Record) and index.kind == "MetadataIndex", "a place without a name")
+        _require(isinstance(info, Record) and info.kind == "_StorageInfo", "a name without a place")
+        name, offset = index.get("fqn"), index.get("offset")
+        file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
+        _require(type(name) is str and type(file) is str, "a name that is no text")
+        _require(all(type(n) is int and 0 <= n < 2**62 for n in (first, count)), f"the place of {name!r} is no number")
+        if extensions := info.get("transform_descriptors"):
+            names = ", ".join(text for text in extensions if type(text) is str)
+            raise CheckpointingException(
+                f"{name!r} in {file!r} was written through {names:.100}, which only the program that wrote it undoes: "
+                "save without such extensions."
+            )
+        found[name, None if offset is None else _counts(offset)] = StoredItem(file, first, count)
+    return found
+
+
+def _tensor_entry(
+    key: str, entry: Record, stored: Mapping[tuple[str, tuple[int, ...] | None], StoredItem], mcore: Any
+) -> TensorEntry:
+    properties = entry.get("properties")
+    _require(isinstance(properties, Record), f"{key!r} has no properties")
+    state = properties.state
+    dtype = state.get("dtype") if isinstance(state, dict) else state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key!r} has no dtype")
+    shape = _counts(entry.get("size"))
+    _require(math.prod(n + 1 for n in shape) < 2**62, f"{key!r} has the shape {shape}, larger than any storage")
+    parts = []
+    for chunk in entry.get("chunks"):
+        region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
+        _require(len(region.offset) == len(region.shape) == len(shape), f"a chunk of {key!r} has other axes")
+        inside = all(o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True))
+        _require(inside, f"{region} of {key!r} lies outside of its global shape {shape}")
+        item = stored.get((key, region.offset))
+        _require(item is not None, f"nothing says where {region} of {key!r} lies")
+        assert item is not None
+        parts.append((region, item))
+    original = (mcore or {}).get("nd_reformulated_orig_global_shape")
+    return TensorEntry(key, dtype, shape, parts, None if original is None else _counts(original))
+
+
+def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+    paths = {}
+    for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
+        is_path = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
+        _require(type(name) is str and bool(is_path), f"{name!r:.100} has no path")
+        paths[name] = tuple(path)
+    return paths
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    # Their text is not shown: a small pickle can stand for very long ones.
+    _require(isinstance(values, tuple | list) and len(values) <= MAX_NDIM, "a shape that is none")
+    _require(all(type(n) is int and 0 <= n < 2**62 for n in values), "a shape or offset with other things than sizes")
+    return tuple(values)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    _require(isinstance(value, dict), f"a {type(value).__name__} where a dict should be")
+    return value  # type: ignore[no-any-return]
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)

@@ -1,0 +1,353 @@
+"""Archives that `torch.save` wrote, read as data: where the bytes of a tensor lie, and objects made of plain types.
+
+Such an archive is a zip file with the entries `<name>/data.pkl`, a pickle that refers to storages, and
+`<name>/data/<n>`, their bytes, stored as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import enum
+import functools
+import io
+import math
+import pathlib
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt._foreign.torch_dist.archive import Archive, ReadRange
+from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, check_size, hashable, read_pickle
+from distckpt._format.codec.registry import REGISTERED
+from distckpt._format.codec.tree import DTYPES, FACTORIES, PATHS, is_plain_dtype, type_name
+from distckpt._geometry.region import MAX_NDIM
+
+_MAX_READ_BYTES = 16 << 20
+"""Neither the directory nor the pickle of an archive that holds one tensor is larger."""
+_EXTRA_VALUES = 1_000_000
+"""An object may stand for this many values more than its archive has bytes."""
+
+
+class Storage(NamedTuple):
+    """What a pickle says of a storage: its entry below `data/`, and the dtype of its items (None: bytes)."""
+
+    name: str
+    dtype: torch.dtype | None
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in an archive: bytes [first_byte, first_byte + num_bytes) hold its storage, strides count items."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first_byte: int
+    num_bytes: int
+
+
+class _View(NamedTuple):
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
+    """Find the bytes of the one tensor that an archive holds.
+
+    Args:
+        read_range: reads a part of the archive.
+        size: of the archive, in bytes.
+
+    Raises:
+        ValueError: not such an archive.
+        RefusedGlobalError: its pickle names what no tensor consists of.
+    """
+
+    def read_small(start: int, stop: int) -> bytes:
+        if stop - start > _MAX_READ_BYTES:
+            raise ValueError(f"{stop - start} bytes that describe one tensor")
+        return read_range(start, stop)
+
+    archive = Archive(read_small, size)
+    view = read_pickle(archive.pickle(), _tensor_table(lambda view: view), persistent=_storage)
+    if type(view) is not _View:
+        raise ValueError(f"a {type(view).__name__} where a tensor should be")
+    start, stop = archive.span(f"data/{view.storage.name}")
+    item = view.dtype.itemsize
+    first = start + view.offset * item
+    reach = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)) + 1
+    num_bytes = (reach if math.prod(view.shape) else 0) * item
+    if first + num_bytes > stop:
+        raise ValueError(f"a tensor of {num_bytes} bytes in a storage of {stop - start}")
+    return StoredTensor(view.dtype, view.shape, view.strides, first, num_bytes)
+
+
+def read_object(blob: bytes) -> Any:
+    """Build the object that an archive holds; tensors on the CPU.
+
+    Only plain types are built, tensors and arrays, and the Enum classes, dataclasses and namedtuple classes that the
+    program registered with `register_object_type`.
+
+    Raises:
+        ValueError: not such an archive.
+        RefusedGlobalError: the object needs another class, or a function.
+    """
+    archive = Archive(lambda start, stop: blob[start:stop], len(blob))
+
+    @functools.cache
+    def items_of(name: str) -> torch.Tensor:
+        start, stop = archive.span(f"data/{name}")
+        return torch.from_numpy(np.frombuffer(blob[start:stop], np.uint8).copy())
+
+    def tensor_of(view: _View) -> torch.Tensor:
+        items = items_of(view.storage.name)
+        num_items = len(items) // view.dtype.itemsize
+        if math.prod(view.shape) > max(num_items, _EXTRA_VALUES):
+            raise ValueError(f"a tensor of shape {view.shape} in a storage of {num_items} items")
+        flat = items[: num_items * view.dtype.itemsize].view(view.dtype)
+        return flat.as_strided(view.shape, view.strides, view.offset)
+
+    table = {**_OBJECTS, **_registered_classes(), **_tensor_table(tensor_of)}
+    obj = read_pickle(archive.pickle(), table, persistent=_storage, set_state=_set_state)
+    check_size(obj, len(blob) + _EXTRA_VALUES)
+    return obj
+
+
+# ---- tensors
+
+
+def _storage(persistent_id: Any) -> Storage:
+    fields = persistent_id if type(persistent_id) is tuple and len(persistent_id) == 5 else (None,) * 5
+    kind, storage_type, name, _, _ = fields
+    if kind != "storage" or type(storage_type) is not _StorageType or type(name) is not str:
+        raise ValueError("a persistent id that is not a storage")
+    return Storage(name, storage_type.dtype)
+
+
+class _StorageType(NamedTuple):
+    dtype: torch.dtype | None
+
+
+_STORAGE_DTYPES = {
+    "Byte": torch.uint8, "Char": torch.int8, "Short": torch.int16, "Int": torch.int32, "Long": torch.int64,
+    "Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64,
+    "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
+}  # fmt: skip
+
+
+def _never(*args: Any) -> Any:
+    raise ValueError("this class is only named, never called, in such files")
+
+
+_TENSOR_TYPES = {
+    ("torch", "Tensor"): Made("torch.Tensor", _never),
+    ("torch.nn.parameter", "Parameter"): Made("torch.nn.parameter.Parameter", _never),
+}
+
+
+def _tensor_table(finish: Callable[[_View], Any]) -> dict[GlobalName, Any]:
+    """Return what the pickle of a tensor may name; `finish` makes of a view what the pickle gets."""
+
+    def of_typed(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, flags: Any = None) -> Any:
+        return rebuild(storage, storage.dtype, offset, shape, strides, flags)
+
+    def of_untyped(
+        storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, flags: Any = None
+    ) -> Any:
+        return rebuild(storage, dtype, offset, shape, strides, flags)
+
+    def rebuild(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any, flags: Any) -> Any:
+        if type(storage) is not Storage or type(dtype) is not torch.dtype or len(shape) != len(strides):
+            raise ValueError("not a tensor")
+        if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
+            raise ValueError("a tensor whose shape and strides are none")
+        if flags:
+            raise ValueError("a tensor with a pending conjugation or negation: save its resolve_conj().resolve_neg()")
+        return finish(_View(storage, dtype, offset, tuple(shape), tuple(strides)))
+
+    def of_type(function: Any, tensor_type: Any, args: Any, state: Any) -> Any:
+        if tensor_type not in _TENSOR_TYPES.values() or type(function) is not Made:
+            raise ValueError("a subclass of torch.Tensor")
+        return function.make(*args)
+
+    functions: dict[GlobalName, Callable[..., Any]] = {
+        ("torch._utils", "_rebuild_tensor_v2"): of_typed,
+        ("torch._utils", "_rebuild_tensor_v3"): of_untyped,
+        ("torch._utils", "_rebuild_parameter"): lambda data, grad, hooks: data,
+        ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, hooks, state: data,
+        ("torch._tensor", "_rebuild_from_type_v2"): of_type,
+    }
+    return {**_TENSOR_GLOBALS, **{name: Made(".".join(name), function) for name, function in functions.items()}}
+
+
+_TENSOR_GLOBALS: dict[GlobalName, Any] = {
+    **_TENSOR_TYPES,
+    **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in _STORAGE_DTYPES.items()},
+    ("torch.storage", "UntypedStorage"): _StorageType(None),
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch", "Size"): Made("torch.Size", lambda sizes: torch.Size(_integers(sizes))),
+    ("collections", "OrderedDict"): Made(
+        "collections.OrderedDict", lambda pairs=(): collections.OrderedDict((hashable(key), v) for key, v in pairs)
+    ),
+}
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if not all(type(n) is int for n in values):
+        raise ValueError("sizes that are no integers")
+    return tuple(values)
+
+
+# ---- other objects
+
+
+class _Array(NamedTuple):
+    """An array whose content comes with its state."""
+
+
+def _bytes_of_text(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"the encoding {encoding!r:.50}")
+    return text.encode("latin-1")
+
+
+def _plain_dtype(name: str, *flags: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(name) if type(name) is str else np.dtype("O")
+    if not is_plain_dtype(dtype):
+        raise ValueError(f"an array of {name!r:.50}")
+    return dtype
+
+
+def _array_scalar(dtype: Any, raw: bytes) -> Any:
+    if not isinstance(dtype, np.dtype) or len(raw) != dtype.itemsize:
+        raise ValueError("a scalar whose size differs from its dtype")
+    return np.frombuffer(raw, dtype)[0]
+
+
+def _array(state: Any) -> Any:
+    _, shape, dtype, is_fortran, raw = state
+    if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes):
+        raise ValueError("an array of objects")
+    if len(shape) > MAX_NDIM or math.prod(_integers(shape)) * dtype.itemsize != len(raw):
+        raise ValueError("an array whose size differs from its shape")
+    return np.ndarray(shape, dtype, buffer=raw, order="F" if is_fortran else "C").copy()
+
+
+def _frombuffer(raw: Any, dtype: Any, shape: Any, order: str) -> Any:
+    return _array((1, shape, dtype, order == "F", bytes(raw)))
+
+
+def _bytearray(*args: Any) -> bytearray:
+    # Not of a number, which would be a size.
+    return bytearray(_bytes_of_text(*args) if len(args) == 2 else b"".join(bytes(memoryview(arg)) for arg in args))
+
+
+def _defaultdict(factory: Any = None) -> Any:
+    name = factory.name.rpartition(".")[2] if type(factory) is Made else factory
+    # Protocol 2 gives two types the names they had in Python 2.
+    return collections.defaultdict(FACTORIES[{"unicode": "str", "long": "int"}.get(name, name)])
+
+
+def _path(name: str) -> Callable[..., Any]:
+    # A path of another platform can be looked at, not used.
+    cls = PATHS[name]
+    usable = not issubclass(cls, pathlib.Path) or cls is type(pathlib.Path())
+    return lambda *parts: (cls if usable else PATHS[f"Pure{name}"])(*parts)
+
+
+def _set_of(make: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda items=(): make([hashable(item) for item in items])
+
+
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "set": _set_of(set),
+    "frozenset": _set_of(frozenset),
+    "bytearray": _bytearray,
+    "bytes": lambda: b"",
+    "complex": complex,
+    "slice": slice,
+    "range": range,
+    "xrange": range,
+    **dict.fromkeys(("bool", "dict", "float", "int", "list", "long", "str", "tuple", "unicode"), _never),
+}
+_NUMPY: dict[str, dict[str, Callable[..., Any]]] = {
+    "multiarray": {"_reconstruct": lambda cls, shape, code: _Array(), "scalar": _array_scalar},
+    "numeric": {"_frombuffer": _frombuffer},
+}
+_OTHERS: dict[GlobalName, Callable[..., Any]] = {
+    **{(module, name): make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
+    **{
+        (f"numpy.{core}.{module}", name): make
+        for core in ("core", "_core")
+        for module, functions in _NUMPY.items()
+        for name, make in functions.items()
+    },
+    ("numpy", "ndarray"): _never,
+    ("numpy", "dtype"): _plain_dtype,
+    ("_codecs", "encode"): _bytes_of_text,
+    ("argparse", "Namespace"): argparse.Namespace,
+    ("types", "SimpleNamespace"): types.SimpleNamespace,
+    ("collections", "defaultdict"): _defaultdict,
+    ("_io", "BytesIO"): io.BytesIO,
+    ("io", "BytesIO"): io.BytesIO,
+    ("torch", "device"): torch.device,
+    **{("datetime", name): getattr(datetime, name) for name in ("date", "datetime", "timedelta", "timezone")},
+    **{(module, name): _path(name) for module in ("pathlib", "pathlib._local") for name in PATHS},
+}
+_OBJECTS: dict[GlobalName, Any] = {name: Made(".".join(name), make) for name, make in _OTHERS.items()}
+
+
+def _registered_classes() -> Mapping[GlobalName, Any]:
+    """Return the classes that the program registered for checkpoints and whose pickles can be read."""
+    found: dict[GlobalName, Any] = {}
+    for cls in REGISTERED:
+        make: Callable[..., Any]
+        if issubclass(cls, enum.Enum):
+            make = cls
+        elif issubclass(cls, tuple) and hasattr(cls, "_make"):
+            make = functools.partial(_call_make, cls)
+        elif dataclasses.is_dataclass(cls):
+            make = functools.partial(object.__new__, cls)
+        else:
+            continue
+        found[cls.__module__, cls.__qualname__] = Made(type_name(cls), make)
+    return found
+
+
+def _call_make(cls: Any, *values: Any) -> Any:
+    return cls._make(values)
+
+
+def _set_state(obj: Any, state: Any) -> Any:
+    """Give an object the state that its pickle brings."""
+    if type(obj) is _Array:
+        return _array(state)
+    if isinstance(obj, np.dtype):
+        # (version, byte order, ...): the order is the one thing that its name does not say.
+        return obj if state[1] in ("|", "=") else obj.newbyteorder(state[1])
+    if isinstance(obj, io.BytesIO):
+        return io.BytesIO(bytes(state[0]))
+    if type(obj) in (argparse.Namespace, types.SimpleNamespace) and all(type(name) is str for name in state):
+        vars(obj).update(state)
+        return obj
+    if type(obj) in REGISTERED and dataclasses.is_dataclass(obj) and all(type(name) is str for name in state):
+        fields = {field.name for field in dataclasses.fields(obj)}
+        for name, value in state.items():
+            if name in fields:
+                object.__setattr__(obj, name, value)
+            else:
+                # Set by the class itself, as a rule; past any property of that name.
+                vars(obj)[name] = value
+        return obj
+    if isinstance(obj, collections.OrderedDict | torch.Tensor):
+        # Notes of torch beside the items: nothing that is stored.
+        return obj
+    raise ValueError(f"a state for a {type(obj).__name__}")

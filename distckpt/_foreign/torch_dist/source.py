@@ -1,0 +1,291 @@
+"""Checkpoints of torch.distributed.checkpoint as manifests: everything that reads chunks reads them too.
+
+Two kinds, both with a `.metadata` file beside their `.distcp` files: those that PyTorch wrote, and those that Megatron
+Core wrote with its `torch_dist` strategy, which has a marker beside them and in most versions a `common.pt`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from distckpt._base.dtypes import TO_NAME
+from distckpt._base.errors import CorruptCheckpointError, InvalidShardingError, UnsupportedObjectError
+from distckpt._base.messages import summarize_keys
+from distckpt._base.threads import paused_garbage_collection, run_threads
+from distckpt._foreign.pieces import StoredPiece, find_fault, find_outside, group_by_key, tabulate, to_manifest
+from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
+from distckpt._foreign.torch_dist.objects import StoredTensor, locate_tensor
+from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
+from distckpt._format.manifest import OBJECT, Manifest, ShardFile
+from distckpt._format.marker import file_size, read_marker
+from distckpt._geometry.region import Region, flat_range_regions
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._storage import locations
+from distckpt.mapping import ShardedObject
+
+METADATA_NAME = ".metadata"
+COMMON_NAME = "common.pt"
+MARKER_BACKEND = "torch_dist"
+"""Backend that the marker of Megatron names."""
+
+_MEGATRON_COMMON_KEY = "common_state"
+_MAX_RUNS = 1 << 20
+"""Contiguous runs that one stored tensor is divided into at most."""
+
+
+def holds_metadata(location: str) -> bool:
+    """Tell whether a directory has the `.metadata` file of torch.distributed.checkpoint."""
+    return locations.exists(locations.join(location, METADATA_NAME))
+
+
+@paused_garbage_collection()
+def read_directory(location: str) -> Manifest:
+    """Describe a checkpoint of torch.distributed.checkpoint.
+
+    Reads `.metadata`, and of every stored tensor the few bytes that say where its elements lie.
+
+    Returns:
+        A manifest without checksums; its `origin` says how objects are stored.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged, missing or hostile, or the pieces of a tensor overlap or leave
+            gaps; naming file and key.
+    """
+    is_megatron = read_marker(location) is not None
+    metadata = read_metadata(locations.join(location, METADATA_NAME))
+    items = [(entry.key, item) for entry in metadata.tensors for _, item in entry.parts]
+    sizes = _file_sizes(location, [*items, *metadata.objects.items()])
+    pieces = _tensor_pieces(location, metadata.tensors)
+    origin: dict[str, Any] = {"format": MARKER_BACKEND if is_megatron else "dcp"}
+    if is_megatron:
+        pieces += _megatron_objects(location, metadata.objects, sizes)
+    else:
+        names = sorted(metadata.objects)
+        origin["paths"] = [metadata.paths.get(name, (name,)) for name in names]
+        cells = [((index,), (len(names),), metadata.objects[name]) for index, name in enumerate(names)]
+        pieces += [_object_piece(COMMON_KEY, *cell) for cell in cells]
+    return _to_manifest(location, pieces, sizes, origin)
+
+
+# ---- files
+
+
+def _file_sizes(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, int]:
+    """Return the size of each file, after checking that it holds the items that `.metadata` places in it."""
+    sizes: dict[str, int] = {}
+    for key, item in items:
+        path = locations.join(location, *item.file.split("/"))
+        if item.file not in sizes:
+            if not locations.is_inner_name(item.file):
+                raise CorruptCheckpointError(
+                    f"The {METADATA_NAME} of {location!r} places {key!r:.300} in {item.file!r:.300}, which leads "
+                    "elsewhere."
+                )
+            try:
+                sizes[item.file] = file_size(path)
+            except FileNotFoundError as error:
+                raise CorruptCheckpointError(
+                    f"{path!r} is missing, but {METADATA_NAME} says that it holds {key!r}: restore it, or finish "
+                    "copying the directory."
+                ) from error
+        if item.first_byte + item.num_bytes > sizes[item.file]:
+            raise CorruptCheckpointError(
+                f"{path!r} has {sizes[item.file]} bytes, but {METADATA_NAME} says that {key!r} lies in it up to byte "
+                f"{item.first_byte + item.num_bytes}: the file was cut off. Restore it from a copy."
+            )
+    return sizes
+
+
+# ---- tensors
+
+
+def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[StoredPiece]:
+    for entry in entries:
+        if entry.dtype not in TO_NAME:
+            raise UnsupportedObjectError(
+                f"Key {entry.key!r} in {location!r} has dtype {entry.dtype}, which checkpoints of distckpt cannot "
+                "hold: remove or convert it with the program that wrote it."
+            )
+    parts = [(entry, region, item) for entry in entries for region, item in entry.parts]
+    found: dict[int, list[StoredPiece]] = {}
+
+    def read(number: int) -> None:
+        entry, region, item = parts[number]
+        try:
+            found[number] = list(_pieces_of_part(location, entry, region, item))
+        except ValueError as error:
+            refused = f"names {error.name!r:.200}" if isinstance(error, RefusedGlobalError) else str(error)
+            raise CorruptCheckpointError(
+                f"{locations.join(location, item.file)!r}, bytes {item.first_byte} to "
+                f"{item.first_byte + item.num_bytes}, does not hold {region} of key {entry.key!r} as a tensor: "
+                f"{refused}. Nothing of it was run. Restore the file from a copy."
+            ) from error
+
+    # Two small reads each: on a network file system it is their latency that takes time.
+    run_threads(read, range(len(parts)))
+    pieces = [piece for number in range(len(parts)) for piece in found[number]]
+    without = {entry.key for entry in entries} - {piece.key for piece in pieces}
+    if without:
+        raise CorruptCheckpointError(f"{METADATA_NAME} of {location!r} places nothing of {summarize_keys(without)}.")
+    _check_tiling(location, pieces)
+    return pieces
+
+
+def _pieces_of_part(location: str, entry: TensorEntry, region: Region, item: StoredItem) -> Iterator[StoredPiece]:
+    path = locations.join(location, *item.file.split("/"))
+
+    def read_range(start: int, stop: int) -> bytes:
+        return locations.read_range(path, item.first_byte + start, item.first_byte + stop)
+
+    stored = locate_tensor(read_range, item.num_bytes)
+    if stored.dtype != entry.dtype or stored.shape != region.shape:
+        raise ValueError(f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} {region.shape}")
+    dtype, first = TO_NAME[entry.dtype], item.first_byte + stored.first_byte
+    boxes: Iterator[tuple[Region, int]]
+    if entry.original_shape is None:
+        shape, boxes = entry.shape, _runs(stored, region)
+    else:
+        shape, boxes = entry.original_shape, _unflattened(entry, stored, region)
+    for box, start in boxes:
+        yield StoredPiece(
+            entry.key, dtype, box, shape, item.file, first + start * entry.dtype.itemsize,
+            box.num_elements * entry.dtype.itemsize,
+        )  # fmt: skip
+
+
+def _runs(stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
+    """Divide a stored tensor into boxes whose elements follow one another, each with the position of the first."""
+    shape, strides = region.shape, stored.strides
+    if region.num_elements == 0:
+        yield region, 0
+        return
+    # The axes from `outer` on lie as in a contiguous tensor; an axis of size 1 may have any stride.
+    outer, step = len(shape), 1
+    while outer and (shape[outer - 1] == 1 or strides[outer - 1] == step):
+        outer -= 1
+        step *= shape[outer]
+    if outer == 0:
+        yield region, 0
+        return
+    # A transposed tensor has its runs along another axis.
+    axes = [axis for axis in range(len(shape)) if strides[axis] == 1 and shape[axis] > 1][:1]
+    inner = set(axes if axes and shape[axes[0]] > step else range(outer, len(shape)))
+    outside = [axis for axis in range(len(shape)) if axis not in inner]
+    if math.prod(shape[axis] for axis in outside) > _MAX_RUNS:
+        raise ValueError(f"it is stored with strides {strides}, in more than {_MAX_RUNS} runs; save contiguous tensors")
+    extent = tuple(n if axis in inner else 1 for axis, n in enumerate(shape))
+    for index in itertools.product(*(range(1 if axis in inner else n) for axis, n in enumerate(shape))):
+        offset = tuple(a + b for a, b in zip(region.offset, index, strict=True))
+        yield Region(offset, extent), sum(a * b for a, b in zip(index, strides, strict=True))
+
+
+def _unflattened(entry: TensorEntry, stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
+    """Find the boxes of a flattened shard.
+
+    Such a tensor is stored as an array of one more axis: the first axes number the shards of a regular grid, the last
+    one counts the elements of each, flattened.
+    """
+    original = entry.original_shape or ()
+    grid, flat_size = entry.shape[:-1], entry.shape[-1]
+    divides = len(grid) == len(original) and all(g and n % g == 0 for n, g in zip(original, grid, strict=False))
+    local = tuple(n // g for n, g in zip(original, grid, strict=False)) if divides else ()
+    if not divides or math.prod(local) != flat_size or region.shape[:-1] != (1,) * len(grid):
+        raise ValueError(f"a flattened tensor of shape {original} in a grid {entry.shape}")
+    if stored.strides and stored.strides[-1] != 1 and region.shape[-1] > 1:
+        raise ValueError(f"a flattened tensor with strides {stored.strides}")
+    if region.num_elements == 0:
+        yield Region((0,) * len(local), (0,) * len(local)), 0
+        return
+    cell = tuple(index * n for index, n in zip(region.offset, local, strict=False))
+    first = region.offset[-1]
+    position = 0
+    for box in flat_range_regions(local, first, first + region.shape[-1]):
+        yield Region(tuple(a + b for a, b in zip(cell, box.offset, strict=True)), box.shape), position
+        position += box.num_elements
+
+
+def _check_tiling(location: str, pieces: Sequence[StoredPiece]) -> None:
+    groups = group_by_key(pieces)
+    table = tabulate(groups, _shapes(groups))
+    outside = find_outside(table)
+    if outside is not None:
+        raise CorruptCheckpointError(
+            f"Key {outside.key!r} in {location!r}: {outside.region} in {outside.file!r} lies outside of the global "
+            f"shape {outside.global_shape}. {METADATA_NAME} is damaged: restore it from a copy."
+        )
+    found = find_fault(location, table)
+    if found is not None:
+        key_id, fault = found
+        raise CorruptCheckpointError(
+            f"Key {table.keys[key_id]!r} (global shape {table.shapes[key_id]}) in {location!r}: element "
+            f"{fault.element} is stored {fault.num_covers} times, not once. {METADATA_NAME} is damaged, or shards were "
+            "missing when the checkpoint was saved: load another one."
+        )
+
+
+def _shapes(groups: Mapping[str, Sequence[StoredPiece]]) -> list[tuple[int, ...]]:
+    shapes = [group[0].global_shape for group in groups.values()]
+    return [shape for shape in shapes if shape is not None]
+
+
+# ---- objects
+
+
+def _object_piece(key: str, offset: tuple[int, ...], shape: tuple[int, ...], item: StoredItem) -> StoredPiece:
+    region = Region(offset, (1,) * len(offset))
+    return StoredPiece(key, OBJECT, region, shape, item.file, item.first_byte, item.num_bytes)
+
+
+def _megatron_objects(location: str, objects: Mapping[str, StoredItem], sizes: dict[str, int]) -> list[StoredPiece]:
+    """Place Megatron's objects, whose names end in `/shard_<offset>_<shape>`, and its common state."""
+    parsed: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], StoredItem]]] = {}
+    for name, item in objects.items():
+        try:
+            shard = ShardedObject.empty_from_unique_key(name)
+        except InvalidShardingError as error:
+            raise CorruptCheckpointError(
+                f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is no name that Megatron gives."
+            ) from error
+        key = COMMON_KEY if shard.key == _MEGATRON_COMMON_KEY else shard.key
+        parsed.setdefault(key, []).append((shard.global_offset, shard.global_shape, item))
+    common_path = locations.join(location, COMMON_NAME)
+    if COMMON_KEY not in parsed and locations.exists(common_path):
+        sizes[COMMON_NAME] = file_size(common_path)
+        parsed[COMMON_KEY] = [((0,), (1,), StoredItem(COMMON_NAME, 0, sizes[COMMON_NAME]))]
+    return [
+        _object_piece(key, offset, shape, item)
+        for key, cells in parsed.items()
+        for offset, shape, item in _grid(location, key, cells)
+    ]
+
+
+def _grid(
+    location: str, key: str, cells: Sequence[tuple[tuple[int, ...], tuple[int, ...], StoredItem]]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], StoredItem]]:
+    # Old names lack the last size.
+    last = 1 + max((offset[-1] for offset, _, _ in cells if offset), default=0)
+    shapes = {tuple(last if n < 0 else n for n in shape) for _, shape, _ in cells}
+    if len(shapes) > 1:
+        raise CorruptCheckpointError(
+            f"The object {key!r} in {location!r} is stored as parts of several arrays, of shapes {sorted(shapes)}."
+        )
+    (shape,) = shapes
+    for offset, _, item in cells:
+        yield offset, shape, item
+
+
+# ---- manifest
+
+
+def _to_manifest(
+    location: str, pieces: Sequence[StoredPiece], sizes: Mapping[str, int], origin: Mapping[str, Any]
+) -> Manifest:
+    groups = group_by_key(pieces)
+    mixed = [key for key, group in groups.items() if len({piece.dtype for piece in group}) > 1]
+    if mixed:
+        raise CorruptCheckpointError(f"Both a tensor and an object in {location!r}: {summarize_keys(mixed)}.")
+    files = [ShardFile(name, size, 0, 0) for name, size in sizes.items()]
+    return to_manifest(tabulate(groups, _shapes(groups)), files, origin)

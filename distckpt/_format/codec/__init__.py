@@ -1,0 +1,191 @@
+"""Objects as bytes, without pickle: one safetensors blob for whatever a state dict holds besides global tensors.
+
+The blob's `__metadata__` holds `codec_version` and `tree`, a JSON text. Its U8 entries hold the raw bytes of tensors,
+numpy arrays and large byte strings, in the order in which the tree refers to them. In the tree, None, bool, int, finite
+floats, str, list and dict with str keys stand for themselves; anything else is `{"$<kind>": <payload>}`. Integers
+that need more than 64 bits are tagged; JSON readers other than Python's may round those beyond 2**53.
+
+What to expect:
+
+- Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, defaultdict with a
+  basic type as its factory, set, frozenset, slice, range, Namespace, SimpleNamespace, date, datetime (naive, or with a
+  `datetime.timezone`), timedelta, paths of pathlib, dense tensors, torch.dtype, torch.device, torch.Size, numpy arrays
+  and scalars of numbers, dates or text, and registered classes. No subclasses of these.
+- The same values of the same types in the same order give the same bytes; the order of a set does not matter.
+- A value that is referred to twice is written twice; a cycle is an error.
+- Tensors come back as plain CPU tensors that do not require a gradient, Parameters too. Attributes set on a
+  tensor or on an OrderedDict are not stored. Arrays come back in C order.
+- Reading builds only the types listed in this module and those that the program registered itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._format import safetensors_file
+from distckpt._format.codec.decode import Entries, decode_node
+from distckpt._format.codec.encode import ENCODERS, Writer, collect_fingerprints, encode_node
+from distckpt._format.codec.registry import REGISTERED, REGISTERED_NAMES, Registration, default_functions
+from distckpt._format.codec.tree import HOLE as HOLE
+from distckpt._format.codec.tree import Raw, entry_name, require, to_text, type_name
+
+CODEC_VERSION = "1"
+
+_MAX_TREE_CHARS = 1 << 24
+"""A longer tree becomes an entry, which keeps the header well under the size that safetensors readers accept."""
+_TREE_ENTRY = "tree"
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def encode(obj: object) -> bytes:
+    """Encode an object as a complete safetensors file.
+
+    Args:
+        obj: made of the types that the module's docstring lists.
+
+    Returns:
+        The blob that `decode` reads. The bytes of dense CPU tensors are copied once.
+
+    Raises:
+        UnsupportedObjectError: naming where in the object which type stands, and what to do about it.
+    """
+    writer = Writer()
+    try:
+        tree = to_text(encode_node(obj, writer))
+    except RecursionError as error:
+        raise writer.unsupported(obj, "the call stack is too deep here", "Nest containers less deeply.") from error
+    try:
+        return _join_blob(tree, writer.entries)
+    except ValueError as error:
+        raise writer.unsupported(obj, str(error), "Keep large numbers of tensors outside of objects.") from error
+
+
+def decode(blob: bytes | bytearray | memoryview) -> object:
+    """Decode what `encode` made.
+
+    Args:
+        blob: the whole file. It is not kept: tensors and arrays own their memory and are writable.
+
+    Returns:
+        The object, its tensors on CPU.
+
+    Raises:
+        CorruptCheckpointError: the blob is not one that `encode` made.
+        UnsupportedObjectError: it holds an object of a class that is not registered here.
+    """
+    view = memoryview(blob).cast("B")
+    try:
+        tree, entries = _split_blob(view)
+        obj = decode_node(safetensors_file.parse_json(tree), entries, 0)
+        require(not entries, f"nothing refers to the entries {sorted(entries)[:3]}")
+        return obj
+    except (CheckpointingException, MemoryError):
+        # Sizes are checked against the blob, so a lack of memory says nothing about it.
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpointError(
+            f"An encoded object of {len(view)} bytes is damaged ({what[:500]}). "
+            "Load another checkpoint, or restore the file that holds it from a copy."
+        ) from error
+
+
+def fingerprints(obj: object) -> dict[str, str]:
+    """Hash every leaf of nested dicts and lists, to tell which entries of two objects differ.
+
+    Args:
+        obj: what `encode` takes. Anything but a non-empty dict or list is a leaf.
+
+    Returns:
+        Path -> xxh3-64 of the encoded leaf, as 16 hex digits. Items of lists read `rng[2]`, of dicts `args.lr` or
+        `state.0` (int key), other keys stand in their encoded form: `args["a.b"]`, `args[null]`. Different places
+        have different paths, the same on every rank. The path of a leaf `obj` is `""`.
+
+    Raises:
+        UnsupportedObjectError: as `encode` does.
+    """
+    digests: dict[str, str] = {}
+    writer = Writer()
+    try:
+        collect_fingerprints(obj, "", writer, digests)
+    except RecursionError as error:
+        raise writer.unsupported(obj, "the call stack is too deep here", "Nest containers less deeply.") from error
+    return digests
+
+
+def register_object_type(
+    cls: _Class,
+    name: str | None = None,
+    *,
+    to_state: Callable[[Any], object] | None = None,
+    from_state: Callable[[Any], object] | None = None,
+) -> _Class:
+    """Let objects of a class be saved in checkpoints and be rebuilt on load.
+
+        @distckpt.register_object_type
+        @dataclasses.dataclass
+        class Schedule: ...
+
+    Enum classes, dataclasses and namedtuple classes need no functions: members are stored by name (flags by value), the
+    others by their fields. Such objects are rebuilt from the fields without calling `__init__`; a field that an older
+    checkpoint lacks gets its default. Subclasses are registered on their own.
+
+    Args:
+        cls: the class. Register it before saving and before loading, on every rank.
+        name: what identifies the class in checkpoints, default `<module>.<qualified name>`. Give one that stays when
+            the class moves.
+        to_state: turns an object into one that can be stored: dicts, lists, tensors and so on.
+        from_state: turns such a state back into an object.
+
+    Returns:
+        `cls`, so that this can be used as a decorator.
+
+    Raises:
+        TypeError: `cls` is not a class, or it needs both functions and they are not given.
+        ValueError: `name` belongs to another class, `cls` has another name already, or distckpt stores it anyway.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_object_type takes a class, not {cls!r}")
+    if (to_state is None) != (from_state is None):
+        raise TypeError(f"{type_name(cls)}: give both to_state and from_state, or neither")
+    if cls in ENCODERS or issubclass(cls, np.generic):
+        raise ValueError(f"{type_name(cls)} is stored without being registered")
+    if to_state is None or from_state is None:
+        to_state, from_state = default_functions(cls)
+    name = type_name(cls) if name is None else name
+    by_name, by_class = REGISTERED_NAMES.get(name), REGISTERED.get(cls)
+    if by_name is not None and by_name.cls is not cls:
+        raise ValueError(f"the name {name!r} is registered for another class, {by_name.cls!r}; give another name=")
+    if by_class is not None and by_class.name != name:
+        raise ValueError(f"{type_name(cls)} is registered under the name {by_class.name!r} already, not {name!r}")
+    REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, to_state, from_state)
+    return cls
+
+
+def _join_blob(tree: str, entries: Sequence[Raw]) -> bytes:
+    named: dict[str, Raw] = {entry_name(i): raw for i, raw in enumerate(entries)}
+    metadata = {"codec_version": CODEC_VERSION, "tree": tree}
+    encoded = tree.encode()  # Always: a lone surrogate, in the name of a registered class, is an error.
+    if len(tree) > _MAX_TREE_CHARS:
+        named[_TREE_ENTRY] = encoded
+        metadata = {"codec_version": CODEC_VERSION, "tree_entry": _TREE_ENTRY}
+    return safetensors_file.join_file(named, metadata)
+
+
+def _split_blob(blob: memoryview) -> tuple[str, Entries]:
+    metadata, described, data = safetensors_file.split_header(blob)
+    version = metadata.get("codec_version")
+    if version != CODEC_VERSION and str(version).isdecimal():
+        raise CorruptCheckpointError(
+            f"An encoded object is of codec version {version:.50}; this release of distckpt reads version "
+            f"{CODEC_VERSION}. Install a newer release: pip install --upgrade distckpt"
+        )
+    require(version == CODEC_VERSION, f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}")
+    entries = safetensors_file.split_data(described, data)
+    tree = str(entries.pop(_TREE_ENTRY), "utf-8") if "tree_entry" in metadata else metadata["tree"]
+    return tree, entries

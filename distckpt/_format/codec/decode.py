@@ -1,0 +1,232 @@
+"""Reading direction of the codec: a tree and its entries become an object. It builds no types but those it lists."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import math
+import pathlib
+import re
+import struct
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.errors import UnsupportedObjectError
+from distckpt._format.codec.registry import REGISTERED_NAMES
+from distckpt._format.codec.tree import (
+    DTYPES,
+    FACTORIES,
+    HOLE,
+    MAX_DEPTH,
+    PATHS,
+    TENSOR_DTYPES,
+    Json,
+    entry_name,
+    is_plain_dtype,
+    is_tagged,
+    require,
+)
+
+_MAX_NDIM = 1024
+_MAX_COLLISIONS = 1024
+
+Entries = dict[str, memoryview]
+"""Entries of a blob that the tree has not referred to yet. Each can be used once, so that no bytes multiply."""
+
+
+def decode_node(node: Json, entries: Entries, depth: int) -> Any:
+    """Build the object of a tree that lies in `depth` levels of JSON, and take what it refers to out of `entries`."""
+    # One call per level of JSON: a container takes up to four levels, a leaf inside it up to three.
+    require(depth <= 4 * MAX_DEPTH + 3, f"more than {MAX_DEPTH} containers in one another")
+    if type(node) is list:
+        items = []
+        for item in node:
+            items.append(decode_node(item, entries, depth + 1) if type(item) in (dict, list) else item)
+        return items
+    if type(node) is not dict:
+        return node
+    values = {}
+    for key, item in node.items():
+        values[key] = decode_node(item, entries, depth + 1) if type(item) in (dict, list) else item
+    if not is_tagged(node):
+        return values
+    ((tag, payload),) = values.items()
+    if tag in ENTRY_DECODERS:
+        return ENTRY_DECODERS[tag](payload, entries)
+    require(tag in DECODERS, f"unknown tag {tag[:50]!r}")
+    payload_type, from_payload = DECODERS[tag]
+    require(type(payload) is payload_type, f"{tag} takes a {payload_type.__name__}, not a {type(payload).__name__}")
+    return from_payload(payload)
+
+
+def _take(number: object, entries: Entries) -> memoryview:
+    raw = entries.pop(entry_name(number), None) if type(number) is int else None
+    if raw is None:
+        raise ValueError(f"the tree refers to the entry {number!r:.50}, which is missing or used before")
+    return raw
+
+
+def _decode_bytes(payload: object, entries: Entries) -> bytes:
+    return base64.b64decode(payload, validate=True) if isinstance(payload, str) else bytes(_take(payload, entries))
+
+
+def _decode_tensor(payload: Any, entries: Entries) -> torch.Tensor:
+    name, shape, number = payload
+    dtype, raw = _find_dtype(name, TENSOR_DTYPES), _take(number, entries)
+    _check_size(shape, dtype.itemsize, raw)
+    flat = torch.empty(len(raw), dtype=torch.uint8)
+    flat.numpy()[:] = raw
+    # Autograd does not take a detached tensor for a view.
+    return flat.view(dtype).reshape(shape).detach()
+
+
+def _decode_array(payload: Any, entries: Entries) -> npt.NDArray[Any]:
+    name, shape, number = payload
+    dtype, raw = _find_plain_dtype(name), _take(number, entries)
+    _check_size(shape, dtype.itemsize, raw)
+    array: npt.NDArray[Any] = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[:] = raw
+    return array
+
+
+def _check_size(shape: Any, item_bytes: int, raw: memoryview | bytes) -> None:
+    require(type(shape) is list and all(type(n) is int and n >= 0 for n in shape), f"invalid shape {shape!r:.100}")
+    # The product of very many sizes takes for ever.
+    require(len(shape) <= _MAX_NDIM, f"{len(shape)} axes")
+    # The second: on some shapes without elements, numpy and torch overflow.
+    require(math.prod(shape) * item_bytes == len(raw), f"shape {shape!r:.100} contradicts {len(raw)} bytes")
+    require(math.prod(n for n in shape if n) * item_bytes < 2**63, f"shape {shape!r:.100} is too large")
+
+
+def _decode_scalar(payload: list[Any]) -> object:
+    name, value = payload
+    if name == "str_":
+        return np.str_(*_several(str, 1, [value]))
+    _several(bytes, 1, [value])
+    if name == "bytes_":
+        return np.bytes_(value)
+    dtype = _find_plain_dtype(name)
+    _check_size([], dtype.itemsize, value)
+    return np.frombuffer(value, dtype)[0]
+
+
+def _check_hashes(keys: Sequence[Any]) -> None:
+    # Numbers can be chosen so that their hashes are equal, and then every key is compared with every other.
+    hashes = set(map(hash, keys))
+    require(2 * len(hashes) >= len(keys) - _MAX_COLLISIONS, "keys that were chosen to take for ever")
+
+
+def _decode_dict(payload: list[Any]) -> dict[Any, Any]:
+    _check_hashes(payload[::2])
+    result = dict(zip(payload[::2], payload[1::2], strict=True))
+    require(2 * len(result) == len(payload), "a dict has a key twice")
+    return result
+
+
+def _decode_set(payload: list[Any]) -> set[Any]:
+    _check_hashes(payload)
+    result = set(payload)
+    require(len(result) == len(payload), "a set has an element twice")
+    return result
+
+
+def _decode_defaultdict(payload: list[Any]) -> object:
+    name, items = payload
+    require(name in FACTORIES and type(items) is dict, f"invalid defaultdict of {name!r:.50}")
+    return collections.defaultdict(FACTORIES[name], items)
+
+
+def _decode_attributes(namespace: Any, attributes: dict[Any, Any]) -> object:
+    require(all(type(name) is str for name in attributes), "an attribute is not named by a text")
+    vars(namespace).update(attributes)
+    return namespace
+
+
+def _decode_datetime(payload: dict[str, Any]) -> object:
+    naive = datetime.datetime(*_several(int, 7, payload["fields"]))
+    return naive.replace(fold=payload["fold"], tzinfo=payload["tzinfo"])
+
+
+def _decode_path(payload: list[Any]) -> object:
+    name, text = payload
+    cls = PATHS[name]
+    if issubclass(cls, pathlib.Path) and cls is not type(pathlib.Path()):
+        # A path of another platform can be looked at, not used.
+        cls = PATHS["Pure" + name]
+    return cls(text)
+
+
+def _decode_registered(payload: list[Any]) -> object:
+    name, state = payload
+    registration = REGISTERED_NAMES.get(name)
+    if registration is None:
+        raise UnsupportedObjectError(
+            f"The checkpoint holds an object whose class is registered as {name!r}, which is unknown here. Before "
+            f"loading, call distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= "
+            "unless cls is an Enum class, a dataclass or a namedtuple class."
+        )
+    try:
+        return registration.from_state(state)
+    except Exception as error:
+        raise ValueError(f"an object {name!r} does not fit its class: {type(error).__name__}: {error}") from error
+
+
+def _several(cls: type, count: int, values: Any) -> list[Any]:
+    expected = type(values) is list and len(values) == count and all(type(value) is cls for value in values)
+    require(expected, f"{count} of type {cls.__name__} expected")
+    return values  # type: ignore[no-any-return]
+
+
+ENTRY_DECODERS: dict[str, Callable[[Any, Entries], object]] = {
+    "$bytes": _decode_bytes,
+    "$bytearray": lambda payload, entries: bytearray(_decode_bytes(payload, entries)),
+    "$tensor": _decode_tensor,
+    "$ndarray": _decode_array,
+}
+
+DECODERS: dict[str, tuple[type, Callable[[Any], object]]] = {
+    "$hole": (type(None), lambda payload: HOLE),
+    "$int": (str, lambda payload: int(payload, 16)),
+    "$float": (str, lambda payload: struct.unpack(">d", bytes.fromhex(payload))[0]),
+    "$str": (str, lambda payload: base64.b64decode(payload, validate=True).decode("utf-8", "surrogatepass")),
+    "$tuple": (list, tuple),
+    "$dict": (list, _decode_dict),
+    "$set": (list, _decode_set),
+    "$frozenset": (list, lambda payload: frozenset(_decode_set(payload))),
+    "$OrderedDict": (dict, collections.OrderedDict),
+    "$defaultdict": (list, _decode_defaultdict),
+    "$complex": (list, lambda payload: complex(*_several(float, 2, payload))),
+    "$slice": (list, lambda payload: slice(*payload)),
+    "$range": (list, lambda payload: range(*_several(int, 3, payload))),
+    "$Namespace": (dict, lambda payload: _decode_attributes(argparse.Namespace(), payload)),
+    "$SimpleNamespace": (dict, lambda payload: _decode_attributes(types.SimpleNamespace(), payload)),
+    "$date": (list, lambda payload: datetime.date(*_several(int, 3, payload))),
+    "$datetime": (dict, _decode_datetime),
+    "$timedelta": (list, lambda payload: datetime.timedelta(*_several(int, 3, payload))),
+    "$timezone": (list, lambda payload: datetime.timezone(*payload)),
+    "$path": (list, _decode_path),
+    "$torch.dtype": (str, lambda payload: _find_dtype(payload, DTYPES)),
+    "$torch.device": (str, torch.device),
+    "$torch.Size": (list, lambda payload: torch.Size(_several(int, len(payload), payload))),
+    "$numpy": (list, _decode_scalar),
+    "$object": (list, _decode_registered),
+}
+
+
+def _find_dtype(name: Any, table: Mapping[str, torch.dtype]) -> torch.dtype:
+    require(name in table, f"there is no such dtype in this torch: {name!r:.50}")
+    return table[name]
+
+
+def _find_plain_dtype(name: Any) -> np.dtype[Any]:
+    require(type(name) is str and bool(re.fullmatch(r"[<>|][a-zA-Z]\d+(\[\w+\])?", name)), f"dtype {name!r:.50}")
+    dtype: np.dtype[Any] = np.dtype(name)
+    require(is_plain_dtype(dtype), f"dtype {name!r:.50}")
+    return dtype

@@ -1,0 +1,319 @@
+"""Writing direction of the codec: an object becomes a tree and the entries that the tree refers to."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import math
+import re
+import struct
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from distckpt._base.errors import UnsupportedObjectError
+from distckpt._format.codec.registry import REGISTERED, default_functions
+from distckpt._format.codec.tree import (
+    FACTORIES,
+    MAX_DEPTH,
+    PATHS,
+    TENSOR_DTYPES,
+    Hole,
+    Json,
+    Raw,
+    is_plain_dtype,
+    is_tagged,
+    to_text,
+    type_name,
+)
+
+_INLINE_BYTES = 256
+_ITEM, _ATTRIBUTE, _ELEMENT, _KEY, _SAME = "[{}]", ".{}", "<element>", "<key>", ""
+
+
+class Writer:
+    """State of one encoding.
+
+    Attributes:
+        path: for each container around the current value, how and under what that value stands in it.
+        enclosing: ids of these containers, to find cycles.
+        entries: bytes found so far that stand outside of the tree.
+        inline: keep bytes in the tree. Set in keys and sets: the arbitrary order of a set would number the entries.
+    """
+
+    def __init__(self) -> None:
+        self.path: list[tuple[str, object]] = []
+        self.enclosing: set[int] = set()
+        self.entries: list[Raw] = []
+        self.inline = False
+
+    def enter(self, container: object) -> None:
+        """Begin with the items of a container."""
+        if id(container) in self.enclosing:
+            raise self.unsupported(container, "it contains itself", "Break the cycle before saving.")
+        if len(self.path) >= MAX_DEPTH:
+            raise self.unsupported(container, f"it lies in more than {MAX_DEPTH} containers", "Nest less deeply.")
+        self.enclosing.add(id(container))
+        self.path.append((_SAME, None))
+
+    def leave(self, container: object) -> None:
+        """End with the items of the container that was entered last."""
+        self.path.pop()
+        self.enclosing.discard(id(container))
+
+    def unsupported(self, obj: object, reason: str, advice: str) -> UnsupportedObjectError:
+        """Make the error that tells where `obj` stands, why it cannot be stored and what to do."""
+        where = "".join(_segment_text(template, value) for template, value in self.path) or "the object"
+        return UnsupportedObjectError(f"Cannot store {where} of type {type_name(type(obj))}: {reason}. {advice}")
+
+    def add_entry(self, obj: object, raw: Raw) -> int:
+        """Keep the bytes of `obj` outside of the tree; return the number by which the tree refers to them."""
+        if self.inline:
+            raise self.unsupported(obj, "it stands in a set or in a dict key", "Keep it in a list or a dict value.")
+        self.entries.append(raw)
+        return len(self.entries) - 1
+
+
+_Encoder = Callable[[Any, Writer], Json]
+
+
+def encode_node(obj: object, writer: Writer) -> Json:
+    """Return the tree of an object; the bytes that stand outside of it are appended to `writer.entries`."""
+    return _encoder_of(obj, writer)(obj, writer)
+
+
+def _encoder_of(obj: object, writer: Writer) -> _Encoder:
+    cls = type(obj)
+    encoder = ENCODERS.get(cls)
+    if encoder is not None:
+        return encoder
+    if cls in REGISTERED:
+        return _encode_registered
+    if isinstance(obj, np.generic) and obj.dtype.type is cls:
+        return _encode_scalar
+    raise writer.unsupported(obj, *_refusal(obj))
+
+
+def _refusal(obj: object) -> tuple[str, str]:
+    cls = type(obj)
+    if isinstance(obj, torch.Tensor):
+        return "it is a subclass of torch.Tensor", "Wrap it in distckpt.ShardedTensor, or take its plain local tensor."
+    if isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | types.ModuleType):
+        return "classes, functions and modules are not stored", "Store a name instead, or drop it before saving."
+    try:
+        default_functions(cls)
+        arguments = cls.__name__
+    except TypeError:
+        arguments = f"{cls.__name__}, to_state=..., from_state=..."
+    advice = f"Register its class before saving and before loading: distckpt.register_object_type({arguments})."
+    base = next((base for base in cls.__mro__ if base in ENCODERS), None)
+    if base is None:
+        return "its class is not registered", advice
+    return f"its class, a subclass of {base.__name__}, is not registered", f"{advice} Or convert it to {base.__name__}."
+
+
+def _encode_children(owner: object, children: Iterable[tuple[str, object, object]], writer: Writer) -> list[Json]:
+    writer.enter(owner)
+    nodes = []
+    for template, name, child in children:
+        writer.path[-1] = (template, name)
+        nodes.append(_encoder_of(child, writer)(child, writer))
+    writer.leave(owner)
+    return nodes
+
+
+def _encode_inline(owner: Iterable[object], template: str, writer: Writer) -> list[Json]:
+    outer, writer.inline = writer.inline, True
+    nodes = _encode_children(owner, ((template, child, child) for child in owner), writer)
+    writer.inline = outer
+    return nodes
+
+
+def _encode_list(obj: Iterable[object], writer: Writer) -> Json:
+    return _encode_children(obj, ((_ITEM, i, item) for i, item in enumerate(obj)), writer)
+
+
+def _encode_dict(obj: Mapping[Any, object], writer: Writer, template: str = _ITEM) -> Json:
+    values = _encode_children(obj, ((template, key, value) for key, value in obj.items()), writer)
+    if all(type(key) is str and _is_unicode(key) for key in obj) and not is_tagged(obj):
+        return dict(zip(obj, values, strict=True))
+    pairs = zip(_encode_inline(obj, _KEY, writer), values, strict=True)
+    return {"$dict": [node for pair in pairs for node in pair]}
+
+
+def _encode_defaultdict(obj: collections.defaultdict[Any, object], writer: Writer) -> Json:
+    name = next((name for name, factory in FACTORIES.items() if factory is obj.default_factory), "")
+    if name == "":
+        reason = f"its default_factory is none of {', '.join(map(str, FACTORIES))}"
+        raise writer.unsupported(obj, reason, "Convert it to a dict.")
+    return {"$defaultdict": [name, _encode_dict(obj, writer)]}
+
+
+def _encode_set(obj: Iterable[object], writer: Writer) -> Json:
+    return {f"${type(obj).__name__}": sorted(_encode_inline(obj, _ELEMENT, writer), key=to_text)}
+
+
+def _encode_int(obj: int, writer: Writer) -> Json:
+    return obj if -(2**63) <= obj < 2**64 else {"$int": hex(obj)}
+
+
+def _encode_float(obj: float, writer: Writer) -> Json:
+    return obj if math.isfinite(obj) else {"$float": struct.pack(">d", obj).hex()}
+
+
+def _encode_str(obj: str, writer: Writer) -> Json:
+    # Lone surrogates: JSON would join two of them to one character, and a safetensors header is UTF-8.
+    return obj if _is_unicode(obj) else {"$str": base64.b64encode(obj.encode("utf-8", "surrogatepass")).decode()}
+
+
+def _encode_bytes(obj: bytes | bytearray, writer: Writer) -> Json:
+    inline = writer.inline or len(obj) <= _INLINE_BYTES
+    return {f"${type(obj).__name__}": base64.b64encode(obj).decode() if inline else writer.add_entry(obj, obj)}
+
+
+def _encode_tensor(obj: torch.Tensor, writer: Writer) -> Json:
+    name = _dtype_name(obj.dtype)
+    if obj.layout is not torch.strided or name not in TENSOR_DTYPES or obj.is_meta:
+        reason = f"it is a tensor of dtype {name} and layout {obj.layout} on device {obj.device}"
+        raise writer.unsupported(obj, reason, "Only dense tensors of plain dtypes that hold data can be stored.")
+    plain = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Tensors of at most one item count as contiguous whatever their stride, which view() refuses.
+    raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+    return {"$tensor": [name, list(obj.shape), writer.add_entry(obj, raw)]}
+
+
+def _encode_array(obj: npt.NDArray[Any], writer: Writer) -> Json:
+    dtype = _dtype_text(obj, writer)
+    raw = np.ascontiguousarray(obj).reshape(-1).view(np.uint8).data
+    return {"$ndarray": [dtype, list(obj.shape), writer.add_entry(obj, raw)]}
+
+
+def _encode_scalar(obj: np.generic, writer: Writer) -> Json:
+    # numpy's own conversions of these two drop trailing zeros.
+    if isinstance(obj, np.bytes_):
+        return {"$numpy": ["bytes_", _encode_bytes(bytes(obj), writer)]}
+    if isinstance(obj, np.str_):
+        return {"$numpy": ["str_", _encode_str("".join(obj), writer)]}
+    return {"$numpy": [_dtype_text(obj, writer), encode_node(obj.tobytes(), writer)]}
+
+
+def _dtype_text(obj: npt.NDArray[Any] | np.generic, writer: Writer) -> str:
+    if not is_plain_dtype(obj.dtype):
+        advice = "Convert it to numbers, dates or text: object arrays to lists, structured arrays to a dict of fields."
+        raise writer.unsupported(obj, f"its dtype {obj.dtype} has no portable bytes", advice)
+    return str(obj.dtype.str)
+
+
+def _encode_registered(obj: object, writer: Writer) -> Json:
+    registration = REGISTERED[type(obj)]
+    (state,) = _encode_children(obj, [(_SAME, None, registration.to_state(obj))], writer)
+    return {"$object": [registration.name, state]}
+
+
+def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:
+    """Make an encoder for a type that is stored as a state of simpler types."""
+    return lambda obj, writer: {f"${kind}": encode_node(to_state(obj), writer)}
+
+
+def _encode_attributes(obj: object, writer: Writer) -> Json:
+    return {f"${type(obj).__name__}": _encode_dict(vars(obj), writer, _ATTRIBUTE)}
+
+
+def _datetime_state(obj: datetime.datetime) -> dict[str, object]:
+    fields = [obj.year, obj.month, obj.day, obj.hour, obj.minute, obj.second, obj.microsecond]
+    return {"fields": fields, "fold": obj.fold, "tzinfo": obj.tzinfo}
+
+
+def _timezone_state(obj: datetime.timezone) -> list[object]:
+    offset, name = obj.utcoffset(None), obj.tzname(None)
+    return [offset] if datetime.timezone(offset).tzname(None) == name else [offset, name]
+
+
+def _as_is(obj: object, writer: Writer) -> Json:
+    return obj
+
+
+ENCODERS: dict[type, _Encoder] = {
+    type(None): _as_is,
+    bool: _as_is,
+    int: _encode_int,
+    float: _encode_float,
+    str: _encode_str,
+    list: _encode_list,
+    dict: _encode_dict,
+    Hole: _encode_state("hole", lambda obj: None),
+    tuple: _encode_state("tuple", list),
+    set: _encode_set,
+    frozenset: _encode_set,
+    collections.OrderedDict: lambda obj, writer: {"$OrderedDict": _encode_dict(obj, writer)},
+    collections.defaultdict: _encode_defaultdict,
+    bytes: _encode_bytes,
+    bytearray: _encode_bytes,
+    complex: _encode_state("complex", lambda obj: [obj.real, obj.imag]),
+    slice: _encode_state("slice", lambda obj: [obj.start, obj.stop, obj.step]),
+    range: _encode_state("range", lambda obj: [obj.start, obj.stop, obj.step]),
+    argparse.Namespace: _encode_attributes,
+    types.SimpleNamespace: _encode_attributes,
+    datetime.date: _encode_state("date", lambda obj: [obj.year, obj.month, obj.day]),
+    datetime.datetime: _encode_state("datetime", _datetime_state),
+    datetime.timedelta: _encode_state("timedelta", lambda obj: [obj.days, obj.seconds, obj.microseconds]),
+    datetime.timezone: _encode_state("timezone", _timezone_state),
+    **{cls: _encode_state("path", lambda obj: [type(obj).__name__, str(obj)]) for cls in PATHS.values()},
+    torch.Tensor: _encode_tensor,
+    torch.nn.Parameter: _encode_tensor,
+    torch.dtype: _encode_state("torch.dtype", lambda obj: _dtype_name(obj)),
+    torch.device: _encode_state("torch.device", str),
+    torch.Size: _encode_state("torch.Size", list),
+    np.ndarray: _encode_array,
+}
+
+
+def collect_fingerprints(obj: object, name: str, writer: Writer, digests: dict[str, str]) -> None:
+    """Put a hash of each leaf of `obj`, whose path is `name`, into `digests` under the path of the leaf."""
+    if type(obj) not in (dict, list) or not obj:
+        writer.entries.clear()
+        digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())
+        for raw in writer.entries:
+            digest.update(raw)
+        digests[name] = digest.hexdigest()
+        return
+    items: list[tuple[object, object]]
+    if isinstance(obj, dict):
+        items, suffixes = list(obj.items()), [_key_suffix(node) for node in _encode_inline(obj, _KEY, writer)]
+    else:
+        items = list(enumerate(cast("list[object]", obj)))
+        suffixes = [f"[{i}]" for i, _ in items]
+    writer.enter(obj)
+    for (key, child), suffix in zip(items, suffixes, strict=True):
+        writer.path[-1] = (_ITEM, key)
+        collect_fingerprints(child, name + suffix if name else suffix.removeprefix("."), writer, digests)
+    writer.leave(obj)
+
+
+def _key_suffix(node: Json) -> str:
+    # From the encoded key, which is the same on all ranks, unlike the repr of a set.
+    readable = type(node) is int or (type(node) is str and re.fullmatch(r"[^\W\d][\w-]*", node))
+    return f".{node}" if readable else f"[{to_text(node)}]"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether a text has no lone surrogates."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
+def _segment_text(template: str, value: object) -> str:
+    try:
+        return template.format(f"{value!r:.60}" if template == _ITEM else value)
+    except Exception:  # Whatever the repr of a key raises, the error that is being described matters more.
+        return template.format("?")

@@ -1,0 +1,207 @@
+"""The marker file that says "this directory is a whole checkpoint". `distckpt.core` is the public path.
+
+The marker (`metadata.json`) is written last. A reader that finds no marker sees no checkpoint; a reader
+that finds one may rely on everything it names. It carries Megatron's `CheckpointingConfig` fields beside
+distckpt's own, so programs written for Megatron Core recognise a distckpt checkpoint and the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from distckpt._base.errors import CorruptCheckpointError
+from distckpt._storage import locations
+
+CONFIG_FNAME = "metadata.json"
+
+_MAX_MARKER_BYTES = 4 << 20
+_MAX_BACKEND_CHARS = 255
+_NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
+"""What the system says when a name leads to no file; other errors are of the disk, and may pass."""
+
+
+@dataclass
+class CheckpointingConfig:
+    """Name the format of a checkpoint, as its marker records it.
+
+    The version counts changes of the format, not of what an application stores in it.
+
+    Attributes:
+        sharded_backend: name of the format that holds the tensors, such as "safetensors".
+        sharded_backend_version: version of that format.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Tell whether a location holds a checkpoint.
+
+    Args:
+        checkpoint_dir: directory or URL prefix of the checkpoint.
+
+    Returns:
+        True when the marker is there and valid, False when there is none.
+
+    Raises:
+        CorruptCheckpointError: the marker is there but is not a valid one.
+    """
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> CheckpointingConfig | None:
+    """Read the format of a checkpoint from its marker.
+
+    Args:
+        checkpoint_dir: directory or URL prefix of the checkpoint; an empty one holds no checkpoint.
+
+    Returns:
+        The format, or None when there is no marker. Fields that this version does not know are dropped.
+
+    Raises:
+        CorruptCheckpointError: the marker is not JSON, lacks `sharded_backend`, or has a field of a wrong type.
+    """
+    if not checkpoint_dir:
+        return None
+    fields = read_marker(checkpoint_dir)
+    return None if fields is None else parse_config(fields, checkpoint_dir)
+
+
+def parse_config(fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
+    """Return the format of a checkpoint that the fields of its marker name.
+
+    Raises:
+        CorruptCheckpointError: `sharded_backend` is missing, or a field has a wrong type.
+    """
+    path = _marker_path(checkpoint_dir)
+    if "sharded_backend" not in fields:
+        raise CorruptCheckpointError(
+            f"{path}: the field 'sharded_backend' is missing; this is not the marker of a distributed checkpoint"
+        )
+    backend = fields["sharded_backend"]
+    version = fields.get("sharded_backend_version", 1)
+    if not isinstance(backend, str) or len(backend) > _MAX_BACKEND_CHARS:
+        raise CorruptCheckpointError(f"{path}: 'sharded_backend' must be a string, found {backend!r:.100}")
+    if not isinstance(version, int) or isinstance(version, bool) or abs(version) >= 2**31:
+        raise CorruptCheckpointError(f"{path}: 'sharded_backend_version' must be an integer, found {version!r:.100}")
+    return CheckpointingConfig(backend, version)
+
+
+def save_config(
+    config: CheckpointingConfig,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    extra: Mapping[str, Any] | None = None,
+    durable: bool = True,
+) -> None:
+    """Write the marker of a checkpoint, in one step.
+
+    Call it last: from then on the location counts as a whole checkpoint.
+
+    Args:
+        config: the format of the checkpoint.
+        checkpoint_dir: existing directory, or URL prefix.
+        extra: further JSON fields of the marker; a field of `config` wins over one of the same name here.
+        durable: whether it must be on disk on return.
+    """
+    write_marker(checkpoint_dir, {**(extra or {}), **asdict(config)}, durable)
+
+
+def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Read every field of the marker of a checkpoint.
+
+    Args:
+        checkpoint_dir: directory or URL prefix of the checkpoint.
+
+    Returns:
+        The fields as JSON gives them, or None when there is no marker.
+
+    Raises:
+        CorruptCheckpointError: the marker is not a JSON object.
+    """
+    path = _marker_path(checkpoint_dir)
+    try:
+        # The marker's own name is short: what is too long is the path that the caller gave.
+        with _judging(path, _NO_FILE - {errno.ENAMETOOLONG}):
+            content = locations.read_bytes(path, _MAX_MARKER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: not valid JSON ({error}); restore the file or use another checkpoint"
+        ) from error
+    if not isinstance(fields, dict):
+        raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
+    return fields
+
+
+def file_size(path: str) -> int:
+    """Return the size of a file of a checkpoint that is not trusted.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CorruptCheckpointError: what is there is no file.
+    """
+    with _judging(path):
+        return locations.file_size(path)
+
+
+def read_file(path: str, max_bytes: int) -> bytes:
+    """Read a whole file of a checkpoint that is not trusted.
+
+    Args:
+        path: of the file.
+        max_bytes: size that it has at most.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CorruptCheckpointError: what is there is no file, or a larger one.
+    """
+    with _judging(path):
+        return locations.read_bytes(path, max_bytes)
+
+
+@contextlib.contextmanager
+def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
+    """Call a checkpoint damaged when what is under the name of its file cannot be that."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise CorruptCheckpointError(
+                f"{path!r} has {error.strerror}, which no such file has. Restore it from a copy, or load another "
+                "checkpoint."
+            ) from error
+        if error.errno in no_file and locations.is_local(path):
+            raise CorruptCheckpointError(
+                f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another checkpoint."
+            ) from error
+        raise
+
+
+def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True) -> None:
+    """Write the marker of a checkpoint from raw fields, in one step.
+
+    Args:
+        checkpoint_dir: existing directory, or URL prefix.
+        fields: values that JSON can hold, by field name.
+        durable: whether it must be on disk on return.
+
+    Raises:
+        TypeError: a field holds something that JSON cannot hold; nothing is written then.
+    """
+    content = json.dumps(dict(fields), indent=1) + "\n"
+    locations.write_bytes(_marker_path(checkpoint_dir), content.encode(), durable)
+
+
+def _marker_path(checkpoint_dir: str | os.PathLike[str]) -> str:
+    return locations.join(locations.normalize(checkpoint_dir), CONFIG_FNAME)

@@ -1,0 +1,316 @@
+"""Tensors that are pieced together from boxes of other tensors: values and pure functions, no data.
+
+A mapped tensor names, for every element of a *target* tensor, the element of a *source* tensor that it is a copy of.
+It does so in boxes, so that any region of the target can be read from regions of the sources alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import summarize_keys
+from distckpt._geometry.region import IntArray, Region, find_tiling_faults, intersect, intersect_many, whole
+
+
+class Part(NamedTuple):
+    """A box of a target tensor that is a box of a source tensor.
+
+    To get the target box: take the source box, put its axes in the order `order`, then drop and add axes of size 1
+    until the shape is that of the target box.
+
+    Attributes:
+        target: the box in the target tensor.
+        key: the source tensor.
+        source: the box in the source tensor.
+        order: all source axes, in the order in which they appear in the target. Axes along which the source box has
+            size 1 stand anywhere. `(0, 1, ..., n-1)` when no axis moves.
+    """
+
+    target: Region
+    key: str
+    source: Region
+    order: tuple[int, ...]
+
+
+class TensorInfo(NamedTuple):
+    """What a checkpoint says of a tensor: global `shape` and safetensors name of its `dtype`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """A target tensor that is pieced together from boxes of source tensors.
+
+    Attributes:
+        shape: of the target tensor.
+        dtype: safetensors name of the dtype, the same in all of its sources.
+        parts: together with `padding` they tile the target; a target without elements has none.
+        trimmed: source regions `(key, region)` that a rule cut off as padding, carried along for the way back.
+        padding: regions of the target that no source holds, to be filled with zeros.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Part, ...]
+    trimmed: tuple[tuple[str, Region], ...] = ()
+    padding: tuple[Region, ...] = ()
+
+    @cached_property
+    def boxes(self) -> tuple[IntArray, IntArray]:
+        """Offsets and shapes of the parts in the target, arrays of shape (number of parts, number of axes)."""
+        return _box_arrays([part.target for part in self.parts], len(self.shape))
+
+
+def identity(key: str, info: TensorInfo) -> MappedTensor:
+    """Map a tensor to itself."""
+    shape = tuple(info.shape)
+    if 0 in shape:
+        return MappedTensor(shape, info.dtype, ())
+    region = whole(shape)
+    return MappedTensor(shape, info.dtype, (Part(region, key, region, tuple(range(len(shape)))),))
+
+
+def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
+    """Find what a region of a target tensor is made of.
+
+    Args:
+        mapped: the target tensor.
+        region: a box inside it.
+
+    Returns:
+        Pairs `(box, part)`: `box` lies in the requested region (offset counted from the region's first element) and
+        `part` is cut down to exactly that box. Together with `resolve_padding` the boxes tile the region.
+
+    Raises:
+        InvalidShardingError: the region does not lie inside the tensor.
+    """
+    _check_inside(region, mapped.shape)
+    rows, offsets, shapes = intersect_many(*mapped.boxes, *region)
+    found = []
+    for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
+        box = Region(tuple(offset), tuple(shape))
+        found.append((box.relative_to(region.offset), _restrict(mapped.parts[row], box)))
+    return found
+
+
+def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
+    """Find the boxes of a region of a target tensor that are to be filled with zeros, relative to the region.
+
+    Raises:
+        InvalidShardingError: the region does not lie inside the tensor.
+    """
+    _check_inside(region, mapped.shape)
+    common = (intersect(region, padding) for padding in mapped.padding)
+    return [box.relative_to(region.offset) for box in common if box is not None]
+
+
+def target_view(view: torch.Tensor, part: Part) -> torch.Tensor:
+    """See a target box the way its source box lies: no copy, writing to the result writes to `view`.
+
+    Args:
+        view: tensor of shape `part.target.shape`.
+        part: which source box belongs there.
+
+    Returns:
+        A view of shape `part.source.shape` with the axes of the source.
+
+    Raises:
+        ValueError: `view` has another shape.
+    """
+    if tuple(view.shape) != part.target.shape:
+        raise ValueError(f"a view of shape {tuple(view.shape)} was given for a part of shape {part.target.shape}")
+    pairs = _axis_pairs(part)
+    without_unit_axes = view[tuple(0 if size == 1 else slice(None) for size in part.target.shape)]
+    in_source_order = without_unit_axes.permute(sorted(range(len(pairs)), key=lambda axis: pairs[axis][1]))
+    return in_source_order[tuple(None if size == 1 else slice(None) for size in part.source.shape)]
+
+
+def crop(mapped: MappedTensor, region: Region) -> MappedTensor:
+    """Keep a region of a target tensor only. What was trimmed before is not carried over."""
+    parts = tuple(part._replace(target=box) for box, part in resolve(mapped, region))
+    return MappedTensor(region.shape, mapped.dtype, parts)
+
+
+def crop_axis(mapped: MappedTensor, axis: int, start: int, stop: int) -> MappedTensor:
+    """Keep the indices [start, stop) of one axis."""
+    return crop(mapped, _along(mapped.shape, axis, start, stop))
+
+
+def trim_axis(mapped: MappedTensor, axis: int, size: int) -> MappedTensor:
+    """Keep the first `size` indices of an axis, and the record of the source regions behind the others."""
+    beyond = _along(mapped.shape, axis, size, mapped.shape[axis])
+    cut = tuple((part.key, part.source) for _, part in resolve(mapped, beyond))
+    kept = crop_axis(mapped, axis, 0, size)
+    return MappedTensor(kept.shape, kept.dtype, kept.parts, mapped.trimmed + cut)
+
+
+def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
+    """Put the axes of a target tensor in another order: axis `j` of the result is axis `order[j]`."""
+    parts = []
+    for part in mapped.parts:
+        source_axes = dict(_axis_pairs(part))
+        moved = [source_axes[axis] for axis in order if axis in source_axes]
+        target = Region(_pick(part.target.offset, order), _pick(part.target.shape, order))
+        parts.append(Part(target, part.key, part.source, _complete_order(len(part.order), moved)))
+    return MappedTensor(_pick(mapped.shape, order), mapped.dtype, tuple(parts), mapped.trimmed)
+
+
+def drop_axis(mapped: MappedTensor, axis: int) -> MappedTensor:
+    """Take out an axis of size 1."""
+    kept = [a for a in range(len(mapped.shape)) if a != axis]
+    parts = tuple(
+        part._replace(target=Region(_pick(part.target.offset, kept), _pick(part.target.shape, kept)))
+        for part in mapped.parts
+    )
+    return MappedTensor(_pick(mapped.shape, kept), mapped.dtype, parts, mapped.trimmed)
+
+
+def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
+    """Put targets that agree in dtype and in all other axes behind one another along an axis."""
+    parts: list[Part] = []
+    end = 0
+    for piece in pieces:
+        for part in piece.parts:
+            offset = list(part.target.offset)
+            offset[axis] += end
+            parts.append(part._replace(target=Region(tuple(offset), part.target.shape)))
+        end += piece.shape[axis]
+    shape = (*pieces[0].shape[:axis], end, *pieces[0].shape[axis + 1 :])
+    trimmed = tuple(cut for piece in pieces for cut in piece.trimmed)
+    return MappedTensor(shape, pieces[0].dtype, tuple(parts), trimmed)
+
+
+def invert(mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorInfo]) -> dict[str, MappedTensor]:
+    """Turn a mapping round: make the source tensors out of the target tensors.
+
+    Args:
+        mapped: target tensors by name, as `apply_rules` returns them.
+        tensors: the source tensors, those that `apply_rules` was given.
+
+    Returns:
+        Source tensors by key; the parts refer to names of targets. What was trimmed is padding. Keys of which no
+        target holds anything (they were dropped) are left out.
+
+    Raises:
+        InvalidShardingError: some elements of a source tensor, not all, are in no target, or some are in several;
+            or `tensors` are not the tensors that were mapped.
+    """
+    parts: defaultdict[str, list[Part]] = defaultdict(list)
+    padding: defaultdict[str, list[Region]] = defaultdict(list)
+    for name, tensor in mapped.items():
+        for part in tensor.parts:
+            parts[part.key].append(_inverse(name, part))
+        for key, region in tensor.trimmed:
+            padding[key].append(region)
+    unknown = (parts.keys() | padding.keys()) - tensors.keys()
+    if unknown:
+        raise InvalidShardingError(
+            f"The mapping reads {summarize_keys(unknown)}, which `tensors` does not name: give the tensors that the "
+            "rules were applied to."
+        )
+    inverse = {
+        key: MappedTensor(
+            tuple(info.shape),
+            info.dtype,
+            tuple(sorted(parts[key], key=lambda part: part.target.offset)),
+            padding=tuple(sorted(padding[key])),
+        )
+        for key, info in tensors.items()
+        if key in parts or key in padding or 0 in info.shape
+    }
+    _check_tiled(inverse)
+    return inverse
+
+
+def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
+    by_ndim: defaultdict[int, list[str]] = defaultdict(list)
+    for key, tensor in mapped.items():
+        by_ndim[len(tensor.shape)].append(key)
+    for ndim, keys in by_ndim.items():
+        boxes: list[Region] = []
+        ids: list[int] = []
+        for index, key in enumerate(keys):
+            regions = [part.target for part in mapped[key].parts] + list(mapped[key].padding)
+            for region in regions:
+                _check_inside(region, mapped[key].shape, key)
+            boxes += regions
+            ids += [index] * len(regions)
+        offsets, shapes = _box_arrays(boxes, ndim)
+        global_shapes = np.array([mapped[key].shape for key in keys], np.int64).reshape(len(keys), ndim)
+        for fault in find_tiling_faults(np.array(ids, np.int64), offsets, shapes, global_shapes):
+            where = f"Element {fault.element} of {keys[fault.tensor]!r}"
+            if fault.num_covers > 1:
+                raise InvalidShardingError(
+                    f"{where} is in {fault.num_covers} places of the targets, so the way back is ambiguous: leave all "
+                    "but one out of the mapping."
+                )
+            raise InvalidShardingError(
+                f"{where} is in no target, so there is no way back: a rule dropped a piece of the tensor. Cut padding "
+                "off with `Trim`, whose inverse fills in zeros, and drop whole tensors only."
+            )
+
+
+def _check_inside(region: Region, shape: tuple[int, ...], key: str | None = None) -> None:
+    if len(region.shape) == len(shape) and all(
+        o >= 0 and n >= 0 and o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True)
+    ):
+        return
+    tensor = "the tensor" if key is None else repr(key)
+    raise InvalidShardingError(f"Region {region} does not lie inside {tensor} of shape {shape}: correct one of them.")
+
+
+def _axis_pairs(part: Part) -> list[tuple[int, int]]:
+    """Pair the axes that are the same in target and source, in target order; axes of size 1 have no partner."""
+    target_axes = [axis for axis, size in enumerate(part.target.shape) if size != 1]
+    source_axes = [axis for axis in part.order if part.source.shape[axis] != 1]
+    return list(zip(target_axes, source_axes, strict=True))
+
+
+def _complete_order(ndim: int, moved: list[int]) -> tuple[int, ...]:
+    """Add the axes of size 1 to an order of the others, so that an order that moves nothing is the identity."""
+    if moved == sorted(moved):
+        return tuple(range(ndim))
+    return (*moved, *(axis for axis in range(ndim) if axis not in moved))
+
+
+def _restrict(part: Part, box: Region) -> Part:
+    """Cut a part down to a box of the target."""
+    if box == part.target:
+        return part
+    offset, shape = list(part.source.offset), list(part.source.shape)
+    for target_axis, source_axis in _axis_pairs(part):
+        offset[source_axis] += box.offset[target_axis] - part.target.offset[target_axis]
+        shape[source_axis] = box.shape[target_axis]
+    order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
+    return Part(box, part.key, Region(tuple(offset), tuple(shape)), order)
+
+
+def _inverse(name: str, part: Part) -> Part:
+    pairs = sorted(_axis_pairs(part), key=lambda pair: pair[1])
+    order = _complete_order(len(part.target.shape), [target_axis for target_axis, _ in pairs])
+    return Part(part.source, name, part.target, order)
+
+
+def _along(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
+    offset = tuple(start if a == axis else 0 for a in range(len(shape)))
+    return Region(offset, tuple(stop - start if a == axis else size for a, size in enumerate(shape)))
+
+
+def _pick(values: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values[axis] for axis in axes)
+
+
+def _box_arrays(regions: Sequence[Region], ndim: int) -> tuple[IntArray, IntArray]:
+    offsets = np.array([region.offset for region in regions], np.int64).reshape(len(regions), ndim)
+    shapes = np.array([region.shape for region in regions], np.int64).reshape(len(regions), ndim)
+    return offsets, shapes

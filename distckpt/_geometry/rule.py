@@ -1,0 +1,141 @@
+"""What a rule is: patterns of keys, and a function from matching tensors to new ones. The rules are in `rules`."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from distckpt._base.dtypes import PACKED_PER_ITEM
+from distckpt._base.errors import InvalidShardingError
+from distckpt._geometry.mapped import MappedTensor
+
+Captures: TypeAlias = tuple[str, ...]
+"""What the wildcards of a pattern stand for in a key, in order."""
+
+_WILDCARD = re.compile(r"(\*\*?)")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class Step(NamedTuple):
+    """One application of a rule: the keys `consumed` go, the pairs (name, tensor) in `produced` come."""
+
+    consumed: tuple[str, ...]
+    produced: tuple[tuple[str, MappedTensor], ...]
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A change of some tensors of a checkpoint.
+
+    Attributes:
+        optional: whether the rule may match nothing, which is an error otherwise.
+        count: how often the rule must match, where it is known beforehand (the number of layers, say).
+    """
+
+    optional: bool = field(default=False, kw_only=True, repr=False)
+    count: int | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    @abstractmethod
+    def reads(self) -> tuple[str, ...]:
+        """Patterns of the keys that the rule consumes."""
+
+    @abstractmethod
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        """Apply the rule to every match among `tensors`."""
+
+
+@dataclass(frozen=True)
+class OneKeyRule(Rule):
+    """A rule that looks at one tensor at a time."""
+
+    pattern: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.pattern,)
+
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        for key, captures in find_matches(self.pattern, tensors):
+            yield Step((key,), tuple(self.convert(key, tensors[key], captures)))
+
+    @abstractmethod
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        """Make the new tensors of one tensor."""
+
+
+@lru_cache(maxsize=1024)
+def _regex(pattern: str) -> re.Pattern[str]:
+    groups = {"*": "([^.]+)", "**": "(.+)"}
+    return re.compile("".join(groups.get(piece) or re.escape(piece) for piece in _WILDCARD.split(pattern)))
+
+
+def find_matches(pattern: str, keys: Mapping[str, object]) -> Iterator[tuple[str, Captures]]:
+    """Find the keys that a pattern matches, with what its wildcards stand for in each."""
+    if not count_wildcards(pattern):
+        if pattern in keys:
+            yield pattern, ()
+        return
+    regex = _regex(pattern)
+    for key in keys:
+        match = regex.fullmatch(key)
+        if match:
+            yield key, match.groups()
+
+
+def count_wildcards(pattern: str) -> int:
+    """Count the `*` and `**` of a pattern."""
+    return len(_WILDCARD.findall(pattern))
+
+
+def fill_captures(pattern: str, captures: Captures) -> str:
+    """Return the key in which the wildcards of a pattern stand for `captures`."""
+    values = iter(captures)
+    return _WILDCARD.sub(lambda _: next(values), pattern)
+
+
+def fill_name(name: str, captures: Captures, index: int | None = None) -> str:
+    """Put `captures` in the place of {0}, {1}, ... and `index` in that of {i}."""
+    return _PLACEHOLDER.sub(lambda m: str(index) if m[1] == "i" else captures[int(m[1])], name)
+
+
+def check_names(rule: Rule, names: Sequence[str], *, has_index: bool = False) -> None:
+    """Refuse new names that use what the pattern does not provide.
+
+    Raises:
+        ValueError: naming the rule and the name.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"{rule}: give a tuple of names, not the string {names!r}")
+    known = {str(number) for number in range(count_wildcards(rule.reads[0]))} | ({"i"} if has_index else set())
+    for name in names:
+        used = set(_PLACEHOLDER.findall(name))
+        if used - known:
+            raise ValueError(f"{rule}: {name!r} uses {{{min(used - known)}}}, which the pattern does not provide")
+        if has_index and "i" not in used:
+            raise ValueError(f"{rule}: {name!r} must contain {{i}}, the index in the stack")
+
+
+def normalize_axis(rule: Rule, key: str, tensor: MappedTensor, axis: int) -> int:
+    """Count a negative axis from the first one."""
+    ndim = len(tensor.shape)
+    if not -ndim <= axis < ndim:
+        raise misfit(rule, key, tensor, f"it has no axis {axis}")
+    return axis % ndim
+
+
+def check_packed(rule: Rule, key: str, tensor: MappedTensor, *, moves_last_axis: bool) -> None:
+    """Refuse to tear elements apart that share a byte (4-bit types pack them along the last axis)."""
+    if moves_last_axis and tensor.dtype in PACKED_PER_ITEM:
+        raise misfit(rule, key, tensor, "the elements along its last axis share bytes and must stay together")
+
+
+def misfit(rule: Rule, key: str, tensor: MappedTensor, why: str) -> InvalidShardingError:
+    """Make the error for a rule that cannot be applied to a tensor."""
+    return InvalidShardingError(
+        f"{rule} does not fit {key!r} of shape {tensor.shape} and dtype {tensor.dtype}: {why}. Correct the rule."
+    )

@@ -1,0 +1,1 @@
+"""Moving bytes: reading, writing, staging, sharing reads, exporting."""

@@ -1,0 +1,194 @@
+"""Exchanging values of tensors between ranks, in messages: straight from and into tensors, or through a few buffers."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distckpt._base.dtypes import as_integers
+from distckpt._base.threads import is_plain_memory
+from distckpt._geometry.region import whole
+from distckpt._plan.share import cut_box
+from distckpt._ranks.collectives import Ranks, Transfer
+
+MESSAGE_BYTES = 8 << 20
+"""Ranks send so much at a time at most."""
+OWN_MESSAGE_BYTES = 256 << 10
+"""Smaller units are put together to messages of up to `MESSAGE_BYTES`."""
+ALIGN_BYTES = 16
+"""Units in a message begin at multiples of this, which is one of the size of every item."""
+MAX_UNDER_WAY = 64
+"""So many messages of a rank are on their way at most."""
+MAX_BUFFERS = 8
+"""So many messages at most go through memory of their own, not straight from or into a target."""
+
+
+class Message(NamedTuple):
+    """Values of some units, or of one part of a unit, on their way between this rank and `peer`.
+
+    All ranks carry out their messages in ascending `order`, in which no two messages of a wave are equal. So of all
+    that are not done, the first is the next for both its ranks, and nobody waits for ever.
+
+    Attributes:
+        order: number of the first unit in the order of all units, number of the part, receiving rank.
+        peer: the other rank.
+        is_sent: to the peer; it is received from there otherwise.
+        units: numbers of the units.
+        views: their places in the targets.
+    """
+
+    order: tuple[int, int, int]
+    peer: int
+    is_sent: bool
+    units: tuple[int, ...]
+    views: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        before_last = sum(_padded_bytes(view) for view in self.views[:-1])
+        return before_last + self.views[-1].nbytes
+
+    def has_same_content(self, other: Message) -> bool:
+        """Tell whether both are sent, and the same to two ranks."""
+        return self.is_sent and other.is_sent and (self.units, self.order[1]) == (other.units, other.order[1])
+
+
+def make_messages(rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Message]:
+    """Divide what goes from one rank to another in a wave among messages; both ranks come to the same division.
+
+    Args:
+        rank: this one.
+        peer: the other one.
+        is_sent: whether this rank sends.
+        units: number and place in the target of each unit, ascending by number.
+    """
+    receiver = peer if is_sent else rank
+    for together in _small_together(units):
+        numbers, views = tuple(number for number, _ in together), tuple(view for _, view in together)
+        if len(views) > 1 or views[0].nbytes <= MESSAGE_BYTES:
+            yield Message((numbers[0], 0, receiver), peer, is_sent, numbers, views)
+            continue
+        shape, item = tuple(views[0].shape), views[0].element_size()
+        for part, box in enumerate(cut_box(shape, whole(shape), item, MESSAGE_BYTES)):
+            yield Message((numbers[0], part, receiver), peer, is_sent, numbers, (views[0][box.slices()],))
+
+
+def make_buffers(max_bytes: int) -> deque[torch.Tensor]:
+    """Return buffers for messages, one at least. They take no memory before they are used."""
+    count = max(1, min(MAX_BUFFERS, max_bytes // MESSAGE_BYTES))
+    memory = torch.empty(count * MESSAGE_BYTES, dtype=torch.uint8)
+    return deque(memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(count))
+
+
+def _small_together(units: Iterable[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Put small units together, so many as a message holds; others are by themselves."""
+    small: list[tuple[int, torch.Tensor]] = []
+    room = MESSAGE_BYTES
+    for unit, view in units:
+        if view.nbytes >= OWN_MESSAGE_BYTES:
+            yield [(unit, view)]
+            continue
+        if small and _padded_bytes(view) > room:
+            yield small
+            small, room = [], MESSAGE_BYTES
+        small.append((unit, view))
+        room -= _padded_bytes(view)
+    if small:
+        yield small
+
+
+def _padded_bytes(view: torch.Tensor) -> int:
+    return -(-view.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class _UnderWay(NamedTuple):
+    """A message that has been started; `buffer` is given back when it is done."""
+
+    message: Message
+    transfer: Transfer
+    buffer: torch.Tensor | None
+
+
+def exchange(ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor], problems: list[Exception]) -> None:
+    """Carry out messages, some at a time. Problems with own tensors are noted: the other ranks count on the messages.
+
+    Args:
+        ranks: all ranks exchange their messages of one wave.
+        messages: of this rank.
+        buffers: free memory, of `MESSAGE_BYTES` each.
+        problems: gets what goes wrong here alone.
+    """
+    under_way: deque[_UnderWay] = deque()
+    tags: dict[tuple[int, bool], int] = defaultdict(int)
+    for message in sorted(messages, key=lambda message: message.order):
+        tag = tags[message.peer, message.is_sent]
+        tags[message.peer, message.is_sent] += 1
+        memory, buffer = _straight_memory(message), None
+        if memory is None and under_way and message.has_same_content(under_way[-1].message):
+            # What went to another rank just now; the buffer is free when both have it.
+            memory, buffer = under_way[-1].transfer.memory, under_way[-1].buffer
+            under_way[-1] = under_way[-1]._replace(buffer=None)
+        while len(under_way) >= MAX_UNDER_WAY or (memory is None and not buffers):
+            _finish(ranks, under_way.popleft(), buffers, problems)
+        if memory is None:
+            buffer = buffers.popleft()
+            memory = buffer[: message.num_bytes]
+            if message.is_sent:
+                _try(problems, _pack, message.views, memory)
+        start = ranks.start_send if message.is_sent else ranks.start_receive
+        under_way.append(_UnderWay(message, start(memory, message.peer, tag), buffer))
+    while under_way:
+        _finish(ranks, under_way.popleft(), buffers, problems)
+
+
+def _finish(ranks: Ranks, item: _UnderWay, buffers: deque[torch.Tensor], problems: list[Exception]) -> None:
+    ranks.finish(item.transfer)
+    if item.buffer is not None:
+        if not item.message.is_sent:
+            _try(problems, _unpack, item.transfer.memory, item.message.views)
+        buffers.append(item.buffer)
+
+
+def _try(problems: list[Exception], function: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except Exception as error:
+        problems.append(error)
+
+
+def _straight_memory(message: Message) -> torch.Tensor | None:
+    """Return the bytes of a message where they lie in a target as they are sent, None when they do not."""
+    view = message.views[0]
+    if len(message.views) > 1 or not is_plain_memory(view):
+        return None
+    # A tensor of one item counts as contiguous whatever its strides, but view() refuses most of them.
+    return view.detach().as_strided((view.numel(),), (1,)).view(torch.uint8)
+
+
+def _pack(views: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+    for view, part in _parts(views, memory):
+        _copy_values(view, part)
+
+
+def _unpack(memory: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    for view, part in _parts(views, memory):
+        _copy_values(part, view)
+
+
+def _parts(views: Sequence[torch.Tensor], memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each view with its values in a message, as a tensor of its shape and dtype."""
+    start = 0
+    for view in views:
+        values = memory[start : start + view.nbytes]
+        yield view.detach(), values.view(view.dtype).view(view.shape)
+        start += _padded_bytes(view)
+
+
+def _copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
+    is_plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in (source, target))
+    if is_plain and source.element_size() <= 8:
+        source, target = as_integers(source), as_integers(target)
+    target.copy_(source)

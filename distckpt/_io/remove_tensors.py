@@ -1,0 +1,154 @@
+"""Removing tensors from a checkpoint: a new checkpoint of what remains, put in the place of the old one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._commit import posix
+from distckpt._format.manifest import MANIFEST_NAME, OBJECT, Manifest, ShardFile, marker_fields
+from distckpt._format.marker import CheckpointingConfig, save_config
+from distckpt._geometry.region import IntArray
+from distckpt._io.shard_writer import lay_out_tensor_file, new_tensor_file
+from distckpt._io.write import WriteSettings, write_files
+from distckpt._plan.save import ChunkLayout
+from distckpt._storage import locations
+
+
+def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: CheckpointingConfig) -> list[str]:
+    """Remove the tensors whose keys begin with a prefix.
+
+    Files without such tensors are linked, the others written anew, verified while they are copied.
+
+    Args:
+        location: of the checkpoint, on a local file system.
+        manifest: of the checkpoint.
+        key_prefix: of the keys to remove.
+        config: goes into the marker.
+
+    Returns:
+        The removed keys; nothing is touched when there are none.
+
+    Raises:
+        CorruptCheckpointError: a file to be written anew is not what was saved. The checkpoint stays as it was.
+    """
+    is_tensor = {key: manifest.dtypes[key_id] != OBJECT for key, key_id in manifest.key_index.items()}
+    removed = [key for key in is_tensor if is_tensor[key] and key.startswith(key_prefix)]
+    if not removed:
+        return []
+    if not locations.is_local(location):
+        raise CheckpointingException(f"Tensors can be removed on local file systems only, not from {location!r}.")
+    names, aliases = _remaining_names(manifest, set(removed))
+    staging = posix.staging_location(location, secrets.token_hex(8))
+    try:
+        # Of a checkpoint that was copied from an object store the folders have names of their own.
+        folders = {locations.split(locations.join(staging, file.name))[0] for file in manifest.files}
+        for folder in folders:
+            locations.make_directories(folder, durable=False)
+        posix.prepare(staging)
+        remaining = _write_remaining(location, staging, manifest, names, aliases)
+        data = remaining.to_bytes()
+        locations.write_bytes(locations.join(staging, MANIFEST_NAME), data)
+        for folder in folders:
+            locations.sync_directory(folder)
+        posix.sync(staging)
+        save_config(config, staging, extra=marker_fields(data))
+        posix.commit(staging, location, overwrite=True)
+    except BaseException:
+        posix.abandon(staging)
+        raise
+    return removed
+
+
+def _remaining_names(manifest: Manifest, removed: set[str]) -> tuple[list[str | None], dict[str, str]]:
+    """Return the new name of each stored key, None when it goes, and the aliases that stay.
+
+    A tied tensor stays under the name of its first alias when its own goes.
+    """
+    aliases: dict[str, str] = {}
+    names: list[str | None] = []
+    for key in manifest.keys:
+        tied = [key, *(alias for alias, target in manifest.aliases.items() if target == key)]
+        kept = [name for name in tied if name not in removed]
+        names.append(kept[0] if kept else None)
+        aliases.update((alias, kept[0]) for alias in kept[1:])
+    return names, aliases
+
+
+def _write_remaining(
+    location: str, staging: str, manifest: Manifest, names: list[str | None], aliases: Mapping[str, str]
+) -> Manifest:
+    first_bytes = manifest.first_bytes.copy()
+    files: list[ShardFile] = []
+    new_file_id = np.full(len(manifest.files), -1, np.int64)
+    stays = np.array([name is not None for name in names], np.bool_)[manifest.key_ids]
+    is_renamed = np.array([name != key for name, key in zip(names, manifest.keys, strict=True)], np.bool_)
+    for file_id, file in enumerate(manifest.files):
+        rows = np.flatnonzero(manifest.file_ids == file_id)
+        if not stays[rows].any():
+            continue
+        new_file_id[file_id] = len(files)
+        if is_renamed[manifest.key_ids[rows]].any():
+            kept = rows[stays[rows]]
+            written, first_bytes[kept] = _rewrite(location, staging, manifest, file, kept, names)
+            files.append(written)
+        else:
+            locations.link_tree(locations.join(location, file.name), locations.join(staging, file.name))
+            files.append(file)
+    kept_keys = [key_id for key_id, name in enumerate(names) if name is not None]
+    new_key_id = np.full(len(names), -1, np.int64)
+    new_key_id[kept_keys] = np.arange(len(kept_keys))
+    block_stays = np.repeat(stays, np.diff(manifest.block_starts))
+    return Manifest(
+        keys=[name for name in names if name is not None],
+        dtypes=[manifest.dtypes[i] for i in kept_keys],
+        global_shapes=[manifest.global_shapes[i] for i in kept_keys],
+        files=files,
+        aliases=aliases,
+        block_bytes=manifest.block_bytes,
+        columns={
+            "key_ids": new_key_id[manifest.key_ids[stays]],
+            "file_ids": new_file_id[manifest.file_ids[stays]],
+            "first_bytes": first_bytes[stays],
+            "num_bytes": manifest.num_bytes[stays],
+            "offsets": manifest.offsets[stays],
+            "shapes": manifest.shapes[stays],
+            "block_checksums": manifest.block_checksums[block_stays],
+        },
+    )
+
+
+def _rewrite(
+    location: str, staging: str, manifest: Manifest, file: ShardFile, rows: IntArray, names: list[str | None]
+) -> tuple[ShardFile, list[int]]:
+    """Write a file with some of its chunks; returns also where each of `rows` begins in it."""
+    source = np.memmap(locations.join(location, file.name), np.uint8, mode="c")
+    chunks, content_of, row_of, shapes = [], {}, {}, {}
+    for row in rows.tolist():
+        key_id = int(manifest.key_ids[row])
+        name = names[key_id]
+        assert name is not None
+        start = int(manifest.first_bytes[row])
+        chunks.append(ChunkLayout(name, manifest.dtypes[key_id], manifest.chunk_region(row), ()))
+        content_of[name] = [torch.from_numpy(source[start : start + int(manifest.num_bytes[row])])]
+        row_of[name] = row
+        shapes[name] = manifest.global_shapes[key_id]
+    layout = lay_out_tensor_file(file.name, chunks, shapes)
+    order = [chunk.key for chunk in layout.chunks]
+    checksums = write_files([new_tensor_file(staging, layout, [content_of[key] for key in order])], WriteSettings())
+    _compare(manifest, file, [row_of[key] for key in order], checksums[0])
+    first_byte_of = dict(zip(order, layout.first_bytes, strict=True))
+    return layout.file, [first_byte_of[chunk.key] for chunk in chunks]
+
+
+def _compare(manifest: Manifest, file: ShardFile, rows: list[int], checksums: npt.NDArray[np.uint64]) -> None:
+    expected = [manifest.block_checksums[manifest.block_starts[r] : manifest.block_starts[r + 1]] for r in rows]
+    if not np.array_equal(np.concatenate(expected), checksums):
+        raise CorruptCheckpointError(
+            f"{file.name!r} is not what was saved (checksums differ): nothing was removed. Restore it from a copy."
+        )

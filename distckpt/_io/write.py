@@ -1,0 +1,399 @@
+"""Writing shard files: bytes straight from tensor memory, checksummed while they are in cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from distckpt._base.device import Copier, DeviceLayer
+from distckpt._base.dtypes import as_integers
+from distckpt._base.threads import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    MAX_BUFFERS,
+    NUM_REQUESTS,
+    NUM_THREADS,
+    UNIT_BYTES,
+    Bytes,
+    allocate,
+    bounce_buffer,
+    checksum,
+    is_plain_memory,
+    run_threads,
+    tensor_bytes,
+)
+from distckpt._geometry.region import flat_range_regions
+from distckpt._storage import locations
+from distckpt._storage.uploads import OutgoingFile, upload_files
+
+DIRECT_MIN_BYTES = 16 << 20
+"""Smaller files go through the page cache: one flush costs less than many waits for the disk."""
+
+
+class Part(NamedTuple):
+    """Bytes [start, stop) of one chunk of a file."""
+
+    chunk: int
+    start: int
+    stop: int
+
+
+Fill: TypeAlias = Callable[[Sequence[Part], Bytes], list[Bytes]]
+"""Gives the bytes of some parts, in order: views of memory that is there, or of the scratch memory it is handed."""
+
+
+class NewFile(NamedTuple):
+    """A file to be written.
+
+    `location` must not exist. `header` is its first bytes; chunks of `chunk_bytes` bytes follow without gaps, filled by
+    `fill`, which is called from several threads. Bytes may come from `device`.
+    """
+
+    location: str
+    header: bytes
+    chunk_bytes: Sequence[int]
+    fill: Fill
+    device: DeviceLayer | None = None
+
+
+@dataclass(frozen=True)
+class WriteSettings:
+    """How files are written.
+
+    Attributes:
+        durable: whether bytes must be on disk when `write_files` returns.
+        direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
+        with_checksums: whether to compute checksums.
+        num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
+        direct_unit_bytes: what each fills and writes instead when it goes around the page cache.
+        num_requests: that are made of an object store at the same time.
+        progress: told the number of bytes whenever some have been written, from several threads.
+    """
+
+    durable: bool = True
+    direct: bool | None = None
+    with_checksums: bool = True
+    num_threads: int = NUM_THREADS
+    direct_unit_bytes: int = UNIT_BYTES
+    num_requests: int = NUM_REQUESTS
+    progress: Callable[[int], None] | None = None
+
+
+def write_files(files: Sequence[NewFile], settings: WriteSettings) -> list[npt.NDArray[np.uint64]]:
+    """Write files.
+
+    One pool of threads takes the units of all files in order, so that the data of one file goes to disk (fsync) while
+    the next is being written. Space for all of them is reserved first.
+
+    Returns:
+        For each file the checksums of the blocks of all chunks, chunk by chunk; empty without checksums.
+
+    Raises:
+        OSError: naming the file; a full disk is found before anything is written, where the file system can tell.
+    """
+    outputs = [_Output(file, settings) for file in files]
+    local = [output for output in outputs if locations.is_local(output.file.location)]
+    try:
+        for output in local:
+            output.create()
+        # A file without chunks has one unit, empty, so that it is finished like the others.
+        units = [(output, unit) for output in local for unit in output.units or [[]]]
+        # Writers through the page cache would wait for each other: the system lets one at a time into a file.
+        pays = any(output.may_be_direct or output.file.device for output in local)
+        run_threads(lambda item: item[0].write_unit(item[1]), units, settings.num_threads if pays else 1)
+    finally:
+        for output in local:
+            # What was written completely is closed. An error of closing others would hide the one that matters.
+            with contextlib.suppress(OSError):
+                output.close()
+    remote = [output.outgoing() for output in outputs if output not in local]
+    upload_files(remote, settings.num_requests, settings.progress)
+    return [output.checksums for output in outputs]
+
+
+def write_file(
+    location: str,
+    header: bytes,
+    chunk_bytes: Sequence[int],
+    fill: Fill,
+    *,
+    with_checksums: bool = True,
+    num_threads: int = NUM_THREADS,
+    progress: Callable[[int], None] | None = None,
+) -> npt.NDArray[np.uint64]:
+    """Write one file, see `write_files`. Its bytes are on disk when this returns."""
+    settings = WriteSettings(
+        with_checksums=with_checksums, num_threads=num_threads, num_requests=num_threads, progress=progress
+    )
+    return write_files([NewFile(location, header, chunk_bytes, fill)], settings)[0]
+
+
+class _Output:
+    """A file while it is being written."""
+
+    def __init__(self, file: NewFile, settings: WriteSettings) -> None:
+        self.file = file
+        self.settings = settings
+        is_direct = self.may_be_direct and locations.is_local(file.location)
+        self._unit_bytes = settings.direct_unit_bytes if is_direct else UNIT_BYTES
+        self.units = list(units_of(file.chunk_bytes, self._unit_bytes))
+        self.checksums = np.zeros(0, np.uint64)
+        counts = [-(-size // BLOCK_BYTES) for size in file.chunk_bytes]
+        self._first_block = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        if settings.with_checksums:
+            self.checksums = np.zeros(int(self._first_block[-1]), np.uint64)
+        self._first_bytes = np.concatenate([[0], np.cumsum(file.chunk_bytes, dtype=np.int64)]) + len(file.header)
+        self._lock = threading.Lock()
+        self._num_pending = max(1, len(self.units))
+        self._fd = -1
+        self._direct_fd = -1
+
+    def create(self) -> None:
+        """Create the file with its full size, so that a full disk is found early, and write the header."""
+        with locations.naming(self.file.location):
+            fd = os.open(self.file.location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            try:
+                allocate(fd, int(self._first_bytes[-1]))
+                _write_all(fd, [np.frombuffer(self.file.header, np.uint8)], 0)
+            finally:
+                os.close(fd)
+
+    def write_unit(self, unit: Sequence[Part]) -> None:
+        """Write some parts, and finish the file when they are the last that were missing."""
+        with locations.naming(self.file.location):
+            self._open()
+            num_bytes = sum(part.stop - part.start for part in unit)
+            if unit:
+                position = int(self._first_bytes[unit[0].chunk]) + unit[0].start
+                if self._direct_fd >= 0:
+                    self._write_direct(unit, position, num_bytes)
+                else:
+                    _write_all(self._fd, self._buffers_of(unit, self._scratch(self._unit_bytes)), position)
+            with self._lock:
+                self._num_pending -= 1
+                is_last = self._num_pending == 0
+            if is_last:
+                if self.settings.durable:
+                    os.fsync(self._fd)
+                self.close()
+            if self.settings.progress is not None:
+                self.settings.progress(num_bytes)
+
+    def outgoing(self) -> OutgoingFile:
+        """Describe the file for an object store."""
+        sizes = [sum(part.stop - part.start for part in unit) for unit in self.units]
+
+        def read(number: int) -> list[Bytes]:
+            return self._buffers_of(self.units[number], self._scratch(self._unit_bytes))
+
+        return OutgoingFile(self.file.location, self.file.header, sizes, read)
+
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock, contextlib.ExitStack() as closing:
+            # A descriptor is free whatever its closing reports.
+            for fd in (self._fd, self._direct_fd):
+                if fd >= 0:
+                    closing.callback(os.close, fd)
+            self._fd = self._direct_fd = -1
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._fd < 0:
+                # Files are opened when their turn comes: a rank may have more of them than it may have open.
+                self._fd = os.open(self.file.location, os.O_WRONLY | os.O_CLOEXEC)
+                self._direct_fd = self._open_direct()
+
+    @property
+    def may_be_direct(self) -> bool:
+        """Whether to go around the page cache, if the file system takes it."""
+        wanted = self.settings.direct
+        if wanted is None:
+            wanted = self.settings.durable and sum(self.file.chunk_bytes) >= DIRECT_MIN_BYTES
+        return wanted and hasattr(os, "O_DIRECT")
+
+    def _open_direct(self) -> int:
+        if not self.may_be_direct:
+            return -1
+        try:
+            return os.open(self.file.location, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.settings.direct is None:
+                return -1
+            raise
+
+    def _scratch(self, num_bytes: int) -> Bytes:
+        return bounce_buffer("write", num_bytes, self.file.device)
+
+    def _buffers_of(self, unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
+        buffers = self.file.fill(unit, scratch)
+        if self.settings.with_checksums:
+            _compute_checksums(unit, buffers, self._first_block, self.checksums)
+        return buffers
+
+    def _write_direct(self, unit: Sequence[Part], position: int, num_bytes: int) -> None:
+        """Write through an aligned window; what is left at its edges goes through the page cache."""
+        phase = position % ALIGNMENT
+        window = self._scratch(self._unit_bytes + ALIGNMENT)[phase : phase + num_bytes]
+        gather(self.file.fill(unit, window), window)
+        if self.settings.with_checksums:
+            _compute_checksums(unit, [window], self._first_block, self.checksums)
+        first = min(-position % ALIGNMENT, num_bytes)
+        last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
+        written = first + _write_aligned(self._direct_fd, window[first:last], position + first)
+        _write_all(self._fd, [window[:first]], position)
+        _write_all(self._fd, [window[written:]], position + written)
+
+
+def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]) -> NewFile:
+    """Describe a file each of whose chunks is the row-major contents of some tensors, one after the other.
+
+    Call it in the thread that computes: what this has asked of a device so far will be done before bytes are copied.
+    """
+    copier = Copier(tensor for chunk in contents for tensor in chunk)
+
+    def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
+        buffers: list[Bytes] = []
+        used = 0
+        for part in unit:
+            size = part.stop - part.start
+            buffers.extend(_part_bytes(contents[part.chunk], part, scratch[used : used + size], copier))
+            used += size
+        copier.wait()
+        return buffers
+
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in chunk) for chunk in contents]
+    return NewFile(location, header, sizes, fill, copier.layer)
+
+
+def _write_all(fd: int, buffers: list[Bytes], position: int) -> None:
+    for start in range(0, len(buffers), MAX_BUFFERS):
+        batch = buffers[start : start + MAX_BUFFERS]
+        total = sum(len(buffer) for buffer in batch)
+        written = os.pwritev(fd, batch, position)
+        while written < total:
+            # A short write: a signal, or almost no space left (then the next call says so).
+            rest = np.concatenate(batch)[written:]
+            written += os.pwrite(fd, rest, position + written)
+        position += total
+
+
+def _write_aligned(fd: int, data: Bytes, position: int) -> int:
+    """Write as much as a file opened for direct I/O takes; returns the number of bytes."""
+    written = 0
+    while written < len(data) and written % ALIGNMENT == 0:
+        try:
+            count = os.pwrite(fd, data[written:], position + written)
+        except OSError as error:
+            # Some file systems agree to direct I/O when a file is opened, and refuse it later.
+            if error.errno != errno.EINVAL:
+                raise
+            break
+        written += count
+    return written
+
+
+def gather(buffers: Sequence[Bytes], window: Bytes) -> None:
+    """Put the bytes of all buffers into the window, unless they are there already."""
+    filled = 0
+    for buffer in buffers:
+        place = window[filled : filled + len(buffer)]
+        if place.ctypes.data != buffer.ctypes.data:
+            np.copyto(place, buffer)
+        filled += len(buffer)
+
+
+def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterator[list[Part]]:
+    """Divide a file into runs of at most `unit_bytes`; chunks are divided between blocks only."""
+    unit: list[Part] = []
+    filled = 0
+    for index, size in enumerate(chunk_bytes):
+        start = 0
+        while start < size:
+            room = unit_bytes - filled
+            if room < size - start:
+                room = room // BLOCK_BYTES * BLOCK_BYTES
+            stop = min(size, start + room)
+            if stop > start:
+                unit.append(Part(index, start, stop))
+                filled += stop - start
+                start = stop
+            if start < size or filled == unit_bytes:
+                yield unit
+                unit, filled = [], 0
+    if unit:
+        yield unit
+
+
+def _part_bytes(tensors: Sequence[torch.Tensor], part: Part, scratch: Bytes, copier: Copier) -> list[Bytes]:
+    """Return bytes [start, stop) of a chunk: views of tensor memory where that is possible, copies in `scratch`."""
+    pieces: list[Bytes] = []
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.numel() * tensor.element_size()
+        low, high = max(part.start, begin), min(part.stop, end)
+        if low < high:
+            if is_plain_memory(tensor) and not copier.is_away(tensor):
+                pieces.append(tensor_bytes(tensor)[low - begin : high - begin])
+            else:
+                copied = scratch[low - part.start : high - part.start]
+                _copy_range(tensor, low - begin, high - begin, copied, copier)
+                pieces.append(copied)
+        begin = end
+    return pieces
+
+
+def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copier: Copier) -> None:
+    """Copy bytes [start, stop) of a tensor's row-major content, from any device and with any strides."""
+    item = tensor.element_size()
+    values = torch.from_numpy(target).view(tensor.dtype)
+    if not (tensor.is_conj() or tensor.is_neg()):
+        tensor, values = as_integers(tensor), as_integers(values)
+    filled = 0
+    for box in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
+        copier.copy(values[filled : filled + box.num_elements].view(box.shape), tensor[box.slices()])
+        filled += box.num_elements
+
+
+def _compute_checksums(
+    unit: Sequence[Part],
+    buffers: Sequence[Bytes],
+    first_block: npt.NDArray[np.int64],
+    checksums: npt.NDArray[np.uint64],
+) -> None:
+    """Compute the checksums of the blocks of a unit, whose bytes may come in other pieces than its parts."""
+    pieces = list(reversed(buffers))
+    for part in unit:
+        block = int(first_block[part.chunk]) + part.start // BLOCK_BYTES
+        for start in range(part.start, part.stop, BLOCK_BYTES):
+            wanted = min(BLOCK_BYTES, part.stop - start)
+            if len(pieces[-1]) >= wanted:
+                checksums[block] = checksum(pieces[-1][:wanted])
+                pieces[-1] = pieces[-1][wanted:]
+            else:
+                checksums[block] = _digest_of_pieces(pieces, wanted)
+            if not len(pieces[-1]):
+                pieces.pop()
+            block += 1
+
+
+def _digest_of_pieces(pieces: list[Bytes], wanted: int) -> int:
+    hasher = xxhash.xxh3_64()
+    while True:
+        taken = pieces[-1][:wanted]
+        hasher.update(taken)
+        pieces[-1] = pieces[-1][len(taken) :]
+        wanted -= len(taken)
+        if not wanted:
+            return hasher.intdigest()
+        pieces.pop()

@@ -1,0 +1,1 @@
+"""Steps, retention and preemption; `distckpt.manager` is the public path."""

@@ -1,0 +1,160 @@
+"""The directories of a checkpoint manager: names of steps, what belongs to it, and which steps are whole."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._commit import posix
+from distckpt._foreign.sources import BACKEND
+from distckpt._format.marker import CONFIG_FNAME, maybe_load_config, read_marker
+from distckpt._operations.verify import verify
+from distckpt._storage import locations
+
+NOTE = "manager"
+"""Field of the marker that says which step a manager saved, its metrics, and whether it is pinned."""
+TRACKER = "latest_checkpointed_iteration.txt"
+
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(rf"\.step_\d{{8,}}\.(tmp|trash)-[0-9a-f]{{16}}|\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
+_REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
+
+
+class Saved(NamedTuple):
+    """A step that a manager has saved; `metrics` without those that were no finite numbers."""
+
+    step: int
+    metrics: Mapping[str, float]
+    pinned: bool
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of a step.
+
+    Raises:
+        ValueError: steps are integers from 0.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"A step is an integer from 0, got {step!r}.")
+    return f"step_{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step that a directory of this name holds, None when it is not such a name."""
+    match = _STEP.fullmatch(name)
+    if match is None or not match[1].isascii():
+        return None
+    step = int(match[1])
+    return step if step_name(step) == name else None
+
+
+def is_leftover(name: str) -> bool:
+    """Tell whether a directory of this name is what a save or a removal of a manager was interrupted in."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def replaced_step(name: str) -> int | None:
+    """Return the step whose earlier checkpoint a directory of this name holds, while that is being overwritten."""
+    match = _REPLACED.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def is_trash(name: str) -> bool:
+    """Tell whether a leftover is a checkpoint that was being removed, and not one that was being saved."""
+    return is_leftover(name) and ".trash-" in name
+
+
+def list_root(root: str) -> list[str]:
+    """Return the sorted names in the root, none when it is not there."""
+    try:
+        return locations.list_names(root)
+    except FileNotFoundError:
+        return []
+
+
+def all_steps(root: str) -> list[int]:
+    """Return all steps that there are directories or other things of, in ascending order."""
+    names = list_root(root)
+    return sorted({step for parse in (parse_step, replaced_step) for step in map(parse, names) if step is not None})
+
+
+def committed_steps(root: str) -> list[int]:
+    """Return the steps that have a marker, in ascending order."""
+    markers = {step: locations.join(root, step_name(step), CONFIG_FNAME) for step in all_steps(root)}
+    return [step for step, marker in markers.items() if locations.exists(marker)]
+
+
+def problem_with(root: str, step: int) -> str | None:
+    """Say what is wrong with a step: marker, manifest, sizes and headers of files are looked at. None when all is well.
+
+    Any process may call, alone.
+    """
+    location = locations.join(root, step_name(step))
+    try:
+        marker = read_marker(location)
+        config = maybe_load_config(location)
+        if marker is None or config is None:
+            aside = posix.left_aside(location)
+            if aside is not None:
+                return f"its overwriting was interrupted: the next save renames {aside!r}, which is its content"
+            return f"there is no {CONFIG_FNAME}: the save was not finished"
+        noted = marker.get(NOTE)
+        if isinstance(noted, dict) and noted.get("step") != step:
+            return f"the marker says that this is step {noted.get('step')!r}"
+        problems = verify(location, "fast").problems if config.sharded_backend == BACKEND else ()
+    except (CheckpointingException, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    if not problems:
+        return None
+    more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+    return f"{problems[0].file}: {problems[0].message}{more}"
+
+
+def newest_whole_step(root: str) -> tuple[int | None, dict[int, str]]:
+    """Find the newest step that is whole.
+
+    Returns:
+        The step, None when there is none, and what is wrong with each newer one.
+    """
+    skipped: dict[int, str] = {}
+    for step in reversed(all_steps(root)):
+        problem = problem_with(root, step)
+        if problem is None:
+            return step, skipped
+        skipped[step] = problem
+    return None, skipped
+
+
+def own_steps(root: str) -> list[Saved]:
+    """Return the steps that a manager has saved here, in ascending order.
+
+    Only what a marker says to be a manager's is one: not links, not what other programs have put there.
+    """
+    found = []
+    for step in all_steps(root):
+        location = locations.join(root, step_name(step))
+        if locations.is_local(location) and os.path.islink(location):
+            continue
+        try:
+            marker = read_marker(location) or {}
+        except (CheckpointingException, OSError):
+            continue
+        saved = _parse_note(marker.get(NOTE))
+        if saved is not None and saved.step == step:
+            found.append(saved)
+    return found
+
+
+def _parse_note(noted: Any) -> Saved | None:
+    if not isinstance(noted, dict) or not isinstance(noted.get("step"), int):
+        return None
+    metrics = noted.get("metrics")
+    numbers = metrics.items() if isinstance(metrics, dict) else ()
+    return Saved(
+        noted["step"],
+        {str(name): float(value) for name, value in numbers if isinstance(value, int | float)},
+        noted.get("pinned") is True,
+    )

@@ -1,0 +1,1 @@
+"""The machinery of the sharded classes; `distckpt.mapping` is the public path."""

@@ -1,0 +1,69 @@
+"""What all parts of a sharded state dict share. `distckpt.mapping` is the public path and defines the words."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from numbers import Integral
+from operator import index
+from typing import Any, NoReturn, TypeAlias
+
+from distckpt._base.errors import InvalidShardingError
+
+ReplicaId: TypeAlias = int | tuple[int, ...]
+
+
+class ShardedBase(ABC):
+    """Base of everything in a sharded state dict that stands for a part of something global.
+
+    Two of them are equal when they are of one class, describe the same thing and hold the very same `data`
+    object. Values are not compared, since `==` of two tensors is a tensor and not an answer. They are
+    mutable and therefore not hashable.
+
+    Attributes:
+        key: name of the global tensor or object. Assignable, for renaming.
+        data: the part that this rank holds.
+        replica_id: which copy of the part this is, see `is_main_replica`.
+    """
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Check that the attributes agree with one another; InvalidShardingError when they do not."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """Return a copy whose `data` is None."""
+
+    def _check_identity(self) -> None:
+        if not isinstance(self.key, str):
+            self._fail(f"the key must be a string, got {type(self.key).__name__}")
+        numbers = (self.replica_id,) if isinstance(self.replica_id, Integral) else self.replica_id
+        if min(integers(type(self), self.key, "replica_id", numbers), default=0) < 0:
+            self._fail(f"replica_id {self.replica_id} must not be negative; count copies from 0, the main one")
+
+    def _fail(self, problem: str) -> NoReturn:
+        fail(type(self), self.key, problem)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, theirs = dict(vars(self)), dict(vars(other))
+        return mine.pop("data") is theirs.pop("data") and mine == theirs
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fail(kind: type, key: str, problem: str) -> NoReturn:
+    """Raise the error that tells what is wrong with a part of kind `kind`."""
+    raise InvalidShardingError(f"{kind.__name__} {key!r}: {problem}")
+
+
+def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ...]:
+    """Return `values` as Python integers; InvalidShardingError naming the attribute when they are none."""
+    try:
+        return tuple(map(index, values))
+    except TypeError:
+        fail(kind, key, f"{attribute} must be a sequence of integers, got {values!r}")

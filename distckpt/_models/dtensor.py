@@ -1,0 +1,282 @@
+"""Which parts of a global tensor this rank's part of a DTensor is.
+
+DTensors are told by what they have, not by their class: importing `torch.distributed.tensor` takes half a second, and
+who has a DTensor has paid it already.
+
+Used words: the *mesh* is the array of ranks that a DTensor is spread over; a *placement* says, for each mesh axis,
+whether the tensor is divided along it (and which tensor axis) or copied. A *run* is a range of indices along one axis
+of the global tensor; one rank may hold several, one after another in its local tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._models.fused import Part, parts_factory
+from distckpt.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges `(start, stop)` of one axis, none empty, in the order in which the local tensor has them."""
+_Split: TypeAlias = tuple[int, int, int, int]
+"""Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
+
+
+class Grid(NamedTuple):
+    """The axes that lie in front of a tensor, and the division of one of its own among tensor parallel ranks.
+
+    `prepended` has `(position, number of parts)` per prepended axis, which it also is the size of; `tp` is `(axis,
+    position, number of parts)`: the tensor is one of so many of its shape, put together along that axis.
+    """
+
+    prepended: tuple[tuple[int, int], ...] = ()
+    tp: tuple[int, int, int] | None = None
+
+
+class Holding(NamedTuple):
+    """What this rank holds of a DTensor.
+
+    `runs` has one item per axis. `fragmentations` counts the parts along each axis when all are of one size, else it
+    is None. `replica` is this rank's place among copies: its mesh coordinates, 0 where the mesh divides the tensor.
+    """
+
+    local: torch.Tensor
+    runs: tuple[Runs, ...]
+    fragmentations: tuple[int, ...] | None
+    replica: tuple[int, ...]
+
+
+def is_dtensor(value: Any) -> bool:
+    """Tell whether a value is a DTensor."""
+    # Asked of the class: looking for a missing attribute of a tensor costs more.
+    return hasattr(type(value), "device_mesh") and hasattr(type(value), "placements")
+
+
+def local_part(tensor: Any) -> Any:
+    """Return the part of a DTensor that this rank holds, and other values as they are."""
+    if not is_dtensor(tensor):
+        return tensor
+    # to_local() may give a new object, but others find the parameter by id() of the part that lives on.
+    return tensor._local_tensor
+
+
+@functools.lru_cache(maxsize=16)
+def _lowest_rank(mesh: Any) -> int:
+    # A mesh makes this array anew each time.
+    return int(mesh.mesh.min())
+
+
+def is_in_mesh(dtensor: Any) -> bool:
+    """Tell whether this rank takes part in a DTensor: ranks outside its mesh know of it, but hold nothing."""
+    return dtensor.device_mesh.get_coordinate() is not None
+
+
+def holding_of(key: str, dtensor: Any) -> Holding:
+    """Find out what this rank holds of a DTensor.
+
+    Args:
+        key: name of the tensor, for messages.
+        dtensor: of whose mesh this rank is a part.
+
+    Raises:
+        InvalidShardingError: the tensor is not divided into parts and copies (a sum that is yet to be made, say), or
+            its local part has another shape than mesh and placements give it.
+    """
+    mesh, local = dtensor.device_mesh, dtensor._local_tensor
+    coordinate, mesh_shape = tuple(mesh.get_coordinate()), tuple(mesh.shape)
+    shape, placements = tuple(dtensor.shape), dtensor.placements
+    splits = tuple(_splits(key, placements, mesh_shape))
+    candidates = _possible_runs(shape, splits, coordinate)
+    local_shape = tuple(local.shape)
+    for runs, fragmentations in candidates:
+        if tuple(sum(stop - start for start, stop in axis) for axis in runs) == local_shape:
+            divided = {mesh_axis for mesh_axis, *_ in splits}
+            replica = tuple(0 if i in divided else position for i, position in enumerate(coordinate))
+            return Holding(local, runs, fragmentations, replica)
+    raise InvalidShardingError(
+        f"DTensor {key!r} of shape {shape} has the placements {tuple(placements)} on a mesh of {mesh_shape}; at "
+        f"{coordinate} of it that does not give a local part of {local_shape}. Make it with distribute_tensor or "
+        "from_local(..., shape=, stride=), or wrap its local part in a ShardedTensor yourself."
+    )
+
+
+def _splits(key: str, placements: Sequence[Any], mesh_shape: tuple[int, ...]) -> list[_Split]:
+    splits: list[_Split] = []
+    for mesh_axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        axis = getattr(placement, "dim", None)
+        if placement.is_partial() or not isinstance(axis, int):
+            raise InvalidShardingError(
+                f"DTensor {key!r} is {placement} on mesh axis {mesh_axis}, which is neither a part nor a copy of it: "
+                "redistribute it to Shard or Replicate placements first."
+            )
+        splits.append((mesh_axis, axis, int(getattr(placement, "split_factor", 1)), mesh_shape[mesh_axis]))
+    return splits
+
+
+@functools.lru_cache(maxsize=4096)
+def _possible_runs(
+    shape: tuple[int, ...], splits: tuple[_Split, ...], coordinate: tuple[int, ...]
+) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:
+    """Return the runs and fragmentations that placements can mean, the likeliest first.
+
+    Where FSDP divides what tensor parallelism has divided along the same axis, it names a strided placement that gives
+    the same parts when the mesh is gone through from left to right; but it does so only while all parts are of one
+    size. With others, what it holds is what the divisions give in the order in which they were made.
+    """
+    as_made = _order_of_making(splits)
+    orders = [splits] if as_made is None or as_made == splits else [as_made, splits]
+    possible: list[tuple[tuple[Runs, ...], tuple[int, ...] | None]] = []
+    for order in orders:
+        runs: list[Runs] = [((0, size),) if size else () for size in shape]
+        for mesh_axis, axis, split_factor, parts in order:
+            factor = 1 if order is as_made else split_factor
+            runs[axis] = _part(runs[axis], factor, parts, coordinate[mesh_axis])
+        possible.append((tuple(runs), _fragmentations(shape, order, runs)))
+    return possible
+
+
+def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
+    """Return the order in which plain divisions give what strided placements mean; None when there is none."""
+    order: list[_Split] = []
+    for split in reversed(splits):
+        _, axis, split_factor, _ = split
+        if split_factor == 1:
+            order.insert(0, split)
+        elif split_factor == math.prod(parts for _, other, _, parts in order if other == axis):
+            order.append(split)
+        else:
+            return None
+    return tuple(order)
+
+
+def _part(runs: Runs, split_factor: int, num_parts: int, index: int) -> Runs:
+    """Return one part of some runs: of each of `split_factor` equal pieces of them the `index`-th of `num_parts`."""
+    if split_factor == 1:
+        return _chunk(runs, num_parts, index)
+    pieces = (_chunk(_chunk(runs, split_factor, i), num_parts, index) for i in range(split_factor))
+    return _joined(itertools.chain.from_iterable(pieces))
+
+
+def _chunk(runs: Runs, num_parts: int, index: int) -> Runs:
+    """Return the `index`-th part of the indices in some runs, divided as `torch.chunk` does: the last may be empty."""
+    size = -(-sum(stop - start for start, stop in runs) // num_parts)
+    first, end = index * size, (index + 1) * size
+    found, position = [], 0
+    for start, stop in runs:
+        lo, hi = max(first, position), min(end, position + stop - start)
+        if lo < hi:
+            found.append((start + lo - position, start + hi - position))
+        position += stop - start
+    return tuple(found)
+
+
+def _joined(runs: Any) -> Runs:
+    """Join runs that continue one another."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _fragmentations(shape: tuple[int, ...], splits: Sequence[_Split], runs: Sequence[Runs]) -> tuple[int, ...] | None:
+    parts = [1] * len(shape)
+    for _, axis, _, num_parts in splits:
+        parts[axis] *= num_parts
+    is_even = all(size and size % n == 0 for size, n in zip(shape, parts, strict=True))
+    return tuple(parts) if is_even and all(len(axis) == 1 for axis in runs) else None
+
+
+def shard_of_dtensor(
+    key: str, dtensor: Any, grid: Grid, replica_id: ReplicaId | None, **attributes: Any
+) -> ShardedTensor | ShardedTensorFactory:
+    """Describe what this rank holds of a DTensor.
+
+    Args:
+        key: name of the global tensor.
+        dtensor: the tensor.
+        grid: its place in a larger tensor.
+        replica_id: which of the copies that the mesh does not tell of this one is; None for the number of the mesh.
+        attributes: further attributes of the `ShardedTensor`.
+
+    Returns:
+        A shard whose data is the local part; where that lies in several places of the global tensor, a
+        factory that makes a shard of each.
+
+    Raises:
+        InvalidShardingError: see `holding_of`.
+    """
+    held = holding_of(key, dtensor)
+    # Copies on other meshes are told apart by the lowest rank of each.
+    outer = _lowest_rank(dtensor.device_mesh) if replica_id is None else replica_id
+    replica = ((outer,) if isinstance(outer, int) else tuple(outer)) + held.replica
+    shape, first, fragmentations = _placed(tuple(dtensor.shape), held.fragmentations, grid)
+    num_prepended = len(grid.prepended)
+    if held.local.numel() and any(len(axis) > 1 for axis in held.runs):
+        parts = [
+            Part(start, tuple(hi - lo for lo, hi in box), _moved(first, [lo for lo, _ in box]), shape)
+            for start, box in zip(_starts(held.runs), itertools.product(*held.runs), strict=True)
+        ]
+        if attributes:
+            raise InvalidShardingError(
+                f"DTensor {key!r} lies in several places of the global tensor: its shards take no {sorted(attributes)}."
+            )
+        return parts_factory(
+            key, held.local, parts, local_shape=held.local.shape, prepend_axis_num=num_prepended, replica_id=replica
+        )
+    offset = _moved(first, [axis[0][0] if axis else 0 for axis in held.runs])
+    local_shape = tuple(held.local.shape)
+    return ShardedTensor(
+        key,
+        held.local,
+        held.local.dtype,
+        local_shape,
+        shape,
+        offset,
+        fragmentations,
+        replica,
+        num_prepended,
+        **attributes,
+    )
+
+
+def _placed(
+    shape: tuple[int, ...], fragmentations: tuple[int, ...] | None, grid: Grid
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+    """Return the shape of the global tensor, where in it a tensor in a grid begins, and the fragmentations."""
+    sizes, first = list(shape), [0] * len(shape)
+    parts = list(fragmentations or ())
+    if grid.tp is not None:
+        axis, position, count = grid.tp
+        first[axis] = position * sizes[axis]
+        sizes[axis] *= count
+        if parts:
+            parts[axis] *= count
+    positions, prepended = tuple(p for p, _ in grid.prepended), tuple(n for _, n in grid.prepended)
+    return (
+        prepended + tuple(sizes),
+        positions + tuple(first),
+        None if fragmentations is None else prepended + tuple(parts),
+    )
+
+
+def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:
+    """Return where an offset in a tensor is, in one that has prepended axes; the tensor begins there at `first`."""
+    num_prepended = len(first) - len(offset)
+    return first[:num_prepended] + tuple(map(int.__add__, first[num_prepended:], offset))
+
+
+def _starts(runs: Sequence[Runs]) -> list[tuple[int, ...]]:
+    """Return where in the local tensor each combination of runs begins, in row-major order."""
+    per_axis = [itertools.accumulate((hi - lo for lo, hi in axis[:-1]), initial=0) for axis in runs]
+    return list(itertools.product(*per_axis))

@@ -1,0 +1,196 @@
+"""Parameters of which several parts are stored at different places: the geometry behind the factories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._geometry.region import Region, flat_range_regions, flat_start, intersect, whole
+from distckpt.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+
+
+class Part(NamedTuple):
+    """A box of a local tensor, and its place in the tensor in which it is stored.
+
+    Attributes:
+        offset: index of the first element of the box in the local tensor, per axis.
+        shape: extent of the box.
+        global_offset: index of the box in the stored tensor, prepended axes included.
+        global_shape: shape of the stored tensor, prepended axes included.
+        suffix: put behind the key.
+        copy: which copy this is, when several ranks hold the part besides the replicas of the whole parameter.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    suffix: str = ""
+    copy: int = 0
+
+
+def parts_factory(
+    key: str,
+    data: torch.Tensor,
+    parts: Sequence[Part],
+    *,
+    local_shape: Sequence[int],
+    view_shape: Sequence[int] | None = None,
+    axes: Sequence[int] | None = None,
+    prepend_axis_num: int = 0,
+    replica_id: ReplicaId = 0,
+    flattened_range: slice | None = None,
+) -> ShardedTensorFactory:
+    """Make the factory of a parameter whose parts have different places in stored tensors.
+
+    Args:
+        key: of the stored tensor; the suffixes of parts are put behind it.
+        data: the parameter, 1-D if it is flat.
+        parts: boxes that cover the local tensor, each element once. Offsets and shapes of the boxes are counted in
+            `view_shape`.
+        local_shape: shape of the parameter before flattening.
+        view_shape: the same shape with some axes divided into several; `local_shape` if left out.
+        axes: for each axis of the stored tensor (prepended ones aside) the axis of `view_shape` that it is. In
+            order if left out.
+        prepend_axis_num: number of axes that the stored tensor has in front.
+        replica_id: which copy of the parameter this is, see `is_main_replica`.
+        flattened_range: which elements of the flattened parameter `data` holds, None for all.
+
+    Returns:
+        The factory. `build` gives one shard for each part, in their order; for a flat parameter a dict, with as
+        many shards as the boxes that its range consists of.
+    """
+    local_shape = tuple(local_shape)
+    view_shape = local_shape if view_shape is None else tuple(view_shape)
+    form = _Form(local_shape, view_shape, tuple(range(len(view_shape)) if axes is None else axes), tuple(parts))
+    assert sum(math.prod(part.shape) for part in parts) == math.prod(local_shape), "the parts must tile the tensor"
+
+    def build(key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        bounds = form.bounds(key, tensor, flattened_range)
+        cells = list(form.cells(bounds))
+        views = form.views(tensor.detach(), cells, bounds)
+        pairs = zip(cells, views, strict=True)
+        shards = [form.shard(key, cell, view, replica_id, prepend_axis_num) for cell, view in pairs]
+        # Tensors alone do not tell whether they came from a flat parameter.
+        return shards if bounds is None else {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
+
+    return ShardedTensorFactory(key, data, build, form.merge, replica_id, flattened_range)
+
+
+class _Cell(NamedTuple):
+    """A box of one part that is stored as one shard. It lies in `run`, a box that is contiguous in memory."""
+
+    part: Part
+    box: Region
+    run: Region
+
+
+class _Form(NamedTuple):
+    """How a parameter lies in memory, and what of it is stored where; see `parts_factory`."""
+
+    local_shape: tuple[int, ...]
+    view_shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def bounds(self, key: str, tensor: torch.Tensor, flattened_range: slice | None) -> tuple[int, int] | None:
+        """Return first and last + 1 element of a flat parameter, None for one that is not flat; check its shape."""
+        if flattened_range is None:
+            bounds, expected = None, self.local_shape
+        else:
+            start, stop, _ = flattened_range.indices(math.prod(self.local_shape))
+            bounds = start, max(start, stop)
+            expected = (bounds[1] - start,)
+        if tuple(tensor.shape) != expected:
+            flat = "" if bounds is None else f" for {flattened_range} of local shape {self.local_shape}"
+            fail(key, f"data has shape {tuple(tensor.shape)}, but must have {expected}{flat}")
+        return bounds
+
+    def cells(self, bounds: tuple[int, int] | None) -> Iterator[_Cell]:
+        """Divide a parameter into what becomes one shard each; at least one, even if it is empty."""
+        if bounds is None:
+            for part in self.parts:
+                yield _Cell(part, Region(part.offset, part.shape), whole(self.view_shape))
+            return
+        is_empty = True
+        for run in flat_range_regions(self.view_shape, *bounds):
+            for part in self.parts:
+                box = intersect(run, Region(part.offset, part.shape))
+                if box is not None:
+                    is_empty = False
+                    yield _Cell(part, box, run)
+        if is_empty:
+            nothing = Region(self.parts[0].offset, (0,) * len(self.view_shape))
+            yield _Cell(self.parts[0], nothing, nothing)
+
+    def views(self, tensor: torch.Tensor, cells: Iterable[_Cell], bounds: tuple[int, int] | None) -> list[torch.Tensor]:
+        """Return, for each cell, the part of a parameter (or of anything of its shape) that is it, in stored axes."""
+        views = []
+        for _, box, run in cells:
+            if bounds is None:
+                around = tensor.reshape(self.view_shape)
+            else:
+                first = flat_start(self.view_shape, run) - bounds[0] if run.num_elements else 0
+                around = tensor[first : first + run.num_elements].view(run.shape)
+            views.append(around[box.relative_to(run.offset).slices()].permute(self.axes))
+        return views
+
+    def shard(
+        self, key: str, cell: _Cell, view: torch.Tensor, replica_id: ReplicaId, prepend_axis_num: int
+    ) -> ShardedTensor:
+        """Describe one cell."""
+        part = cell.part
+        within = cell.box.relative_to(part.offset).offset
+        moved = (0,) * prepend_axis_num + tuple(within[axis] for axis in self.axes)
+        if part.copy:
+            replica_id = (*(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)), part.copy)
+        return ShardedTensor(
+            key + part.suffix,
+            view,
+            view.dtype,
+            local_shape=tuple(view.shape),
+            global_shape=part.global_shape,
+            global_offset=tuple(map(int.__add__, part.global_offset, moved)),
+            axis_fragmentations=None,
+            replica_id=replica_id,
+            prepend_axis_num=prepend_axis_num,
+        )
+
+    def merge(self, loaded: Any) -> torch.Tensor:
+        """Put together what `build` gave, each shard replaced by its tensor."""
+        bounds, tensors = None, loaded
+        if isinstance(loaded, dict):
+            bounds, tensors = loaded["bounds"], loaded["shards"]
+            bounds = bounds.unwrap() if isinstance(bounds, LocalNonpersistentObject) else bounds
+        shape = self.local_shape if bounds is None else (bounds[1] - bounds[0],)
+        cells = list(self.cells(bounds))
+        # What lies where in memory can be asked of a tensor that has none.
+        model = torch.empty(shape, dtype=tensors[0].dtype, device="meta")
+        merged = _behind(tensors, self.views(model, cells, bounds), model)
+        if merged is None:
+            merged = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
+            for view, tensor in zip(self.views(merged, cells, bounds), tensors, strict=True):
+                view.copy_(tensor)
+        return merged
+
+
+def _behind(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], model: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which `tensors` are views, laid out in memory as `views` are in `model`; None if none is."""
+    memory = tensors[0].untyped_storage().data_ptr()
+    start = tensors[0].storage_offset() - views[0].storage_offset()
+    is_shared = memory != 0 and all(
+        tensor.untyped_storage().data_ptr() == memory
+        and tensor.storage_offset() - view.storage_offset() == start
+        and (tensor.dtype, tensor.shape, tensor.stride()) == (view.dtype, view.shape, view.stride())
+        for tensor, view in zip(tensors, views, strict=True)
+    )
+    return tensors[0].as_strided(model.shape, model.stride(), start) if is_shared else None
+
+
+def fail(key: str, problem: str) -> NoReturn:
+    """Raise the error that tells what is wrong with the factory of a key."""
+    raise InvalidShardingError(f"factory of key {key!r}: {problem}")

@@ -1,0 +1,212 @@
+"""Shards of the tensors of one layer, divided among tensor parallel ranks. `distckpt.modules` is the public path."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._models.dtensor import Grid, is_dtensor, shard_of_dtensor
+from distckpt._ranks.collectives import own_rank
+from distckpt.mapping import ReplicaId, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
+
+Offsets: TypeAlias = Iterable[tuple[int, int, int]]
+"""Prepended axes: for each, from 0 on, `(axis, position, number of parts)`."""
+Group: TypeAlias = Any
+"""Ranks among which something is divided or copied: a process group, or `(rank in it, its size)`."""
+
+EXTRA_STATE = "_extra_state"
+"""What the name of a module's extra state ends with."""
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: torch.Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: ReplicaId | None = None,
+    prepend_offsets: Offsets = (),
+    *,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
+    **kwargs: Any,
+) -> ShardedTensor | ShardedTensorFactory:
+    """Describe a tensor that is divided evenly among tensor parallel ranks.
+
+        make_tp_sharded_tensor_for_checkpoint(weight, "up.weight", 0, tp_group=(tp_rank, tp_size), dp_cp_group=dp)
+
+    Args:
+        tensor: this rank's part. A DTensor is this tensor parallel rank's part, divided once more by FSDP2.
+        key: name of the global tensor.
+        tp_axis: axis of `tensor` along which the parts lie.
+        replica_id: which copy of the part this is; `(0, 0, data parallel rank)` by default, with mesh coordinates in
+            place of the latter for a DTensor.
+        prepend_offsets: axes in front of those of the tensor, see `sharded_state_dict`.
+        tp_group: the tensor parallel ranks: a process group or `(rank, size)`; None for this one alone.
+        dp_cp_group: the ranks with copies of the part; None for the default process group, or for this
+            one alone when `tp_group` is given.
+        kwargs: further attributes of the `ShardedTensor`.
+
+    Raises:
+        InvalidShardingError: axes or positions that do not exist.
+    """
+    offsets = tuple(prepend_offsets)
+    (tp_rank, tp_size), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
+    if is_dtensor(tensor):
+        if not (0 <= tp_axis < tensor.ndim and 0 <= tp_rank < tp_size):
+            raise InvalidShardingError(
+                f"key {key!r}: no part {tp_rank} among {tp_size} along axis {tp_axis} of {tuple(tensor.shape)}"
+            )
+        grid = Grid(prepended_axes(offsets, "prepend_offsets"), (tp_axis, tp_rank, tp_size))
+        return shard_of_dtensor(key, tensor, grid, (0, 0) if replica_id is None else replica_id, **kwargs)
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *offsets,
+        (tp_axis + len(offsets), tp_rank, tp_size),
+        replica_id=(0, 0, dp_rank) if replica_id is None else replica_id,
+        prepend_axis_num=len(offsets),
+        **kwargs,
+    )
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: torch.Tensor,
+    key: str,
+    prepend_offsets: Offsets = (),
+    replica_id: ReplicaId | None = None,
+    *,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
+    **kwargs: Any,
+) -> ShardedTensor | ShardedTensorFactory:
+    """Describe a tensor of which tensor and data parallel ranks have copies, or that FSDP2 has divided.
+
+    Args:
+        tensor: the tensor, or a DTensor.
+        key: name of the global tensor.
+        prepend_offsets: axes in front of those of the tensor, see `sharded_state_dict`.
+        replica_id: which copy this is; `(0, tensor parallel rank, data parallel rank)` by default, with mesh
+            coordinates in place of the latter for a DTensor.
+        tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
+        dp_cp_group: likewise.
+        kwargs: further attributes of the `ShardedTensor`.
+    """
+    offsets = tuple(prepend_offsets)
+    (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
+    if is_dtensor(tensor):
+        grid = Grid(prepended_axes(offsets, "prepend_offsets"))
+        return shard_of_dtensor(key, tensor, grid, (0, tp_rank) if replica_id is None else replica_id, **kwargs)
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *offsets,
+        replica_id=(0, tp_rank, dp_rank) if replica_id is None else replica_id,
+        prepend_axis_num=len(offsets),
+        **kwargs,
+    )
+
+
+def make_sharded_object_for_checkpoint(
+    obj: Any,
+    key: str,
+    sharded_offsets: Offsets = (),
+    replica_id: ReplicaId | None = None,
+    *,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
+    **kwargs: Any,
+) -> ShardedObject:
+    """Describe an object of which tensor and data parallel ranks have copies.
+
+    Args:
+        obj: any value that `save` can store.
+        key: name of the global object.
+        sharded_offsets: its place in an array of objects: `(axis, position, size)` for the axes 0, 1, ...
+        replica_id: which copy this is; `(0, tensor parallel rank, data parallel rank)` by default.
+        tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
+        dp_cp_group: likewise.
+        kwargs: further attributes of the `ShardedObject`.
+    """
+    if replica_id is None:
+        (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
+        replica_id = (0, tp_rank, dp_rank)
+    place = prepended_axes(sharded_offsets, "sharded_offsets") or ((0, 1),)
+    shape, offset = tuple(size for _, size in place), tuple(position for position, _ in place)
+    return ShardedObject(key, obj, shape, offset, replica_id, **kwargs)
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: StateDict,
+    prefix: str,
+    tensor_parallel_layers_axis_map: dict[str, int] | None = None,
+    sharded_offsets: Offsets = (),
+    extra_state_suffix: str = EXTRA_STATE,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
+) -> ShardedStateDict:
+    """Describe the state dict of one layer, in which some tensors are divided among tensor parallel ranks.
+
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            state = self.state_dict(keep_vars=True)
+            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp)
+
+    Args:
+        state_dict: the layer's, made with `keep_vars=True` if there is an optimizer.
+        prefix: put before every name.
+        tensor_parallel_layers_axis_map: for the names of tensors that are divided evenly among tensor parallel
+            ranks the axis.
+        sharded_offsets: axes in front of those of each tensor, see `sharded_state_dict`.
+        extra_state_suffix: names that end like this are those of objects.
+        tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
+        dp_cp_group: likewise.
+
+    Returns:
+        By prefixed name a `ShardedTensor` (a factory for some DTensors) or `ShardedObject`.
+    """
+    axes = tensor_parallel_layers_axis_map or {}
+    offsets = tuple(sharded_offsets)
+    state: ShardedStateDict = {}
+    for name, value in state_dict.items():
+        key = prefix + name
+        if name.endswith(extra_state_suffix):
+            state[key] = make_sharded_object_for_checkpoint(
+                value, key, offsets, tp_group=tp_group, dp_cp_group=dp_cp_group
+            )
+        elif name in axes:
+            state[key] = make_tp_sharded_tensor_for_checkpoint(
+                value, key, axes[name], prepend_offsets=offsets, tp_group=tp_group, dp_cp_group=dp_cp_group
+            )
+        else:
+            state[key] = make_sharded_tensor_for_checkpoint(
+                value, key, prepend_offsets=offsets, tp_group=tp_group, dp_cp_group=dp_cp_group
+            )
+    return state
+
+
+def prepended_axes(offsets: Offsets, argument: str) -> tuple[tuple[int, int], ...]:
+    """Return position and number of parts per prepended axis; InvalidShardingError unless the axes are 0, 1, ..."""
+    ordered = sorted(offsets, key=operator.itemgetter(0))
+    if [axis for axis, *_ in ordered] != list(range(len(ordered))):
+        raise InvalidShardingError(
+            f"{argument} {ordered} must give (axis, position, number of parts) for the axes 0 to {len(ordered) - 1}, "
+            "each once: they lie in front of the axes of the tensor."
+        )
+    return tuple((position, parts) for _, position, parts in ordered)
+
+
+def _ranks_and_sizes(tp_group: Group | None, dp_cp_group: Group | None) -> Sequence[tuple[int, int]]:
+    if tp_group is None and dp_cp_group is None:
+        return (0, 1), (own_rank(), 1)
+    return _rank_and_size(tp_group), _rank_and_size(dp_cp_group)
+
+
+def _rank_and_size(group: Group | None) -> tuple[int, int]:
+    if group is None:
+        return 0, 1
+    if isinstance(group, tuple):
+        rank, size = group
+        return rank, size
+    return group.rank(), group.size()

@@ -1,0 +1,307 @@
+"""The difference between two checkpoints, whatever their layouts: read once, a window of each at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.dtypes import FROM_NAME, as_integers, to_numpy
+from distckpt._base.errors import CheckpointingException, LoadMismatchError, UnsupportedObjectError
+from distckpt._base.messages import natural_order
+from distckpt._commit import posix
+from distckpt._foreign import sources
+from distckpt._foreign.stored_values import object_keys, read_encoded, read_region
+from distckpt._format import codec
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._geometry.region import Region, windows
+from distckpt._io import background
+from distckpt._plan.export import matches, renamed
+from distckpt._ranks.report import counting
+from distckpt._storage import locations
+
+WINDOW_ELEMENTS = 4 << 20
+"""So many elements of each side are in memory at a time, a few times over while they are compared."""
+
+
+class TensorDifference(NamedTuple):
+    """A tensor that is not the same on both sides.
+
+    Attributes:
+        key: its name, that of B where A's is renamed.
+        shapes: its global shape in A and in B. Values are compared when they are equal.
+        dtypes: its safetensors dtype in A and in B.
+        num_elements: of each side; 0 when the values were not compared.
+        num_different: elements whose values differ. NaN equals NaN.
+        max_difference: the largest absolute difference; infinite where only one side is infinite or NaN.
+        first_index: of the first element that differs, in row-major order; None when none does.
+        region: the smallest region that holds all elements that differ, `[start:stop, ...]`; None when none does.
+    """
+
+    key: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    num_elements: int
+    num_different: int
+    max_difference: float
+    first_index: tuple[int, ...] | None
+    region: str | None
+
+
+class ObjectDifference(NamedTuple):
+    """A place in an object, or in common state, that is not the same on both sides.
+
+    Attributes:
+        key: of the object.
+        offset: of the part of the object, None when the sides have different parts.
+        path: inside that part, such as `args.lr` or `rng[2]`; empty for the whole.
+        where: "both" when the values differ, "a" or "b" when only one side has something there.
+    """
+
+    key: str
+    offset: tuple[int, ...] | None
+    path: str
+    where: str
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """How two checkpoints differ.
+
+    Attributes:
+        a: location of the first.
+        b: location of the second.
+        only_in_a: keys that the second lacks, with the names that they would have there.
+        only_in_b: keys that the first lacks.
+        tensors: those that differ in shape, dtype or value.
+        objects: what differs in objects and common state.
+        objects_compared: False when one side is a folder of safetensors files, which hold none, or keys were chosen.
+        num_compared: tensors whose values were compared.
+        num_bytes: of their values, both sides together.
+        seconds: that it took.
+    """
+
+    a: str
+    b: str
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+    objects: tuple[ObjectDifference, ...]
+    objects_compared: bool
+    num_compared: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no difference was found."""
+        return not (self.only_in_a or self.only_in_b or self.tensors or self.objects)
+
+
+class _Side(NamedTuple):
+    """One of the two, and for each tensor that is compared the name it has there, by the name that counts."""
+
+    location: str
+    manifest: Manifest
+    names: dict[str, str]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.manifest.global_shapes[self.manifest.key_index[self.names[key]]]
+
+    def dtype(self, key: str) -> str:
+        return self.manifest.dtypes[self.manifest.key_index[self.names[key]]]
+
+    def read(self, key: str, box: Region) -> torch.Tensor:
+        return read_region(self.location, self.manifest, self.names[key], box)
+
+    @property
+    def holds_objects(self) -> bool:
+        return self.manifest.has_checksums or self.manifest.origin is not None
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    keys: str | Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    progress: Callable[[int, int], object] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints: keys, shapes, dtypes, the value of each element, objects and common state.
+
+    They may have been saved under different layouts, and either may be whatever `load` reads, a Hugging Face directory
+    for example. Each byte is read once, through windows of bounded size; objects are in memory whole.
+
+        report = distckpt.diff("checkpoints/step_100", "exports/step_100", keys="model.")
+        assert report.is_same, report.tensors
+
+    Any rank may call, alone.
+
+    Args:
+        a: a path or URL.
+        b: a path or URL.
+        keys: compare these tensors only: a beginning of their keys, a pattern with `*`, or a list of such; of A they
+            match after renaming. Objects and common state are compared when it is None.
+        rename: old beginnings of A's keys -> those that B has.
+        atol: values differ when they are further apart than `atol + rtol * abs(value in B)`.
+        rtol: see `atol`.
+        progress: called with the bytes compared so far and the bytes to compare, now and then.
+
+    Returns:
+        What differs. A difference does not raise.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing that can be read.
+        CorruptCheckpointError: one of the two is damaged.
+        LoadMismatchError: `keys` matches nothing on either side.
+    """
+    started = time.perf_counter()
+    sides = (_open(a, keys, rename or {}), _open(b, keys, {}))
+    first, second = sides
+    if keys is not None and not (first.names or second.names):
+        raise LoadMismatchError(f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}.")
+    common = sorted(first.names.keys() & second.names.keys(), key=natural_order)
+    comparable = [key for key in common if first.shape(key) == second.shape(key)]
+    num_bytes = sum(_num_bytes(side, key) for side in sides for key in comparable)
+    told = counting(progress, num_bytes)
+    found = [_diff_tensor(first, second, key, atol, rtol, told) for key in common]
+    objects_compared = keys is None and first.holds_objects and second.holds_objects
+    return DiffReport(
+        first.location,
+        second.location,
+        tuple(sorted(first.names.keys() - second.names.keys(), key=natural_order)),
+        tuple(sorted(second.names.keys() - first.names.keys(), key=natural_order)),
+        tuple(difference for difference in found if difference is not None),
+        tuple(_diff_objects(first, second)) if objects_compared else (),
+        objects_compared,
+        len(comparable),
+        num_bytes,
+        time.perf_counter() - started,
+    )
+
+
+def _open(checkpoint_dir: str | os.PathLike[str], keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> _Side:
+    location = locations.normalize(checkpoint_dir)
+    background.wait_for_location(posix.resolve(location))
+    manifest = sources.open_manifest(location)
+    names: dict[str, str] = {}
+    for name, key_id in manifest.key_index.items():
+        new = renamed(name, rename)
+        if manifest.dtypes[key_id] == OBJECT or not (keys is None or matches(new, keys)):
+            continue
+        if new in names:
+            raise CheckpointingException(f"{name!r} and {names[new]!r} would both be {new!r}: change rename.")
+        names[new] = name
+    return _Side(location, manifest, names)
+
+
+def _num_bytes(side: _Side, key: str) -> int:
+    return math.prod(side.shape(key)) * FROM_NAME[side.dtype(key)].itemsize
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _diff_tensor(
+    first: _Side, second: _Side, key: str, atol: float, rtol: float, told: Callable[[int], None] | None
+) -> TensorDifference | None:
+    shapes, dtypes = (first.shape(key), second.shape(key)), (first.dtype(key), second.dtype(key))
+    if shapes[0] != shapes[1]:
+        return TensorDifference(key, shapes, dtypes, 0, 0, 0.0, None, None)
+    num_different, max_difference = 0, 0.0
+    first_index: tuple[int, ...] | None = None
+    spans: list[list[int]] = []
+    for box in windows(shapes[0], WINDOW_ELEMENTS):
+        left, right = first.read(key, box), second.read(key, box)
+        if told is not None:
+            told(left.nbytes + right.nbytes)
+        if left.dtype == right.dtype and torch.equal(as_integers(left), as_integers(right)):
+            continue
+        differs, distance = _compare(left, right, atol, rtol)
+        if not differs.any():
+            continue
+        if first_index is None:
+            inside = np.unravel_index(int(differs.argmax()), differs.shape)
+            first_index = tuple(int(i) + o for i, o in zip(inside, box.offset, strict=True))
+        num_different += int(differs.sum())
+        max_difference = max(max_difference, distance)
+        spans = _extend(spans, differs, box)
+    if num_different == 0 and dtypes[0] == dtypes[1]:
+        return None
+    region = Region(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans)) if num_different else None
+    counts = (math.prod(shapes[0]), num_different, max_difference)
+    return TensorDifference(key, shapes, dtypes, *counts, first_index, None if region is None else str(region))
+
+
+def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) -> tuple[npt.NDArray[np.bool_], float]:
+    """Return which elements differ, and by how much at most."""
+    a, b = to_numpy(left), to_numpy(right)
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    with np.errstate(all="ignore"):
+        # As an array, also where there is one element without axes.
+        distance = np.asarray(np.abs(np.subtract(a, b, dtype=wide)))
+        unclear = np.isnan(distance)
+        if unclear.any():
+            # NaN on one side or both, or equal infinities.
+            x, y = a[unclear], b[unclear]
+            distance[unclear] = np.where((x == y) | ((x != x) & (y != y)), 0.0, np.inf)
+        if atol or rtol:
+            differs = (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
+        else:
+            # Large integers may differ by less than a float64 can tell.
+            differs = a != b if a.dtype.kind in "iub" and b.dtype.kind in "iub" else distance > 0
+    return np.asarray(differs), float(distance.max(where=differs, initial=0.0))
+
+
+def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], box: Region) -> list[list[int]]:
+    """Let the first and last + 1 index along each axis take in the elements of a window that differ."""
+    extended = []
+    for axis, offset in enumerate(box.offset):
+        others = tuple(other for other in range(differs.ndim) if other != axis)
+        hits = np.flatnonzero(differs.any(axis=others)) + offset
+        lo, hi = int(hits[0]), int(hits[-1]) + 1
+        extended.append([min(lo, spans[axis][0]), max(hi, spans[axis][1])] if spans else [lo, hi])
+    return extended
+
+
+# --- Objects ----------------------------------------------------------------------------------------------------------
+
+
+def _diff_objects(first: _Side, second: _Side) -> Iterator[ObjectDifference]:
+    keys = [set(object_keys(side.manifest)) for side in (first, second)]
+    for key in sorted(keys[0] | keys[1], key=natural_order):
+        if key not in keys[0] or key not in keys[1]:
+            yield ObjectDifference(key, None, "", "a" if key in keys[0] else "b")
+            continue
+        cells = [read_encoded(side.location, side.manifest, key, "read") for side in (first, second)]
+        for offset in sorted(cells[0].keys() | cells[1].keys()):
+            blobs = [cell.get(offset) for cell in cells]
+            if blobs[0] is None or blobs[1] is None:
+                yield ObjectDifference(key, offset, "", "b" if blobs[0] is None else "a")
+            elif blobs[0] != blobs[1]:
+                for path, where in _diff_paths(blobs[0], blobs[1]):
+                    yield ObjectDifference(key, offset, path, where)
+
+
+def _diff_paths(left: bytes, right: bytes) -> list[tuple[str, str]]:
+    """Return the paths at which two encoded objects differ, and on which side something is there."""
+    try:
+        a, b = (codec.fingerprints(codec.decode(blob)) for blob in (left, right))
+    except UnsupportedObjectError:
+        # Of a class that this program does not know: equal objects have equal bytes, and these differ.
+        return [("", "both")]
+    places = {**a, **b}
+    return [
+        (path, "both" if path in a and path in b else "a" if path in a else "b")
+        for path in places
+        if a.get(path) != b.get(path)
+    ]

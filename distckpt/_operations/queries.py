@@ -1,0 +1,128 @@
+"""What can be asked of a checkpoint without a sharded state dict. Any rank may ask, alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from distckpt._commit import posix
+from distckpt._foreign import sources
+from distckpt._io import background
+from distckpt._operations.loading import read_unchanged
+from distckpt._ranks.collectives import Ranks
+from distckpt._state import flatten
+from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA
+from distckpt._storage import locations
+from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from distckpt.strategies.base import LoadShardedStrategy
+from distckpt.strategies.defaults import load_strategy
+
+_Answer = TypeVar("_Answer")
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+    """Return the common state of a checkpoint: everything that was saved without being sharded.
+
+    Any rank may call, alone.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    asked: ShardedStateDict = {"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}
+    common = _ask(checkpoint_dir, lambda strategy, location: strategy.load(dict(asked), location)["common"])
+    compacted: StateDict = flatten.compact(common)
+    return compacted
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: LoadShardedStrategy | None = None
+) -> dict[str, ShardedTensor]:
+    """Describe the tensors of a checkpoint: for each key a `ShardedTensor` without data that is the whole tensor.
+
+    Any rank may call, alone. With `init_data` the result can be passed to `load`.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    return _ask(checkpoint_dir, lambda strategy, location: strategy.load_tensors_metadata(location), sharded_strategy)
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: LoadShardedStrategy | None = None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """Describe the tensors (by key) and objects (by unique key) of a checkpoint, without data.
+
+    Any rank may call, alone.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    described = _ask(
+        checkpoint_dir, lambda strategy, location: strategy.load_sharded_metadata(location), sharded_strategy
+    )
+    return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Load all tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not included.
+
+    Any rank may call, alone.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+
+    def load_all(strategy: LoadShardedStrategy, location: str) -> dict[str, torch.Tensor]:
+        return strategy.load(dict(strategy.load_tensors_metadata(location)), location)
+
+    return _ask(checkpoint_dir, load_all)
+
+
+def load_content_metadata(
+    checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> dict[str, Any] | None:
+    """Return the `content_metadata` that was given to `save`, None when there was none.
+
+    Args:
+        checkpoint_dir: of the checkpoint; not read when `preloaded_state_dict` is given.
+        preloaded_state_dict: common state that was loaded already.
+
+    Raises:
+        ValueError: neither argument was given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("Give checkpoint_dir or preloaded_state_dict.")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA)
+
+
+def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+    """Remove the tensors whose keys begin with a prefix, optimizer state for example, and give their space back.
+
+    One rank calls. The checkpoint stays whole at every moment: what remains is put together beside it and takes its
+    place in one step.
+
+    Raises:
+        CheckpointNotFoundError: no whole checkpoint is there.
+    """
+    location = locations.normalize(checkpoint_dir)
+    background.wait_for_location(posix.resolve(location))
+    load_strategy(None, sources.identify(location), location).remove_sharded_tensors(location, key_prefix)
+
+
+def _ask(
+    checkpoint_dir: str | os.PathLike[str],
+    question: Callable[[LoadShardedStrategy, str], _Answer],
+    given: LoadShardedStrategy | None = None,
+) -> _Answer:
+    """Ask a question of one checkpoint, without the other ranks: given the strategy that reads it, and the location."""
+    location = locations.normalize(checkpoint_dir)
+
+    def read(marker: dict[str, Any] | None) -> _Answer:
+        return question(load_strategy(given, sources.identify(location, marker), location), location)
+
+    return read_unchanged(Ranks.alone(), location, read)

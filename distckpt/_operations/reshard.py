@@ -1,0 +1,349 @@
+"""Rewriting a checkpoint as other ranks would have saved it, in one process and within bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import NUM_THREADS, paused_garbage_collection
+from distckpt._commit import posix
+from distckpt._foreign import sources
+from distckpt._foreign.stored_values import object_keys, read_encoded
+from distckpt._format import codec
+from distckpt._format.manifest import OBJECT, Manifest, ShardFile
+from distckpt._format.marker import CheckpointingConfig
+from distckpt._geometry.mapped import crop
+from distckpt._geometry.region import IntArray, Region, whole
+from distckpt._io import background
+from distckpt._io.export import Source, filling
+from distckpt._io.shard_writer import in_folder, lay_out_files, new_object_file, write_manifest
+from distckpt._io.write import NewFile, WriteSettings, write_files
+from distckpt._operations.saving import Target, finish_save
+from distckpt._plan.export import OutputTensor, matches, plan_tensors, renamed, select_tensors
+from distckpt._plan.layout import FileLayout, LayoutRecord, ManifestLayout, WrittenRecord, lay_out_manifest
+from distckpt._plan.save import plan_owners
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import Clock, counting
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
+from distckpt._storage import locations
+from distckpt.mapping import ShardedObject, ShardedTensor
+from distckpt.rules import Rule
+from distckpt.strategies.base import PreparedSave
+from distckpt.strategies.huggingface import num_export_threads
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What was written.
+
+    Attributes:
+        location: of the new checkpoint.
+        num_tensors: stored tensors; tied ones count once.
+        num_objects: parts of objects, common state included.
+        num_chunks: pieces that the tensors are stored in.
+        num_files: files that hold them.
+        num_bytes: size of tensors and objects.
+        overflows: for each tensor with values that did not fit the dtype they were converted to, how many.
+        seconds: that it took.
+    """
+
+    location: str
+    num_tensors: int
+    num_objects: int
+    num_chunks: int
+    num_files: int
+    num_bytes: int
+    overflows: Mapping[str, int]
+    seconds: float
+
+
+@paused_garbage_collection()
+def reshard(
+    source_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    num_ranks: int = 1,
+    grids: Mapping[str, Sequence[int]] | None = None,
+    keys: str | Sequence[str] | None = None,
+    rules: Sequence[Rule] = (),
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    overwrite: bool = False,
+    verify: Literal["none", "read", "full"] = "full",
+    max_inflight_bytes: int = 256 << 20,
+    progress: Callable[[int, int], object] | None = None,
+) -> ReshardReport:
+    """Rewrite what can be loaded as a checkpoint that other ranks would have saved: fewer files, or another grid.
+
+    A load needs none of this: it takes any division. Rewriting makes few files of many, lets a job of another layout
+    read whole chunks, and makes a checkpoint with checksums of a Hugging Face directory. Objects and common state are
+    kept. The new checkpoint appears in one step; memory is bounded whatever the size of a tensor.
+
+        distckpt.reshard("checkpoints/step_100", "resharded/step_100", num_ranks=8, grids={"*.up.weight": (4, 1)})
+
+    One process calls, alone.
+
+    Args:
+        source_dir: what `load` reads: a checkpoint of distckpt, a Hugging Face directory, and those of others.
+        checkpoint_dir: of the new checkpoint, another one than the source.
+        num_ranks: as many ranks' files are written, each with the same share of the bytes as far as grids allow.
+        grids: pattern of new keys -> into how many parts each axis is divided. Part i (row-major) goes to rank i, from
+            the first rank again after the last; with more ranks than parts, several share it as replicas do. The first
+            pattern that fits counts. Other tensors are held by all ranks.
+        keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; None for all.
+        rules: changes of names and shapes, see `distckpt.rules`. What no rule matches is kept as it is.
+        rename: afterwards, old beginnings of keys -> new ones.
+        dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new keys.
+        overwrite: replace a checkpoint that is there.
+        verify: as in `load`; the checksums of a distckpt checkpoint are verified by default.
+        max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used. Objects are in memory
+            whole.
+        progress: called with the bytes written so far and the bytes to write, now and then, from one thread at a time.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing that can be read.
+        CheckpointExistsError: a whole checkpoint is there and `overwrite` is False.
+        CheckpointingException: a grid fits no tensor, or not the one it is for.
+        CorruptCheckpointError: the source is damaged. Nothing is committed.
+        LoadMismatchError: `keys` or a rule matches nothing.
+    """
+    started = time.perf_counter()
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks!r}")
+    location, target = locations.normalize(source_dir), posix.resolve(os.fspath(checkpoint_dir))
+    if target == posix.resolve(location):
+        raise CheckpointingException(f"A checkpoint cannot be rewritten in its own place {location!r}.")
+    background.wait_for_location(posix.resolve(location))
+    posix.check_target(target, overwrite)
+
+    # 1. What is written.
+    manifest = sources.open_manifest(location)
+    outputs = _plan_outputs(manifest, keys, rules, rename or {}, dtype)
+    aliases = {} if rules else _aliases(manifest, keys, rename or {})
+    objects = _read_objects(location, manifest, verify)
+
+    # 2. Who writes it.
+    shards, holders = _divide(outputs, objects, num_ranks, grids or {})
+    layouts, layout = _lay_out(shards, holders, num_ranks, aliases)
+
+    # 3. Write beside the target, and commit.
+    num_bytes = sum(output.num_bytes for output in outputs) + sum(len(shard.data) for shard in objects)
+    settings = WriteSettings(
+        num_threads=min(NUM_THREADS, num_export_threads(max_inflight_bytes)),
+        progress=counting(progress, num_bytes),
+    )
+    rewrite = _Rewrite(Source(location, manifest, verify), outputs, shards, layouts, layout, settings)
+    config = CheckpointingConfig(sources.BACKEND, sources.VERSION)
+    clock = Clock()
+    finish_save(Ranks.alone(), clock, Target(target, overwrite, durable=True, config=config), rewrite)
+    return ReshardReport(
+        target,
+        len(outputs),
+        len(objects),
+        sum(layout.num_chunks) - len(objects),
+        len(layout.files),
+        num_bytes,
+        rewrite.overflows(),
+        time.perf_counter() - started,
+    )
+
+
+# --- What is written --------------------------------------------------------------------------------------------------
+
+
+def _plan_outputs(
+    manifest: Manifest,
+    keys: str | Sequence[str] | None,
+    rules: Sequence[Rule],
+    rename: Mapping[str, str],
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+) -> list[OutputTensor]:
+    if keys is None and all(stored == OBJECT for stored in manifest.dtypes):
+        return []
+    # Rules may make different tensors of tied ones, which are written one by one then.
+    tensors = select_tensors(manifest, keys, write_tied=bool(rules))
+    return plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True)
+
+
+def _aliases(manifest: Manifest, keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> dict[str, str]:
+    """Return the tied keys of the new checkpoint, under their new names."""
+    chosen = select_tensors(manifest, keys, write_tied=False) if manifest.aliases else {}
+    stored = {manifest.key_index[name]: name for name in chosen}
+    return {
+        renamed(alias, rename): renamed(stored[manifest.key_index[alias]], rename)
+        for alias in manifest.aliases
+        if alias not in chosen and (keys is None or matches(alias, keys))
+    }
+
+
+def _read_objects(location: str, manifest: Manifest, verify: str) -> list[ShardedObject]:
+    """Read the encoded objects; there is common state in any case."""
+    shards = []
+    for key in object_keys(manifest):
+        shape = (1,) if key == COMMON_KEY else manifest.global_shapes[manifest.key_index[key]]
+        cells = read_encoded(location, manifest, key, verify)
+        shards += [ShardedObject(key, data, shape, offset) for offset, data in cells.items()]
+    if COMMON_KEY not in manifest.key_index:
+        shards.append(ShardedObject(COMMON_KEY, codec.encode({}), (1,), (0,)))
+    return shards
+
+
+# --- Who writes it ----------------------------------------------------------------------------------------------------
+
+
+def _divide(
+    outputs: Iterable[OutputTensor],
+    objects: Iterable[ShardedObject],
+    num_ranks: int,
+    grids: Mapping[str, Sequence[int]],
+) -> tuple[list[Shard], list[range]]:
+    """Return the shards that the ranks would hold, without data for tensors, and for each of them its ranks."""
+    shards: list[Shard] = []
+    holders: list[range] = []
+    used: set[str] = set()
+    for output in outputs:
+        shape, dtype = output.mapped.shape, FROM_NAME[output.dtype]
+        pattern = next((p for p in grids if matches(output.name, p)), None)
+        regions = [whole(shape)]
+        if pattern is not None:
+            used.add(pattern)
+            regions = _grid_regions(output.name, shape, tuple(grids[pattern]))
+        for index, region in enumerate(regions):
+            shards.append(ShardedTensor(output.name, None, dtype, region.shape, shape, region.offset, None))
+            holders.append(range(index % num_ranks, num_ranks, min(len(regions), num_ranks)))
+    unused = sorted(grids.keys() - used)
+    if unused:
+        raise CheckpointingException(f"The grids for {unused} fit no tensor: no key matches, or an earlier one does.")
+    for index, shard in enumerate(objects):
+        shards.append(shard)
+        holders.append(range(index % num_ranks, index % num_ranks + 1))
+    return shards, holders
+
+
+def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Region]:
+    """Divide a tensor into a grid whose parts differ by at most one index along each axis."""
+    if len(grid) != len(shape) or any(not 1 <= n <= max(1, size) for n, size in zip(grid, shape, strict=False)):
+        raise CheckpointingException(
+            f"Key {key!r} of shape {shape} cannot be divided into a grid of {grid}: give one number of parts for each "
+            "axis, from 1 to its size."
+        )
+    axes = [[(i * size // n, (i + 1) * size // n) for i in range(n)] for n, size in zip(grid, shape, strict=True)]
+    return [
+        Region(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
+        for cell in itertools.product(*axes)
+    ]
+
+
+def _lay_out(
+    shards: Sequence[Shard], holders: Sequence[range], num_ranks: int, aliases: Mapping[str, str]
+) -> tuple[list[list[FileLayout]], ManifestLayout]:
+    """Give every byte an owner, and return the files of each rank and the manifest of them all."""
+    described = describe(shards)
+    table = _hold(merge_tables([described]), holders)
+    owned = plan_owners(table, num_ranks, {})
+    layouts = [lay_out_files(rank, shards, described, pieces) for rank, pieces in enumerate(owned)]
+    layout = lay_out_manifest(table, {}, [LayoutRecord.of(files) for files in layouts])
+    return layouts, layout._replace(aliases=dict(aliases))
+
+
+def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
+    """Give the shards of one rank to the ranks that are to hold them; the first is the main replica."""
+    held = [holders[shard_id] for shard_id in table.shard_ids.tolist()]
+    rows = np.repeat(np.arange(len(held)), [len(ranks) for ranks in held])
+    ranks = np.fromiter(itertools.chain.from_iterable(held), np.int64)
+    is_main = np.diff(rows, prepend=-1) != 0
+    order = np.lexsort((rows, ranks))
+    columns: dict[str, Any] = {
+        name: getattr(table, name)[rows[order]]
+        for name in ("key_ids", "shard_ids", "tie_ids", "digests", "offsets", "shapes")
+    }
+    return table._replace(ranks=ranks[order], is_main=is_main[order], **columns)
+
+
+# --- Writing it -------------------------------------------------------------------------------------------------------
+
+
+class _Rewrite(PreparedSave):
+    """What is going to be written, and how it came out."""
+
+    folder_suffix: str = ""
+
+    def __init__(
+        self,
+        source: Source,
+        outputs: Sequence[OutputTensor],
+        shards: Sequence[Shard],
+        layouts: Sequence[Sequence[FileLayout]],
+        manifest: ManifestLayout,
+        settings: WriteSettings,
+    ) -> None:
+        self._source = source
+        self._outputs = {output.name: output for output in outputs}
+        self._shards = shards
+        self._layouts = layouts
+        self._manifest = manifest
+        self._settings = settings
+        self._overflows: list[tuple[list[str], IntArray]] = []
+
+    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:
+        """Write the files of all ranks, and the manifest."""
+        del ranks
+        files: list[NewFile] = []
+        written: list[tuple[int, ShardFile | None, list[int]]] = []
+        for rank, layouts in enumerate(self._layouts):
+            files += [self._tensor_file(checkpoint_dir, layout) for layout in layouts if layout.header]
+            objects = self._objects_of([layout for layout in layouts if not layout.header])
+            object_file = None
+            if objects:
+                new_file, object_file = new_object_file(checkpoint_dir, rank, objects, self.folder_suffix)
+                files.append(new_file)
+            written.append((len(layouts), object_file, list(map(len, objects.values()))))
+        checksums = iter(write_files(files, self._settings))
+        records = [
+            WrittenRecord(file, np.array(sizes, np.int64), _joined([next(checksums) for _ in range(num_files)]))
+            for num_files, file, sizes in written
+        ]
+        return write_manifest(checkpoint_dir, self._manifest, records, self.folder_suffix, self._settings.durable)
+
+    def _tensor_file(self, checkpoint_dir: str, layout: FileLayout) -> NewFile:
+        tensors = [self._part(chunk.key, chunk.region) for chunk in layout.chunks]
+        location = locations.join(checkpoint_dir, *in_folder(layout.file.name, self.folder_suffix).split("/"))
+        overflows = np.zeros(len(tensors), np.int64)
+        self._overflows.append(([tensor.name for tensor in tensors], overflows))
+        return NewFile(location, layout.header, layout.num_bytes, filling(self._source, tensors, overflows))
+
+    def _part(self, key: str, region: Region) -> OutputTensor:
+        output = self._outputs[key]
+        num_bytes = region.num_elements * FROM_NAME[output.dtype].itemsize
+        mapped = output.mapped if region == whole(output.mapped.shape) else crop(output.mapped, region)
+        return OutputTensor(key, output.dtype, region.num_elements, num_bytes, mapped)
+
+    def _objects_of(self, layouts: Sequence[FileLayout]) -> dict[str, bytes]:
+        shards = [self._shards[chunk.pieces[0][0]] for layout in layouts for chunk in layout.chunks]
+        return {shard.unique_key: shard.data for shard in shards if isinstance(shard, ShardedObject)}
+
+    def overflows(self) -> dict[str, int]:
+        """Return for each tensor in which values did not fit the dtype they were converted to, how many."""
+        found: Counter[str] = Counter()
+        for names, counts in self._overflows:
+            found.update({names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()})
+        return dict(found)
+
+
+def _joined(checksums: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
+    return np.concatenate([np.zeros(0, np.uint64), *checksums])

@@ -1,0 +1,338 @@
+"""Verification of a checkpoint: is what lies on disk what was saved? Reads each byte at most once, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
+from distckpt._base.threads import checksum
+from distckpt._commit.conditional_put import stray_files
+from distckpt._foreign import sources
+from distckpt._format.manifest import Manifest, is_manifest_name
+from distckpt._format.marker import CONFIG_FNAME, file_size
+from distckpt._operations.loading import read_unchanged
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+from distckpt.strategies.defaults import load_strategy
+
+UNIT_BYTES = 8 << 20
+"""One thread reads this much at a time, at least one checksum block."""
+DEFAULT_THREADS = 8
+
+_Bytes = npt.NDArray[np.uint8]
+_IntArray = npt.NDArray[np.int64]
+_local = threading.local()
+
+
+class Problem(NamedTuple):
+    """Something that is not as it was saved.
+
+    Attributes:
+        file: its location.
+        message: what is wrong with it.
+        key: of the tensor or object that is concerned, None when a whole file is.
+        region: the part of the global tensor that is concerned: that of the chunk, `[start:stop, ...]` along each axis.
+        first_byte: where in the file the damage begins, as far as it can be narrowed down (to a checksum block).
+        stop_byte: where it ends.
+    """
+
+    file: str
+    message: str
+    key: str | None = None
+    region: str | None = None
+    first_byte: int | None = None
+    stop_byte: int | None = None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found out about a checkpoint.
+
+    Attributes:
+        location: of the checkpoint.
+        mode: "fast" or "full".
+        problems: everything that is wrong; empty when all is well.
+        has_checksums: False for files that others wrote: only their sizes and headers can be judged.
+        num_keys: stored tensors and objects.
+        num_files: files that hold them.
+        num_chunks: pieces that they are stored in.
+        num_bytes: that were read.
+        seconds: that it took.
+        strays: on an object store, files that are no part of the checkpoint: of saves that were interrupted, or that go
+            on. The next save removes them.
+    """
+
+    location: str
+    mode: str
+    problems: tuple[Problem, ...]
+    has_checksums: bool
+    num_keys: int
+    num_files: int
+    num_chunks: int
+    num_bytes: int
+    seconds: float
+    strays: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether nothing is wrong."""
+        return not self.problems
+
+
+def verify(
+    checkpoint_dir: str | os.PathLike[str],
+    mode: Literal["fast", "full"] = "full",
+    *,
+    num_threads: int = DEFAULT_THREADS,
+    progress: Callable[[int, int], object] | None = None,
+) -> VerifyReport:
+    """Compare a checkpoint with the checksums that were computed while it was saved.
+
+        report = distckpt.verify("checkpoints/step_100")
+        assert report.is_whole, report.problems
+
+    Any process may call, alone. Nothing is changed. Bytes that the operating system still has in memory are taken from
+    there: what a disk has kept shows only after they have left it.
+
+    Args:
+        checkpoint_dir: a path or fsspec URL of a checkpoint, or of a folder of safetensors files that others wrote.
+        mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers; "full" also reads
+            every byte once and compares all checksums.
+        num_threads: that read at the same time, each with `UNIT_BYTES` of memory.
+        progress: called with the bytes read so far and the bytes to read, now and then, from one thread.
+
+    Returns:
+        What was found. Damage does not raise: it is listed in `problems`.
+
+    Raises:
+        CheckpointNotFoundError: nothing that could be verified is there.
+        ValueError: `mode` is neither "fast" nor "full".
+    """
+    if mode not in ("fast", "full"):
+        raise ValueError(f"mode must be 'fast' or 'full', got {mode!r}")
+    location = locations.normalize(checkpoint_dir)
+    return read_unchanged(
+        Ranks.alone(), location, lambda marker: _verify(location, marker, mode, num_threads, progress)
+    )
+
+
+def _verify(
+    location: str,
+    marker: dict[str, Any] | None,
+    mode: str,
+    num_threads: int,
+    progress: Callable[[int, int], object] | None,
+) -> VerifyReport:
+    started = time.perf_counter()
+    manifest = _open(location, marker)
+    if isinstance(manifest, Problem):
+        return VerifyReport(location, mode, (manifest,), True, 0, 0, 0, 0, time.perf_counter() - started)
+
+    # 1. Files are there, have their sizes, and begin with the headers that were written.
+    problems, num_bytes = _check_files(location, manifest, num_threads)
+
+    # 2. Blocks have their checksums.
+    if mode == "full":
+        found, num_read = _check_blocks(location, manifest, num_threads, progress)
+        problems += found
+        num_bytes += num_read
+    strays = stray_files(location, {file.name for file in manifest.files})
+    return VerifyReport(
+        location,
+        mode,
+        tuple(problems),
+        manifest.has_checksums,
+        len(manifest.keys) + len(manifest.aliases),
+        len(manifest.files),
+        len(manifest.key_ids),
+        num_bytes,
+        time.perf_counter() - started,
+        tuple(strays),
+    )
+
+
+def _open(location: str, marker: dict[str, Any] | None) -> Manifest | Problem:
+    """Open what is at a location, or say which of the files that describe it is damaged."""
+    file = locations.join(location, CONFIG_FNAME)
+    try:
+        marker = sources.identify(location, marker)
+        load_strategy(None, marker, location)
+        named = marker.get("manifest", {})
+        if named is None:
+            # Files that others wrote describe themselves.
+            file = location
+        elif isinstance(named, dict) and is_manifest_name(named.get("name")):
+            file = locations.join(location, named["name"])
+        return Manifest.from_bytes(sources.manifest_bytes(location, marker), location)
+    except CheckpointNotFoundError:
+        raise
+    except CheckpointingException as error:
+        return Problem(file, str(error))
+
+
+# --- Files and headers ------------------------------------------------------------------------------------------------
+
+
+def _check_files(location: str, manifest: Manifest, num_threads: int) -> tuple[list[Problem], int]:
+    """Compare sizes and headers; return problems and the bytes that were read."""
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
+        found = pool.map(lambda file_id: _check_file(location, manifest, file_id), range(len(manifest.files)))
+        problems = [problem for problem in found if problem is not None]
+    return problems, sum(file.header_bytes for file in manifest.files)
+
+
+def _check_file(location: str, manifest: Manifest, file_id: int) -> Problem | None:
+    expected, path = manifest.files[file_id], _path(location, manifest, file_id)
+    try:
+        num_bytes = file_size(path)
+        header = locations.read_range(path, 0, expected.header_bytes) if num_bytes == expected.num_bytes else b""
+    except FileNotFoundError:
+        return Problem(path, "the file is missing")
+    except CorruptCheckpointError as error:
+        return Problem(path, str(error))
+    except OSError as error:
+        return Problem(path, f"cannot be read: {error.strerror or error}")
+    if num_bytes != expected.num_bytes:
+        how = "cut off" if num_bytes < expected.num_bytes else "extended or replaced"
+        message = f"the file was {how}: it has {num_bytes} bytes, {expected.num_bytes} were saved"
+        return Problem(path, message, None, None, min(num_bytes, expected.num_bytes), expected.num_bytes)
+    if manifest.has_checksums and checksum(header) != expected.header_checksum:
+        return Problem(path, "the header is not what was written", None, None, 0, expected.header_bytes)
+    return None
+
+
+# --- Blocks -----------------------------------------------------------------------------------------------------------
+
+
+class _Blocks(NamedTuple):
+    """The checksum blocks of all chunks in file order, as columns; `expected` is empty without checksums."""
+
+    chunks: _IntArray
+    file_ids: _IntArray
+    starts: _IntArray
+    stops: _IntArray
+    expected: npt.NDArray[np.uint64]
+
+
+def _check_blocks(
+    location: str, manifest: Manifest, num_threads: int, progress: Callable[[int, int], object] | None
+) -> tuple[list[Problem], int]:
+    """Read all blocks and compare their checksums; return problems and the bytes that were read."""
+    blocks = _list_blocks(manifest)
+    total_bytes = int((blocks.stops - blocks.starts).sum())
+    bad: list[tuple[int, str]] = []
+    num_bytes = 0
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
+        # An interrupt ends the iteration, which cancels what has not begun.
+        for found, num_read in pool.map(lambda unit: _check_unit(location, manifest, blocks, unit), _units(blocks)):
+            bad += found
+            num_bytes += num_read
+            if progress is not None:
+                progress(num_bytes, total_bytes)
+    return _describe(location, manifest, blocks, bad), num_bytes
+
+
+def _list_blocks(manifest: Manifest) -> _Blocks:
+    counts = np.diff(manifest.block_starts)
+    chunks = np.repeat(np.arange(len(counts)), counts)
+    within = (np.arange(len(chunks)) - manifest.block_starts[chunks]) * manifest.block_bytes
+    starts = manifest.first_bytes[chunks] + within
+    stops = starts + np.minimum(manifest.num_bytes[chunks] - within, manifest.block_bytes)
+    order = np.lexsort((starts, manifest.file_ids[chunks]))
+    expected = manifest.block_checksums[order] if manifest.has_checksums else manifest.block_checksums
+    return _Blocks(chunks[order], manifest.file_ids[chunks][order], starts[order], stops[order], expected)
+
+
+def _units(blocks: _Blocks) -> Iterator[range]:
+    """Cut the blocks into ranges that are near each other in one file and fit one read."""
+    file_ids, starts, stops = blocks.file_ids.tolist(), blocks.starts.tolist(), blocks.stops.tolist()
+    first = 0
+    for index in range(1, len(starts) + 1):
+        ends = index == len(starts) or file_ids[index] != file_ids[first] or stops[index] - starts[first] > UNIT_BYTES
+        if ends:
+            yield range(first, index)
+            first = index
+
+
+def _check_unit(location: str, manifest: Manifest, blocks: _Blocks, unit: range) -> tuple[list[tuple[int, str]], int]:
+    """Read some blocks at once; return those that are bad, with what is wrong, and the bytes read."""
+    path = _path(location, manifest, int(blocks.file_ids[unit[0]]))
+    begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
+    try:
+        data = _read(path, begin, end)
+    except CorruptCheckpointError:
+        return [(unit[0], "")], 0
+    except OSError as error:
+        if len(unit) > 1:
+            # Narrow it down: one by one.
+            parts = [_check_unit(location, manifest, blocks, range(index, index + 1)) for index in unit]
+            return [entry for found, _ in parts for entry in found], sum(num_read for _, num_read in parts)
+        missing = isinstance(error, FileNotFoundError)
+        return [(unit[0], "" if missing else f"cannot be read: {error.strerror or error}")], 0
+    bad = []
+    for index in unit:
+        start, stop = int(blocks.starts[index]) - begin, int(blocks.stops[index]) - begin
+        if stop > len(data):
+            bad.append((index, "was cut off"))
+        elif len(blocks.expected) and checksum(data[start:stop]) != int(blocks.expected[index]):
+            bad.append((index, "is not what was written (checksum mismatch)"))
+    return bad, len(data)
+
+
+def _describe(location: str, manifest: Manifest, blocks: _Blocks, bad: Sequence[tuple[int, str]]) -> list[Problem]:
+    """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
+    problems: list[Problem] = []
+    chunk_before = -1
+    for index, what in bad:
+        if not what:
+            continue  # there is no such file, which has been said
+        chunk = int(blocks.chunks[index])
+        start, stop = int(blocks.starts[index]), int(blocks.stops[index])
+        message = f"a chunk {what}"
+        if problems and chunk == chunk_before and problems[-1][1] == message and problems[-1].stop_byte == start:
+            problems[-1] = problems[-1]._replace(stop_byte=stop)
+            continue
+        chunk_before = chunk
+        key = manifest.keys[int(manifest.key_ids[chunk])]
+        path = _path(location, manifest, int(blocks.file_ids[index]))
+        problems.append(Problem(path, message, key, str(manifest.chunk_region(chunk)), start, stop))
+    return problems
+
+
+def _read(path: str, start: int, stop: int) -> _Bytes:
+    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads again.
+
+    Raises:
+        CorruptCheckpointError: it is no file.
+    """
+    if not locations.is_local(path):
+        return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
+    buffer: _Bytes | None = getattr(_local, "buffer", None)
+    if buffer is None or len(buffer) < stop - start:
+        buffer = _local.buffer = np.empty(max(stop - start, UNIT_BYTES), np.uint8)
+    file_size(path)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        got = 0
+        while got < stop - start:
+            # A read may be short: a signal, or a network file system.
+            more = os.preadv(fd, [buffer[got : stop - start]], start + got)
+            if not more:
+                break
+            got += more
+    finally:
+        os.close(fd)
+    return buffer[:got]
+
+
+def _path(location: str, manifest: Manifest, file_id: int) -> str:
+    return locations.join(location, *manifest.files[file_id].name.split("/"))

@@ -1,0 +1,1 @@
+"""Plans of saves, loads and exports: pure functions over values."""

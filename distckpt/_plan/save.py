@@ -1,0 +1,367 @@
+"""Planning a save: who writes which bytes, and how they lie in shard files. Pure functions over tables.
+
+`plan_owners` runs on the coordinator for all ranks and touches numpy columns only; `layout_files` runs on every rank
+for its own pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._format.columns import pack, unpack
+from distckpt._format.manifest import OBJECT
+from distckpt._geometry.region import IntArray, Region, flat_range_regions, regions_to_arrays
+from distckpt._state.shards import GlobalTable
+
+BALANCE_TOLERANCE = 0.01
+"""A cut may be this far (as a share of one rank's bytes) from where it would be perfectly even."""
+MIN_SLICE_BYTES = 4096
+"""Nothing smaller is cut: what it evens out is not worth another chunk."""
+
+
+class Pieces(NamedTuple):
+    """What one rank writes: rows of `(shard_id, region)` with regions as `(n, ndim)` offsets and shapes."""
+
+    shard_ids: IntArray
+    offsets: IntArray
+    shapes: IntArray
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return pack(None, self._asdict())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Pieces:
+        """Decode what `to_bytes` made."""
+        return cls(**unpack(data)[1])
+
+
+def find_aliases(table: GlobalTable) -> dict[int, int]:
+    """Find tied keys: every main shard of one is, on its own rank, the same memory as a shard of the other.
+
+    Returns:
+        key id -> id of the key that is stored in its place.
+    """
+    tied = np.flatnonzero(table.is_main & (table.tie_ids != table.shard_ids))
+    if not len(tied):
+        return {}
+    partners = keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
+    # Shards without elements are no memory, and cannot be tied; some ranks of an uneven division have such.
+    counted = table.is_main & (table.shapes > 0).all(axis=1)
+    num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
+    aliases: dict[int, int] = {}
+    pairs, counts = np.unique(np.stack([table.key_ids[tied], partners]), axis=1, return_counts=True)
+    for (alias, key), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
+        # A chain cannot arise: a tie always points at the rank's first shard with that memory.
+        if alias != key and count == num_main[alias] and key not in aliases and alias not in aliases.values():
+            aliases[alias] = key
+    return aliases
+
+
+def keys_of_shards(table: GlobalTable, ranks: IntArray, shard_ids: IntArray) -> IntArray:
+    """Return the key id of each `(rank, shard id)`."""
+    stride = int(table.shard_ids.max(initial=0)) + 1
+    # Ascending, because tables are put together by rank and list shards in order.
+    position = np.searchsorted(table.ranks * stride + table.shard_ids, ranks * stride + shard_ids)
+    return table.key_ids[position]
+
+
+def plan_owners(
+    table: GlobalTable, num_ranks: int, aliases: dict[int, int], exchange_groups: Sequence[int] | None = None
+) -> list[Pieces]:
+    """Give every byte one owner among the ranks that hold it, the same number of bytes to each as far as possible.
+
+    Shards held by the same set of ranks are thought of as one long line of bytes. It is cut into one run per rank, so
+    long that ranks with less to do so far get more; at most (ranks - 1) tensors of a line are cut, between rows.
+
+    Args:
+        table: validated shards of all ranks.
+        num_ranks: number of ranks.
+        aliases: keys that are not stored, from `find_aliases`.
+        exchange_groups: for each rank the id of its group, when replicas may only take over bytes of a main replica
+            in their own group.
+
+    Returns:
+        For each rank what it writes.
+    """
+    groups = _group_replicas(table, num_ranks, aliases, exchange_groups)
+    loads = np.zeros(num_ranks, np.int64)
+    whole_owner = np.full(len(groups.rows), -1, np.int64)
+    cut: list[tuple[int, int, int, int]] = []
+    for members, candidates in _lines(groups):
+        sizes = groups.num_bytes[members]
+        if len(candidates) == 1:
+            whole_owner[members] = candidates[0]
+            loads[candidates[0]] += int(sizes.sum())
+            continue
+        shares = even_shares(loads[candidates], int(sizes.sum()))
+        loads[candidates] += shares
+        owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
+        whole_owner[members] = owners
+        cut.extend(slices)
+    return _collect_pieces(table, groups, whole_owner, cut, num_ranks)
+
+
+class _Groups(NamedTuple):
+    """Equal regions of one key: `rows` of their main replicas, and the ranks that hold each.
+
+    `holders` lists (group, rank, shard) triples sorted by group, `holder_starts` where each group begins in it.
+    """
+
+    rows: IntArray
+    num_bytes: IntArray
+    holder_ranks: IntArray
+    holder_shards: IntArray
+    holder_starts: IntArray
+
+
+def _group_replicas(
+    table: GlobalTable, num_ranks: int, aliases: dict[int, int], exchange_groups: Sequence[int] | None
+) -> _Groups:
+    item_bytes = np.array([1 if d == OBJECT else FROM_NAME[d].itemsize for d in table.dtypes], np.int64)
+    num_bytes = np.prod(table.shapes, axis=1, dtype=np.int64) * item_bytes[table.key_ids]
+    is_empty_key = (table.global_shapes == 0).any(axis=1)
+    stored = (num_bytes > 0) | is_empty_key[table.key_ids]
+    if aliases:
+        stored &= ~np.isin(table.key_ids, np.fromiter(aliases, np.int64))
+    identity = row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
+    main_rows = np.flatnonzero(stored & table.is_main)
+    _, first = np.unique(identity[main_rows], return_index=True)
+    # np.unique sorts by hash; back to the order in which the ranks named them.
+    rows = main_rows[np.sort(first)]
+    by_hash = np.argsort(identity[rows])
+    slot = np.searchsorted(identity[rows][by_hash], identity)
+    slot = np.minimum(slot, max(len(rows) - 1, 0))
+    group = by_hash[slot] if len(rows) else np.zeros(len(identity), np.int64)
+    belongs = stored & (identity[rows][group] == identity if len(rows) else np.zeros(len(identity), np.bool_))
+    # Objects stay with their main replica: copies need not be equal and are not encoded.
+    is_object = np.array([dtype == OBJECT for dtype in table.dtypes], np.bool_)
+    belongs &= table.is_main | ~is_object[table.key_ids]
+    if exchange_groups is not None:
+        group_of_rank = np.asarray(exchange_groups, np.int64)
+        belongs &= group_of_rank[table.ranks] == group_of_rank[table.ranks[rows]][group]
+    holders = np.flatnonzero(belongs)
+    holders = holders[np.lexsort((table.ranks[holders], group[holders]))]
+    pair = group[holders] * num_ranks + table.ranks[holders]
+    holders = holders[np.diff(pair, prepend=-1) != 0]
+    return _Groups(
+        rows=rows,
+        num_bytes=num_bytes[rows],
+        holder_ranks=table.ranks[holders],
+        holder_shards=table.shard_ids[holders],
+        holder_starts=np.searchsorted(group[holders], np.arange(len(rows) + 1)),
+    )
+
+
+def row_hashes(columns: Sequence[IntArray]) -> npt.NDArray[np.uint64]:
+    """Mix integer columns into one 64-bit hash per row."""
+    mixed = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        mixed = _mix(mixed * np.uint64(3) + column.astype(np.uint64))
+    return mixed
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def _lines(groups: _Groups) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield `(groups, ranks)` for each distinct set of holders, smaller sets first, in a fixed order."""
+    if not len(groups.rows):
+        return
+    sizes = np.diff(groups.holder_starts)
+    signature = np.add.reduceat(_mix(groups.holder_ranks.astype(np.uint64)), groups.holder_starts[:-1])
+    _, first, line = np.unique(signature, return_index=True, return_inverse=True)
+    members_of = np.split(np.argsort(line, kind="stable"), np.cumsum(np.bincount(line))[:-1])
+    for index in sorted(range(len(first)), key=lambda i: (sizes[first[i]], first[i])):
+        start = groups.holder_starts[first[index]]
+        yield members_of[index], groups.holder_ranks[start : start + sizes[first[index]]]
+
+
+def even_shares(loads: IntArray, total: int) -> IntArray:
+    """Split `total` bytes so that the loads of all ranks end as equal as they can (water finds its level)."""
+    order = np.argsort(loads, kind="stable")
+    ascending = loads[order]
+    # With the lowest k ranks taking part, the level is (total + their loads) / k; take the smallest level that works.
+    levels = (total + np.cumsum(ascending)) / np.arange(1, len(loads) + 1)
+    takes_part = np.append(levels[:-1] > ascending[1:], False)
+    count = int(np.argmin(takes_part)) + 1
+    shares = np.zeros(len(loads), np.int64)
+    level = int(levels[count - 1])
+    shares[order[:count]] = np.maximum(level - ascending[:count], 0)
+    shares[order[:count]] += _spread(total - int(shares.sum()), count)
+    return shares
+
+
+def _spread(rest: int, count: int) -> IntArray:
+    """Split the rounding rest into `count` parts that differ by at most one."""
+    return np.full(count, rest // count, np.int64) + (np.arange(count) < rest % count)
+
+
+def _cut_line(
+    table: GlobalTable, groups: _Groups, members: IntArray, cuts: IntArray, candidates: IntArray
+) -> tuple[IntArray, list[tuple[int, int, int, int]]]:
+    """Cut one line of groups at the given bytes.
+
+    Returns:
+        `(owners, slices)`: the rank that writes each group whole (-1 when it is cut), and for those that are cut
+        `(group, rank, first element, last element + 1)`.
+    """
+    sizes = groups.num_bytes[members]
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    tolerance = max(MIN_SLICE_BYTES, int(ends[-1] / len(candidates) * BALANCE_TOLERANCE))
+    # Where each cut falls: a position in bytes, moved to a border between groups or between rows.
+    borders: list[int] = []
+    for wanted in cuts.tolist():
+        index = min(int(np.searchsorted(ends, wanted, side="right")), len(members) - 1)
+        inside = wanted - int(starts[index])
+        size = int(sizes[index])
+        step = size if size <= tolerance else _row_bytes(table, int(groups.rows[members[index]]), tolerance)
+        moved = min(size, (inside + step // 2) // max(step, 1) * step)
+        borders.append(max(int(starts[index]) + moved, borders[-1] if borders else 0))
+    edges = np.array([0, *borders, int(ends[-1])], np.int64)
+    # A group belongs to the part in which it begins; it is cut when it ends beyond that part.
+    part = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(candidates) - 1)
+    owners = candidates[part].copy()
+    slices: list[tuple[int, int, int, int]] = []
+    for index in np.flatnonzero(ends > edges[part + 1]).tolist():
+        group = int(members[index])
+        owners[index] = -1
+        item = int(sizes[index]) // math.prod(table.row_region(int(groups.rows[group])).shape)
+        for rank, low, high in zip(candidates.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            first, last = max(low, int(starts[index])), min(high, int(ends[index]))
+            if first < last:
+                slices.append((group, rank, (first - int(starts[index])) // item, (last - int(starts[index])) // item))
+    return owners, slices
+
+
+def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
+    """Return the bytes of one step along the first axis whose steps are small enough to cut between."""
+    shape = table.row_region(row).shape
+    step = FROM_NAME[table.dtypes[table.key_ids[row]]].itemsize * math.prod(shape)
+    for extent in shape:
+        step //= extent
+        if step <= tolerance:
+            break
+    return step
+
+
+def _collect_pieces(
+    table: GlobalTable,
+    groups: _Groups,
+    whole_owner: IntArray,
+    cut: Sequence[tuple[int, int, int, int]],
+    num_ranks: int,
+) -> list[Pieces]:
+    group_ids = [np.flatnonzero(whole_owner >= 0)]
+    owners = [whole_owner[group_ids[0]]]
+    offsets, shapes = [table.offsets[groups.rows[group_ids[0]]]], [table.shapes[groups.rows[group_ids[0]]]]
+    for group, rank, first, last in cut:
+        origin = table.row_region(int(groups.rows[group]))
+        boxes = list(flat_range_regions(origin.shape, first, last))
+        part_offsets, part_shapes = regions_to_arrays(boxes)
+        pad = ((0, 0), (0, table.offsets.shape[1] - part_offsets.shape[1]))
+        offsets.append(np.pad(part_offsets + np.array(origin.offset, np.int64), pad))
+        shapes.append(np.pad(part_shapes, pad, constant_values=1))
+        group_ids.append(np.full(len(boxes), group))
+        owners.append(np.full(len(boxes), rank))
+    group_id, owner = np.concatenate(group_ids), np.concatenate(owners)
+    all_offsets, all_shapes = np.concatenate(offsets), np.concatenate(shapes)
+    shard_ids = _shards_of(groups, group_id, owner, num_ranks)
+    order = np.lexsort((group_id, owner))
+    bounds = np.searchsorted(owner[order], np.arange(num_ranks + 1))
+    return [
+        Pieces(shard_ids[rows], all_offsets[rows], all_shapes[rows])
+        for rows in (order[low:high] for low, high in itertools.pairwise(bounds.tolist()))
+    ]
+
+
+def _shards_of(groups: _Groups, group_id: IntArray, owner: IntArray, num_ranks: int) -> IntArray:
+    """Return, for each (group, owner), the owner's shard that holds the group's region."""
+    holder_groups = np.repeat(np.arange(len(groups.rows)), np.diff(groups.holder_starts))
+    holder_pairs = holder_groups * num_ranks + groups.holder_ranks
+    wanted = group_id * num_ranks + owner
+    position = np.searchsorted(holder_pairs, wanted)
+    assert (holder_pairs[position] == wanted).all() if len(wanted) else True
+    return groups.holder_shards[position]
+
+
+class ChunkLayout(NamedTuple):
+    """A chunk to be written: the region of its key, and the pieces it is put together from, in byte order."""
+
+    key: str
+    dtype: str
+    region: Region
+    pieces: tuple[tuple[int, Region], ...]
+
+
+def layout_files(
+    pieces: Pieces, keys: Sequence[str], dtypes: Sequence[str], ndims: Sequence[int]
+) -> list[list[ChunkLayout]]:
+    """Arrange a rank's pieces in files with at most one chunk per key each, as torch's readers require.
+
+    Pieces of a key that follow one another in memory order become one chunk; a key's further chunks go to further
+    files.
+
+    Args:
+        pieces: from `plan_owners`.
+        keys: the key of each shard of this rank, by shard id.
+        dtypes: likewise its dtype name.
+        ndims: likewise its number of global axes.
+
+    Returns:
+        The chunks of each file.
+    """
+    by_key: dict[str, list[ChunkLayout]] = {}
+    rows = zip(pieces.shard_ids.tolist(), pieces.offsets.tolist(), pieces.shapes.tolist(), strict=True)
+    for shard_id, offset, shape in rows:
+        ndim = ndims[shard_id]
+        region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
+        chunk = ChunkLayout(keys[shard_id], dtypes[shard_id], region, ((shard_id, region),))
+        by_key.setdefault(chunk.key, []).append(chunk)
+    files: list[list[ChunkLayout]] = []
+    for chunks in by_key.values():
+        for index, chunk in enumerate(_coalesce(chunks) if len(chunks) > 1 else chunks):
+            if index == len(files):
+                files.append([])
+            files[index].append(chunk)
+    return files
+
+
+def _coalesce(chunks: list[ChunkLayout]) -> list[ChunkLayout]:
+    merged: list[ChunkLayout] = []
+    for chunk in sorted(chunks, key=lambda c: c.region.offset):
+        while merged and chunk.dtype != OBJECT:
+            region = _joined(merged[-1].region, chunk.region)
+            if region is None:
+                break
+            previous = merged.pop()
+            chunk = ChunkLayout(chunk.key, chunk.dtype, region, previous.pieces + chunk.pieces)
+        merged.append(chunk)
+    return merged
+
+
+def _joined(first: Region, second: Region) -> Region | None:
+    """Return the box of two regions whose row-major contents, one after the other, are the content of that box."""
+    axis = next((i for i, size in enumerate(map(max, first.shape, second.shape)) if size > 1), 0)
+    for candidate in range(axis + 1):
+        same = all(
+            i == candidate or (first.offset[i] == second.offset[i] and first.shape[i] == second.shape[i])
+            for i in range(len(first.shape))
+        )
+        if same and first.shape and first.offset[candidate] + first.shape[candidate] == second.offset[candidate]:
+            extent = first.shape[candidate] + second.shape[candidate]
+            return Region(first.offset, (*first.shape[:candidate], extent, *first.shape[candidate + 1 :]))
+    return None

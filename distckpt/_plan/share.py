@@ -1,0 +1,321 @@
+"""Planning shared reads: what several ranks want is read by one of them, which sends it to the others. Pure functions.
+
+A unit is the part of a `Copy` that one rank reads at a time. Equal copies are divided into equal units on every rank,
+so that rank 0 can compare them by their numbers alone: `plan_shares` gives each unit that several ranks want one
+reader, and all units one order, in which every rank sends and receives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._format.columns import pack, unpack
+from distckpt._format.manifest import Manifest
+from distckpt._geometry.region import IntArray, Region, flat_start, num_outer_axes, regions_to_arrays
+from distckpt._plan.load import Copy
+from distckpt._plan.save import even_shares, row_hashes
+from distckpt._state.shards import widen
+
+UNIT_BYTES = 2 << 20
+"""Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""
+FIRST_WAVE_BYTES = 2 << 20
+"""What each rank reads in the first wave, by which the rest may be judged."""
+WAVE_BYTES = 64 << 20
+"""What each rank reads in any further wave."""
+
+
+def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntArray]:
+    """Divide copies into units.
+
+    Returns:
+        `(units, copy_of)`: the units, and for each the index of its copy.
+    """
+    units: list[Copy] = []
+    copy_of: list[int] = []
+    for index, copy in enumerate(copies):
+        item = FROM_NAME[manifest.dtypes[manifest.key_ids[copy.chunk]]].itemsize
+        if copy.source.num_elements * item <= UNIT_BYTES:
+            units.append(copy)
+            copy_of.append(index)
+            continue
+        shape = manifest.chunk_region(copy.chunk).shape
+        # Between blocks, so that each is read whole by one rank and can be verified. Blocks of strided boxes are not.
+        is_run = manifest.has_checksums and num_outer_axes(shape, copy.source) == 0
+        for box in cut_box(shape, copy.source, item, UNIT_BYTES, manifest.block_bytes if is_run else 1):
+            target = tuple(map(int.__add__, box.relative_to(copy.source.offset).offset, copy.target.offset))
+            units.append(Copy(copy.chunk, box, copy.request, Region(target, box.shape)))
+            copy_of.append(index)
+    return units, np.array(copy_of, np.int64)
+
+
+def cut_box(shape: tuple[int, ...], box: Region, item: int, goal_bytes: int, block: int = 1) -> Iterator[Region]:
+    """Cut a box across its leading axes, where possible into parts of at most some size.
+
+    Args:
+        shape: of the row-major tensor that the box lies in.
+        box: to be cut.
+        item: bytes of an element.
+        goal_bytes: size of a part. Parts are larger where no row begins at a multiple of `block` earlier.
+        block: cut only where so many bytes divide the position inside the tensor.
+    """
+    if box.num_elements * item <= goal_bytes:
+        yield box
+        return
+    axis = next(i for i, n in enumerate(box.shape) if n > 1)
+    stride = math.prod(shape[axis + 1 :]) * item
+    first, end = box.offset[axis], box.offset[axis] + box.shape[axis]
+    base = flat_start(shape, box) * item - first * stride
+    rows = math.lcm(stride, block) // stride
+    step = max(1, goal_bytes // (math.prod(box.shape[axis + 1 :]) * item * rows)) * rows
+    cuts = range((first // step + 1) * step, end, step) if base % block == 0 else range(0)
+    edges = [first, *cuts, end]
+    for low, high in itertools.pairwise(edges):
+        offset = (*box.offset[:axis], low, *box.offset[axis + 1 :])
+        part = Region(offset, (*box.shape[:axis], high - low, *box.shape[axis + 1 :]))
+        if cuts and high - low == 1:
+            yield from cut_box(shape, part, item, goal_bytes, block)
+        else:
+            yield part
+
+
+class UnitTable(NamedTuple):
+    """The units of one rank, without data: equal rows on several ranks are the same bytes in the same dtype.
+
+    `rows` has shape (n, m); which columns it has does not matter to planning. `num_bytes` (n,) counts what is read.
+    Ranks share within their `group`, and only what ranks with two different values of `place` want.
+    """
+
+    rows: IntArray
+    num_bytes: IntArray
+    group: int
+    place: int
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return pack([self.group, self.place], {"rows": self.rows, "num_bytes": self.num_bytes})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> UnitTable:
+        """Decode what `to_bytes` made."""
+        (group, place), columns = unpack(data)
+        return cls(columns["rows"], columns["num_bytes"], group, place)
+
+
+def describe_units(
+    manifest: Manifest, units: Sequence[Copy], dtypes: Sequence[torch.dtype], group: int, place: int
+) -> UnitTable:
+    """Describe the units of this rank.
+
+    Args:
+        manifest: the same on every rank.
+        units: what this rank wants.
+        dtypes: of the target of each request.
+        group: number of the group of ranks that this rank shares with.
+        place: see `UnitTable`.
+    """
+    chunks = np.array([unit.chunk for unit in units], np.int64)
+    codes = [zlib.crc32(str(dtype).encode()) for dtype in dtypes]
+    offsets, shapes = regions_to_arrays([unit.source for unit in units])
+    ndim = manifest.offsets.shape[1]
+    kinds = np.array([chunks, [codes[unit.request] for unit in units]], np.int64).reshape(2, -1).T
+    item_bytes = np.array([getattr(FROM_NAME.get(name), "itemsize", 0) for name in manifest.dtypes], np.int64)
+    return UnitTable(
+        rows=np.concatenate([kinds, widen(offsets, ndim, 0), widen(shapes, ndim, 1)], axis=1),
+        num_bytes=np.prod(shapes, axis=1, dtype=np.int64) * item_bytes[manifest.key_ids[chunks]],
+        group=group,
+        place=place,
+    )
+
+
+class SharePlan(NamedTuple):
+    """What one rank reads, sends and receives, by its own units.
+
+    Attributes:
+        num_waves: of the whole plan; all ranks go through as many.
+        most_bytes: shared bytes that the rank wants which wants most of them.
+        alone_bytes: what this rank would read of the shared units if nothing were shared; where ranks in one place
+            want the same, as if each read its part of it.
+        readers: (n,) the rank that reads each unit, -1 for those that are not shared.
+        sequence: (n,) place of each unit in the order of all units.
+        waves: (n,) in which each is read and sent.
+        send_units: (m,) units to send, ascending in the order of all units.
+        send_ranks: (m,) who gets each.
+    """
+
+    num_waves: int
+    most_bytes: int
+    alone_bytes: int
+    readers: IntArray
+    sequence: IntArray
+    waves: IntArray
+    send_units: IntArray
+    send_ranks: IntArray
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        numbers, columns = self[:3], dict(zip(self._fields[3:], self[3:], strict=True))
+        return pack(numbers, columns)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SharePlan:
+        """Decode what `to_bytes` made."""
+        (num_waves, most_bytes, alone_bytes), columns = unpack(data)
+        return cls(num_waves, most_bytes, alone_bytes, **columns)
+
+
+def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
+    """Give every unit that several ranks want one reader among them, so that all have about as much to read.
+
+    Args:
+        tables: of all ranks.
+
+    Returns:
+        For each rank its part.
+    """
+    edges = np.cumsum([0, *(len(table.rows) for table in tables)]).tolist()
+    num_bytes = np.concatenate([table.num_bytes for table in tables])
+    holders = _find_holders(tables)
+    read_alone = num_bytes.copy()
+    read_alone[holders.rows] = 0
+    loads = np.array([read_alone[low:high].sum() for low, high in itertools.pairwise(edges)])
+    sizes = num_bytes[holders.rows[holders.starts[:-1]]]
+    owners, turns = _choose_readers(holders, sizes, loads)
+    sequence, waves = _put_in_order(owners, turns, sizes)
+
+    # From units to the rows of each rank.
+    units = np.repeat(np.arange(len(owners)), np.diff(holders.starts))
+    columns = np.full((3, len(num_bytes)), -1, np.int64)
+    columns[:, holders.rows] = np.stack([owners, sequence, waves])[:, units]
+    is_owner = holders.ranks == owners[units]
+    row_of_owner = holders.rows[is_owner]
+    # What is sent, by sender.
+    sends = np.flatnonzero(~is_owner)
+    sends = sends[np.lexsort((sequence[units[sends]], owners[units[sends]]))]
+    send_edges = np.searchsorted(owners[units[sends]], np.arange(len(tables) + 1))
+    wanted = np.bincount(holders.ranks, num_bytes[holders.rows], len(tables))
+    alone = np.bincount(holders.ranks, num_bytes[holders.rows] / holders.num_in_place, len(tables))
+    plans = []
+    for rank, ((low, high), (first, last)) in enumerate(
+        zip(itertools.pairwise(edges), itertools.pairwise(send_edges.tolist()), strict=True)
+    ):
+        mine = sends[first:last]
+        own_columns = columns[:, low:high]
+        plans.append(
+            SharePlan(
+                num_waves=int(waves.max(initial=-1)) + 1,
+                most_bytes=int(wanted.max()),
+                alone_bytes=int(alone[rank]),
+                readers=own_columns[0],
+                sequence=own_columns[1],
+                waves=own_columns[2],
+                send_units=row_of_owner[units[mine]] - low,
+                send_ranks=holders.ranks[mine],
+            )
+        )
+    return plans
+
+
+class _Holders(NamedTuple):
+    """Who wants each shared unit: `rows` (of all tables together) and their `ranks`, ascending, unit after unit.
+
+    Unit i is at `starts[i]` to `starts[i + 1]`. `num_in_place` counts, for each row, the ranks in its rank's place.
+    """
+
+    rows: IntArray
+    ranks: IntArray
+    starts: IntArray
+    num_in_place: IntArray
+
+
+def _find_holders(tables: Sequence[UnitTable]) -> _Holders:
+    counts = [len(table.rows) for table in tables]
+    ranks = np.repeat(np.arange(len(tables)), counts)
+    groups = np.repeat(np.array([table.group for table in tables], np.int64), counts)
+    rows = np.column_stack([groups, np.concatenate([table.rows for table in tables])])
+    hashes = row_hashes(list(rows.T))
+    # Stable: equal rows stay in the order of their ranks.
+    order = np.argsort(hashes, kind="stable")
+    starts = _run_starts(hashes[order])
+    unit = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    # Rows that have a hash in common by chance, and those that a rank has twice, are read as if nobody else had them.
+    belongs = (rows[order] == rows[order[starts[:-1]]][unit]).all(axis=1)
+    belongs[1:] &= (unit[1:] != unit[:-1]) | (ranks[order][1:] != ranks[order][:-1])
+    order, unit = order[belongs], unit[belongs]
+    _, places = np.unique(np.array([table.place for table in tables], np.int64), return_inverse=True)
+    pair = unit * len(tables) + places[ranks[order]]
+    pairs, pair_of, num_in_pair = np.unique(pair, return_inverse=True, return_counts=True)
+    pairs_of_unit = np.bincount(pairs // len(tables), minlength=len(starts) - 1)
+    is_shared = pairs_of_unit[unit] > 1
+    order, unit, num_in_place = order[is_shared], unit[is_shared], num_in_pair[pair_of][is_shared]
+    # From the order of hashes to that in which the first rank with each unit named it.
+    starts = _run_starts(unit)
+    unit_rows = order[starts[:-1]]
+    place_of_unit = np.empty(len(unit_rows), np.int64)
+    place_of_unit[np.argsort(unit_rows, kind="stable")] = np.arange(len(unit_rows))
+    back = np.argsort(np.repeat(place_of_unit, np.diff(starts)), kind="stable")
+    lengths = np.diff(starts)[np.argsort(unit_rows, kind="stable")]
+    return _Holders(order[back], ranks[order][back], np.append(0, np.cumsum(lengths)), num_in_place[back])
+
+
+def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
+    """Return where runs of equal values begin, and behind the last one where it ends."""
+    is_first = np.ones(len(values), np.bool_)
+    is_first[1:] = values[1:] != values[:-1]
+    return np.append(np.flatnonzero(is_first), len(values))
+
+
+def _choose_readers(holders: _Holders, sizes: IntArray, loads: IntArray) -> tuple[IntArray, IntArray]:
+    """Give units with the same holders out in runs, so long that ranks with less to read so far get more.
+
+    Returns:
+        `(readers, turns)`: for each unit its reader, and its place in the order in which they were given out.
+    """
+    loads = loads.copy()
+    readers = np.zeros(len(sizes), np.int64)
+    turns = np.zeros(len(sizes), np.int64)
+    num_done = 0
+    for members, candidates in _lines(holders):
+        shares = even_shares(loads[candidates], int(sizes[members].sum()))
+        # A unit goes to the rank in whose share its middle lies.
+        middles = np.cumsum(sizes[members]) - sizes[members] // 2
+        part = np.minimum(np.searchsorted(np.cumsum(shares), middles), len(candidates) - 1)
+        readers[members] = candidates[part]
+        loads[candidates] += np.bincount(part, sizes[members], len(candidates)).astype(np.int64)
+        turns[members] = num_done + np.arange(len(members))
+        num_done += len(members)
+    return readers, turns
+
+
+def _lines(holders: _Holders) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield `(units, ranks)` for each distinct set of holders, smaller sets first."""
+    by_set: dict[bytes, list[int]] = {}
+    bounds = holders.starts.tolist()
+    for unit, (low, high) in enumerate(itertools.pairwise(bounds)):
+        by_set.setdefault(holders.ranks[low:high].tobytes(), []).append(unit)
+    for ranks, units in sorted(by_set.items(), key=lambda item: (len(item[0]), item[1][0])):
+        yield np.array(units, np.int64), np.frombuffer(ranks, holders.ranks.dtype)
+
+
+def _put_in_order(readers: IntArray, turns: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
+    """Let all readers go through their units side by side.
+
+    Returns:
+        `(sequence, waves)`: place of each unit in the order of all, and the wave it belongs to.
+    """
+    mine = np.lexsort((turns, readers))
+    before = np.cumsum(sizes[mine]) - sizes[mine]
+    starts = _run_starts(readers[mine])
+    position = np.empty(len(sizes), np.int64)
+    position[mine] = before - np.repeat(before[starts[:-1]], np.diff(starts))
+    sequence = np.empty(len(sizes), np.int64)
+    sequence[np.lexsort((turns, readers, position))] = np.arange(len(sizes))
+    return sequence, np.where(position < FIRST_WAVE_BYTES, 0, 1 + (position - FIRST_WAVE_BYTES) // WAVE_BYTES)

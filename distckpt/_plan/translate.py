@@ -1,0 +1,48 @@
+"""Requests under other names and shapes: asks a checkpoint for what rules make of the tensors that are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from distckpt._base.dtypes import TO_NAME
+from distckpt._geometry.mapped import TensorInfo, invert, resolve, resolve_padding, target_view
+from distckpt._plan.load import Request
+from distckpt.rules import Rule, apply_rules
+
+
+def translate(
+    rules: Sequence[Rule], requests: Sequence[Request], targets: Sequence[torch.Tensor]
+) -> tuple[list[Request], list[torch.Tensor]]:
+    """Turn requests for tensors of the model into requests for the tensors that rules make of them.
+
+    Args:
+        rules: lead from the model's tensors to those of the checkpoint. A rank that holds a part of the model only
+            need not match all of them.
+        requests: in terms of the model.
+        targets: for each request a view of its region's shape.
+
+    Returns:
+        Requests in terms of the checkpoint, with views to fill. Where the checkpoint has no padding, targets are set
+        to zero.
+    """
+    pairs = zip(requests, targets, strict=True)
+    infos = {r.key: TensorInfo(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
+    stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)
+    wanted = invert(stored, infos)
+    translated: list[Request] = []
+    views: list[torch.Tensor] = []
+    for request, target in zip(requests, targets, strict=True):
+        if request.key not in wanted:
+            # Dropped by a rule: the message about unknown keys names it.
+            translated.append(request)
+            views.append(target)
+            continue
+        for box in resolve_padding(wanted[request.key], request.region):
+            target[box.slices()].zero_()
+        for box, part in resolve(wanted[request.key], request.region):
+            translated.append(Request(part.key, stored[part.key].shape, part.source, request.allow_shape_mismatch))
+            views.append(target_view(target[box.slices()], part))
+    return translated, views

@@ -1,0 +1,394 @@
+"""What ranks tell each other: byte strings and outcomes, over gloo. The only module that imports torch.distributed.
+
+No payload is pickled, and no phase ends before every rank knows whether every other one succeeded.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from distckpt._base import errors
+from distckpt._base.errors import CheckpointingException, LoadMismatchError, RankFailedError
+from distckpt._geometry.region import IntArray
+from distckpt._ranks.attendance import Roll
+
+logger = logging.getLogger(__name__)
+
+_cpu_groups: dict[Any, Any] = {}
+"""Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
+
+_lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Default group -> the group of this process alone."""
+
+_rolls: weakref.WeakKeyDictionary[Any, Roll] = weakref.WeakKeyDictionary()
+"""By gloo group: calls that use the same group one after the other go on counting."""
+
+_last_exchanges: weakref.WeakKeyDictionary[Any, Sequence[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""By gloo group: the tensors of its last collective.
+
+gloo's threads may let go of a tensor a little later than the collective returns. Whoever is the last to do so destroys
+it, for which it needs the interpreter's lock; Python before 3.14 ends threads that wait for the lock while the process
+exits, and that aborts the process. As long as the tensors are here, gloo's threads are never the last.
+"""
+
+
+class Transfer(NamedTuple):
+    """Memory on its way to or from another rank; holding this keeps the memory alive."""
+
+    work: Any
+    memory: torch.Tensor
+
+
+class Ranks:
+    """The processes that save or load together; a process without a process group is one rank of one.
+
+    Args:
+        process_group: the `torch.distributed` group whose members all make the same calls; None is the default
+            group, or this process alone when torch.distributed is not initialised.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self._group: Any = None
+        self.rank = 0
+        self.size = 1
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise CheckpointingException(
+                    "A process_group was given but torch.distributed is not initialised here: "
+                    "call torch.distributed.init_process_group() first, or leave process_group out."
+                )
+            return
+        group = dist.group.WORLD if process_group is None else process_group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise CheckpointingException(
+                f"Global rank {dist.get_rank()} is not a member of the given process_group: only its members may call."
+            )
+        if self.size > 1:
+            self._group = _cpu_group(group)
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return this process as one rank of one, whatever process groups there are."""
+        ranks = cls.__new__(cls)
+        ranks._group, ranks.rank, ranks.size = None, 0, 1
+        return ranks
+
+    @classmethod
+    def in_background(cls, process_group: Any, timeout: float) -> Ranks:
+        """Return the same ranks with a gloo group of their own, for a thread beside those that use the given group.
+
+        Collective: every rank of the group calls.
+
+        Args:
+            process_group: see the class.
+            timeout: seconds that ranks wait for each other.
+        """
+        ranks = cls(process_group)
+        if ranks.size > 1:
+            members = dist.get_process_group_ranks(dist.group.WORLD if process_group is None else process_group)
+            limit = timedelta(seconds=timeout)
+            ranks._group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
+        return ranks
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank plans and commits for all (rank 0 of the group)."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, decision: bool = False) -> Iterator[None]:
+        """Run the body, then let every rank know every rank's outcome; none leaves before all have reached the end.
+
+        The body holds no exchange that a failing rank could miss.
+
+        Args:
+            name: what the ranks are doing, for messages.
+            decision: the body works on the coordinator on behalf of all.
+
+        Raises:
+            CheckpointingException: on every rank, as it is, when the coordinator's decision was to raise it, or when
+                all ranks failed with the same.
+            RankFailedError: on every rank, when several ranks take part and the body failed on any of them otherwise.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            if self.size > 1 and not self.is_known_to_all(caught):
+                logger.error("rank %d failed in phase %r: %s: %s", self.rank, name, type(caught).__name__, caught)
+        self._agree(error, name, decision)
+
+    def _agree(self, error: BaseException | None, name: str, decision: bool) -> None:
+        # An error that all ranks have raised together already, in a phase inside this one, is not exchanged again.
+        if self.size == 1 or (error is not None and self.is_known_to_all(error)):
+            if error is not None:
+                raise error
+            return
+        with self._contact(name):
+            any_failed = torch.tensor([int(error is not None)])
+            self._all_reduce_max(any_failed)
+        if not any_failed.item():
+            return
+        outcomes = [json.loads(text) for text in self.all_gather(json.dumps(_describe_error(error)).encode())]
+        agreed = self._error_to_raise(error, outcomes, name, decision)
+        agreed.known_in = self._group.group_name  # type: ignore[attr-defined]
+        if agreed is error:
+            raise agreed
+        raise agreed from error
+
+    def _error_to_raise(
+        self, error: BaseException | None, outcomes: Sequence[dict[str, Any] | None], name: str, decision: bool
+    ) -> BaseException:
+        if error is not None and not isinstance(error, Exception):
+            # KeyboardInterrupt and its like keep their meaning for this process; the others hear of a failed rank.
+            return error
+        failures = {rank: _rebuild_error(outcome) for rank, outcome in enumerate(outcomes) if outcome is not None}
+        if error is not None:
+            failures[self.rank] = error
+        is_same_everywhere = None not in outcomes and all(outcome == outcomes[0] for outcome in outcomes)
+        if is_same_everywhere or (decision and list(failures) == [0]):
+            common = failures.get(self.rank, failures[min(failures)])
+            if isinstance(common, CheckpointingException):
+                return common
+        return RankFailedError(failures, phase=name)
+
+    def is_known_to_all(self, error: BaseException) -> bool:
+        """Tell whether all ranks have raised this error, or one of the same cause, together: they are in step."""
+        return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
+
+    @contextlib.contextmanager
+    def _contact(self, name: str, *, of_all: bool = True) -> Iterator[None]:
+        """Turn a broken exchange into an error that says what it means and who is lost: a peer died or timed out.
+
+        Args:
+            name: of the exchange.
+            of_all: all ranks come to it, in the same order as to others.
+        """
+        roll = _roll_of(self._group, self.rank, self.size)
+        if of_all:
+            roll.note()
+        try:
+            yield
+        except RuntimeError as error:
+            absent = roll.absent_ranks()
+            who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
+            lost = RankFailedError(
+                {rank: TimeoutError("did not come, or died") for rank in absent},
+                message=(
+                    f"Lost contact with {who} during {name!r}: it died, or did not come within the process "
+                    f"group's timeout. Look for the first error in the other ranks' logs. ({error})"
+                ),
+            )
+            lost.is_lost_contact = True
+            lost.known_in = self._group.group_name  # type: ignore[attr-defined]
+            raise lost from error
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Send a payload to the coordinator; returns all of them by rank there, an empty list elsewhere."""
+        if self.size == 1:
+            return [payload]
+        with self._contact("gather"):
+            sizes = self._all_gather_sizes(len(payload))
+            if not self.is_coordinator:
+                if payload:
+                    dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, 0), group=self._group)
+                return []
+            gathered = [payload]
+            for rank, size in enumerate(sizes[1:], start=1):
+                received = torch.empty(size, dtype=torch.uint8)
+                if size:
+                    dist.recv(received, src=dist.get_global_rank(self._group, rank), group=self._group)
+                gathered.append(received.numpy().tobytes())
+            return gathered
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
+        if self.size == 1:
+            return payloads[0]
+        with self._contact("scatter"):
+            sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
+            self._broadcast(sizes, 0)
+            if not self.is_coordinator:
+                received = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
+                if len(received):
+                    dist.recv(received, src=dist.get_global_rank(self._group, 0), group=self._group)
+                return received.numpy().tobytes()
+            for rank, payload in enumerate(payloads):
+                if rank and payload:
+                    dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, rank), group=self._group)
+            return payloads[0]
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """Return the coordinator's payload on every rank (the argument is ignored elsewhere)."""
+        if self.size == 1:
+            return payload
+        with self._contact("broadcast"):
+            size = torch.tensor([len(payload)])
+            self._broadcast(size, 0)
+            content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
+            if len(content):
+                self._broadcast(content, 0)
+            return payload if self.is_coordinator else content.numpy().tobytes()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by rank, on every rank."""
+        if self.size == 1:
+            return [payload]
+        with self._contact("all_gather"):
+            sizes = self._all_gather_sizes(len(payload))
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(payload)] = _as_tensor(payload)
+            gathered = self._all_gather(padded) if max(sizes) else [padded] * self.size
+            return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
+
+    def all_equal(self, number: int) -> bool:
+        """Tell whether every rank gave the same number, which must be below 2**62 in size."""
+        if self.size == 1:
+            return True
+        with self._contact("all_equal"):
+            extremes = torch.tensor([number, -number])
+            self._all_reduce_max(extremes)
+        return int(extremes[0]) == -int(extremes[1])
+
+    def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
+        """Return every rank's numbers on every rank, of shape (ranks, numbers); each gives as many."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        if self.size == 1:
+            return own[None].numpy()
+        with self._contact("all_gather_numbers"):
+            return torch.stack(self._all_gather(own)).numpy()
+
+    def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
+        """Begin to send memory, contiguous bytes that stay as they are until `finish`, to a rank that receives it."""
+        with self._contact("exchange of tensors", of_all=False):
+            peer = dist.get_global_rank(self._group, to)
+            return Transfer(dist.isend(memory, peer, group=self._group, tag=tag), memory)
+
+    def start_receive(self, memory: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Begin to fill memory with what a rank sends under the same tag, which is as long."""
+        with self._contact("exchange of tensors", of_all=False):
+            peer = dist.get_global_rank(self._group, source)
+            return Transfer(dist.irecv(memory, peer, group=self._group, tag=tag), memory)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait until a transfer is done."""
+        with self._contact("exchange of tensors", of_all=False):
+            transfer.work.wait()
+
+    def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
+        """Fill memory with what it holds on rank `src`; it is of the same size on every rank."""
+        if self.size > 1 and len(memory):
+            with self._contact("broadcast of a tensor"):
+                self._broadcast(torch.from_numpy(memory), src)
+
+    def _all_gather_sizes(self, size: int) -> list[int]:
+        return [int(tensor) for tensor in self._all_gather(torch.tensor([size]))]
+
+    def _all_reduce_max(self, tensor: torch.Tensor) -> None:
+        _last_exchanges[self._group] = [tensor]
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        _last_exchanges[self._group] = [tensor]
+        dist.broadcast(tensor, src=dist.get_global_rank(self._group, src), group=self._group)
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        _last_exchanges[self._group] = [tensor, *gathered]
+        dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
+
+
+def group_of(process_group: Any) -> Any:
+    """Return the group that a caller means: the default group for None, and None where there is no group at all."""
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return process_group
+
+
+def own_rank() -> int:
+    """Return the rank of this process in the default group; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def lowest_global_rank(process_group: Any) -> int:
+    """Return a number that names a group: the lowest global rank in it."""
+    return min(dist.get_process_group_ranks(process_group))
+
+
+def lone_group() -> Any:
+    """Return a process group of this process alone; None where torch.distributed is not initialised. Any rank calls."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    if world not in _lone_groups:
+        _lone_groups[world] = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return _lone_groups[world]
+
+
+def _cpu_group(group: Any) -> Any:
+    # Such as "cpu:gloo,cuda:nccl"; what serves other devices does not matter.
+    if "cpu:gloo" in str(dist.get_backend_config(group)).split(","):
+        return group
+    if group not in _cpu_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _cpu_groups[group]
+
+
+def _roll_of(group: Any, rank: int, size: int) -> Roll:
+    if group not in _rolls:
+        store = group.get_group_store() if hasattr(group, "get_group_store") else None
+        shared = store and dist.PrefixStore("distckpt", store)  # type: ignore[attr-defined]
+        _rolls[group] = Roll(shared, rank, size)
+    return _rolls[group]
+
+
+def _as_tensor(payload: bytes) -> torch.Tensor:
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
+
+
+def _describe_error(error: BaseException | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    described: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, LoadMismatchError):
+        described.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))
+    elif isinstance(error, OSError) and error.errno is not None and not isinstance(error, CheckpointingException):
+        described.update(errno=error.errno, strerror=error.strerror, filename=str(error.filename or ""))
+    return described
+
+
+def _rebuild_error(described: dict[str, Any]) -> BaseException:
+    """Make an exception of the same kind from what another rank said about its own."""
+    name, message = described["type"], described["message"]
+    ours = getattr(errors, name, None)
+    if ours is LoadMismatchError:
+        return LoadMismatchError(message, described.get("missing", ()), described.get("unexpected", ()))
+    if ours is RankFailedError:
+        return RankFailedError({}, message=message)
+    if isinstance(ours, type) and issubclass(ours, CheckpointingException):
+        return ours(message)
+    if "errno" in described:
+        return OSError(described["errno"], described["strerror"], described["filename"] or None)
+    known = getattr(builtins, name, None)
+    if known in (ValueError, TypeError, KeyError, RuntimeError, MemoryError, NotImplementedError, AssertionError):
+        return known(message)  # type: ignore[no-any-return]
+    return CheckpointingException(f"{name}: {message}")

@@ -1,0 +1,125 @@
+"""How long a save or load took, and where: values for logs and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from distckpt._ranks.collectives import Ranks
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What was moved and how long it took, the same on every rank.
+
+    Attributes:
+        location: of the checkpoint.
+        num_bytes: bytes of tensors and objects, of all ranks together.
+        seconds: from the call to the return, on the rank that took longest.
+        phases: seconds by phase, each on the rank that took longest in it.
+        slowest_rank: the rank that spent most time moving bytes.
+        num_ranks: how many took part.
+    """
+
+    location: str
+    num_bytes: int
+    seconds: float
+    phases: Mapping[str, float]
+    slowest_rank: int
+    num_ranks: int
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """10**9 bytes per second over the whole call, all ranks together."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def _summary(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
+        slowest = f", slowest rank {self.slowest_rank}" if self.num_ranks > 1 else ""
+        return (
+            f"{self.location}: {self.num_bytes / 1e9:.3f} GB in {self.seconds:.2f} s "
+            f"({self.gigabytes_per_second:.2f} GB/s; {phases}{slowest})"
+        )
+
+
+@dataclass(frozen=True)
+class SaveReport(_Report):
+    """How a save went.
+
+    Phases: "describe" (taking the state dict apart, comparing common state), "plan" (deciding who writes what),
+    "write" (shard files and manifest) and "commit".
+
+    Attributes:
+        plan_reused: whether the plan of an earlier save was used.
+    """
+
+    plan_reused: bool = False
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        return f"saved {self._summary()}"
+
+
+@dataclass(frozen=True)
+class LoadReport(_Report):
+    """How a load went.
+
+    Phases: "plan" (finding the checkpoint, comparing what is asked for) and "read" (manifest, tensors and objects).
+    `num_bytes` counts what was asked for by each rank.
+    """
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        return f"loaded {self._summary()}"
+
+
+def counting(progress: Callable[[int, int], object] | None, total_bytes: int) -> Callable[[int], None] | None:
+    """Return what is told of bytes as they are moved, by several threads, and passes on their sum and the total."""
+    if progress is None:
+        return None
+    lock = threading.Lock()
+    done = 0
+
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            progress(done, total_bytes)
+
+    return add
+
+
+class Clock:
+    """Measures the phases of one call."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self.phases: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time the body takes to a phase."""
+        started = time.perf_counter()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+
+    def summarize(self, ranks: Ranks, num_bytes: int, moving: str) -> tuple[int, float, dict[str, float], int, int]:
+        """Put the figures of all ranks together, as the fields of a report that follow the location.
+
+        Collective: every rank calls.
+
+        Args:
+            ranks: who took part.
+            num_bytes: moved by this rank.
+            moving: the phase by which ranks are compared.
+        """
+        own = np.array([num_bytes, time.perf_counter() - self._started, *self.phases.values()])
+        figures = np.stack([np.frombuffer(data) for data in ranks.all_gather(own.tobytes())])
+        longest = dict(zip(self.phases, figures[:, 2:].max(axis=0).tolist(), strict=True))
+        slowest = int(figures[:, 2 + list(self.phases).index(moving)].argmax())
+        return int(figures[:, 0].sum()), float(figures[:, 1].max()), longest, slowest, ranks.size

@@ -1,0 +1,1 @@
+"""State dicts as tables of shards, and common state."""

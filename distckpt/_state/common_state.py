@@ -1,0 +1,63 @@
+"""Common state: everything in a state dict that is not sharded. Saved once, from rank 0, and compared between ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from distckpt._base.messages import summarize_keys
+from distckpt._base.threads import checksum
+from distckpt._format import codec
+from distckpt._ranks.collectives import Ranks
+from distckpt.mapping import CommonStateDict, StateDict
+
+logger = logging.getLogger(__name__)
+
+COMMON_KEY = "distckpt.common_state"
+"""Key of the object that holds common state in a checkpoint; reserved."""
+CONTENT_METADATA = "content_metadata"
+"""Entry of common state that describes the content of a checkpoint."""
+
+
+def comparable(common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None) -> CommonStateDict:
+    """Return what ranks compare. The function of the caller gets a copy, so it cannot change what is saved."""
+    if preprocess is None:
+        return common
+    copied: CommonStateDict = _copy_containers(common)
+    return preprocess(copied)
+
+
+def _copy_containers(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _copy_containers(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_copy_containers(value) for value in node]
+    if type(node) is tuple:
+        return tuple(_copy_containers(value) for value in node)
+    return node
+
+
+def digest(common: CommonStateDict) -> int:
+    """Return a hash of common state, of 61 bits, for `warn_about_differences`."""
+    return checksum(codec.encode(common)) >> 3
+
+
+def warn_about_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
+    """Compare common state: a hash of each rank's is exchanged, and only where they differ what differs."""
+    if ranks.all_equal(digest):
+        return
+    gathered = ranks.gather(json.dumps(codec.fingerprints(common)).encode())
+    if not ranks.is_coordinator:
+        return
+    first, *others = [json.loads(text) for text in gathered]
+    for rank, other in enumerate(others, start=1):
+        paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
+        if paths:
+            # "" is the whole: it says nothing next to a part that differs.
+            logger.warning(
+                "common state differs between rank 0 and rank %d in %s; the checkpoint gets that of rank 0. "
+                "Per-rank values belong in a ShardedObject, values that need no saving in a LocalNonpersistentObject.",
+                rank, summarize_keys(filter(None, paths) if any(paths) else paths),
+            )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Sharded state dicts made of Megatron Core's objects: each is read as the object of distckpt that means the same.
+
+Objects are recognised by their structure, so Megatron need not be installed, and every version and copy of it will do.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distckpt._format.codec import register_object_type
+from distckpt._mapping.base import ShardedBase
+from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+
+# Transformer layers keep their extra state in such files in memory.
+register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, from_state=io.BytesIO)
+
+
+def adopt(node: Any) -> Any:
+    """Return the object of distckpt that means the same as one of Megatron; anything else as it is."""
+    convert = _converter_of(type(node))
+    return node if convert is None else convert(node)
+
+
+def is_foreign(node: Any) -> bool:
+    """Tell whether a value is an object of Megatron that `adopt` converts."""
+    return _converter_of(type(node)) is not None
+
+
+def _adopt_tensor(node: Any) -> ShardedTensor:
+    data = node.data
+    dtype = node.dtype
+    # Megatron stores 8-bit tensors of Transformer Engine in the precision that they stand for.
+    is_packed = getattr(type(data), "dequantize", torch.Tensor.dequantize) is not torch.Tensor.dequantize
+    if data is not None and is_packed:
+        data = data.detach().dequantize()
+        dtype = data.dtype
+    return ShardedTensor(
+        node.key, data, dtype, node.local_shape, node.global_shape, node.global_offset, node.axis_fragmentations,
+        node.replica_id, node.prepend_axis_num, node.allow_shape_mismatch, getattr(node, "flattened_range", None),
+    )  # fmt: skip
+
+
+def _adopt_object(node: Any) -> ShardedObject:
+    return ShardedObject(node.key, node.data, node.global_shape, node.global_offset, node.replica_id)
+
+
+def _adopt_factory(node: Any) -> ShardedTensorFactory:
+    flattened_range = getattr(node, "flattened_range", None)
+    return ShardedTensorFactory(
+        node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flattened_range=flattened_range
+    )
+
+
+def _adopt_local(node: Any) -> LocalNonpersistentObject:
+    return LocalNonpersistentObject(node.unwrap())
+
+
+_KINDS: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
+    "ShardedTensor": (
+        _adopt_tensor,
+        frozenset({"key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations"}),
+    ),
+    "ShardedObject": (_adopt_object, frozenset({"key", "data", "global_shape", "global_offset", "replica_id"})),
+    "ShardedTensorFactory": (_adopt_factory, frozenset({"key", "data", "build_fn", "merge_fn", "replica_id"})),
+}
+"""Class name -> how to convert, and the fields by which the class is told from others of that name."""
+
+
+_known: dict[type, Callable[[Any], Any] | None] = {}
+
+
+def _converter_of(cls: type) -> Callable[[Any], Any] | None:
+    # Asked for every value of a state dict: a dict answers fastest.
+    if cls not in _known:
+        _known[cls] = _find_converter(cls)
+    return _known[cls]
+
+
+def _find_converter(cls: type) -> Callable[[Any], Any] | None:
+    if issubclass(cls, ShardedBase | LocalNonpersistentObject):
+        return None
+    for base in cls.__mro__:
+        convert, fields = _KINDS.get(base.__name__, (None, frozenset()))
+        if convert is not None and fields <= set(getattr(base, "__dataclass_fields__", ())):
+            return convert
+        if base.__name__ == "LocalNonpersistentObject" and callable(getattr(base, "unwrap", None)):
+            return _adopt_local
+    return None

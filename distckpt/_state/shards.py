@@ -1,0 +1,347 @@
+"""Shards as tables: what the ranks hold, without data. The input of validation and planning.
+
+Flattened shards appear as the boxes their flat range consists of, objects as single cells of their grid, so that
+everything after this point knows regions only.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.dtypes import TO_NAME
+from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
+from distckpt._base.messages import KeyFault, summarize_faults
+from distckpt._format.columns import pack, unpack
+from distckpt._format.manifest import OBJECT
+from distckpt._geometry.region import IntArray, Region, flat_range_regions, flat_start, regions_to_arrays
+from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+
+Shard: TypeAlias = ShardedTensor | ShardedObject
+_Kind: TypeAlias = tuple[str, tuple[int, ...]]
+
+_ROW_COLUMNS = ("key_ids", "shard_ids", "tie_ids", "is_main", "digests", "offsets", "shapes")
+
+
+class ShardTable(NamedTuple):
+    """The shards of one rank.
+
+    `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct key. The columns
+    have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids` (first shard of the
+    rank that is the same memory), `is_main`, `digests` (content hashes, 0 when not asked for), and `offsets`,
+    `shapes` of shape (n, max ndim), padded with 0 and 1. Ranks take over bytes of replicas in their `exchange_group`.
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    global_shapes: list[tuple[int, ...]]
+    key_ids: IntArray
+    shard_ids: IntArray
+    tie_ids: IntArray
+    is_main: npt.NDArray[np.bool_]
+    digests: npt.NDArray[np.uint64]
+    offsets: IntArray
+    shapes: IntArray
+    exchange_group: int = 0
+
+    def row_region(self, row: int) -> Region:
+        """Return the region of one row."""
+        ndim = len(self.global_shapes[self.key_ids[row]])
+        return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        fields = [self.keys, self.dtypes, self.global_shapes, self.exchange_group]
+        return pack(fields, {name: getattr(self, name) for name in _ROW_COLUMNS})
+
+    @classmethod
+    def all_from_bytes(cls, messages: Sequence[bytes]) -> list[ShardTable]:
+        """Decode what the `to_bytes` of all ranks made.
+
+        Data-parallel replicas send equal lists of keys: those are parsed once, and shared.
+        """
+        parse = functools.cache(_parse_kinds)
+        tables = []
+        for data in messages:
+            (keys, dtypes, shapes, exchange_group), columns = unpack(data, parse)
+            tables.append(cls(keys, dtypes, shapes, exchange_group=exchange_group, **columns))
+        return tables
+
+
+def _parse_kinds(text: bytes) -> tuple[list[str], list[str], list[tuple[int, ...]], int]:
+    keys, dtypes, shapes, exchange_group = json.loads(text)
+    return keys, dtypes, [tuple(shape) for shape in shapes], exchange_group
+
+
+def shard_regions(shard: Shard) -> Iterator[Region]:
+    """Yield the regions of the global tensor a shard holds, in the order of its data; empty ones included."""
+    offset = tuple(shard.global_offset)
+    if isinstance(shard, ShardedObject):
+        yield Region(offset, (1,) * len(offset))
+        return
+    prepended = (1,) * shard.prepend_axis_num
+    local_shape = tuple(shard.local_shape)
+    if shard.flattened_range is None:
+        yield Region(offset, prepended + local_shape)
+        return
+    for box in flat_range_regions(local_shape, *flat_bounds(shard)):
+        yield Region(tuple(map(int.__add__, offset, (0,) * len(prepended) + box.offset)), prepended + box.shape)
+
+
+def flat_bounds(shard: ShardedTensor) -> tuple[int, int]:
+    """Return the first and last + 1 element of a flattened shard inside its unflattened local tensor."""
+    assert shard.flattened_range is not None
+    start, stop, _ = shard.flattened_range.indices(int(np.prod(shard.local_shape, dtype=np.int64)))
+    return start, max(start, stop)
+
+
+def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
+    """Return the part of a shard's data that holds `region` (of the global tensor), as a view of that shape."""
+    assert shard.data is not None
+    data = shard.data.detach() if shard.data.requires_grad else shard.data
+    if region.shape == data.shape and shard.flattened_range is None:
+        return data
+    local = region.relative_to(tuple(shard.global_offset))
+    prepended = shard.prepend_axis_num
+    if shard.flattened_range is None:
+        return data[(None,) * prepended][local.slices()] if region.offset else data
+    inner = Region(local.offset[prepended:], local.shape[prepended:])
+    start = flat_start(tuple(shard.local_shape), inner) - flat_bounds(shard)[0]
+    return data[start : start + inner.num_elements].view(region.shape)
+
+
+def describe(shards: Sequence[Shard]) -> ShardTable:
+    """Describe the shards of this rank.
+
+    Raises:
+        InvalidShardingError: a shard lies outside of its global tensor, or two shards of a key contradict each other.
+        UnsupportedObjectError: a dtype that safetensors files cannot hold.
+    """
+    key_index: dict[str, int] = {}
+    kinds: list[_Kind] = []
+    key_ids: list[int] = []
+    shard_ids: list[int] = []
+    tie_ids: list[int] = []
+    is_main: list[bool] = []
+    regions: list[Region] = []
+    ties = find_ties(shards)
+    for shard_id, shard in enumerate(shards):
+        kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
+        key_id = key_index.setdefault(shard.key, len(kinds))
+        if key_id == len(kinds):
+            _check_name(shard.key)
+            kinds.append(kind)
+        elif kinds[key_id] != kind:
+            fault = _contradiction(shard.key, kinds[key_id], kind, "in one state dict")
+            raise _sharding_error([fault])
+        main = is_main_replica(shard.replica_id)
+        for region in shard_regions(shard):
+            key_ids.append(key_id)
+            shard_ids.append(shard_id)
+            tie_ids.append(ties.get(shard_id, shard_id))
+            is_main.append(main)
+            regions.append(region)
+    offsets, shapes = regions_to_arrays(regions)
+    table = ShardTable(
+        keys=list(key_index),
+        dtypes=[dtype for dtype, _ in kinds],
+        global_shapes=[shape for _, shape in kinds],
+        key_ids=np.array(key_ids, np.int64),
+        shard_ids=np.array(shard_ids, np.int64),
+        tie_ids=np.array(tie_ids, np.int64),
+        is_main=np.array(is_main, np.bool_),
+        digests=np.zeros(len(key_ids), np.uint64),
+        offsets=offsets,
+        shapes=shapes,
+    )
+    _check_inside(table)
+    return table
+
+
+def _check_inside(table: ShardTable) -> None:
+    ndim = table.offsets.shape[1]
+    bounds = np.ones((len(table.keys), ndim), np.int64)
+    for key_id, shape in enumerate(table.global_shapes):
+        # Longer shapes belong to keys of which this rank holds no element.
+        bounds[key_id, : len(shape)] = shape[:ndim]
+    outside = (table.offsets < 0) | (table.offsets + table.shapes > bounds[table.key_ids])
+    rows = np.flatnonzero(outside.any(axis=1))
+    if len(rows):
+        key_id = table.key_ids[rows[0]]
+        raise InvalidShardingError(
+            f"Shard {table.row_region(rows[0])} of key {table.keys[key_id]!r} lies outside of its global shape "
+            f"{table.global_shapes[key_id]}: check global_offset and global_shape (or the rank offsets they were made "
+            "from)."
+        )
+
+
+class GlobalTable(NamedTuple):
+    """The shards of all ranks: a `ShardTable` with a `ranks` column, keys numbered over all ranks.
+
+    `global_shapes` is (t, max ndim), padded with 1; `ndims` is (t,).
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    global_shapes: IntArray
+    ndims: IntArray
+    ranks: IntArray
+    key_ids: IntArray
+    shard_ids: IntArray
+    tie_ids: IntArray
+    is_main: npt.NDArray[np.bool_]
+    digests: npt.NDArray[np.uint64]
+    offsets: IntArray
+    shapes: IntArray
+
+    def global_shape(self, key_id: int) -> tuple[int, ...]:
+        """Return the global shape of a key."""
+        return tuple(self.global_shapes[key_id, : self.ndims[key_id]].tolist())
+
+    def row_region(self, row: int) -> Region:
+        """Return the region of one row."""
+        ndim = self.ndims[self.key_ids[row]]
+        return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
+
+
+def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
+    """Put the tables of all ranks into one.
+
+    Raises:
+        InvalidShardingError: ranks disagree on the kind, dtype or global shape of a key.
+    """
+    key_index: dict[str, int] = {}
+    kinds: list[_Kind] = []
+    first_rank: list[int] = []
+    id_maps: list[IntArray] = []
+    seen: dict[Any, IntArray] = {}
+    disagreements: list[KeyFault] = []
+    for rank, table in enumerate(tables):
+        # Lists that replicas share need one look.
+        identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
+        if identity not in seen:
+            ids = np.empty(len(table.keys), np.int64)
+            for i, (key, kind) in enumerate(
+                zip(table.keys, zip(table.dtypes, table.global_shapes, strict=True), strict=True)
+            ):
+                ids[i] = key_id = key_index.setdefault(key, len(kinds))
+                if key_id == len(kinds):
+                    kinds.append(kind)
+                    first_rank.append(rank)
+                elif kinds[key_id] != kind:
+                    where = f"on rank {first_rank[key_id]} and on rank {rank}"
+                    disagreements.append(_contradiction(key, kinds[key_id], kind, where))
+            seen[identity] = ids
+        id_maps.append(seen[identity])
+    if disagreements:
+        raise _sharding_error(disagreements)
+    ndim = max((len(shape) for _, shape in kinds), default=0)
+    global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(len(kinds), ndim)
+    return GlobalTable(
+        keys=list(key_index),
+        dtypes=[dtype for dtype, _ in kinds],
+        global_shapes=global_shapes,
+        ndims=np.array([len(shape) for _, shape in kinds], np.int64),
+        ranks=np.repeat(np.arange(len(tables)), [len(table.key_ids) for table in tables]),
+        key_ids=np.concatenate([ids[table.key_ids] for ids, table in zip(id_maps, tables, strict=True)]),
+        shard_ids=np.concatenate([table.shard_ids for table in tables]),
+        tie_ids=np.concatenate([table.tie_ids for table in tables]),
+        is_main=np.concatenate([table.is_main for table in tables]),
+        digests=np.concatenate([table.digests for table in tables]),
+        offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
+        shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),
+    )
+
+
+def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
+    """Pad `(n, d)` offsets or shapes to `ndim` axes."""
+    return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
+
+
+def _check_name(key: str) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidShardingError(
+            f"The key {key!r} is not Unicode text (it has half of a surrogate pair), so it cannot be a name in a "
+            "safetensors file: rename it."
+        ) from error
+    if key == "__metadata__":
+        raise InvalidShardingError(f"The key {key!r} has a meaning of its own in safetensors files: rename it.")
+
+
+def _dtype_name(shard: Shard) -> str:
+    if isinstance(shard, ShardedObject):
+        return OBJECT
+    name = TO_NAME.get(shard.dtype)
+    if name is None:
+        raise UnsupportedObjectError(
+            f"Key {shard.key!r} has dtype {shard.dtype}, which safetensors files cannot hold. Convert it first "
+            "(complex128: torch.view_as_real), or wrap it in a ShardedObject if it is small."
+        )
+    return name
+
+
+def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
+    """Find shards that are the same part of the same memory as an earlier one.
+
+    Returns:
+        Index of such a shard -> index of the first with that memory.
+    """
+    # One isinstance for each class, not for each shard: there may be many.
+    has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
+    pointers = [s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards]
+    first: dict[Any, int] = {}
+    ties: dict[int, int] = {}
+    by_pointer: dict[int, list[int]] = {}
+    if len(set(pointers)) < len(pointers):
+        for index, pointer in enumerate(pointers):
+            by_pointer.setdefault(pointer, []).append(index)
+    # Hardly any tensors begin at the same address; the others need no closer look. Without memory the address is 0.
+    for pointer, indices in by_pointer.items():
+        for index in indices if pointer and len(indices) > 1 else ():
+            shard = shards[index]
+            assert isinstance(shard, ShardedTensor)
+            if shard.data is not None and shard.data.numel():
+                tied = first.setdefault(_memory_identity(shard, shard.data), index)
+                if tied != index:
+                    ties[index] = tied
+    return ties
+
+
+def _memory_identity(shard: ShardedTensor, data: torch.Tensor) -> Any:
+    flat = shard.flattened_range
+    return (
+        data.device,
+        data.data_ptr(),
+        data.dtype,
+        tuple(data.shape),
+        data.stride(),
+        data.is_conj(),
+        data.is_neg(),
+        tuple(shard.global_shape),
+        tuple(shard.global_offset),
+        tuple(shard.local_shape),
+        (flat.start, flat.stop) if flat is not None else None,
+    )
+
+
+def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> KeyFault:
+    named = [
+        f"an object grid {shape}" if dtype == OBJECT else f"{dtype} of {shape}" for dtype, shape in (first, second)
+    ]
+    text = (
+        f" means two things {where}: {named[0]} and {named[1]}. "
+        "Give different tensors different keys, and one tensor the same dtype and global shape everywhere."
+    )
+    return KeyFault(key, text, text)
+
+
+def _sharding_error(faults: Sequence[KeyFault]) -> InvalidShardingError:
+    return InvalidShardingError("\n".join(line[0].upper() + line[1:] for line in summarize_faults(faults)))

@@ -1,0 +1,1 @@
+"""Where bytes lie: local files and object stores behind one set of functions."""

@@ -1,0 +1,329 @@
+"""Locations and what can be done with them: local paths through `os`, URLs through `_object_store`.
+
+A location is a `str`: a local path or an fsspec URL such as `s3://bucket/run/step_10`. This is the only module
+that renames, lists or removes. Bulk tensor bytes on local disks do not pass through here: see `_io`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._storage import object_store
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_MAX_NAME_BYTES = 255
+
+
+def normalize(location: str | os.PathLike[str]) -> str:
+    """Return the location as a `str`: an absolute path for local files, an unchanged URL otherwise."""
+    text = os.fspath(location)
+    if text.startswith("file://"):
+        text = text[len("file://") :]
+    return os.path.abspath(text) if is_local(text) else text.rstrip("/")
+
+
+def is_inner_name(name: str, max_parts: int = 2) -> bool:
+    """Tell whether a name that a checkpoint gives can only be that of a file inside of it, on every system."""
+    parts = name.split("/")
+    return len(parts) <= max_parts and all(_is_plain_part(part) for part in parts)
+
+
+def _is_plain_part(part: str) -> bool:
+    try:
+        num_bytes = len(os.fsencode(part))
+    except UnicodeEncodeError:
+        return False
+    return part not in ("", ".", "..") and num_bytes <= _MAX_NAME_BYTES and not any(c in part for c in "\0\\")
+
+
+def is_local(location: str) -> bool:
+    """Tell whether a location is a path of this machine's file system rather than an fsspec URL."""
+    return "://" not in location
+
+
+def join(base: str, *names: str) -> str:
+    """Append path components to a location."""
+    return os.path.join(base, *names) if is_local(base) else "/".join([base.rstrip("/"), *names])
+
+
+def split(location: str) -> tuple[str, str]:
+    """Split a location into its parent and its last component."""
+    if is_local(location):
+        return os.path.split(location)
+    parent, _, name = location.rpartition("/")
+    return parent, name
+
+
+def exists(location: str) -> bool:
+    """Tell whether a file or directory is there (never answered from a listing cache)."""
+    if is_local(location):
+        return _mode_of(location, follow_symlinks=False) is not None
+    return object_store.exists(location)
+
+
+def isdir(location: str) -> bool:
+    """Tell whether a location is a directory, or a non-empty prefix of an object store."""
+    if is_local(location):
+        mode = _mode_of(location, follow_symlinks=True)
+        return mode is not None and stat.S_ISDIR(mode)
+    return object_store.isdir(location)
+
+
+def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
+    """Return the mode of what a path names, None when nothing is there: a disk that does not answer is no absence."""
+    try:
+        return (os.stat if follow_symlinks else os.lstat)(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def list_names(location: str) -> list[str]:
+    """Return the sorted names directly inside a directory."""
+    if is_local(location):
+        return sorted(os.listdir(location))
+    return object_store.list_names(location)
+
+
+def file_size(location: str) -> int:
+    """Return the size of a file in bytes.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        OSError: with errno EINVAL, when it is no ordinary file: to open a pipe or a device may take for ever.
+    """
+    if is_local(location):
+        try:
+            status = os.stat(location)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), location) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "a directory, pipe or device", location)
+        return status.st_size
+    return object_store.size(location)
+
+
+def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
+    """Return a whole small file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: with errno EFBIG, when it has more than `max_bytes`; EINVAL as for `file_size`.
+    """
+    if not is_local(location):
+        return object_store.read(location, max_bytes)
+    # A file can be large without taking space on the disk.
+    if max_bytes is not None and file_size(location) > max_bytes:
+        raise OSError(errno.EFBIG, f"more than {max_bytes} bytes", location)
+    with naming(location), open(location, "rb") as file:
+        return file.read()
+
+
+def read_range(location: str, start: int, stop: int) -> bytes:
+    """Return bytes [start, stop) of a file, fewer when the file is shorter."""
+    if is_local(location):
+        # A buffered read goes on after a short one.
+        with naming(location), open(location, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+    buffer = np.empty(stop - start, np.uint8)
+    return buffer[: object_store.read_into(location, start, [buffer])].tobytes()
+
+
+def read_remote_into(location: str, position: int, buffers: Sequence[npt.NDArray[np.uint8]]) -> int:
+    """Fill buffers from a position of a remote file on; returns how many bytes there were."""
+    return object_store.read_into(location, position, buffers)
+
+
+def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
+    """Write a whole small file so that it is there entirely or not at all, and, when durable, on disk on return."""
+    if not is_local(location):
+        object_store.write(location, data)
+        return
+    parent, name = os.path.split(location)
+    temporary = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
+    try:
+        with naming(location), open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, location)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(parent)
+
+
+def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
+    """Write a small file like `write_bytes`; False when a remote one is there, with other content."""
+    if not is_local(location):
+        return object_store.create(location, data)
+    write_bytes(location, data, durable)
+    return True
+
+
+def open_remote_for_writing(location: str) -> Any:
+    """Open a remote file for streaming writes; it becomes visible when it is closed."""
+    return object_store.open_for_writing(location)
+
+
+def make_directories(location: str, durable: bool = True) -> None:
+    """Create a directory and its missing parents, each recorded on disk; nothing to do on an object store."""
+    if not is_local(location) or isdir(location):
+        return
+    parent = os.path.dirname(location)
+    make_directories(parent, durable)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(location)
+    if durable:
+        sync_directory(parent)
+
+
+def sync_directory(location: str) -> None:
+    """Make the names in a local directory durable (creations and renames need this besides fsync of the files)."""
+    if not is_local(location):
+        return
+    fd = os.open(location, os.O_RDONLY | os.O_DIRECTORY)
+    with naming(location):
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems refuse fsync on directories; their renames are durable by protocol.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def naming(location: str) -> Iterator[None]:
+    """Name a file in errors of the system that know its descriptor only."""
+    try:
+        yield
+    except OSError as error:
+        # Ours have no number; an error that names a file already is about that one.
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, location) from error
+
+
+def remove_file(location: str) -> None:
+    """Remove one file; a file that is not there is fine."""
+    with contextlib.suppress(FileNotFoundError):
+        if is_local(location):
+            os.unlink(location)
+        else:
+            object_store.remove(location)
+
+
+def remove_tree(location: str) -> None:
+    """Remove a file, or a directory and all in it; what is already gone is fine, what cannot be removed stays."""
+    if is_local(location):
+        with contextlib.suppress(OSError):
+            if isdir(location) and not os.path.islink(location):
+                # It ignores all errors but those of closing directories.
+                shutil.rmtree(location, ignore_errors=True)
+            else:
+                os.unlink(location)
+        return
+    object_store.remove_all(join(location, name) for name in object_store.list_files(location))
+    for upload in object_store.list_uploads(location):
+        object_store.abort(upload)
+
+
+def link_tree(source: str, target: str) -> None:
+    """Give local files a second name, directories recursively; copies where the file system has no hard links."""
+    if isdir(source) and not os.path.islink(source):
+        os.mkdir(target)
+        for name in os.listdir(source):
+            link_tree(os.path.join(source, name), os.path.join(target, name))
+        sync_directory(target)
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(source, target, follow_symlinks=False)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def move_tree(source: str, target: str) -> None:
+    """Move a local file over another one, or all files of a directory into another one."""
+    if isdir(source) and not os.path.islink(source) and isdir(target):
+        for name in os.listdir(source):
+            move_tree(os.path.join(source, name), os.path.join(target, name))
+        return
+    # Two names of one file stay both.
+    os.replace(source, target)
+
+
+def rename(source: str, target: str, durable: bool = True) -> None:
+    """Rename a local directory and make the change durable, or undo it; an empty directory at `target` is replaced."""
+    os.rename(source, target)
+    if durable:
+        with undone_by(lambda: os.rename(target, source)):
+            sync_directory(os.path.dirname(target))
+
+
+def replace_file(source: str, target: str) -> None:
+    """Give a local file the name of another one, which goes, and make the change durable, or undo it where possible."""
+    if not exists(target):
+        rename(source, target)
+    elif exchange(source, target):
+        remove_tree(source)
+    else:
+        os.replace(source, target)
+        sync_directory(os.path.dirname(target))
+
+
+def exchange(first: str, second: str, durable: bool = True) -> bool:
+    """Swap two local directories or files in one atomic step and make the change durable, or undo it.
+
+    Returns:
+        False where the system or file system cannot.
+    """
+    if not _exchange(first, second):
+        return False
+    if durable:
+        with undone_by(lambda: _exchange(first, second)):
+            sync_directory(os.path.dirname(first))
+    return True
+
+
+@contextlib.contextmanager
+def undone_by(undo: Callable[[], object]) -> Iterator[None]:
+    """Undo a change when the body fails: whoever hears of an error relies on what was there before."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            undo()
+        raise
+
+
+def _exchange(first: str, second: str) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = (os.fsencode(first), os.fsencode(second))
+    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            return False
+        raise OSError(code, os.strerror(code), first, None, second)
+    return True

@@ -1,0 +1,82 @@
+"""Files opened for reading and kept open, a few at a time: on a network file system opening costs a round trip."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+
+from distckpt._base.threads import Bytes
+
+MAX_OPEN = 16
+"""So many unused files are kept open at most; a checkpoint may have more than a process may have open."""
+
+
+class _Opened:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.num_users = 0
+
+
+class OpenFiles:
+    """Local files that several threads read; closed when the context ends."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, _Opened] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for opened in self._opened.values():
+            os.close(opened.fd)
+        self._opened.clear()
+
+    def read_into(self, file: str, buffers: list[Bytes], position: int) -> int:
+        """Fill buffers from a position of a file on; returns how many bytes there were.
+
+        Raises:
+            OSError: naming the file.
+        """
+        wanted = sum(len(buffer) for buffer in buffers)
+        with self._open(file) as fd:
+            try:
+                got = more = os.preadv(fd, buffers, position)
+                while got < wanted and more:
+                    # A short read: a signal or a network file system; go on until the bytes or the file end.
+                    more = os.preadv(fd, _after(buffers, got), position + got)
+                    got += more
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, file) from error
+        return got
+
+    @contextlib.contextmanager
+    def _open(self, file: str) -> Iterator[int]:
+        with self._lock:
+            opened = self._opened.pop(file, None) or _Opened(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            # Those that were used longest ago come first.
+            self._opened[file] = opened
+            opened.num_users += 1
+        try:
+            yield opened.fd
+        finally:
+            with self._lock:
+                opened.num_users -= 1
+                unused = [name for name, other in self._opened.items() if not other.num_users]
+                for name in unused[: max(0, len(self._opened) - MAX_OPEN)]:
+                    os.close(self._opened.pop(name).fd)
+
+
+def _after(buffers: list[Bytes], num_bytes: int) -> list[Bytes]:
+    """Return what is left of some buffers when the first bytes are filled."""
+    rest = []
+    for buffer in buffers:
+        if len(buffer) > num_bytes:
+            rest.append(buffer[num_bytes:])
+        num_bytes = max(0, num_bytes - len(buffer))
+    return rest

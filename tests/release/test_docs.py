@@ -1,0 +1,149 @@
+"""README and docs: Python blocks run, explained messages are in the code, links lead somewhere.
+
+What is shown of the shell is in test_docs_commands.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import warnings
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint
+
+import distckpt
+from distckpt import cli
+from tests.distributed import test_interop_megatron as megatron
+from tests.support.docs_pages import BLOCKS, PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
+from tests.support.harness import run
+
+COVERED = {
+    "python": "run here",
+    "sh": "test_docs_commands.py checks every command",
+    "console": "test_docs_commands.py runs the commands and compares what they print",
+    "text": "compared on the pages below",
+}
+TEXT_PAGES = {
+    "examples": "with what the examples print, by distributed/test_examples.py",
+    "format": "with the files of a checkpoint, here",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_in_a_language_that_a_test_covers(page: Path) -> None:
+    own = [block for block in BLOCKS if block.page == name_of(page)]
+    assert [(block.name, block.language) for block in own if block.language not in COVERED] == []
+    assert name_of(page) in TEXT_PAGES or not [block.name for block in own if block.language == "text"]
+    fences = re.findall(r"^\s*(?:>\s*)*(?:[-*+]\s+|\d+[.)]\s+)?(?:```|~~~)", page.read_text(), re.M)
+    assert len(fences) == 2 * len(own), "a fence that is not understood"
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+FOR_MEGATRON = blocks("python", "sh", page="migrating-from-megatron")
+FOR_ANYBODY = [block for block in blocks("python") if block not in FOR_MEGATRON]
+
+
+@pytest.mark.parametrize("block", FOR_ANYBODY, ids=[block.name for block in FOR_ANYBODY])
+def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # What a block sets for all S3 URLs ends with it.
+    monkeypatch.setitem(fsspec.config.conf, "s3", dict(fsspec.config.conf.get("s3", {})))
+    exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
+
+
+def run_for_megatron(rank: int, block: Block, directory: Path) -> None:
+    """Run a block in a directory, with the model that the page speaks of."""
+    os.chdir(directory)
+    warnings.simplefilter("ignore")  # Megatron, when it is imported
+    if block.language == "python":
+        names = {"gpt_model": megatron.make_model(1, 1)} if "gpt_model" in block.text else {}
+        exec(compile(block.text, block.name, "exec"), {"__name__": "__main__", **names})
+        return
+    for line in lines_of(block.text):
+        ((program, *arguments),) = commands_in(line)
+        assert (program, cli.main(arguments)) == ("distckpt", 0)
+
+
+@megatron.pytestmark
+@pytest.mark.timeout(600)  # each block is a process that imports Megatron, with a limit of its own
+def test_blocks_for_megatron_run(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    source = str(tmp_path / "megatron" / "iter_0001000")
+    run(megatron.save_with_megatron, 2, source, group_timeout=megatron.TIMEOUT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        torch.distributed.checkpoint.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path / "fsdp" / "step_1000"))
+    for block in FOR_MEGATRON:
+        place = tmp_path / block.name
+        place.mkdir()
+        for name in ("megatron", "fsdp"):
+            (place / name).symlink_to(tmp_path / name)
+        run(run_for_megatron, 1, block, place, group_timeout=megatron.TIMEOUT)
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_a_checkpoint_are_those_of_the_format(tmp_path: Path) -> None:
+    (tree,) = blocks("text", page="format")
+    checkpoint = tmp_path / "step_1000"
+    distckpt.save({"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.ones(4)), "step": 1}, checkpoint)
+    files = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*.*")}
+    first, *shown = tree.text.splitlines()
+    assert first == "step_1000/"
+    assert {re.sub(r"\d+", "#", line.split()[0]) for line in shown} == {re.sub(r"\d+", "#", file) for file in files}
+
+
+# --- Links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+def texts_of_the_package() -> list[str]:
+    """Return all texts in the code, with `…` in the place of what is filled in."""
+    texts = []
+    for file in (ROOT / "distckpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%[srd]", "…", node.value))
+    return texts
+
+
+TEXTS = texts_of_the_package()
+MESSAGES = re.findall(r"^### `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+
+
+def test_many_messages_are_explained() -> None:
+    assert len(set(MESSAGES)) == len(MESSAGES) >= 20
+
+
+def holds_in_order(text: str, parts: list[str]) -> bool:
+    position = 0
+    for part in parts:
+        position = text.find(part, position) + len(part)
+        if position < len(part):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_an_explained_message_is_one_of_the_code(message: str) -> None:
+    # What is filled in may stand between quotes in the code.
+    parts = [part.strip() for part in message.split("…")]
+    assert [text for text in TEXTS if holds_in_order(text, parts)], message

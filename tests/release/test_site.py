@@ -1,0 +1,61 @@
+"""The site of the documentation: it is built without a warning, from this repository alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of the site, built with warnings as errors."""
+    directory = tmp_path_factory.mktemp("site")
+    arguments = ["build", "--strict", "-f", str(ROOT / "docs" / "site" / "mkdocs.yml"), "-d", str(directory)]
+    # Nothing can be fetched: whatever tries is sent to a port that nobody listens on.
+    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", *arguments]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def test_every_page_is_in_the_site_and_in_its_navigation(site):
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in (ROOT / "docs").rglob("*.md")}
+    built = {str(page.relative_to(site)) for page in site.rglob("*.html")}
+    assert pages | {"index.html", "changelog.html"} <= built
+    linked = set(re.findall(r'href="([^"#]+\.html)"', (site / "index.html").read_text()))
+    assert (pages | {"changelog.html"}) - linked == set()
+
+
+def test_every_public_module_has_a_page_with_its_names(site):
+    files = [file.relative_to(ROOT).with_suffix("") for file in (ROOT / "distckpt").rglob("*.py")]
+    names = {".".join(file.parts) for file in files if not any(part.startswith("_") for part in file.parts)}
+    pages = {page.name.removesuffix(".html") for page in (site / "api").glob("distckpt.*.html")}
+    assert pages == names - {"distckpt.cli"}
+    page = (site / "api" / "distckpt.serialization.html").read_text()
+    for name in ("save", "load", "async_save", "consolidate"):
+        assert f'id="distckpt.serialization.{name}"' in page
+
+
+def test_links_and_pictures_of_the_site_lead_to_its_files(site):
+    broken = []
+    for page in site.rglob("*.html"):
+        targets = re.findall(r'(?:href|src)="([^"#?]+)', page.read_text()) if page.name != "404.html" else []
+        local = [target for target in targets if not re.match(r"[a-z]+:", target)]
+        broken += [f"{page.name}: {target}" for target in local if not (page.parent / target).exists()]
+    assert sorted(set(broken)) == []
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        # Links lead elsewhere; scripts, styles and pictures do not.
+        parts = re.findall(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(https?:[^"]+)"', page.read_text())
+        assert parts == [], page

@@ -1,0 +1,78 @@
+"""How tests run the command line: as a process of its own, or, where that tells nothing more, in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from distckpt import cli
+from distckpt._cli.output import Output
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments, path=()):
+    """Return how to start the command line, and its environment."""
+    places = os.pathsep.join(map(str, [*path, ROOT]))
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return [sys.executable, "-W", "error", "-m", "distckpt", *map(str, arguments)], environment
+
+
+def run(*arguments, code=0, path=()):
+    """Run the command line to its end; return what it printed."""
+    line, environment = command(*arguments, path=path)
+    ended = subprocess.run(line, env=environment, cwd="/", capture_output=True, text=True, timeout=200)
+    assert ended.returncode == code, ended.stderr
+    return ended
+
+
+def error_line(*arguments, code=1):
+    """Run what must fail with one line on stderr and nothing on stdout; return the line."""
+    ended = run(*arguments, code=code)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1
+    return ended.stderr
+
+
+def call(capsys, *arguments, code=0):
+    """Run the command line in this process, which is faster and sees `memory://`; return what it printed."""
+    capsys.readouterr()
+    returned = cli.main(list(map(str, arguments)))
+    printed = capsys.readouterr()
+    assert returned == code, printed.err
+    return printed.out
+
+
+def call_error(capsys, *arguments, code=1):
+    """Run in this process what must fail with one line on stderr and nothing on stdout; return the line."""
+    capsys.readouterr()
+    assert cli.main(list(map(str, arguments))) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def call_json(capsys, *arguments, code=0):
+    """Run the command line in this process with `--json`; return the value it printed."""
+    return json.loads(call(capsys, *arguments, "--json", code=code))
+
+
+def interrupt_at_first_progress(monkeypatch):
+    """Let Ctrl-C come as soon as the work under way has moved its first bytes."""
+
+    @contextlib.contextmanager
+    def progress(self, label):
+        yield lambda done, total: signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Output, "progress", progress)
+    # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    return lambda: signal.signal(signal.SIGINT, previous)

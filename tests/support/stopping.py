@@ -1,0 +1,53 @@
+"""Saves that stop where a test wants them to, until it answers: in the caller's thread, or in the background."""
+
+from __future__ import annotations
+
+from distckpt.strategies.safetensors import SafetensorsSave, SafetensorsSaveStrategy
+from tests.support.harness import ask_parent
+
+
+class StopsBefore(SafetensorsSave):
+    """Waits for the test before anything is written."""
+
+    def write(self, checkpoint_dir, ranks):
+        ask_parent()
+        return super().write(checkpoint_dir, ranks)
+
+
+class StopsWithin(SafetensorsSave):
+    """Waits for the test when its own files are written, and those of others perhaps."""
+
+    def write(self, checkpoint_dir, ranks):
+        written = super().write
+
+        class Stopping:
+            """The ranks, but for a stop before what is written is reported."""
+
+            def __getattr__(self, name):
+                if name == "gather":
+                    ask_parent()
+                return getattr(ranks, name)
+
+        return written(checkpoint_dir, Stopping())
+
+
+class StopsAfter(SafetensorsSave):
+    """Waits for the test when everything is written, before it is committed."""
+
+    def write(self, checkpoint_dir, ranks):
+        fields = super().write(checkpoint_dir, ranks)
+        ask_parent()
+        return fields
+
+
+def stopping(kind: type[SafetensorsSave]) -> SafetensorsSaveStrategy:
+    """Return a strategy whose saves are of this kind."""
+    return type("Stopping", (_Stopping,), {"kind": kind})()
+
+
+class _Stopping(SafetensorsSaveStrategy):
+    kind: type[SafetensorsSave]
+
+    def prepare(self, sharded_state_dict):
+        prepared = super().prepare(sharded_state_dict)
+        return self.kind(prepared.files, prepared.manifest, prepared.settings, prepared.plan_reused)

@@ -1,0 +1,491 @@
+"""The command line: every verb, what it prints, its exit codes, and how it ends when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import warnings
+import xml.etree.ElementTree as ElementTree
+
+import fsspec
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import torch.distributed.checkpoint
+
+import distckpt
+from distckpt import ShardedObject, ShardedTensor
+from distckpt._cli.output import Output
+from tests.support.cli_command import ROOT, call, call_json, command, error_line, run
+from tests.support.s3_server import new_bucket, running_server
+
+BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
+GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
+LAYERS = {f"model.layers.{i}.up.weight": torch.full((4, 6), float(i), dtype=torch.bfloat16) for i in range(3)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    state = {"big": ShardedTensor.from_rank_offsets("big", BIG), "step": 7}
+    state |= {key: ShardedTensor.from_rank_offsets(key, value) for key, value in LAYERS.items()}
+    columns = torch.from_numpy(GRID.copy()).chunk(2, 1)
+    state |= {
+        f"g{i}": ShardedTensor.from_rank_offsets("grid", c.contiguous(), (1, i, 2)) for i, c in enumerate(columns)
+    }
+    state["rng"] = ShardedObject("rng", {"seed": 3}, (1,), (0,))
+    distckpt.save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def two_ranks(tmp_path):
+    """Shards as torch's writer leaves them, written by nothing but safetensors: the columns of a matrix, two ranks."""
+    for rank, columns in enumerate(np.split(GRID, 2, 1)):
+        info = json.dumps({"grid": {"saved_offsets": [0, 5 * rank]}})
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        safetensors.numpy.save_file({"grid": np.ascontiguousarray(columns)}, tmp_path / "shards" / name, metadata)
+    return tmp_path / "shards"
+
+
+def chunk_places(checkpoint):
+    """Read from the headers of shard files where each chunk lies: file -> [(key, first byte, stop, offset, shape)]."""
+    places = {}
+    for file in sorted((checkpoint / "tensors").iterdir()):
+        content = file.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        offsets = json.loads(header.pop("__metadata__")["DCP_SHARDING_INFO"])
+        places[file] = [
+            (key, *(8 + length + at for at in entry["data_offsets"]), offsets[key]["saved_offsets"], entry["shape"])
+            for key, entry in header.items()
+        ]
+    return places
+
+
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+# --- The whole --------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_usage():
+    listed = run("--help").stdout
+    verbs = [
+        "inspect",
+        "cat",
+        "verify",
+        "diff",
+        "consolidate (export)",
+        "import",
+        "convert",
+        "reshard",
+        "prune",
+        "bench",
+    ]
+    assert all(verb in listed for verb in [*verbs, "completion"])
+    assert run(code=2).stdout == ""
+    assert "invalid choice: 'inspekt'" in run("inspekt", code=2).stderr
+    assert "PATH" in run("verify", code=2).stderr.upper()
+    assert "'0' is no positive whole number" in run("verify", "x", "--jobs", "0", code=2).stderr
+
+
+def test_the_package_needs_neither_the_command_line_nor_rich():
+    code = "import sys, distckpt; distckpt.save, distckpt.CheckpointManager; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = ended.stdout.split()
+    assert "distckpt.serialization" in loaded
+    unwanted = [
+        name for name in loaded if name.startswith(("rich", "distckpt.cli", "distckpt._cli", "distckpt._bench"))
+    ]
+    assert unwanted == []
+
+
+def test_errors_are_one_line_and_a_traceback_on_demand(tmp_path):
+    line = error_line("inspect", tmp_path / "nothing")
+    assert "does not exist" in line
+    assert "CheckpointNotFoundError" in line
+    trace = run("inspect", tmp_path / "nothing", "--debug", code=1).stderr
+    assert trace.startswith("Traceback")
+    assert "sources.py" in trace
+
+
+def test_a_reader_that_stops_early_is_no_error(checkpoint):
+    line, environment = command("inspect", checkpoint)
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(line, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(writer)
+    assert ended.returncode == 1
+    assert ended.stderr == ""
+
+
+def test_json_holds_no_numbers_that_json_does_not_have(capsys):
+    Output(as_json=True).json({"a": [float("nan"), 1.5, (float("inf"),)], "b": -float("inf")})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": ["NaN", 1.5, ["Infinity"]],
+        "b": "-Infinity",
+    }
+
+
+@pytest.mark.parametrize("hide_rich", [False, True])
+def test_progress_is_shown_on_terminals_only(checkpoint, tmp_path, hide_rich):
+    path = []
+    if hide_rich:
+        (tmp_path / "hidden" / "rich").mkdir(parents=True)
+        (tmp_path / "hidden" / "rich" / "__init__.py").write_text("raise ImportError('not here')")
+        path = [tmp_path / "hidden"]
+    line, environment = command("export", checkpoint, tmp_path / "out", path=path)
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(line, env={**environment, "TERM": "xterm"}, stdout=subprocess.DEVNULL, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(master, 65536):
+            shown += part
+    except OSError:
+        pass  # how Linux tells that the other end of a terminal is closed
+    os.close(master)
+    assert process.wait(timeout=200) == 0
+    assert b"writing" in shown
+    total = BIG.nbytes + GRID.nbytes + 3 * 48
+    assert (f"{total / 1e6:.2f} MB of {total / 1e6:.2f} MB" in shown.decode()) is hide_rich
+    assert run("export", checkpoint, tmp_path / "out2").stderr == ""
+
+
+# --- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_summarises(checkpoint):
+    found = json.loads(run("inspect", checkpoint, "--json").stdout)
+    assert found["num_tensors"] == 5
+    assert found["num_elements"] == BIG.numel() + GRID.size + 3 * 24
+    assert found["tensor_bytes"] == BIG.nbytes + GRID.nbytes + 3 * 48
+    assert found["num_objects"] == 1
+    groups = {group["pattern"]: group for group in found["groups"]}
+    layers = groups["model.layers.{0..2}.up.weight"]
+    assert (layers["num_keys"], layers["shape"], layers["dtype"], layers["num_bytes"]) == (3, [4, 6], "BF16", 144)
+    assert (groups["grid"]["num_chunks"], groups["grid"]["num_bytes"]) == (2, 240)
+    places = chunk_places(checkpoint)
+    for file in found["files"]:
+        path = checkpoint / file["name"]
+        assert file["bytes"] == path.stat().st_size
+        assert file["rank"] == 0
+        if path in places:
+            assert file["data_bytes"] == sum(stop - first for _, first, stop, *_ in places[path])
+    assert found["writers"] == [
+        {
+            "rank": 0,
+            "file": None,
+            "num_files": len(found["files"]),
+            "data_bytes": sum(f["data_bytes"] for f in found["files"]),
+        }
+    ]
+    text = run("inspect", checkpoint).stdout
+    assert re.search(r"rank 0 +#{30} +3 +3\.15 MB", text)
+    assert re.search(r"model\.layers\.\{0\.\.2\}\.up\.weight +4x6 +BF16 +3 +3 +144 B", text)
+    assert "5 tensors" in text
+    assert "\x1b" not in text
+
+
+def test_inspect_draws_the_chunks_of_a_key(two_ranks, tmp_path):
+    picture = tmp_path / "grid.svg"
+    ended = run("inspect", two_ranks, "--key", "grid", "--svg", picture)
+    assert ended.stdout.splitlines().count("0000011111") == 6
+    assert "[0:6, 5:10]" in ended.stdout
+    drawn = ElementTree.parse(picture).getroot()
+    boxes = [
+        (box.find("{*}title").text.split(" shard")[0], box.get("fill"), float(box.get("x")), float(box.get("width")))
+        for box in drawn.iter("{http://www.w3.org/2000/svg}rect")
+        if box.find("{*}title") is not None
+    ]
+    (first, blue, left, width), (second, orange, middle, _) = boxes
+    assert (first, second) == ("rank 0 [0:6, 0:5]", "rank 1 [0:6, 5:10]")
+    assert blue != orange
+    assert middle == pytest.approx(left + width)
+    found = json.loads(run("inspect", two_ranks, "--key", "grid", "--json").stdout)
+    assert [(chunk["rank"], chunk["offset"], chunk["num_bytes"]) for chunk in found["chunks"]] == [
+        (0, [0, 0], 120),
+        (1, [0, 5], 120),
+    ]
+
+
+def test_inspect_refuses_what_it_cannot_show(checkpoint, tmp_path):
+    assert "did you mean 'grid'?" in error_line("inspect", checkpoint, "--key", "grit")
+    assert "name it with --key" in error_line("inspect", checkpoint, "--svg", tmp_path / "x.svg")
+    assert not (tmp_path / "x.svg").exists()
+
+
+def test_inspect_works_without_rich(checkpoint, tmp_path):
+    (tmp_path / "hidden" / "rich").mkdir(parents=True)
+    (tmp_path / "hidden" / "rich" / "__init__.py").write_text("raise ImportError('not here')")
+    without = run("inspect", checkpoint, path=[tmp_path / "hidden"]).stdout
+    assert without == run("inspect", checkpoint).stdout
+
+
+def test_inspect_compares_ranks_by_bars(tmp_path):
+    """Rank 1 wrote a third of what rank 0 did, in files whose names tell the ranks."""
+    for rank, (offset, rows) in enumerate([(0, 6), (6, 2)]):
+        metadata = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [offset, 0]}})}
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        safetensors.numpy.save_file({"w": np.zeros((rows, 4), np.float32)}, tmp_path / name, metadata)
+    text = run("inspect", tmp_path).stdout
+    assert re.search(r"^rank 0 +#{30} +1 +96 B$", text, re.M)
+    assert re.search(r"^rank 1 +#{10} +1 +32 B$", text, re.M)
+    assert "2 ranks wrote; the busiest 1.500 of the mean" in text
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_inspect_is_coloured_on_terminals(two_ranks, no_colour):
+    line, environment = command("inspect", two_ranks, "--key", "grid")
+    environment |= {"TERM": "xterm-256color", **({"NO_COLOR": "1"} if no_colour else {})}
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(line, env=environment, stdout=terminal, stderr=subprocess.PIPE)
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(master, 65536):
+            shown += part
+    except OSError:
+        pass  # how Linux tells that the other end of a terminal is closed
+    os.close(master)
+    errors = process.communicate(timeout=200)[1]
+    assert (process.returncode, errors) == (0, b"")
+    assert b"[0:6, 5:10]" in shown
+    assert (b"\x1b[48;2;78;121;167m" in shown) is not no_colour
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_accepts_what_is_whole(checkpoint, two_ranks):
+    report = json.loads(run("verify", checkpoint, "--json", "--jobs", "2").stdout)
+    assert (report["is_whole"], report["problems"], report["mode"]) == (True, [], "full")
+    # All bytes of all files but those of marker and manifest, whose headers count as read as well.
+    files = [*(checkpoint / "tensors").iterdir(), *(checkpoint / "objects").iterdir()]
+    assert report["num_bytes"] == sum(file.stat().st_size for file in files)
+    assert run("verify", checkpoint, "--fast").stdout.startswith("OK: ")
+    assert "no checksums" in run("verify", two_ranks).stdout
+    assert "does not exist" in error_line("verify", checkpoint / "nothing", code=2)
+
+
+def test_verify_finds_a_flipped_bit_in_each_chunk(checkpoint):
+    places = [(file, *chunk) for file, chunks in chunk_places(checkpoint).items() for chunk in chunks]
+    assert len(places) == 6
+    for file, key, first, stop, offset, shape in places:
+        for position in (first, (first + stop) // 2, stop - 1):
+            flip(file, position)
+            report = distckpt.verify(checkpoint)
+            (problem,) = report.problems
+            assert not report.is_whole
+            assert (problem.file, problem.key) == (str(file), key)
+            region = ", ".join(f"{o}:{o + n}" for o, n in zip(offset, shape, strict=True))
+            assert problem.region == f"[{region}]"
+            assert problem.first_byte <= position < problem.stop_byte <= stop
+            assert problem.stop_byte - problem.first_byte <= 1 << 20
+            assert distckpt.verify(checkpoint, "fast").is_whole
+            flip(file, position)
+    assert distckpt.verify(checkpoint).is_whole
+
+
+def test_verify_tells_blocks_apart_and_joins_neighbours(checkpoint):
+    ((file, first),) = [(f, c[1]) for f, chunks in chunk_places(checkpoint).items() for c in chunks if c[0] == "big"]
+    block = 1 << 20
+    flip(file, first + 5)
+    flip(file, first + 2 * block + 5)
+    found = [(p.first_byte - first, p.stop_byte - first) for p in distckpt.verify(checkpoint).problems]
+    assert found == [(0, block), (2 * block, 3 * block)]
+    flip(file, first + block)
+    (problem,) = distckpt.verify(checkpoint, num_threads=1).problems
+    assert (problem.first_byte - first, problem.stop_byte - first) == (0, 3 * block)
+    ended = run("verify", checkpoint, code=1)
+    assert f"{file}: a chunk is not what was written (checksum mismatch); bytes {first} to" in ended.stdout
+    assert "key 'big', region [0:768, 0:1024]" in ended.stdout
+    assert "DAMAGED (1 problem)" in ended.stdout
+
+
+def all_files(checkpoint):
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("mode", ["fast", "full"])
+def test_verify_finds_damage_in_the_beginning_and_end_of_every_file(checkpoint, mode):
+    files = all_files(checkpoint)
+    assert {file.parent.name for file in files} == {"c", "tensors", "objects"}
+    for file in files:
+        content = file.read_bytes()
+        damaged = [content[:-1], content[: len(content) // 2], b"", bytes([content[0] ^ 1]) + content[1:]]
+        if file.name != "metadata.json":
+            damaged.append(content + b"\0")  # a marker may end in any white space
+        for bad in damaged[1:] if file.name == "metadata.json" else damaged:
+            file.write_bytes(bad)
+            report = distckpt.verify(checkpoint, mode)
+            assert not report.is_whole, (file, len(bad))
+            assert any(str(file) in f"{problem.file} {problem.message}" for problem in report.problems)
+        file.write_bytes(content)
+    assert distckpt.verify(checkpoint, mode).is_whole
+
+
+def test_verify_names_keys_in_files_that_were_cut_off_or_are_missing(checkpoint):
+    places = chunk_places(checkpoint)
+    ((file, first, stop),) = [(f, *c[1:3]) for f, chunks in places.items() for c in chunks if c[0] == "big"]
+    content = file.read_bytes()
+    file.write_bytes(content[: first + (2 << 20) + 3])
+    whole_file, *chunks = json.loads(run("verify", checkpoint, "--json", code=1).stdout)["problems"]
+    assert "cut off" in whole_file["message"]
+    last = max(chunk[2] for chunk in places[file])
+    assert (whole_file["first_byte"], whole_file["stop_byte"]) == (first + (2 << 20) + 3, last)
+    assert ("big", first + (2 << 20), stop) in [(p["key"], p["first_byte"], p["stop_byte"]) for p in chunks]
+    file.unlink()
+    (problem,) = distckpt.verify(checkpoint).problems
+    assert (problem.file, problem.message) == (str(file), "the file is missing")
+
+
+def test_verify_reports_progress_and_refuses_unknown_modes(checkpoint):
+    seen = []
+    distckpt.verify(checkpoint, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] > BIG.nbytes
+    with pytest.raises(ValueError, match="'fast' or 'full'"):
+        distckpt.verify(checkpoint, "quick")
+
+
+# --- consolidate ------------------------------------------------------------------------------------------------------
+
+
+def test_consolidate_with_options(checkpoint, tmp_path):
+    arguments = ["--keys", "model.", "--keys", "grid", "--rename", "model.=net.", "--dtype", "grid=fp64"]
+    ended = run("consolidate", checkpoint, tmp_path / "out", *arguments, "--dtype", "fp16", "--json")
+    report = json.loads(ended.stdout)
+    assert report["num_tensors"] == 4
+    assert report["files"] == ["model.safetensors"]
+    assert report["dtypes"] == {"F16": 3, "F64": 1}
+    written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert written.pop("grid").tolist() == GRID.astype(np.float64).tolist()
+    assert {key: value.tolist() for key, value in written.items()} == {
+        key.replace("model.", "net."): np.full((4, 6), i, np.float16).tolist() for i, key in enumerate(LAYERS)
+    }
+
+
+def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path):
+    ended = run("export", checkpoint, tmp_path / "out", "--max-file-bytes", "1.5MB")
+    assert "5 tensors (3 BF16, 2 F32)" in ended.stdout
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 2
+    assert "pass --overwrite" in error_line("export", checkpoint, tmp_path / "out")
+    run("export", checkpoint, tmp_path / "out", "--overwrite", "--keys", "grid")
+    assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["grid"].tolist() == GRID.tolist()
+    assert "torch has no dtype 'bf61'" in run("export", "a", "b", "--dtype", "bf61", code=2).stderr
+    assert "is no size" in run("export", "a", "b", "--max-file-bytes", "5 apples", code=2).stderr
+    assert "is not OLD=NEW" in run("export", "a", "b", "--rename", "model", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code, line):
+    # The export waits for what is to be copied, from a pipe: at this time its staging directory is there.
+    (tmp_path / "extra").mkdir()
+    os.mkfifo(tmp_path / "extra" / "config.json")
+    words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with open(tmp_path / "extra" / "config.json", "wb"):
+        assert any(".tmp-" in path.name for path in tmp_path.iterdir())
+        process.send_signal(number)
+        errors = process.communicate(timeout=200)[1]
+    assert process.returncode == code
+    assert f"error: {line}\n" in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "extra"]
+
+
+# --- Object stores ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request):
+    if request.param == "memory":
+        yield "memory://test_cli"
+        return
+    with running_server() as server:
+        yield new_bucket(server)
+
+
+def test_urls_are_taken_everywhere(checkpoint, store, capsys):
+    root = f"{store}/run"
+    call_json(capsys, "reshard", checkpoint, f"{root}/c", "--ranks", 2)
+    local, remote = (call_json(capsys, "inspect", place) for place in (checkpoint, f"{root}/c"))
+    assert (remote["num_tensors"], remote["tensor_bytes"]) == (local["num_tensors"], local["tensor_bytes"])
+    assert call_json(capsys, "inspect", f"{root}/c", "--key", "grid")["shape"] == list(GRID.shape)
+    assert call_json(capsys, "verify", f"{root}/c")["is_whole"]
+    call_json(capsys, "export", f"{root}/c", f"{root}/hf")
+    call_json(capsys, "import", f"{root}/hf", f"{root}/imported")
+    call_json(capsys, "convert", f"{root}/hf", f"{root}/converted")
+    for name in ("imported", "converted"):
+        assert call_json(capsys, "diff", checkpoint, f"{root}/{name}", "--keys", "*")["is_same"]
+    assert call_json(capsys, "cat", f"{root}/c", "grid[0, 0]")["values"] == GRID[0, 0].item()
+
+
+def test_files_that_are_no_part_of_a_checkpoint_are_shown(checkpoint, store, capsys):
+    url = f"{store}/strays"
+    distckpt.reshard(checkpoint, url)
+    assert call_json(capsys, "inspect", url)["strays"] == []
+    assert "note:" not in call(capsys, "inspect", url) + call(capsys, "verify", url)
+    strays = [f"tensors-0123456789abcdef/shard-0000{i}-model-00001-of-00001.safetensors" for i in range(1, 6)]
+    for name in strays:
+        fsspec.open(f"{url}/{name}", "wb").open().close()
+    listed = ", ".join(strays[:3])
+    for verb in ("inspect", "verify"):
+        assert call_json(capsys, verb, url)["strays"] == strays
+        (line,) = (line for line in call(capsys, verb, url).splitlines() if line.startswith("note:"))
+        assert line == f"note: 5 more files, left by interrupted saves or written by one under way: {listed}, ..."
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, capsys):
+    with distckpt.CheckpointManager(tmp_path / "root", async_save=False) as manager:
+        manager.save(1, {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))})
+    dcp_dir = tmp_path / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save({"w": torch.zeros(2)}, checkpoint_id=str(dcp_dir))
+    lines = [
+        ("inspect", checkpoint),
+        ("inspect", checkpoint, "--key", "grid"),
+        ("cat", checkpoint, "grid[0]"),
+        ("cat", checkpoint, "grid", "--npy", tmp_path / "x.npy"),
+        ("cat", checkpoint, "rng"),
+        ("verify", checkpoint),
+        ("diff", checkpoint, checkpoint),
+        ("consolidate", checkpoint, tmp_path / "hf"),
+        ("import", tmp_path / "hf", tmp_path / "imported"),
+        ("convert", dcp_dir, tmp_path / "converted"),
+        ("reshard", checkpoint, tmp_path / "resharded"),
+        ("prune", tmp_path / "root"),
+        ("completion", "bash"),
+    ]
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
+    sections["import"] += sections["reshard"]  # which it refers to
+    for line in lines:
+        documented = set(re.findall(r"`(\w+)`", sections[line[0]].partition("JSON")[2]))
+        assert call_json(capsys, *line).keys() <= documented, line

@@ -1,0 +1,204 @@
+"""`distckpt diff`: what differs between two checkpoints, whatever their layouts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import distckpt
+from distckpt import ShardedObject, ShardedTensor
+from distckpt._operations import diff
+from distckpt.cli import main
+from tests.support.cli_command import call, call_error, call_json, error_line, interrupt_at_first_progress
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "model.up": torch.randn(40, 24, generator=generator),
+        "model.half": torch.randn(7, 5, generator=generator).bfloat16(),
+        "model.count": torch.arange(6).view(2, 3),
+        "model.scalar": torch.tensor(2.5),
+        "model.fp8": torch.randn(4, 4, generator=generator).to(torch.float8_e4m3fn),
+        "model.empty": torch.empty(0, 3),
+    }
+
+
+def save(path, values, num_parts=1, **common):
+    """Save tensors, those of several rows cut along their first axis."""
+    state = dict(common)
+    for key, value in values.items():
+        parts = value.chunk(num_parts) if num_parts > 1 and value.ndim and len(value) >= num_parts else [value]
+        position = 0
+        for number, part in enumerate(parts):
+            offset = (position,) + (0,) * (value.ndim - 1) if value.ndim else ()
+            shard = ShardedTensor(key, part.clone(), value.dtype, tuple(part.shape), tuple(value.shape), offset, None)
+            state[f"{key}/{number}"] = shard
+            position += len(part) if value.ndim else 0
+    distckpt.save(state, path)
+    return path
+
+
+def test_the_same_under_other_layouts(tmp_path, capsys):
+    save(tmp_path / "a", tensors(), step=1)
+    save(tmp_path / "b", tensors(), num_parts=3, step=1)
+    assert call(capsys, "diff", tmp_path / "a", tmp_path / "b").startswith("SAME: 6 tensors compared")
+    report = distckpt.diff(tmp_path / "a", tmp_path / "b")
+    assert report.is_same
+    assert report.objects_compared
+    assert report.num_bytes == 2 * sum(value.nbytes for value in tensors().values())
+
+
+@pytest.mark.parametrize("window", [1 << 22, 7, 50])
+def test_values_that_differ_are_counted_and_placed(tmp_path, capsys, monkeypatch, window):
+    monkeypatch.setattr(diff, "WINDOW_ELEMENTS", window)
+    changed = tensors()
+    changed["model.up"][17, 5:9] += torch.tensor([0.5, -3.0, 0.25, 1.0])
+    changed["model.up"][30, 2] = 9.0
+    changed["model.count"][1, 0] = -4
+    save(tmp_path / "a", tensors())
+    save(tmp_path / "b", changed, num_parts=4)
+    found = {item["key"]: item for item in call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)["tensors"]}
+    assert found.keys() == {"model.up", "model.count"}
+    up = found["model.up"]
+    distance = (tensors()["model.up"].double() - changed["model.up"].double()).abs()
+    assert up["num_different"] == int((distance > 0).sum()) == 5
+    assert up["max_difference"] == float(distance.max())
+    assert (up["first_index"], up["region"]) == ([17, 5], "[17:31, 2:9]")
+    assert (found["model.count"]["num_different"], found["model.count"]["max_difference"]) == (1, 7.0)
+    assert found["model.count"]["region"] == "[1:2, 0:1]"
+    text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert "model.up: 5 of 960 values differ, by at most" in text
+    assert "first at [17, 5], all in [17:31, 2:9]" in text
+    assert "DIFFERENT: 6 tensors compared" in text
+
+
+def test_keys_shapes_and_dtypes(tmp_path, capsys):
+    other = tensors()
+    other["model.more"] = other.pop("model.half")
+    other["model.up"] = other["model.up"][:30]
+    other["model.scalar"] = other["model.scalar"].double()
+    save(tmp_path / "a", tensors())
+    save(tmp_path / "b", other)
+    report = call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert (report["only_in_a"], report["only_in_b"]) == (["model.half"], ["model.more"])
+    found = {item["key"]: item for item in report["tensors"]}
+    assert found["model.up"]["shapes"] == [[40, 24], [30, 24]]
+    assert found["model.up"]["num_elements"] == 0
+    assert found["model.scalar"]["dtypes"] == ["F32", "F64"]
+    assert found["model.scalar"]["num_different"] == 0
+    text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert "model.up: shape 40x24 / 30x24\n" in text
+    assert "model.scalar: dtype F32 / F64; values equal\n" in text
+    assert "only in A: 'model.half'" in text
+
+
+def test_special_numbers_and_tolerances(tmp_path, capsys):
+    values = torch.tensor([float("nan"), float("inf"), 0.0, 1.0, float("inf"), 100.0])
+    other = torch.tensor([float("nan"), float("inf"), -0.0, 1.01, 5.0, 100.5])
+    save(tmp_path / "a", {"w": values})
+    save(tmp_path / "b", {"w": other})
+
+    def different(*options):
+        report = call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", *options, code=1)
+        return report["tensors"][0]["num_different"], report["tensors"][0]["max_difference"]
+
+    assert different() == (3, "Infinity")
+    assert different("--rtol", "0.006") == (2, "Infinity")
+    assert different("--atol", "0.6") == (1, "Infinity")
+    save(tmp_path / "c", {"w": torch.where(other == 5, torch.inf, other)})
+    assert call_json(capsys, "diff", tmp_path / "a", tmp_path / "c", "--atol", "0.6")["is_same"]
+    expected = ~np.isclose(values.numpy(), other.numpy(), rtol=0.006, atol=0, equal_nan=True)
+    assert int(expected.sum()) == 2
+    for key, value in {
+        "d": torch.tensor(float("nan")),
+        "e": torch.tensor(float("nan")),
+        "f": torch.tensor(1.0),
+    }.items():
+        save(tmp_path / key, {"w": value})
+    assert call_json(capsys, "diff", tmp_path / "d", tmp_path / "e")["is_same"]
+    (found,) = call_json(capsys, "diff", tmp_path / "d", tmp_path / "f", code=1)["tensors"]
+    assert (found["max_difference"], found["first_index"]) == ("Infinity", [])
+
+
+def test_large_integers_are_compared_exactly(tmp_path, capsys):
+    save(tmp_path / "a", {"w": torch.tensor([2**60, 5])})
+    save(tmp_path / "b", {"w": torch.tensor([2**60 + 1, 5])})
+    (found,) = call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)["tensors"]
+    assert (found["num_different"], found["region"]) == (1, "[0:1]")
+
+
+def test_objects_and_common_state(tmp_path, capsys):
+    def state(seed, args, parts=2):
+        cells = [ShardedObject("rng", {"seed": seed, "kind": "x"}, (parts,), (i,)) for i in range(parts)]
+        return {"cells": cells, "args": args, "step": 3}
+
+    distckpt.save(state(1, {"lr": 0.1, "gone": 1}), tmp_path / "a")
+    distckpt.save(state(2, {"lr": 0.2, "new": [1]}), tmp_path / "b")
+    found = call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)["objects"]
+    assert [(item["key"], item["offset"], item["path"], item["where"]) for item in found] == [
+        ("distckpt.common_state", [0], "args.lr", "both"),
+        ("distckpt.common_state", [0], "args.gone", "a"),
+        ("distckpt.common_state", [0], "args.new[0]", "b"),
+        ("rng", [0], "seed", "both"),
+        ("rng", [1], "seed", "both"),
+    ]
+    text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert "distckpt.common_state: only in A at args.gone\n" in text
+    assert "rng part [1]: differs at seed\n" in text
+    distckpt.save({"args": {"lr": 0.1, "gone": 1}, "step": 3}, tmp_path / "c")
+    (only,) = call_json(capsys, "diff", tmp_path / "a", tmp_path / "c", code=1)["objects"]
+    assert (only["key"], only["offset"], only["where"]) == ("rng", None, "a")
+    assert call_json(capsys, "diff", tmp_path / "a", tmp_path / "a")["is_same"]
+
+
+def test_with_a_hugging_face_directory(tmp_path, capsys):
+    save(tmp_path / "a", tensors() | {"optimizer.m": torch.ones(3)}, num_parts=2, step=1)
+    distckpt.consolidate(tmp_path / "a", tmp_path / "hf", keys="model.", rename={"model.": ""})
+    both = [tmp_path / "a", tmp_path / "hf"]
+    report = call_json(capsys, "diff", *both, "--rename", "model.=", "--rename", "optimizer.=opt.", code=1)
+    assert (report["only_in_a"], report["only_in_b"], report["objects_compared"]) == (["opt.m"], [], False)
+    keys = [part for key in tensors() for part in ("--keys", key.removeprefix("model."))]
+    assert "objects and common state were not compared" in call(capsys, "diff", *both, "--rename", "model.=", *keys)
+    exported = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    exported["up"][39, 23] += 1
+    safetensors.torch.save_file(exported, tmp_path / "hf" / "model.safetensors")
+    (found,) = call_json(capsys, "diff", *both, "--rename", "model.=", *keys, code=1)["tensors"]
+    assert (found["key"], found["num_different"], found["first_index"]) == ("up", 1, [39, 23])
+
+
+def test_errors_have_a_code_of_their_own(tmp_path, capsys):
+    save(tmp_path / "a", {"w": torch.ones(3)})
+    assert "CheckpointNotFoundError" in error_line("diff", tmp_path / "a", tmp_path / "nothing", code=2)
+    (shard,) = (tmp_path / "a" / "tensors").iterdir()
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    save(tmp_path / "b", {"w": torch.ones(3)})
+    shard.write_bytes(content)
+    assert "Checksum mismatch" in call_error(capsys, "diff", tmp_path / "b", tmp_path / "a", code=2)
+    assert "matches ['v']" in call_error(capsys, "diff", tmp_path / "b", tmp_path / "b", "--keys", "v", code=2)
+    with pytest.raises(SystemExit, match="2"):
+        main(["diff", "x", "y", "--atol", "-1"])
+    assert "is no tolerance" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_answer(tmp_path, capsys, monkeypatch):
+    save(tmp_path / "a", {"w": torch.ones(3)})
+    restore = interrupt_at_first_progress(monkeypatch)
+    try:
+        assert call(capsys, "diff", tmp_path / "a", tmp_path / "a", code=130) == ""
+    finally:
+        restore()
+
+
+def test_in_memory_of_an_object_store(capsys):
+    root = "memory://test_cli_diff"
+    save(f"{root}/a", tensors(), step=1)
+    save(f"{root}/b", {**tensors(), "model.scalar": torch.tensor(1.0)}, num_parts=2, step=1)
+    (found,) = call_json(capsys, "diff", f"{root}/a", f"{root}/b", code=1)["tensors"]
+    assert (found["key"], found["first_index"], found["max_difference"]) == ("model.scalar", [], 1.5)
+    assert json.loads(call(capsys, "diff", f"{root}/a", f"{root}/a", "--json"))["is_same"]

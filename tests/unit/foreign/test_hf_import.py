@@ -1,0 +1,435 @@
+"""Training that starts from a Hugging Face directory: any layout, other names and shapes, and the way back."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import distckpt
+from distckpt import LoadMismatchError, ShardedTensor
+from distckpt.rule_sets import megatron_gpt_to_llama, megatron_gpt_to_mixtral
+from distckpt.rules import Concat, Rename, Split, Transpose, Trim, Unstack
+from tests.support.hf_folders import INDEX, read_export, same_bytes, tilings, write_indexed, write_plain
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+LAYERS, HIDDEN, FFN, HEADS, GROUPS, EXPERTS, VOCABULARY = 2, 32, 48, 4, 2, 4, 40
+HEAD_DIM = HIDDEN // HEADS
+
+
+def numbered(*shape, dtype=torch.float32):
+    return torch.arange(1, torch.Size(shape).numel() + 1).view(shape).to(dtype)
+
+
+def part_of(key, tensor, *cuts, dtype=None, data=True):
+    """Ask for a part of a tensor: `cuts` are `(axis, index, count)`. Returns the shard and what it should hold."""
+    expected = tensor
+    for axis, index, count in cuts:
+        expected = expected.chunk(count, axis)[index]
+    target = torch.zeros(expected.shape, dtype=dtype or tensor.dtype)
+    shard = ShardedTensor.from_rank_offsets(key, target, *cuts)
+    return shard if data else shard.without_data(), expected.to(target.dtype)
+
+
+def assert_loads(asked, directory, **options):
+    """Load `{name: (shard, expected)}` and compare."""
+    loaded = distckpt.load({name: shard for name, (shard, _) in asked.items()}, directory, **options)
+    assert same_bytes(loaded, {name: expected.contiguous() for name, (_, expected) in asked.items()})
+
+
+# ---- plain directories
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """An indexed directory of two files; `tensors` are what it holds."""
+    files = {
+        "model-00001-of-00002.safetensors": {"embed": numbered(12, 6), "layers.0.w": numbered(8, 4).bfloat16()},
+        "model-00002-of-00002.safetensors": {"layers.1.w": -numbered(8, 4).bfloat16(), "step": torch.tensor(3)},
+    }
+    return write_indexed(tmp_path / "hf", files), {key: t for tensors in files.values() for key, t in tensors.items()}
+
+
+def test_tensor_parallel_slices_and_pipeline_layers(directory):
+    path, tensors = directory
+    for stage in range(2):
+        asked = {f"row{i}": part_of("embed", tensors["embed"], (0, i, 3)) for i in range(3)} if stage == 0 else {}
+        for tp in range(2):
+            key = f"layers.{stage}.w"
+            asked[f"w{tp}"] = part_of(key, tensors[key], (1, tp, 2))
+        assert_loads(asked, path)
+
+
+def test_a_grid_a_whole_tensor_a_scalar_and_no_data(directory):
+    path, tensors = directory
+    asked = {f"{i}{j}": part_of("embed", tensors["embed"], (0, i, 4), (1, j, 2)) for i in range(4) for j in range(2)}
+    asked |= {key: part_of(key, tensor, data=False) for key, tensor in tensors.items()}
+    assert_loads(asked, path)
+
+
+def test_dtypes_are_widened_and_narrowed_only_when_told(directory):
+    path, tensors = directory
+    asked = {"w": part_of("layers.0.w", tensors["layers.0.w"], (0, 1, 2), dtype=torch.float32)}
+    assert_loads(asked, path)
+    narrow = {"w": part_of("embed", tensors["embed"], (0, 1, 2), dtype=torch.bfloat16)}
+    with pytest.raises(LoadMismatchError, match=r"'embed'.*float32.*bfloat16.*allow_dtype_cast"):
+        assert_loads(narrow, path)
+    assert not narrow["w"][0].data.any()
+    assert_loads(narrow, path, allow_dtype_cast=True)
+
+
+def test_keys_that_the_directory_does_not_have(directory):
+    path, _ = directory
+    shards = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(8, 4)) for key in ("layers.0.w", "layers.2.w")}
+    with pytest.raises(LoadMismatchError, match=r"layers\.2\.w.*did you mean 'layers\.\d\.w'") as caught:
+        distckpt.load(shards, path)
+    assert caught.value.unexpected == {"layers.2.w"}
+    with pytest.raises(LoadMismatchError, match=r"'layers\.9\.x'.*did you mean"):
+        distckpt.load({"x": shards["layers.0.w"]}, path, rules=[Rename("layers.0.w", "layers.9.x")])
+
+
+def test_a_shape_that_does_not_fit(directory):
+    path, _ = directory
+    with pytest.raises(LoadMismatchError, match=r"'embed'.*\(12, 6\).*\(12, 5\)"):
+        distckpt.load({"e": ShardedTensor.from_rank_offsets("embed", torch.zeros(12, 5))}, path)
+
+
+def test_what_was_imported_can_be_saved_and_loaded(directory, tmp_path):
+    path, tensors = directory
+    state = {key: part_of(key, tensor)[0] for key, tensor in tensors.items()}
+    distckpt.load(state, path)
+    distckpt.save(state, tmp_path / "checkpoint")
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "checkpoint"), tensors)
+
+
+# ---- through rules
+
+RULES = [
+    Trim("words", axis=0, size=11),
+    Rename("words", "embed"),
+    Concat(("layers.fc1_gate", "layers.fc1_up"), "layers.fc1", axis=1),
+    Unstack("layers.fc1", "l.{i}.fc1"),
+    Split("l.*.fc1", ("l.{0}.gate", "l.{0}.up")),
+    Transpose("out", "out.T"),
+]
+
+
+def both_forms():
+    """Make the tensors of a training program, and those of the directory it starts from."""
+    gate, up = numbered(3, 4, 5), -numbered(3, 4, 5)
+    words, out = numbered(11, 3), numbered(6, 7)
+    trained = {"layers.fc1_gate": gate, "layers.fc1_up": up, "out": out, "words": torch.cat([words, torch.zeros(5, 3)])}
+    stored = {"embed": words, "out.T": out.T.contiguous()}
+    for layer in range(3):
+        stored |= {f"l.{layer}.gate": gate[layer].clone(), f"l.{layer}.up": up[layer].clone()}
+    return trained, stored
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_layout_is_filled_through_rules_and_exported_again(data):
+    trained, stored = both_forms()
+    state = {}
+    for key, tensor in trained.items():
+        for offset, extent in data.draw(tilings(tuple(tensor.shape)), key):
+            target = torch.full(extent, torch.nan)
+            shard = ShardedTensor(key, target, torch.float32, extent, tuple(tensor.shape), offset, None)
+            state[f"{key}{offset}"] = shard
+    with tempfile.TemporaryDirectory() as directory:
+        write_plain(Path(directory) / "hf" / "model.safetensors", stored)
+        distckpt.load(state, f"{directory}/hf", rules=RULES)
+        for shard in state.values():
+            assert torch.equal(shard.data, trained[shard.key][shard.global_slice()])
+        distckpt.save(state, f"{directory}/checkpoint")
+        distckpt.consolidate(f"{directory}/checkpoint", f"{directory}/out", rules=RULES)
+        assert same_bytes(read_export(f"{directory}/out"), stored)
+
+
+def test_a_rank_that_holds_only_some_of_the_tensors(tmp_path):
+    trained, stored = both_forms()
+    write_plain(tmp_path / "model.safetensors", stored)
+    for key, tensor in trained.items():
+        if key in ("out", "words"):
+            assert_loads({"part": part_of(key, tensor, (1, 0, 1))}, tmp_path, rules=RULES)
+
+
+# ---- models
+
+
+def megatron_state(rank, num_ranks, has_bias=False, tied=False, moe=False):
+    """Describe a rank's tensors as Megatron does: layers stacked, gate and up halves in one tensor."""
+    mine = (rank, num_ranks)
+    words = VOCABULARY // num_ranks, HIDDEN
+    shards = [sharded("embedding.word_embeddings.weight", words, (0, *mine))]
+    if not tied:
+        shards.append(sharded("output_layer.weight", words, (0, *mine)))
+    if rank == 0:
+        shards.append(sharded("decoder.final_layernorm.weight", (HIDDEN,)))
+    for layer in range(LAYERS):
+        shards += attention(layer, rank, num_ranks, has_bias)
+        shards += experts(layer, rank, num_ranks) if moe else mlp(layer, rank, num_ranks)
+    return {f"rank {rank}, shard {number}": shard for number, shard in enumerate(shards)}
+
+
+def sharded(key, shape, *cuts, prepended=0):
+    return ShardedTensor.from_rank_offsets(key, torch.full(shape, torch.nan), *cuts, prepend_axis_num=prepended)
+
+
+def in_layer(layer, name, shape, *cuts, prepended=1):
+    """Describe a part of a layer's tensor; axis 0 of the global tensor is that of the layers."""
+    return sharded(f"decoder.layers.{name}", shape, (0, layer, LAYERS), *cuts, prepended=prepended)
+
+
+def attention(layer, rank, num_ranks, has_bias):
+    mine, qkv_rows = (rank, num_ranks), (HEADS + 2 * GROUPS) * HEAD_DIM // num_ranks
+    yield in_layer(layer, "self_attention.linear_qkv.weight", (qkv_rows, HIDDEN), (1, *mine))
+    yield in_layer(layer, "self_attention.linear_proj.weight", (HIDDEN, HIDDEN // num_ranks), (2, *mine))
+    if has_bias:
+        yield in_layer(layer, "self_attention.linear_qkv.bias", (qkv_rows,), (1, *mine))
+    if rank == 0:
+        yield in_layer(layer, "self_attention.linear_qkv.layer_norm_weight", (HIDDEN,))
+
+
+def mlp(layer, rank, num_ranks):
+    for half in range(2):
+        cut = (1, half * num_ranks + rank, 2 * num_ranks)
+        yield in_layer(layer, "mlp.linear_fc1.weight", (FFN // num_ranks, HIDDEN), cut)
+    yield in_layer(layer, "mlp.linear_fc2.weight", (HIDDEN, FFN // num_ranks), (2, rank, num_ranks))
+    if rank == 0:
+        yield in_layer(layer, "mlp.linear_fc1.layer_norm_weight", (HIDDEN,))
+
+
+def experts(layer, rank, num_ranks):
+    for expert in range(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks):
+        cut = (1, expert, EXPERTS)
+        yield in_layer(layer, "mlp.experts.experts.linear_fc1.weight", (2 * FFN, HIDDEN), cut, prepended=2)
+        yield in_layer(layer, "mlp.experts.experts.linear_fc2.weight", (HIDDEN, FFN), cut, prepended=2)
+    if rank == 0:
+        yield in_layer(layer, "mlp.router.weight", (EXPERTS, HIDDEN))
+        yield in_layer(layer, "pre_mlp_layernorm.weight", (HIDDEN,))
+
+
+def megatron_tensors(hf, moe=False):
+    """Compute what Megatron's tensors are, from those of a Hugging Face model."""
+    hf = {key: tensor.numpy() for key, tensor in hf.items()}
+    tensors = {
+        "embedding.word_embeddings.weight": hf["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+    }
+    if "lm_head.weight" in hf:
+        tensors["output_layer.weight"] = hf["lm_head.weight"]
+    per_layer = {}
+    for layer in range(LAYERS):
+        one = {
+            key.removeprefix(f"model.layers.{layer}."): array
+            for key, array in hf.items()
+            if key.startswith(f"model.layers.{layer}.")
+        }
+        mine = {
+            "self_attention.linear_proj.weight": one["self_attn.o_proj.weight"],
+            "self_attention.linear_qkv.layer_norm_weight": one["input_layernorm.weight"],
+        }
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in one:
+                q, k, v = (one[f"self_attn.{name}_proj.{kind}"] for name in "qkv")
+                inner = q.shape[1:]
+                grouped = [a.reshape(GROUPS, -1, HEAD_DIM, *inner) for a in (q, k, v)]
+                mine[f"self_attention.linear_qkv.{kind}"] = np.concatenate(grouped, axis=1).reshape(-1, *inner)
+        if moe:
+            expert = "block_sparse_moe.experts.{}.{}.weight"
+            mine["pre_mlp_layernorm.weight"] = one["post_attention_layernorm.weight"]
+            mine["mlp.router.weight"] = one["block_sparse_moe.gate.weight"]
+            mine["mlp.experts.experts.linear_fc1.weight"] = np.stack(
+                [np.concatenate([one[expert.format(e, name)] for name in ("w1", "w3")]) for e in range(EXPERTS)]
+            )
+            mine["mlp.experts.experts.linear_fc2.weight"] = np.stack(
+                [one[expert.format(e, "w2")] for e in range(EXPERTS)]
+            )
+        else:
+            mine["mlp.linear_fc1.layer_norm_weight"] = one["post_attention_layernorm.weight"]
+            mine["mlp.linear_fc1.weight"] = np.concatenate([one[f"mlp.{name}_proj.weight"] for name in ("gate", "up")])
+            mine["mlp.linear_fc2.weight"] = one["mlp.down_proj.weight"]
+        for key, array in mine.items():
+            per_layer.setdefault(f"decoder.layers.{key}", []).append(array)
+    return tensors | {key: np.stack(arrays) for key, arrays in per_layer.items()}
+
+
+def tiny(kind, tied=False):
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "tie_word_embeddings": tied,
+    }
+    sizes |= {"num_local_experts": EXPERTS} if kind == "Mixtral" else {}
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    with torch.no_grad():
+        # Norms and biases are constants at first, which would hide that they were mixed up.
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(20).view(2, 10)).logits
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+MODELS = {
+    "Llama": {},
+    "Llama, tied": {"tied": True},
+    "Qwen2": {"has_bias": True},
+    "Mixtral": {"moe": True},
+}
+
+
+@pytest.mark.parametrize("max_shard_size", ["20KB", "1GB"], ids=["several files", "one file"])
+@pytest.mark.parametrize(("kind", "options"), MODELS.items(), ids=MODELS.keys())
+def test_a_model_is_imported_under_megatrons_layout_and_exported_again(tmp_path, kind, options, max_shard_size):
+    model = tiny(kind.split(",")[0], options.get("tied", False))
+    model.save_pretrained(tmp_path / "hf", max_shard_size=max_shard_size)
+    original = read_export(tmp_path / "hf")
+    sizes = (LAYERS, HEADS, GROUPS, HEAD_DIM)
+    rules = (
+        megatron_gpt_to_mixtral(*sizes, EXPERTS)
+        if kind == "Mixtral"
+        else megatron_gpt_to_llama(*sizes, tied=options.get("tied", False))
+    )
+    state = {**megatron_state(0, 2, **options), **megatron_state(1, 2, **options)}
+    distckpt.load(state, tmp_path / "hf", rules=rules)
+    expected = megatron_tensors(original, options.get("moe", False))
+    assert {shard.key for shard in state.values()} == expected.keys()
+    for shard in state.values():
+        assert np.array_equal(shard.data.numpy(), expected[shard.key][shard.global_slice()]), shard.key
+
+    distckpt.save(state, tmp_path / "checkpoint")
+    distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "out", rules=rules, like=tmp_path / "hf", extra_files_from=tmp_path / "hf"
+    )
+    assert same_bytes(read_export(tmp_path / "out"), original)
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(tmp_path / "hf"))
+    if max_shard_size == "20KB":
+        assert len(os.listdir(tmp_path / "out")) > 4
+        assert (tmp_path / "out" / INDEX).read_bytes() == (tmp_path / "hf" / INDEX).read_bytes()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert torch.equal(logits(exported), logits(model))
+
+
+def test_transformers_loads_what_is_split_by_size(tmp_path):
+    model = tiny("Llama")
+    state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in model.state_dict().items()}
+    distckpt.save({**state, "step": 3}, tmp_path / "checkpoint")
+    model.config.save_pretrained(tmp_path / "config")
+    report = distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "out", max_file_bytes=20_000, extra_files_from=tmp_path / "config"
+    )
+    assert len(report.files) > 3
+    exported, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(logits(exported), logits(model))
+
+
+def test_tied_weights_are_dropped_as_transformers_expects(tmp_path):
+    model = tiny("Llama", tied=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in model.state_dict().items()}
+    distckpt.save(state, tmp_path / "checkpoint")
+    model.config.save_pretrained(tmp_path / "config")
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", extra_files_from=tmp_path / "config")
+    assert "lm_head.weight" not in read_export(tmp_path / "out")
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "both", tied="write", extra_files_from=tmp_path / "config")
+    assert "lm_head.weight" in read_export(tmp_path / "both")
+    for place in ("out", "both"):
+        exported, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / place, output_loading_info=True)
+        assert not any(info.values())
+        assert torch.equal(logits(exported), logits(model))
+
+
+def layers_apart(layers, tp, num_ranks, experts=()):
+    """Describe a pipeline stage in which every layer has keys of its own."""
+    state = {}
+    for layer in layers:
+        prefix = f"decoder.layers.{layer}."
+        qkv = torch.zeros((HEADS + 2 * GROUPS) * HEAD_DIM // num_ranks, HIDDEN)
+        shards = [
+            ShardedTensor.from_rank_offsets(prefix + "self_attention.linear_qkv.weight", qkv, (0, tp, num_ranks)),
+            ShardedTensor.from_rank_offsets(
+                prefix + "self_attention.linear_qkv.layer_norm_weight", torch.zeros(HIDDEN)
+            ),
+        ]
+        for expert in experts:
+            key = f"{prefix}mlp.experts.experts.{expert}.linear_fc1.weight"
+            shards.append(ShardedTensor.from_rank_offsets(key, torch.zeros(2 * FFN, HIDDEN)))
+        state |= {shard.key: shard for shard in shards}
+    return state
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1]], ids=str)
+def test_a_pipeline_stage_asks_for_its_layers_only(tmp_path, layers):
+    model = tiny("Llama")
+    model.save_pretrained(tmp_path / "hf")
+    expected = megatron_tensors(read_export(tmp_path / "hf"))
+    rules = megatron_gpt_to_llama(LAYERS, HEADS, GROUPS, HEAD_DIM, stacked=False)
+    state = layers_apart(layers, 1, 2)
+    distckpt.load(state, tmp_path / "hf", rules=rules)
+    for key, shard in state.items():
+        layer, name = re.fullmatch(r"decoder\.layers\.(\d)\.(.*)", key).groups()
+        assert np.array_equal(shard.data, expected[f"decoder.layers.{name}"][int(layer)][shard.global_slice()])
+
+
+@pytest.mark.parametrize("experts", [[0, 1], [3]], ids=str)
+def test_an_expert_parallel_rank_asks_for_its_experts_only(tmp_path, experts):
+    model = tiny("Mixtral")
+    model.save_pretrained(tmp_path / "hf")
+    expected = megatron_tensors(read_export(tmp_path / "hf"), moe=True)
+    rules = megatron_gpt_to_mixtral(LAYERS, HEADS, GROUPS, HEAD_DIM, EXPERTS, stacked=False, experts_stacked=False)
+    state = layers_apart([1], 0, 1, experts)
+    distckpt.load(state, tmp_path / "hf", rules=rules)
+    for expert in experts:
+        loaded = state[f"decoder.layers.1.mlp.experts.experts.{expert}.linear_fc1.weight"].data
+        assert np.array_equal(loaded, expected["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1][expert])
+
+
+def test_a_padded_vocabulary_is_filled_with_zeros_and_cut_off_again(tmp_path):
+    model = tiny("Llama", tied=True)
+    model.save_pretrained(tmp_path / "hf")
+    original = read_export(tmp_path / "hf")
+    rules = [
+        Trim("embedding.word_embeddings.weight", axis=0, size=VOCABULARY),
+        Rename("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    ]
+    parts = {
+        str(i): ShardedTensor.from_rank_offsets(
+            "embedding.word_embeddings.weight", torch.full((16, HIDDEN), torch.nan), (0, i, 4)
+        )
+        for i in range(4)
+    }
+    distckpt.load(parts, tmp_path / "hf", rules=rules)
+    words = original["model.embed_tokens.weight"]
+    loaded = torch.cat([shard.data for shard in parts.values()])
+    assert torch.equal(loaded, torch.cat([words, torch.zeros(64 - VOCABULARY, HIDDEN)]))
+    distckpt.save(parts, tmp_path / "checkpoint")
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", rules=rules)
+    assert same_bytes(read_export(tmp_path / "out"), {"model.embed_tokens.weight": words})

@@ -1,0 +1,452 @@
+"""Folders of safetensors files that others wrote: what is read, and what is refused, naming file and key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import struct
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import distckpt
+from distckpt import CheckpointNotFoundError, CorruptCheckpointError, ShardedTensor
+from distckpt.core import CheckpointingException
+from distckpt.hf import consolidate_safetensors_files
+from tests.support.hf_folders import (
+    INDEX,
+    same_bytes,
+    shard_name,
+    tilings,
+    write_folder,
+    write_indexed,
+    write_plain,
+    write_shard,
+)
+
+ROWS = torch.arange(12 * 5, dtype=torch.float32).view(12, 5)
+COLUMNS = torch.arange(4 * 6, dtype=torch.bfloat16).view(4, 6)
+NORM = torch.arange(7, dtype=torch.float32)
+STEP = torch.tensor(17)
+
+
+def consolidated(folder):
+    with tempfile.TemporaryDirectory() as beside:
+        try:
+            distckpt.consolidate(folder, f"{beside}/export")
+        except BaseException:
+            assert os.listdir(beside) == [], "something was written before everything was checked"
+            raise
+
+
+def consolidated_as_torch_does(folder):
+    with tempfile.TemporaryDirectory() as beside:
+        try:
+            consolidate_safetensors_files(str(folder), f"{beside}/export")
+        except BaseException:
+            assert os.listdir(beside) == [], "something was written before everything was checked"
+            raise
+
+
+DOORS = [
+    pytest.param(distckpt.load_plain_tensors, CorruptCheckpointError, id="load"),
+    pytest.param(consolidated, CorruptCheckpointError, id="consolidate"),
+    pytest.param(consolidated_as_torch_does, ValueError, id="torch's name"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three ranks: `rows` is cut along axis 0, `columns` along axis 1; `norm` and `step` lie with ranks 1 and 2."""
+    path = tmp_path / "sharded"
+    for rank in range(3):
+        pieces = {
+            "rows": ((4 * rank, 0), ROWS[4 * rank : 4 * rank + 4]),
+            "columns": ((0, 2 * rank), COLUMNS[:, 2 * rank : 2 * rank + 2]),
+        }
+        pieces |= {"norm": ((0,), NORM)} if rank == 0 else {}
+        pieces |= {"step": ((), STEP)} if rank == 1 else {}
+        write_shard(path, rank + 1, pieces)
+    return path
+
+
+# ---- what is read
+
+
+def test_a_folder_of_shards_reads_as_whole_tensors(folder):
+    assert same_bytes(
+        distckpt.load_plain_tensors(folder), {"rows": ROWS, "columns": COLUMNS, "norm": NORM, "step": STEP}
+    )
+    described = distckpt.load_tensors_metadata(folder)
+    assert {key: (shard.dtype, shard.global_shape) for key, shard in described.items()} == {
+        "rows": (torch.float32, (12, 5)),
+        "columns": (torch.bfloat16, (4, 6)),
+        "norm": (torch.float32, (7,)),
+        "step": (torch.int64, ()),
+    }
+    assert distckpt.load_common_state_dict(folder) == {}
+
+
+def test_several_files_and_chunks_of_a_rank(tmp_path):
+    write_shard(tmp_path, 1, {"rows": ((0, 0), ROWS[:3])}, 1, 2)
+    write_shard(tmp_path, 1, {"rows": ((9, 0), ROWS[9:])}, 2, 2)
+    write_shard(tmp_path, 2, {"rows": ((3, 0), ROWS[3:9])}, 2, 2)
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path), {"rows": ROWS})
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_tiling_of_the_shards_gives_any_region(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "shape"))
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
+    boxes = data.draw(tilings(shape), "chunks")
+    region = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    with tempfile.TemporaryDirectory() as directory:
+        for number, (offset, extent) in enumerate(boxes, 1):
+            part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
+            write_shard(Path(directory), number, {"w": (offset, part)})
+        expected = tensor.numpy()[tuple(slice(*span) for span in region)]
+        local_shape = tuple(high - low for low, high in region)
+        target = torch.full(local_shape, -1, dtype=torch.int16)
+        offset = tuple(low for low, _ in region)
+        shard = ShardedTensor("w", target, target.dtype, local_shape, shape, offset, None)
+        distckpt.load({"w": shard}, directory)
+    assert (target.numpy() == expected).all()
+
+
+def test_a_plain_directory_with_an_index_and_one_with_a_single_file(tmp_path):
+    files = {
+        "model-00001-of-00002.safetensors": {"a": ROWS},
+        "model-00002-of-00002.safetensors": {"b": NORM, "c": STEP},
+    }
+    tensors = {"a": ROWS, "b": NORM, "c": STEP}
+    assert same_bytes(distckpt.load_plain_tensors(write_indexed(tmp_path / "several", files)), tensors)
+    write_plain(tmp_path / "one" / "model.safetensors", tensors)
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "one"), tensors)
+
+
+def test_what_the_index_does_not_name_is_left_out_with_a_warning(tmp_path, caplog):
+    write_indexed(tmp_path, {"model-00001-of-00001.safetensors": {"a": ROWS}})
+    write_plain(tmp_path / "model-00001-of-00001.safetensors", {"a": ROWS, "layers.0.b": NORM})
+    write_plain(tmp_path / "consolidated.safetensors", {"a": ROWS + 1})
+    with caplog.at_level(logging.WARNING, "distckpt"):
+        assert same_bytes(distckpt.load_plain_tensors(tmp_path), {"a": ROWS})
+    assert "'layers.0.b'" in caplog.text
+
+
+def test_a_header_longer_than_what_is_read_at_first(tmp_path):
+    tensors = {f"model.layers.{i}.{'long.' * 30}weight": torch.full((2,), float(i)) for i in range(8000)}
+    (path,) = write_folder(tmp_path, tensors, 0, 1)
+    assert struct.unpack("<Q", path.read_bytes()[:8])[0] > 2 << 20
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path), tensors)
+
+
+# ---- what is refused: shards that do not belong together
+
+
+def without_rank(rank):
+    def change(folder):
+        (folder / shard_name(rank)).unlink()
+
+    return change
+
+
+def left_by_more_ranks(folder):
+    write_shard(folder, 4, {"rows": ((9, 0), ROWS[9:])})
+
+
+def left_by_another_mapping(folder):
+    write_shard(folder, 1, {"norm": ((0,), NORM)}, 2, 2)
+
+
+def other_dtype(folder):
+    write_shard(folder, 3, {"rows": ((8, 0), ROWS[8:].double()), "columns": ((0, 4), COLUMNS[:, 4:])})
+
+
+def other_number_of_axes(folder):
+    write_shard(folder, 3, {"rows": ((8,), ROWS[8:, 0]), "columns": ((0, 4), COLUMNS[:, 4:])})
+
+
+def gap(folder):
+    write_shard(folder, 2, {"rows": ((5, 0), ROWS[5:8]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)})
+
+
+def narrower(folder):
+    write_shard(folder, 2, {"rows": ((4, 0), ROWS[4:8, :4]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)})
+
+
+def overlap(folder):
+    write_shard(folder, 2, {"rows": ((3, 0), ROWS[3:8]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)})
+
+
+def whole_beside_its_parts(folder):
+    write_shard(folder, 9, {"rows": ((0, 0), ROWS)})
+
+
+def twice_without_axes(folder):
+    write_shard(folder, 3, {"rows": ((8, 0), ROWS[8:]), "columns": ((0, 4), COLUMNS[:, 4:]), "step": ((), STEP)})
+
+
+def no_sharding_info(folder):
+    write_plain(folder / "model.safetensors", {"other": NORM})
+
+
+DO_NOT_BELONG = [
+    (without_rank(1), "rows|columns", shard_name(2), "missing"),
+    (without_rank(2), "rows|columns", shard_name(3), "missing"),
+    (left_by_more_ranks, "rows", shard_name(4), "in several files"),
+    (left_by_another_mapping, "norm", shard_name(1, 2, 2), "in several files"),
+    (other_dtype, "rows", shard_name(3), "F64.*different saves"),
+    (other_number_of_axes, "rows", shard_name(3), "different saves"),
+    (gap, "rows", shard_name(2), r"element \(4, 0\) is in no file"),
+    (narrower, "rows", shard_name(2), r"element \(4, 4\) is in no file"),
+    (overlap, "rows", shard_name(2), r"element \(3, 0\) is in several files"),
+    (whole_beside_its_parts, "rows", shard_name(9), "in several files"),
+    (twice_without_axes, "step", shard_name(3), "in several files"),
+]
+
+
+@pytest.mark.parametrize(("door", "error"), DOORS)
+@pytest.mark.parametrize(
+    ("change", "key", "file", "text"),
+    DO_NOT_BELONG,
+    ids=[f"{change.__name__}-{file[6:11]}" for change, _, file, _ in DO_NOT_BELONG],
+)
+def test_shards_that_do_not_belong_together(folder, change, key, file, text, door, error):
+    change(folder)
+    with pytest.raises(error, match=text) as caught:
+        door(folder)
+    assert re.search(f"'({key})'", str(caught.value))
+    assert file in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(("door", "error"), DOORS)
+def test_a_file_without_sharding_info_among_shards(folder, door, error):
+    no_sharding_info(folder)
+    with pytest.raises(error, match=r"model\.safetensors.*DCP_SHARDING_INFO"):
+        door(folder)
+
+
+def test_under_torchs_name_a_folder_without_sharding_info_is_a_value_error(tmp_path):
+    write_plain(tmp_path / "model.safetensors", {"a": NORM})
+    with pytest.raises(ValueError, match=r"model\.safetensors.*DCP_SHARDING_INFO"):
+        consolidated_as_torch_does(tmp_path)
+    consolidated(tmp_path)
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    """Three shard files of ours: they know the global shape."""
+    for rank in range(3):
+        path = write_shard(tmp_path / "own", rank + 1, {"rows": ((4 * rank, 0), ROWS[4 * rank : 4 * rank + 4])})
+        add_metadata(path, {"distckpt_global_shapes": '{"rows": [12, 5]}'})
+    return tmp_path / "own"
+
+
+def test_our_shard_files_carry_the_global_shape(tmp_path):
+    distckpt.save({"rows": ShardedTensor.from_rank_offsets("rows", ROWS)}, tmp_path / "checkpoint")
+    (path,) = (tmp_path / "checkpoint" / "tensors").iterdir()
+    assert split_file(path)[0]["__metadata__"]["distckpt_global_shapes"] == '{"rows":[12,5]}'
+    assert same_bytes(distckpt.load_plain_tensors(path.parent), {"rows": ROWS})
+
+
+@pytest.mark.parametrize(("door", "error"), DOORS)
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_any_of_our_shard_files_that_is_missing_is_noticed(own_folder, missing, door, error):
+    assert same_bytes(distckpt.load_plain_tensors(own_folder), {"rows": ROWS})
+    (own_folder / shard_name(missing)).unlink()
+    with pytest.raises(error, match=rf"'rows' \(global shape \(12, 5\)\).*element \({4 * missing - 4}, 0\) is in no"):
+        door(own_folder)
+
+
+@pytest.mark.parametrize(("door", "error"), DOORS)
+@pytest.mark.parametrize("shape", [[16, 5], [11, 5], [12], "12"])
+def test_our_shard_files_of_different_saves(own_folder, shape, door, error):
+    add_metadata(own_folder / shard_name(3), {"distckpt_global_shapes": json.dumps({"rows": shape})})
+    with pytest.raises(error, match="rows") as caught:
+        door(own_folder)
+    assert shard_name(3) in str(caught.value)
+    assert str(shape).strip("[]") in str(caught.value)
+
+
+@pytest.mark.parametrize(("door", "error"), DOORS)
+def test_a_shard_outside_of_its_global_shape(own_folder, door, error):
+    for path in own_folder.iterdir():
+        add_metadata(path, {"distckpt_global_shapes": '{"rows": [11, 5]}'})
+    with pytest.raises(error, match=rf"'rows'.*{shard_name(3)}.*\(11, 5\)"):
+        door(own_folder)
+
+
+# ---- what is refused: damaged files
+
+
+def split_file(path):
+    content = path.read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8:end]), content[end:]
+
+
+def join_file(path, header, data):
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def add_metadata(path, entries):
+    header, data = split_file(path)
+    header["__metadata__"] |= entries
+    join_file(path, header, data)
+
+
+def header_change(change):
+    def damage(path):
+        header, data = split_file(path)
+        join_file(path, change(header), data)
+
+    return damage
+
+
+def with_entry(**fields):
+    return header_change(lambda header: header | {"rows": header["rows"] | fields})
+
+
+def with_info(text):
+    return header_change(lambda header: header | {"__metadata__": {"DCP_SHARDING_INFO": text}})
+
+
+def with_offsets(offsets):
+    info = {"rows": [4, 0], "columns": [0, 2], "step": []} | {"rows": offsets}
+    return with_info(json.dumps({key: {"saved_offsets": value} for key, value in info.items()}))
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "four bytes": lambda path: path.write_bytes(b"1234"),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "no header": lambda path: path.write_bytes(b"\xff" * 100),
+    "header cut off": lambda path: path.write_bytes(path.read_bytes()[:60]),
+    "data cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "header no JSON": header_change(lambda header: json.dumps(header)[:-1] + "]"),
+    "header a list": header_change(lambda header: "[]"),
+    "header nests too deeply": header_change(lambda header: "[" * 100_000),
+    "unknown dtype": with_entry(dtype="F6_E9M9"),
+    "negative shape": with_entry(shape=[-4, -5]),
+    "shape no list": with_entry(shape=None),
+    "offsets beyond the file": with_entry(data_offsets=[0, 10**6]),
+    "one offset": with_entry(data_offsets=[0]),
+    "no dtype": header_change(lambda header: header | {"rows": {}}),
+    "entry a number": header_change(lambda header: header | {"rows": 3}),
+    "info no JSON": with_info("{"),
+    "info a list": with_info("[]"),
+    "info without the key": with_info("{}"),
+    "offsets none": with_offsets(None),
+    "offsets texts": with_offsets(["a", "b"]),
+    "offsets negative": with_offsets([-4, 0]),
+    "offsets too few": with_offsets([4]),
+    "offsets huge": with_offsets([2**70, 0]),
+    "offsets infinite": with_offsets([math.inf, 0]),
+    "offsets fractions": with_offsets([4.5, 0]),
+    "a dangling link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize(("door", "error"), DOORS)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_file_is_named(folder, damage, door, error):
+    damage(folder / shard_name(2))
+    with pytest.raises(error, match=shard_name(2)):
+        door(folder)
+
+
+# Reading the folder never fails with anything that is not an error of ours, whatever stands in the headers.
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.sampled_from(["F32", "rows", "1", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rows", "saved_offsets"]), inner),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_no_header_makes_reading_fail_in_an_unknown_way(data):
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_shard(Path(directory), 1, {"rows": ((0, 0), ROWS), "norm": ((0,), NORM)})
+        write_shard(Path(directory), 2, {"rows": ((12, 0), ROWS)})
+        header, content = split_file(path)
+        info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        value = data.draw(json_values, "value")
+        place = data.draw(st.sampled_from(["entry", "field", "info", "offsets", "metadata", "bytes"]), "place")
+        if place == "entry":
+            header["rows"] = value
+        elif place == "field":
+            header["rows"][data.draw(st.sampled_from(["dtype", "shape", "data_offsets"]))] = value
+        elif place == "info":
+            info["rows"] = value
+        elif place == "offsets":
+            info["rows"]["saved_offsets"] = [value, 0]
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(info)
+        if place == "metadata":
+            header["__metadata__"] = value
+        join_file(path, header, content)
+        if place == "bytes":
+            damaged = bytearray(path.read_bytes())
+            damaged[data.draw(st.integers(0, len(damaged) - len(content) - 1))] = data.draw(st.integers(0, 255))
+            path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointingException):
+            distckpt.load_plain_tensors(directory)
+
+
+# ---- what is refused: indexes
+
+
+INDEXES = {
+    "no JSON": ("{", "damaged"),
+    "a list": ("[]", "damaged"),
+    "no weight map": ("{}", "damaged.*weight_map"),
+    "a weight map of numbers": ('{"weight_map": {"a": 1}}', INDEX),
+    "a weight map that is a list": ('{"weight_map": ["a"]}', INDEX),
+    "a file elsewhere": ('{"weight_map": {"a": "../one.safetensors"}}', r"\.\./one\.safetensors"),
+    "a pickle": ('{"weight_map": {"a": "pytorch_model.bin"}}', r"pytorch_model\.bin"),
+    "a file that is missing": ('{"weight_map": {"a": "two.safetensors"}}', r"two\.safetensors' is missing"),
+    "a key that is missing": (
+        '{"weight_map": {"a": "one.safetensors", "layers.1.c": "one.safetensors"}}',
+        r"'one\.safetensors' holds 'layers\.1\.c'.*did you mean 'layers\.1\.b'",
+    ),
+    "an empty weight map": ('{"weight_map": {}}', INDEX),
+}
+
+
+@pytest.mark.parametrize(("door", "error"), DOORS[:2])
+@pytest.mark.parametrize(("text", "match"), INDEXES.values(), ids=INDEXES.keys())
+def test_an_index_that_does_not_fit(tmp_path, text, match, door, error):
+    write_plain(tmp_path / "one.safetensors", {"a": ROWS, "layers.1.b": NORM})
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(error, match=match):
+        door(tmp_path)
+
+
+@pytest.mark.parametrize("door", [distckpt.load_plain_tensors, consolidated, consolidated_as_torch_does])
+def test_a_folder_without_safetensors_files(tmp_path, door):
+    (tmp_path / "config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointNotFoundError, match=str(path)):
+            door(path)
+
+
+# ---- places
+
+
+@pytest.mark.parametrize("name", ["with [brackets] and *", "with  spaces", "ünïcödé-模型", "a%20b#c?d", "-rf", "{x}"])
+def test_unusual_paths(tmp_path, name):
+    write_folder(tmp_path / name / "in", {"w": ROWS, "n": NORM}, 0, 3)
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / name / "in"), {"w": ROWS, "n": NORM})
+    assert same_bytes(distckpt.load_plain_tensors(f"file://{tmp_path / name / 'in'}"), {"w": ROWS, "n": NORM})

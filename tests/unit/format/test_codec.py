@@ -1,0 +1,776 @@
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import dataclasses
+import datetime
+import enum
+import json
+import os
+import pathlib
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from distckpt._format.codec import HOLE, decode, encode, fingerprints, register_object_type
+from distckpt._format.codec.decode import DECODERS, ENTRY_DECODERS
+from distckpt.core import CorruptCheckpointError, UnsupportedObjectError
+
+# --- Classes that the tests register --------------------------------------------------------------------------------
+
+
+@register_object_type
+class Color(enum.Enum):
+    RED = 1
+    BLUE = "b"
+
+
+@register_object_type
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@register_object_type
+class Access(enum.Flag):
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+@register_object_type
+class Pair(NamedTuple):
+    left: object
+    right: object = 0
+
+
+@register_object_type
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: object
+    y: object = dataclasses.field(default_factory=list)
+
+
+class Box:
+    def __init__(self, content: object) -> None:
+        self.content = content
+
+
+register_object_type(Box, "tests.Box", to_state=lambda box: [box.content], from_state=lambda state: Box(*state))
+
+
+class Text(str):
+    """A subclass that nobody registered."""
+
+
+class Unknown:
+    """A class that nobody registered."""
+
+
+class UnknownColor(enum.IntEnum):
+    RED = 1
+
+
+# --- Oracle: the same types and values, bit for bit -----------------------------------------------------------------
+
+
+def same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bare(a) == bare(b)
+
+
+def bare(obj: Any) -> Any:
+    """Turn an object into nested tuples of types and bits, which `==` compares exactly."""
+    parts: Any = obj
+    if isinstance(obj, torch.Tensor):
+        bits = torch.empty(obj.numel(), dtype=obj.dtype).copy_(obj.reshape(-1)).view(torch.uint8)
+        parts = (obj.dtype, tuple(obj.shape), bits.numpy().tobytes())
+    elif isinstance(obj, np.ndarray | np.generic) and not isinstance(obj, np.str_ | np.bytes_):
+        parts = (obj.dtype.str, obj.shape, obj.tobytes())
+    elif isinstance(obj, float | complex):
+        parts = struct.pack("2d", obj.real, obj.imag)
+    elif isinstance(obj, dict):
+        parts = (getattr(obj, "default_factory", None), [(bare(key), bare(value)) for key, value in obj.items()])
+    elif isinstance(obj, list | tuple):
+        parts = [bare(item) for item in obj]
+    elif isinstance(obj, set | frozenset):
+        parts = sorted(repr(bare(item)) for item in obj)
+    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace | Point | Box):
+        parts = bare(vars(obj))
+    elif isinstance(obj, slice):
+        parts = bare([obj.start, obj.stop, obj.step])
+    elif isinstance(obj, datetime.datetime):
+        parts = (obj.replace(tzinfo=None), obj.fold, bare(obj.tzinfo))
+    elif isinstance(obj, datetime.timezone):
+        parts = repr(obj)  # Equality ignores the name.
+    return type(obj), parts
+
+
+def reference_blob(tree: object, entries: dict[str, bytes] | None = None, **metadata: str) -> bytes:
+    """Make a blob with the reference library, so that what is read does not come from the code under test."""
+    arrays = {name: np.frombuffer(raw, np.uint8) for name, raw in (entries or {}).items()}
+    text = tree if isinstance(tree, str) else json.dumps(tree)
+    return safetensors.numpy.save(arrays, {"tree": text, "codec_version": "1", **metadata})
+
+
+# --- Round trips ----------------------------------------------------------------------------------------------------
+
+hashable_leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters())
+    | st.text(st.characters(categories=["Cs"]))
+    | st.sampled_from(["$tuple", "$", "", "\0", "\ud800\udc00", "$dict"])
+    | st.binary()
+    | st.dates()
+    | st.datetimes(timezones=st.sampled_from([None, datetime.timezone.utc]))
+    | st.timedeltas()
+    | st.builds(range, st.integers(), st.integers(), st.integers(1))
+    | st.sampled_from([*Color, *Level, Access.READ, Access.READ | Access.WRITE, Access(0)])
+    | st.sampled_from([torch.float32, torch.bfloat16, torch.quint8, torch.device("cuda:1"), torch.Size([2, 0])])
+    | st.sampled_from([np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("a"), np.bytes_(b"a\0"), np.uint8(1)])
+    | st.sampled_from([pathlib.Path("/a/b"), pathlib.PureWindowsPath("c:\\a"), pathlib.PurePosixPath("")])
+)
+keys = st.recursive(
+    hashable_leaves,
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3) | inner.map(Pair),
+    max_leaves=4,
+)
+array_dtypes = (
+    hnp.boolean_dtypes()
+    | hnp.integer_dtypes(endianness="?")
+    | hnp.floating_dtypes(endianness="?", sizes=(16, 32, 64))
+    | hnp.complex_number_dtypes(endianness="?", sizes=(64, 128))
+    | hnp.datetime64_dtypes()
+    | hnp.timedelta64_dtypes()
+    | hnp.byte_string_dtypes(min_len=1, max_len=5)
+    | hnp.unicode_string_dtypes(min_len=1, max_len=5)
+)
+leaves = (
+    hashable_leaves
+    | st.just(HOLE)
+    | st.binary(min_size=250, max_size=600)
+    | st.binary(max_size=300).map(bytearray)
+    | hnp.arrays(array_dtypes, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
+    | hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, min_side=0, max_side=3)).map(torch.from_numpy)
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts = st.dictionaries(keys, inner, max_size=3)
+    # No class lets its `__dict__` be set to just anything.
+    attributes = st.dictionaries(st.text().filter(lambda name: name != "__dict__"), inner, max_size=3)
+    return (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(), inner, max_size=4)
+        | dicts
+        | dicts.map(collections.OrderedDict)
+        | dicts.map(lambda items: collections.defaultdict(list, items))
+        | st.sets(keys, max_size=3)
+        | attributes.map(lambda a: argparse.Namespace(**a))
+        | attributes.map(lambda a: types.SimpleNamespace(**a))
+        | st.builds(slice, inner, inner, inner)
+        | st.tuples(inner, inner).map(Pair._make)
+        | st.tuples(inner, inner).map(lambda fields: Point(*fields))
+        | inner.map(Box)
+    )
+
+
+objects = st.recursive(leaves, containers, max_leaves=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(objects)
+def test_what_is_decoded_is_what_was_encoded(obj: object) -> None:
+    blob = encode(obj)
+    assert same(decode(blob), obj)
+    assert encode(decode(memoryview(blob))) == blob
+
+
+TENSOR_DTYPES = [
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
+def test_tensors_of_every_dtype_keep_their_bits(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (4, 6 * dtype.itemsize), dtype=torch.uint8)
+    tensor = bits.view(dtype)
+    views = [tensor, tensor.t(), tensor[1:3, 2:4], tensor[0, 0], tensor[:0], tensor[:, :0], tensor[::2, ::3]]
+    restored = decode(encode(views))
+    assert isinstance(restored, list)
+    for view, copied in zip(views, restored, strict=True):
+        assert same(copied, view)
+        assert copied.is_contiguous()
+
+
+def test_conjugate_and_negative_views_are_resolved() -> None:
+    numbers = torch.tensor([1 + 2j, -3 - 4j])
+    restored = decode(encode([numbers.conj(), numbers.conj().imag]))
+    assert isinstance(restored, list)
+    assert restored[0].tolist() == [1 - 2j, -3 + 4j]
+    assert restored[1].tolist() == [-2.0, 4.0]
+    assert not restored[0].is_conj()
+    assert not restored[1].is_neg()
+
+
+def test_parameters_come_back_as_plain_tensors() -> None:
+    restored = decode(encode(torch.nn.Parameter(torch.ones(3))))
+    assert type(restored) is torch.Tensor
+    assert not restored.requires_grad
+
+
+def test_decoded_tensors_and_arrays_own_writable_memory() -> None:
+    blob = bytearray(encode([torch.zeros(3), np.zeros(3), bytearray(1000)]))
+    tensor, array, raw = decode(memoryview(blob))  # type: ignore[misc]
+    blob[:] = b"\xff" * len(blob)
+    assert tensor.tolist() == array.tolist() == [0.0] * 3
+    assert raw == bytes(1000)
+    tensor += 1
+    array += 1
+    assert tensor.requires_grad_().is_leaf
+    assert array.flags.owndata
+
+
+def test_random_states_can_be_restored() -> None:
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    expected = (random.random(), np.random.random(), torch.rand(1).item())
+    python_state, numpy_state, torch_state = decode(encode(states))  # type: ignore[misc]
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        float("nan"),
+        struct.unpack("d", struct.pack("Q", 0xFFF8000000000123))[0],
+        -0.0,
+        5e-324,
+        complex(-0.0, float("-inf")),
+        10**5000,
+        -(10**5000),
+        2**63,
+        2**64 - 1,
+        "\ud800\udc00",
+        "\U00010000",
+        {"\udc00": 1},
+        {1: "int", "1": "str", None: 0, (1, "a"): 2, 1.5: 3, b"b": 4, frozenset({1}): 5},
+        {True: "bool"},
+        {"$tuple": []},
+        {"$tuple": 1, "b": 2},
+        {0: {"$x": 1}},
+        {frozenset({b"x" * 1000}): 1},
+        collections.OrderedDict([(2, 1), (1, 2)]),
+        collections.defaultdict(None, {1: 2}),
+        datetime.datetime(2020, 10, 25, 1, 30, fold=1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),
+        datetime.timezone(datetime.timedelta(seconds=-1)),
+        np.array("2020-01-01", "M8[D]"),
+        np.datetime64("NaT", "s"),
+        np.float32("nan"),
+        np.void(b"abcd"),
+        np.str_(""),
+        np.str_("a\0"),
+        np.bytes_(b"a\0"),
+        np.array(["é", ""]),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.zeros((0, 3), ">i4"),
+        np.arange(4.0)[::-2],
+        np.arange(4.0)[::-2][:1],
+        np.broadcast_to(np.float32(3), (2, 2)),
+        torch.ones(()).expand(2, 3),
+        torch.arange(4)[::2][:1],
+        torch.ones(1).as_strided((1, 1), (0, 7)),
+        torch.arange(9)[4],
+        Pair(Point(1), Pair(Color.RED)),
+    ],
+    ids=lambda obj: type(obj).__name__,
+)
+def test_unusual_values_round_trip(obj: object) -> None:
+    assert same(decode(encode(obj)), obj)
+
+
+def test_a_value_referred_to_twice_is_written_twice() -> None:
+    tensor = torch.zeros(1000)
+    first, second = decode(encode([tensor, tensor]))  # type: ignore[misc]
+    first += 1
+    assert second.sum() == 0
+
+
+def test_hole_is_one_object() -> None:
+    assert decode(encode([1, HOLE])) == [1, HOLE]
+    assert decode(encode([HOLE]))[0] is HOLE  # type: ignore[index]
+    assert copy.copy(HOLE) is copy.deepcopy(HOLE) is pickle.loads(pickle.dumps(HOLE)) is HOLE
+    assert repr(HOLE) == "<hole>"
+
+
+# --- The outer format -----------------------------------------------------------------------------------------------
+
+
+def test_the_reference_library_reads_the_blob(tmp_path: pathlib.Path) -> None:
+    tensor = torch.arange(4, dtype=torch.bfloat16).reshape(2, 2)
+    obj = {"é": [tensor, '\x00"\\', b"x" * 1000], "n": np.arange(3, dtype="<i4"), "none": torch.zeros(0)}
+    path = tmp_path / "object.safetensors"
+    path.write_bytes(encode(obj))
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+        names = sorted(file.keys())
+        entries = [file.get_tensor(name).tobytes() for name in names]
+        assert all(file.get_slice(name).get_dtype() == "U8" for name in names)
+    assert metadata.keys() == {"tree", "codec_version"}
+    assert metadata["codec_version"] == "1"
+    assert json.loads(metadata["tree"]) == {
+        "é": [{"$tensor": ["bfloat16", [2, 2], 0]}, '\x00"\\', {"$bytes": 1}],
+        "n": {"$ndarray": ["<i4", [3], 2]},
+        "none": {"$tensor": ["float32", [0], 3]},
+    }
+    assert entries == [tensor.view(torch.uint8).numpy().tobytes(), b"x" * 1000, struct.pack("<3i", 0, 1, 2), b""]
+
+
+def test_a_blob_written_by_the_reference_library_is_read() -> None:
+    tree = [{"$tensor": ["int16", [2], 0]}, {"$bytes": 1}]
+    blob = reference_blob(tree, {"00000000": struct.pack("<2h", 1, -2), "00000001": b"raw"})
+    tensor, raw = decode(blob)  # type: ignore[misc]
+    assert tensor.tolist() == [1, -2]
+    assert raw == b"raw"
+
+
+def test_a_tree_too_long_for_a_header_is_an_entry(tmp_path: pathlib.Path) -> None:
+    obj = ["\x00" * 3_000_000, torch.ones(2)]
+    path = tmp_path / "object.safetensors"
+    path.write_bytes(encode(obj))
+    with safetensors.safe_open(path, "np") as file:
+        assert len(file.get_tensor("tree")) > 6 * 3_000_000
+    assert same(decode(path.read_bytes()), obj)
+
+
+def test_the_same_object_gives_the_same_bytes_in_every_process() -> None:
+    program = (
+        "import sys, hashlib\n"
+        "from distckpt._format.codec import encode\n"
+        "obj = {'b': {'x', 'y', ('z', 1), frozenset('abc')}, 'a': {f'k{i}' for i in range(50)}, 3: b'q' * 999}\n"
+        "print(hashlib.sha256(encode(obj)).hexdigest())\n"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for seed in ("1", "2")
+    ]
+    assert len(runs[0].stdout) == 65
+    assert runs[0].stdout == runs[1].stdout
+
+
+def test_the_bytes_of_a_tensor_are_copied_once() -> None:
+    tensor = torch.zeros(4 << 20, dtype=torch.uint8)
+    tracemalloc.start()
+    blob = encode({"t": tensor})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(blob) <= peak < 1.1 * len(blob)
+
+
+# --- What cannot be stored ------------------------------------------------------------------------------------------
+
+cyclic: list[object] = [0]
+cyclic.append({"back": cyclic})
+cyclic_box = Box(None)
+cyclic_box.content = [cyclic_box]
+nested: object = 0
+for _ in range(1000):
+    nested = [nested]
+
+
+@pytest.mark.parametrize(
+    ("obj", "parts"),
+    [
+        ({"args": types.SimpleNamespace(optimizer=[0, 1, 2, Unknown()])}, ["['args'].optimizer[3]", "Unknown"]),
+        ([Unknown()], ["register_object_type(Unknown, to_state=..., from_state=...)"]),
+        (Unknown(), ["the object of type"]),
+        ([Text("a")], ["[0]", "Text", "convert it to str"]),
+        ({"c": UnknownColor.RED}, ["['c']", "UnknownColor", "register_object_type(UnknownColor)", "convert it to int"]),
+        (Point([Unknown()]), [".x[0]"]),
+        (Box(Unknown()), ["[0]"]),
+        ({Text("key"): 1}, ["<key>", "Text"]),
+        ({(1, Unknown): 1}, ["<key>[1]", "type"]),
+        ({"s": {1, Unknown}}, ["['s']<element>", "classes, functions and modules"]),
+        ([len], ["[0]", "classes, functions and modules"]),
+        ({"t": {torch.ones(1)}}, ["['t']<element>", "Tensor", "set"]),
+        (collections.defaultdict(lambda: 0), ["defaultdict", "default_factory", "Convert it to a dict"]),
+        (collections.Counter("a"), ["Counter", "convert it to dict"]),
+        ([torch.ones(2).to_sparse()], ["[0]", "torch.sparse_coo"]),
+        ([torch.ones(2, device="meta")], ["[0]", "meta"]),
+        ([torch.nn.parameter.UninitializedParameter()], ["UninitializedParameter", "ShardedTensor"]),
+        ([np.array([None])], ["[0]", "object", "lists"]),
+        ([np.zeros(2, [("a", "i4")])], ["[0]", "structured"]),
+        ([np.ma.masked_array([1])], ["MaskedArray", "convert it to ndarray"]),
+        ([np.longdouble(1)], ["[0]", "longdouble"]),
+        (cyclic, ["[1]['back']", "contains itself"]),
+        (cyclic_box, ["[0]", "contains itself"]),
+        (nested, ["[0][0]", "containers"]),
+    ],
+    ids=range(24),
+)
+def test_an_unsupported_value_is_named_with_its_path(obj: object, parts: list[str]) -> None:
+    for function in (encode, fingerprints):
+        with pytest.raises(UnsupportedObjectError) as caught:
+            function(obj)
+        for part in parts:
+            assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: [inner],
+        lambda inner: (inner,),
+        lambda inner: {1: inner},
+        lambda inner: collections.defaultdict(None, {1: collections.OrderedDict({1: inner})}),
+        Pair,
+        Box,
+    ],
+)
+def test_what_is_too_deep_to_be_read_is_not_written(wrap: Callable[[object], object]) -> None:
+    obj: object = 0
+    deepest = b""
+    for _ in range(1000):
+        obj = wrap(obj)
+        try:
+            deepest = encode(obj)
+        except UnsupportedObjectError:
+            break
+    else:
+        pytest.fail("no limit")
+    assert encode(decode(deepest)) == deepest
+
+
+# --- Registering ----------------------------------------------------------------------------------------------------
+
+
+def test_registering_the_same_class_again_is_fine() -> None:
+    assert register_object_type(Color) is Color
+    assert decode(encode(Color.RED)) is Color.RED
+
+
+def test_registering_refuses_what_is_ambiguous() -> None:
+    class Other:
+        pass
+
+    with pytest.raises(ValueError, match=r"tests\.Box.*another class"):
+        register_object_type(Other, "tests.Box", to_state=vars, from_state=lambda state: Other())
+    with pytest.raises(ValueError, match="already"):
+        register_object_type(Color, "another name")
+    with pytest.raises(ValueError, match="without being registered"):
+        register_object_type(dict)
+    with pytest.raises(ValueError, match="without being registered"):
+        register_object_type(np.float32)
+    with pytest.raises(TypeError, match="to_state"):
+        register_object_type(Other)
+    with pytest.raises(TypeError, match="both"):
+        register_object_type(Other, to_state=vars)
+    with pytest.raises(TypeError, match="class"):
+        register_object_type(3)  # type: ignore[type-var]
+
+
+def test_a_class_unknown_to_the_reader_is_named() -> None:
+    with pytest.raises(UnsupportedObjectError, match=r"'my\.Thing'.*register_object_type\(cls, name='my\.Thing'\)"):
+        decode(reference_blob([{"$object": ["my.Thing", {}]}]))
+
+
+def test_fields_of_other_versions_of_a_class() -> None:
+    name = f"{__name__}.Point"
+
+    def stored(fields: dict[str, object]) -> bytes:
+        return reference_blob({"$object": [name, {"$SimpleNamespace": fields}]})
+
+    assert decode(stored({"x": 1, "y": 2})) == Point(1, 2)
+    assert decode(stored({"x": 1})) == Point(1, [])
+    with pytest.raises(CorruptCheckpointError, match=r"Point.*'x'"):
+        decode(stored({"y": 1}))
+    with pytest.raises(CorruptCheckpointError, match=r"Point.*'z'"):
+        decode(stored({"x": 1, "z": 1}))
+    with pytest.raises(CorruptCheckpointError, match=r"Color.*GREEN"):
+        decode(reference_blob({"$object": [f"{__name__}.Color", "GREEN"]}))
+
+
+# --- Hostile blobs --------------------------------------------------------------------------------------------------
+
+SAMPLE = {
+    "t": torch.arange(6).reshape(2, 3),
+    "n": [np.ones(3), np.float32(1), np.array(["ab"]), np.datetime64(1, "s")],
+    "b": [b"x" * 300, bytearray(b"y"), "\ud800", 1 << 80, float("inf"), 1j, slice(1), range(3)],
+    "d": {1: {2, 3}, None: (1,), "o": collections.OrderedDict(a=1), "dd": collections.defaultdict(int, a=1)},
+    "x": [argparse.Namespace(a=1), datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), pathlib.Path("a")],
+    "y": [torch.float32, torch.device("cpu"), torch.Size([1]), Color.RED, Point(1), Pair(1), Box(1), HOLE],
+}
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        b"\x00" * 7,
+        b"\x00" * 8,
+        b"\xff" * 8,
+        b"\xff" * 100,
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{]",
+        struct.pack("<Q", 2) + b"\xff\xff",
+        struct.pack("<Q", 19) + b'{"__metadata__":[]} ',
+        encode(1) + b"\x00",
+        encode(torch.ones(3))[:-1],
+        encode(b"x" * 1000).replace(b'"U8"', b'"I8"'),
+        encode(b"x" * 1000).replace(b"[1000]", b"[1001]"),
+        encode(b"x" * 1000).replace(b"[0,1000]", b"[1,1000]"),
+        encode(b"x" * 1000).replace(b"[0,1000]", b"[0,1e03]"),
+        safetensors.numpy.save({"a": np.zeros(3)}),
+        safetensors.numpy.save({}, {"codec_version": "1"}),
+        safetensors.numpy.save({}, {"codec_version": "1", "tree_entry": "tree"}),
+        reference_blob("1", {"00000000": b"unused"}),
+        reference_blob('{"$bytes":0}', {"0": b"x"}),
+        reference_blob('[{"$bytes":0},{"$bytes":0}]', {"00000000": b"twice"}),
+        *(reference_blob(text) for text in ("", "[", "NaN", "[Infinity]", '{"a":1,"a":2}', "[" * 100_000, "9" * 5000)),
+        reference_blob("[" * 900 + "]" * 900),
+        reference_blob('{"$tuple":[' * 450 + "]}" * 450),
+    ],
+    ids=range(31),
+)
+def test_a_malformed_blob_is_reported(blob: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        decode(blob)
+
+
+def test_a_blob_of_a_newer_release_says_what_to_install() -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"codec version 2; .* Install a newer release"):
+        decode(reference_blob("[1]", codec_version="2"))
+
+
+RAW = bytes(range(24))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$nonsense": 1},
+        {"$": 1},
+        {"$tensor": ["float32", [6], 1]},
+        {"$tensor": ["float32", [6], "0"]},
+        {"$tensor": ["float32", [6], True]},
+        {"$tensor": ["float32", [5], 0]},
+        {"$tensor": ["float32", [-2, -3], 0]},
+        {"$tensor": ["float32", [6.0], 0]},
+        {"$tensor": ["float32", 6, 0]},
+        {"$tensor": ["float32", [2**40, 2**40], 0]},
+        {"$tensor": ["float32", [0, 2**62, 2**62], 0]},
+        {"$tensor": ["quint8", [24], 0]},
+        {"$tensor": ["os.system", [24], 0]},
+        {"$tensor": [["float32"], [6], 0]},
+        {"$tensor": ["float32", [6]]},
+        {"$tensor": None},
+        {"$ndarray": ["<f4", [5], 0]},
+        {"$ndarray": ["|O8", [3], 0]},
+        {"$ndarray": ["O", [3], 0]},
+        {"$ndarray": ["i4,f8", [2], 0]},
+        {"$ndarray": ["|V0", [2**40], 0]},
+        {"$ndarray": ["<f5", [1], 0]},
+        {"$ndarray": ["<f16", [1], 0]},
+        {"$ndarray": [[["a", "<f4"]], [6], 0]},
+        {"$ndarray": ["<f4", [0] + [2**62] * 3, 0]},
+        {"$numpy": ["<f4", {"$bytes": "AAAA"}]},
+        {"$numpy": ["<f4", "AAAAAA=="]},
+        {"$numpy": ["str_", {"$bytes": ""}]},
+        {"$numpy": ["|O8", {"$bytes": "AAAAAAAAAAA="}]},
+        {"$bytes": "?"},
+        {"$bytes": "AAA"},
+        {"$bytes": None},
+        {"$bytes": -1},
+        {"$str": "////"},
+        {"$int": "0xzz"},
+        {"$int": 3},
+        {"$float": "00"},
+        {"$float": "nan"},
+        {"$complex": [1.0]},
+        {"$complex": ["1", "2"]},
+        {"$tuple": "abc"},
+        {"$tuple": {"a": 1}},
+        {"$set": [[1]]},
+        {"$set": [1, 1]},
+        {"$frozenset": [{}]},
+        {"$dict": [1]},
+        {"$dict": [[1], 2]},
+        {"$dict": [1, 2, 1, 3]},
+        {"$OrderedDict": [1]},
+        {"$defaultdict": ["eval", {}]},
+        {"$defaultdict": [["list"], {}]},
+        {"$defaultdict": ["list", []]},
+        {"$Namespace": {"$dict": [1, 2]}},
+        {"$Namespace": []},
+        {"$slice": []},
+        {"$range": [1, 2, 0]},
+        {"$range": [1.5, 2, 1]},
+        {"$date": [2020, 13, 1]},
+        {"$date": [2020]},
+        {"$datetime": {}},
+        {"$datetime": {"fields": [2020, 1, 1, 0, 0, 0, 0], "fold": 2, "tzinfo": None}},
+        {"$datetime": {"fields": [2020, 1, 1, 0, 0, 0, 0], "fold": 0, "tzinfo": "UTC"}},
+        {"$timedelta": [10**12, 0, 0]},
+        {"$timezone": [{"$timedelta": [5, 0, 0]}]},
+        {"$timezone": []},
+        {"$path": ["Popen", "a"]},
+        {"$path": ["PurePath", 3]},
+        {"$path": ["PurePosixPath", 3]},
+        {"$torch.dtype": "load"},
+        {"$torch.dtype": []},
+        {"$torch.device": "nowhere:1"},
+        {"$torch.Size": ["a"]},
+        {"$hole": 1},
+        {"$object": []},
+        {"$object": [[], 1]},
+    ],
+    ids=str,
+)
+def test_a_malformed_tree_is_reported(tree: object) -> None:
+    entry_name = "00000000"
+    # An entry that nothing refers to is an error of its own: leave it out where the tree does not use it.
+    entries = {entry_name: RAW} if json.dumps(tree).endswith("0]}") or "tensor" in str(tree) else {}
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        decode(reference_blob(tree, entries))
+
+
+def test_every_truncation_is_reported() -> None:
+    blob = encode(SAMPLE)
+    assert same(decode(blob), SAMPLE)
+    for length in range(len(blob)):
+        with pytest.raises(CorruptCheckpointError):
+            decode(blob[:length])
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_a_damaged_blob_raises_nothing_unexpected(data: st.DataObject) -> None:
+    blob = bytearray(encode(SAMPLE))
+    for _ in range(data.draw(st.integers(1, 3))):
+        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CorruptCheckpointError, UnsupportedObjectError):
+        decode(blob)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["float32", "<f4", "<U3", "|V1", "str_", "list", "PosixPath", "AAAA", "0x1", "cpu", "tests.Box"])
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+        | st.tuples(st.sampled_from(sorted({*DECODERS, *ENTRY_DECODERS})), inner).map(lambda i: dict([i]))
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(json_values)
+def test_an_arbitrary_tree_raises_nothing_unexpected(tree: object) -> None:
+    with contextlib.suppress(CorruptCheckpointError, UnsupportedObjectError):
+        decode(reference_blob(tree, {"00000000": RAW, "00000001": b""}))
+
+
+def test_reading_runs_no_code_and_imports_nothing(tmp_path: pathlib.Path) -> None:
+    plain = {key: value for key, value in SAMPLE.items() if key != "y"}
+    (tmp_path / "blob").write_bytes(encode(plain))
+    program = (
+        "import pathlib, pickle, sys\n"
+        "from distckpt._format.codec import decode\n"
+        "blob = pathlib.Path(sys.argv[1]).read_bytes()\n"
+        "class Stored: pass\n"
+        "pickled = pickle.dumps(Stored())\n"
+        "seen = []\n"
+        "sys.addaudithook(lambda event, args: seen.append(event))\n"
+        "decode(blob)\n"
+        "found = sorted({'pickle.find_class', 'import', 'exec', 'compile', 'open', 'subprocess.Popen'} & set(seen))\n"
+        "seen.clear()\n"
+        "pickle.loads(pickled)\n"
+        "print(found, 'pickle.find_class' in seen)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "blob")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == ["[]", "True"]
+
+
+# --- Fingerprints ---------------------------------------------------------------------------------------------------
+
+
+def test_fingerprints_name_the_leaves() -> None:
+    obj = {"args": {"lr": 0.1, "a.b": 1, "0": 2, "": 3}, "rng": [1, (2, 3)], 0: {None: 1}, "empty": {}, "t": {1: []}}
+    assert fingerprints(obj).keys() == {
+        *("args.lr", 'args["a.b"]', 'args["0"]', 'args[""]', "rng[0]", "rng[1]", "0[null]", "empty", "t.1")
+    }
+    assert fingerprints([]).keys() == fingerprints(3).keys() == {""}
+    assert all(len(digest) == 16 and int(digest, 16) >= 0 for digest in fingerprints(obj).values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(objects, objects)
+def test_fingerprints_agree_exactly_for_equal_objects(a: object, b: object) -> None:
+    assert fingerprints(a) == fingerprints(decode(encode(a)))
+    if encode(a) != encode(b) and not isinstance(a, dict):
+        assert fingerprints(a) != fingerprints(b)
+
+
+def test_fingerprints_tell_which_entries_differ() -> None:
+    def state(**changed: object) -> dict[str, object]:
+        return {"step": 1, "w": [torch.ones(3), np.zeros(2)], "big": b"x" * 1000, "i": {"x": [1]}, **changed}
+
+    def differing(other: dict[str, object]) -> list[str]:
+        a, b = fingerprints(state()), fingerprints(other)
+        return sorted(path for path in a.keys() | b.keys() if a.get(path) != b.get(path))
+
+    assert differing(state()) == []
+    assert differing(state(step=1.0)) == ["step"]
+    assert differing(state(step=True)) == ["step"]
+    assert differing(state(w=[torch.ones(3), np.full(2, 1e-300)])) == ["w[1]"]
+    assert differing(state(big=b"x" * 999 + b"y")) == ["big"]
+    assert differing(state(i={"x": {0: 1}})) == ["i.x.0", "i.x[0]"]
+    assert differing(dict(reversed(state().items()))) == []

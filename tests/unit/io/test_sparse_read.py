@@ -1,0 +1,298 @@
+"""Slices with gaps: only their bytes are read, whatever the layout of file and target; and what may go wrong then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import distckpt
+from distckpt import CorruptCheckpointError, ShardedTensor
+from distckpt._io import aio
+from tests.support.hf_folders import write_indexed, write_plain
+from tests.support.read_counts import counted_reads
+
+HEADER_BYTES = 1 << 18
+"""The beginning of a file, at most, in which its header is looked for."""
+
+needs_batches = pytest.mark.skipif(not aio.is_available(), reason="the system offers no reads in batches")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded_before(tmp_path_factory):
+    """Load something: modules that are imported then are not to be counted."""
+    path = tmp_path_factory.mktemp("first")
+    write_plain(path / "model.safetensors", {"w": numbered(96, 4096)})
+    distckpt.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(48, 4096).int(), (0, 1, 2))}, path)
+
+
+def numbered(*shape, dtype=torch.int32):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape).to(dtype)
+
+
+def asked_for(key, tensor, spans, target):
+    """Ask for the box `spans` of a tensor; returns the shard."""
+    offset, extent = tuple(low for low, _ in spans), tuple(high - low for low, high in spans)
+    return ShardedTensor(key, target, target.dtype, extent, tuple(tensor.shape), offset, None)
+
+
+# ---- what is read
+
+# Rows of 8 KiB and more, so that there is something to gain in leaving gaps out.
+SHAPES = [(40, 2048), (6, 7, 2304), (3, 5, 4, 1100), (2, 3, 2, 3, 2100), (700, 2500)]
+
+
+def strided(draw, extent, dtype):
+    """Make a target whose memory is contiguous, has gaps, or lies in another order."""
+    kind = draw(st.sampled_from(["contiguous", "gaps", "transposed"]))
+    if kind == "contiguous":
+        return torch.full(extent, -1).to(dtype)
+    if kind == "gaps":
+        return torch.full([n + 3 for n in extent], -1).to(dtype)[tuple(slice(1, 1 + n) for n in extent)]
+    return torch.full(extent[::-1], -1).to(dtype).permute(tuple(range(len(extent)))[::-1])
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_box_into_any_memory(data):
+    tensor = numbered(*data.draw(st.sampled_from(SHAPES), "shape"))
+    spans = [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in tensor.shape]
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]), "dtype")
+    target = strided(data.draw, [high - low for low, high in spans], dtype)
+    surroundings = target._base.clone() if target._base is not None else None
+    with tempfile.TemporaryDirectory() as directory:
+        write_plain(Path(directory) / "model.safetensors", {"other": numbered(5), "w": tensor})
+        distckpt.load({"w": asked_for("w", tensor, spans, target)}, directory)
+    assert np.array_equal(target.numpy(), tensor.numpy()[tuple(slice(*span) for span in spans)])
+    if surroundings is not None and target._base.shape != target.shape[::-1]:
+        target.fill_(-1)
+        assert torch.equal(target._base, surroundings), "nothing is written beside the target"
+
+
+HIDDEN, FFN, ROWS = 2048, 11008, 96
+LLAMA = {
+    "model.embed_tokens.weight": (0, (4 * ROWS, HIDDEN)),
+    "model.layers.0.self_attn.q_proj.weight": (0, (ROWS, HIDDEN)),
+    "model.layers.0.self_attn.o_proj.weight": (1, (2 * ROWS, HIDDEN)),
+    "model.layers.0.mlp.gate_proj.weight": (0, (FFN, ROWS)),
+    "model.layers.0.mlp.down_proj.weight": (1, (2 * ROWS, FFN)),
+    "model.layers.0.experts.down_proj": (2, (3, ROWS, 2 * HIDDEN)),
+}
+"""Name -> the axis that tensor parallelism cuts, and a shape: runs are 4, 8 and 21.5 KiB long, gaps as long."""
+
+
+@needs_batches
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"verify": "full"}], ids=["read", "full"])
+def test_a_rank_reads_its_bytes_of_a_model_and_hardly_more(tmp_path, rank, options):
+    tensors = {key: numbered(*shape) for key, (_, shape) in LLAMA.items()}
+    names = list(tensors)
+    files = {f"model-{i + 1:05d}-of-00002.safetensors": {k: tensors[k] for k in names[i::2]} for i in range(2)}
+    write_indexed(tmp_path, files)
+    state, expected = {}, {}
+    for key, (axis, _) in LLAMA.items():
+        expected[key] = tensors[key].chunk(2, axis)[rank]
+        state[key] = ShardedTensor.from_rank_offsets(key, torch.zeros_like(expected[key]), (axis, rank, 2))
+    with counted_reads() as counts:
+        distckpt.load(state, tmp_path, **options)
+    for key, shard in state.items():
+        assert np.array_equal(shard.data.numpy(), expected[key].numpy()), key
+    num_bytes = sum(tensor.nbytes for tensor in expected.values())
+    by_columns = sum(expected[key].nbytes for key, (axis, _) in LLAMA.items() if axis)
+    assert counts.batched == by_columns
+    assert counts.plain + counts.batched <= 1.02 * num_bytes + len(files) * HEADER_BYTES
+
+
+@needs_batches
+@pytest.mark.parametrize(("columns", "ratio"), [(2048, 1), (256, 2)])
+def test_what_lies_between_short_runs_is_read_along(tmp_path, columns, ratio):
+    tensor = numbered(2048, columns)
+    write_plain(tmp_path / "model.safetensors", {"w": tensor})
+    target = torch.zeros(2048, columns // 2, dtype=tensor.dtype)
+    with counted_reads() as counts:
+        distckpt.load({"w": ShardedTensor.from_rank_offsets("w", target, (1, 1, 2))}, tmp_path)
+    assert torch.equal(target, tensor[:, columns // 2 :])
+    assert ratio * target.nbytes * 0.99 <= counts.plain + counts.batched <= ratio * target.nbytes + HEADER_BYTES
+
+
+@needs_batches
+def test_blocks_of_a_checkpoint_are_read_whole_where_they_are_verified(tmp_path):
+    tensor = numbered(1024, 4096)
+    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "saved")
+    (file,) = (tmp_path / "saved" / "tensors").iterdir()
+    # In a gap of the part that is asked for.
+    with file.open("r+b") as handle:
+        handle.seek(file.stat().st_size - tensor.nbytes + 600 * tensor[0].nbytes + 12)
+        handle.write(b"?")
+
+    def load(verify):
+        target = torch.zeros(1024, 2048, dtype=tensor.dtype)
+        part = ShardedTensor.from_rank_offsets("w", target, (1, 1, 2))
+        with counted_reads() as counts:
+            distckpt.load({"w": part}, tmp_path / "saved", verify=verify)
+        assert torch.equal(target, tensor[:, 2048:])
+        return counts.batched / target.nbytes
+
+    for verify in ("read", "full"):
+        with pytest.raises(CorruptCheckpointError, match="Checksum mismatch"):
+            load(verify)
+    assert load("none") == 1
+
+
+# ---- systems that do not offer it
+
+LOAD_A_HALF = """
+import ctypes, struct, sys, torch, distckpt
+from distckpt import ShardedTensor
+from distckpt._io import aio
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+def forbid(number, error):  # with a seccomp filter, as containers do
+    statements = struct.pack("HBBI" * 4,
+        0x20, 0, 0, 0,  # load the number of the call
+        0x15, 0, 1, number,  # is it this one?
+        0x06, 0, 0, 0x00050000 | error,  # then fail
+        0x06, 0, 0, 0x7FFF0000)  # else go on
+    memory = ctypes.create_string_buffer(statements)
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(memory)))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
+
+folder, name, error = sys.argv[1:]
+if name:
+    forbid(getattr(aio._CALLS, name), int(error))
+target = torch.zeros(96, 2048, dtype=torch.int32)
+distckpt.load({"w": ShardedTensor.from_rank_offsets("w", target, (1, 1, 2))}, folder)
+expected = torch.arange(96 * 4096, dtype=torch.int32).view(96, 4096)[:, 2048:]
+print("available" if aio.is_available() else "unavailable", torch.equal(target, expected))
+"""
+
+
+def outcome_of(program, *arguments):
+    """Run a program in a process of its own and return what it prints."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return done.stdout.strip() or done.stderr
+
+
+@needs_batches
+@pytest.mark.skipif(platform.system() != "Linux", reason="seccomp is of Linux")
+@pytest.mark.parametrize(
+    ("name", "error", "outcome"),
+    [
+        pytest.param("", 0, "available True", id="offered"),
+        pytest.param("setup", errno.ENOSYS, "unavailable True", id="no system calls"),
+        pytest.param("setup", errno.EPERM, "unavailable True", id="forbidden"),
+        pytest.param("setup", errno.EAGAIN, "unavailable True", id="used up by other processes"),
+        pytest.param("submit", errno.EPERM, "available True", id="forbidden later"),
+        pytest.param("submit", errno.EINVAL, "available True", id="not for this file system"),
+        pytest.param("submit", errno.EAGAIN, "available True", id="no room for requests"),
+    ],
+)
+def test_a_system_that_does_not_offer_reads_in_batches(tmp_path, name, error, outcome):
+    write_plain(tmp_path / "model.safetensors", {"w": numbered(96, 4096)})
+    assert outcome_of(LOAD_A_HALF, tmp_path, name, error) == outcome
+
+
+LOAD_IN_A_CHILD = """
+import os, sys, torch, distckpt
+from distckpt import ShardedTensor
+from distckpt._io import aio
+
+torch.set_num_threads(1)  # torch's own threads do not survive a fork
+
+def load():
+    target = torch.zeros(96, 2048, dtype=torch.int32)
+    distckpt.load({"w": ShardedTensor.from_rank_offsets("w", target, (1, 1, 2))}, sys.argv[1])
+    return torch.equal(target, torch.arange(96 * 4096, dtype=torch.int32).view(96, 4096)[:, 2048:])
+
+assert load()
+child = os.fork()
+if child == 0:
+    os._exit(0 if load() and aio.is_available() else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), load())
+"""
+
+
+@needs_batches
+def test_a_forked_process_reads_for_itself(tmp_path):
+    write_plain(tmp_path / "model.safetensors", {"w": numbered(96, 4096)})
+    assert outcome_of(LOAD_IN_A_CHILD, tmp_path) == "0 True"
+
+
+# ---- files that fail
+
+
+@pytest.fixture
+def cut_before_reading(monkeypatch):
+    """Cut a file off when it has been found whole and its runs are about to be read."""
+
+    def arrange(path, num_bytes):
+        read_runs = aio.read_runs
+
+        def cut_first(fd, positions, addresses, run_bytes):
+            os.truncate(path, num_bytes)
+            return read_runs(fd, positions, addresses, run_bytes)
+
+        monkeypatch.setattr(aio, "read_runs", cut_first)
+
+    return arrange
+
+
+@needs_batches
+@pytest.mark.parametrize("missing", [1, 4096 * 50, 4096 * 4 * 96])
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, cut_before_reading, missing):
+    path = write_plain(tmp_path / "model.safetensors", {"w": numbered(96, 4096)})
+    size = path.stat().st_size - missing
+    cut_before_reading(path, size)
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(96, 2048, dtype=torch.int32), (1, 1, 2))
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors' ends at byte \d+, .*'w' goes on") as caught:
+        distckpt.load({"w": part}, tmp_path)
+    # Where the file ends in a gap, the next run is what is found missing.
+    end = int(str(caught.value).split("ends at byte ")[1].split(",")[0])
+    assert size <= end <= size + 2048 * 4
+
+
+@needs_batches
+def test_an_error_of_the_system_is_raised(tmp_path):
+    (tmp_path / "data").write_bytes(bytes(1 << 16))
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    try:
+        memory = np.full(8192, 7, np.uint8)
+        addresses = memory.ctypes.data + np.array([0, 4096])
+        with pytest.raises(OSError, match="Bad address") as caught:
+            aio.read_runs(fd, np.array([0, 1]), np.array([memory.ctypes.data, 8]), 4096)
+        assert caught.value.errno == errno.EFAULT
+        # The next call is not troubled by it.
+        assert aio.read_runs(fd, np.array([0, (1 << 16) - 96]), addresses, 4096).tolist() == [4096, 96]
+        assert memory[: 4096 + 96].sum() == 0
+        assert (memory[4096 + 96 :] == 7).all()
+    finally:
+        os.close(fd)
+
+
+@needs_batches
+def test_more_runs_than_one_call_takes(tmp_path):
+    content = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+    (tmp_path / "data").write_bytes(content.tobytes())
+    order = np.random.default_rng(1).permutation(3 * aio.MAX_RUNS + 5)
+    memory = np.zeros((len(order), 100), np.uint8)
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    try:
+        addresses = memory.ctypes.data + 100 * np.arange(len(order))
+        assert (aio.read_runs(fd, order * 1000, addresses, 100) == 100).all()
+    finally:
+        os.close(fd)
+    assert all(np.array_equal(row, content[i * 1000 : i * 1000 + 100]) for row, i in zip(memory, order, strict=True))

@@ -1,0 +1,879 @@
+"""Consolidation in one process: what is exported, under which names, in which files, and what stays when it fails."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import json
+import logging
+import os
+import resource
+import signal
+import tempfile
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import distckpt
+from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatchError, ShardedObject, ShardedTensor
+from distckpt.core import CheckpointingException
+from distckpt.hf import consolidate_safetensors_files
+from distckpt.rules import Drop, Rename, Split, Trim, Unstack
+from tests.benchmarks._measure import peak_memory_bytes
+from tests.support.disk import header_of, tree_of
+from tests.support.harness import ask_parent, launched, run
+from tests.support.hf_folders import (
+    INDEX,
+    parts_along,
+    read_export,
+    same_bytes,
+    tilings,
+    write_folder,
+    write_indexed,
+    write_shard,
+)
+from tests.support.hooked_store import hooked_reads
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
+    torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+]  # fmt: skip
+
+
+def random_tensor(shape, dtype, seed=0):
+    """Make a tensor of random bytes."""
+    high = 2 if dtype == torch.bool else 256
+    content = np.random.default_rng(seed).integers(0, high, (*shape, dtype.itemsize), np.uint8)
+    return torch.from_numpy(content).view(dtype).reshape(shape) if content.size else torch.empty(shape, dtype=dtype)
+
+
+def model(num_layers=3):
+    """Make the weights of a small model."""
+    tensors = {"model.embed.weight": random_tensor((10, 6), torch.float32)}
+    for layer in range(num_layers):
+        tensors[f"model.layers.{layer}.w"] = torch.randn(8, 6, generator=torch.Generator().manual_seed(layer))
+        tensors[f"model.layers.{layer}.norm"] = torch.arange(6.0) + layer
+    return tensors
+
+
+def save_checkpoint(path, tensors, axis=0, num_parts=2, **others):
+    """Save a distckpt checkpoint in which every tensor is cut along an axis, where it has it."""
+    state = dict(others)
+    for key, tensor in tensors.items():
+        parts = parts_along(tensor, axis, num_parts) if tensor.ndim > axis else [((0,) * tensor.ndim, tensor)]
+        for number, (offset, part) in enumerate(parts):
+            local_shape = tuple(part.shape)
+            shard = ShardedTensor(key, part, part.dtype, local_shape, tuple(tensor.shape), offset, None)
+            state[f"{key}.{number}"] = shard
+    distckpt.save(state, path)
+    return path
+
+
+def save_folder(path, tensors, axis=0, num_parts=2):
+    write_folder(path, tensors, axis, num_parts)
+    return path
+
+
+SOURCES = pytest.mark.parametrize("save", [save_checkpoint, save_folder], ids=["checkpoint", "folder"])
+
+
+# ---- content
+
+
+@SOURCES
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_every_dtype_and_any_number_of_axes(tmp_path, save, axis):
+    tensors = {}
+    for dtype in DTYPES:
+        for shape in [(4,), (3, 5), (2, 3, 4), (4, 0), (0,), (1, 1, 1, 3)] + [()] * (dtype != DTYPES[-1]):
+            tensors[f"{dtype}.{'x'.join(map(str, shape))}"] = random_tensor(shape, dtype, seed=len(tensors))
+    if save is save_folder:
+        tensors = {key: tensor for key, tensor in tensors.items() if tensor.numel()}
+    save(tmp_path / "in", tensors, axis, 2)
+    report = distckpt.consolidate(tmp_path / "in", tmp_path / "out")
+    assert same_bytes(read_export(tmp_path / "out"), tensors)
+    assert report.files == ("model.safetensors",)
+    assert report.num_tensors == len(tensors)
+    assert report.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(report.dtypes.values()) == len(tensors)
+    assert report.dtypes["BF16"] == sum(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    assert report.overflows == {}
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_grid(data):
+    tensors, boxes = {}, {}
+    for key in "ab":
+        shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4), f"shape of {key}"))
+        dtype = data.draw(st.sampled_from([torch.int64, torch.int16, torch.uint8, torch.bfloat16]), f"dtype of {key}")
+        tensors[key] = random_tensor(shape, dtype, seed=ord(key))
+        boxes[key] = data.draw(tilings(shape), f"chunks of {key}")
+    is_ours = data.draw(st.booleans(), "a distckpt checkpoint")
+    with tempfile.TemporaryDirectory() as directory:
+        state, rank = {}, 0
+        for key, tensor in tensors.items():
+            for offset, extent in boxes[key]:
+                rank += 1
+                part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
+                if is_ours:
+                    shard = ShardedTensor(key, part, part.dtype, extent, tuple(tensor.shape), offset, None)
+                    state[f"{key}.{offset}"] = shard
+                else:
+                    write_shard(Path(directory) / "in", rank, {key: (offset, part)})
+        if is_ours:
+            distckpt.save(state, f"{directory}/in")
+        limit = data.draw(st.sampled_from([1, 100, 10**9]), "max_file_bytes")
+        distckpt.consolidate(f"{directory}/in", f"{directory}/out", max_file_bytes=limit)
+        assert same_bytes(read_export(f"{directory}/out"), tensors)
+
+
+LARGE = {"columns": (37, 1100, 129), "rows": (2503, 2201), "flat": (5_250_001,), "narrow": (1_000_003, 5)}
+
+
+@pytest.fixture(scope="module")
+def large():
+    return {key: torch.arange(np.prod(shape), dtype=torch.int32).view(shape) for key, shape in LARGE.items()}
+
+
+@SOURCES
+@pytest.mark.parametrize("axis", [0, 1])
+def test_tensors_larger_than_a_window(tmp_path, large, save, axis):
+    save(tmp_path / "in", large, axis, 3)
+    for num_windows in (1, 1000):
+        out = tmp_path / f"out{num_windows}"
+        distckpt.consolidate(tmp_path / "in", out, max_inflight_bytes=num_windows << 25)
+        assert same_bytes(read_export(out), large)
+
+
+def test_tensors_larger_than_a_window_are_converted(tmp_path, large):
+    tensors = {key: tensor.float() for key, tensor in large.items()}
+    save_folder(tmp_path / "in", tensors, 1, 2)
+    for dtype in (torch.bfloat16, torch.float64):
+        distckpt.consolidate(tmp_path / "in", tmp_path / str(dtype), dtype=dtype)
+        assert same_bytes(read_export(tmp_path / str(dtype)), {key: t.to(dtype) for key, t in tensors.items()})
+
+
+def test_the_header_is_aligned_and_entries_are_ordered_by_size_of_items(tmp_path):
+    tensors = {"a": random_tensor((3,), torch.uint8), "b": random_tensor((5,), torch.float64), "c": torch.ones(2, 2)}
+    distckpt.consolidate(save_folder(tmp_path / "in", tensors), tmp_path / "out")
+    start, header = header_of(tmp_path / "out" / "model.safetensors")
+    assert start % 8 == 0
+    first = {key: entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
+    assert sorted(first, key=first.get) == ["b", "c", "a"]
+
+
+def test_objects_and_common_state_are_not_exported(tmp_path):
+    save_checkpoint(tmp_path / "in", model(), rng=ShardedObject("rng", {"seed": 1}, (1,), (0,)), step=7)
+    distckpt.consolidate(tmp_path / "in", tmp_path / "out")
+    assert same_bytes(read_export(tmp_path / "out"), model())
+
+
+def test_an_export_can_be_consolidated_again(tmp_path):
+    distckpt.consolidate(save_folder(tmp_path / "in", model()), tmp_path / "many", max_file_bytes=200)
+    distckpt.consolidate(tmp_path / "many", tmp_path / "one")
+    assert (tmp_path / "one" / "model.safetensors").exists()
+    assert same_bytes(read_export(tmp_path / "one"), model())
+
+
+# ---- selection and names
+
+
+SELECTIONS = {
+    "model.layers.1": {"model.layers.1.w", "model.layers.1.norm"},
+    "model.layers.*.w": {f"model.layers.{i}.w" for i in range(3)},
+    "*[02].norm": {"model.layers.0.norm", "model.layers.2.norm"},
+    ("model.embed", "*1.w"): {"model.embed.weight", "model.layers.1.w"},
+    "model.": set(model()),
+}
+
+
+@pytest.mark.parametrize(("keys", "expected"), SELECTIONS.items(), ids=map(str, SELECTIONS))
+def test_keys_are_chosen_by_beginnings_and_patterns(tmp_path, keys, expected):
+    source = save_checkpoint(tmp_path / "in", {**model(), "optimizer.exp_avg.w": torch.ones(8)})
+    distckpt.consolidate(source, tmp_path / "out", keys=keys)
+    assert same_bytes(read_export(tmp_path / "out"), {key: model()[key] for key in expected})
+
+
+def test_no_key_matches(tmp_path):
+    source = save_checkpoint(tmp_path / "in", model())
+    with pytest.raises(LoadMismatchError, match=r"'modle\.'.*'model\.layers\.\{0\.\.2\}\.norm' \(3 keys\)"):
+        distckpt.consolidate(source, tmp_path / "out", keys="modle.")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_names_are_changed_by_their_beginnings_in_order(tmp_path):
+    source = save_folder(tmp_path / "in", model(1))
+    rename = {"model.layers.0.": "first.", "model.": "", "first": "not again"}
+    distckpt.consolidate(source, tmp_path / "out", rename=rename)
+    assert set(read_export(tmp_path / "out")) == {"embed.weight", "first.w", "first.norm"}
+    distckpt.consolidate(source, tmp_path / "out2", rename={"": "m."})
+    assert set(read_export(tmp_path / "out2")) == {f"m.{key}" for key in model(1)}
+
+
+def test_two_tensors_cannot_get_one_name(tmp_path):
+    source = save_folder(tmp_path / "in", model(2))
+    with pytest.raises(CheckpointingException, match=r"'x\.norm'"):
+        distckpt.consolidate(source, tmp_path / "out", rename={"model.layers.0": "x", "model.layers.1": "x"})
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_rules_change_shapes_and_take_padding_away(tmp_path):
+    fused = torch.arange(2 * 6 * 4, dtype=torch.float32).view(2, 6, 4)
+    words = torch.arange(16 * 4, dtype=torch.float32).view(16, 4)
+    source = save_checkpoint(tmp_path / "in", {"layers.fused": fused, "words": words}, axis=1)
+    rules = [
+        Trim("words", axis=0, size=13),
+        Unstack("layers.fused", "layers.{i}.fused"),
+        Split("layers.*.fused", ("layers.{0}.gate", "layers.{0}.up")),
+    ]
+    distckpt.consolidate(source, tmp_path / "out", rules=rules, dtype={"words": torch.float64})
+    expected = {"words": words[:13].double()}
+    for layer in range(2):
+        expected |= {f"layers.{layer}.gate": fused[layer, :3], f"layers.{layer}.up": fused[layer, 3:]}
+    assert same_bytes(read_export(tmp_path / "out"), expected)
+
+
+def test_a_tensor_that_no_rule_matches(tmp_path):
+    """Nobody notices foreign keys in a Hugging Face checkpoint, so they must not get there unasked."""
+    tensors = {f"module.layers.{i}.{name}": torch.full((2,), float(i)) for i in range(3) for name in ("w", "extra")}
+    tensors |= {f"optimizer.{key}": -tensor for key, tensor in tensors.items()}
+    source = save_checkpoint(tmp_path / "in", tensors)
+    rules = [Rename("module.layers.*.w", "model.layers.{0}.weight")]
+    with pytest.raises(LoadMismatchError) as caught:
+        distckpt.consolidate(source, tmp_path / "out", rules=rules)
+    assert "'module.layers.{0..2}.extra' (3 keys)" in str(caught.value)
+    assert "'optimizer.module.layers.{0..2}.w' (3 keys)" in str(caught.value)
+    assert "unmatched='keep'" in str(caught.value)
+    assert len(caught.value.missing) == 9
+    assert os.listdir(tmp_path) == ["in"]
+
+    distckpt.consolidate(source, tmp_path / "kept", rules=rules, unmatched="keep")
+    renamed = {key.replace("module", "model").replace(".w", ".weight"): tensors[key] for key in list(tensors)[::2][:3]}
+    others = {key: tensor for key, tensor in tensors.items() if key not in list(tensors)[::2][:3]}
+    assert same_bytes(read_export(tmp_path / "kept"), renamed | others)
+    distckpt.consolidate(source, tmp_path / "out", rules=[*rules, Drop("**.extra")], keys="module.")
+    assert same_bytes(read_export(tmp_path / "out"), renamed)
+
+
+# ---- dtypes
+
+
+MIXED = {
+    "w": torch.tensor([[1.0, 1e5], [-1e39, torch.inf]], dtype=torch.float64),
+    "half": torch.tensor([1.5, 65504.0], dtype=torch.float16),
+    "ids": torch.arange(5),
+    "flag": torch.tensor(True),
+    "scaled": torch.tensor([1.0, 448.0]).to(torch.float8_e4m3fn),
+    "scale": torch.tensor([1.0, 4.0]).to(torch.float8_e8m0fnu),
+    "packed": random_tensor((4,), torch.float4_e2m1fn_x2),
+    "phase": torch.tensor([1 + 2j], dtype=torch.complex64),
+}
+
+
+def test_one_dtype_is_for_ordinary_floating_point_tensors(tmp_path):
+    source = save_folder(tmp_path / "in", MIXED)
+    distckpt.consolidate(source, tmp_path / "out", dtype=torch.bfloat16)
+    converted = {key: MIXED[key].to(torch.bfloat16) for key in ("w", "half")}
+    assert same_bytes(read_export(tmp_path / "out"), MIXED | converted)
+
+
+def test_a_pattern_converts_integers_and_8_bit_floats_only_by_their_name(tmp_path):
+    source = save_checkpoint(tmp_path / "in", MIXED)
+    dtype = {"ids": torch.int32, "scaled": torch.float32, "h*": torch.float32, "*": torch.float16}
+    distckpt.consolidate(source, tmp_path / "out", dtype=dtype)
+    converted = {
+        "ids": MIXED["ids"].int(),
+        "scaled": MIXED["scaled"].float(),
+        "half": MIXED["half"].float(),
+        "w": MIXED["w"].half(),
+    }
+    assert same_bytes(read_export(tmp_path / "out"), MIXED | converted)
+
+
+def test_a_pattern_that_matches_nothing(tmp_path):
+    source = save_folder(tmp_path / "in", MIXED)
+    with pytest.raises(CheckpointingException, match="wieghts"):
+        distckpt.consolidate(source, tmp_path / "out", dtype={"wieghts*": torch.bfloat16})
+
+
+OVERFLOWS = [
+    # One of the values is infinite, which is an overflow where there are no infinities.
+    (torch.float32, {"w": 1}),
+    (torch.float16, {"w": 2}),
+    (torch.bfloat16, {"w": 1}),
+    (torch.float8_e5m2, {"w": 2, "half": 1}),
+    (torch.float8_e5m2fnuz, {"w": 3, "half": 1}),
+    (torch.float8_e4m3fn, {"w": 3, "half": 1}),
+    (torch.float8_e4m3fnuz, {"w": 3, "half": 1}),
+    (torch.complex64, {"w": 1}),
+    (torch.int64, {"w": 2}),
+    (torch.uint64, {"w": 2}),
+    (torch.uint8, {"w": 3, "half": 1}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "expected"), OVERFLOWS, ids=[str(dtype) for dtype, _ in OVERFLOWS])
+def test_values_that_overflow_are_counted(tmp_path, caplog, dtype, expected):
+    source = save_folder(tmp_path / "in", MIXED)
+    with caplog.at_level(logging.WARNING, "distckpt"):
+        report = distckpt.consolidate(source, tmp_path / "out", dtype=dtype)
+    assert report.overflows == expected
+    assert "'w'" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+def test_what_is_rounded_to_the_largest_number_is_no_overflow(tmp_path, dtype):
+    largest = torch.finfo(dtype).max
+    unit = 2.0 ** (np.floor(np.log2(largest))) * torch.finfo(dtype).eps
+    inside = torch.tensor([largest, largest + unit * 0.49, -largest - unit * 0.49, 0.0, torch.nan]).double()
+    outside = torch.tensor([largest + unit * 0.51, -2 * largest]).double()
+    source = save_folder(tmp_path / "in", {"inside": inside, "outside": outside})
+    report = distckpt.consolidate(source, tmp_path / "out", dtype=dtype)
+    assert report.overflows == {"outside": 2}
+    assert same_bytes(read_export(tmp_path / "out"), {"inside": inside.to(dtype), "outside": outside.to(dtype)})
+
+
+INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_integers_that_do_not_fit_are_counted(data):
+    stored, wanted = (data.draw(st.sampled_from(INTEGERS)) for _ in range(2))
+    low, high = torch.iinfo(stored).min, torch.iinfo(stored).max
+    edges = [torch.iinfo(wanted).min, torch.iinfo(wanted).max]
+    near = st.sampled_from([edge + step for edge in edges for step in (-1, 0, 1)])
+    values = data.draw(st.lists((near | st.integers(low, high)).filter(lambda n: low <= n <= high), min_size=1))
+    with tempfile.TemporaryDirectory() as directory:
+        tensor = torch.from_numpy(np.array(values, str(stored).removeprefix("torch.")))
+        write_folder(Path(directory) / "in", {"ids": tensor}, 0, 1)
+        report = distckpt.consolidate(f"{directory}/in", f"{directory}/out", dtype={"ids": wanted})
+        outside = [n for n in values if not edges[0] <= n <= edges[1]]
+        assert report.overflows == ({"ids": len(outside)} if outside else {})
+        found = read_export(f"{directory}/out")["ids"]
+        assert found.dtype == wanted
+        if not outside:
+            assert [int(n) for n in found.numpy()] == values
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype"),
+    [
+        ("w", torch.complex128),
+        ("w", torch.float4_e2m1fn_x2),
+        ("packed", torch.float32),
+        ("phase", torch.float32),
+        ("ids", torch.bool),
+    ],
+    ids=str,
+)
+def test_a_conversion_that_makes_no_sense_is_refused(tmp_path, key, dtype):
+    source = save_folder(tmp_path / "in", MIXED)
+    with pytest.raises(CheckpointingException, match=f"'{key}'.*{dtype}"):
+        distckpt.consolidate(source, tmp_path / "out", dtype={key: dtype})
+    assert os.listdir(tmp_path) == ["in"]
+
+
+# ---- tied tensors
+
+
+def tied_state(path):
+    weight = torch.arange(12.0).view(4, 3)
+    state = {"b": ShardedTensor.from_rank_offsets("norm", torch.ones(3))}
+    for key in ("model.embed", "lm_head"):
+        state[key] = ShardedTensor.from_rank_offsets(key, weight)
+    distckpt.save(state, path)
+    return path, {"model.embed": weight, "lm_head": weight, "norm": torch.ones(3)}
+
+
+def test_of_tied_tensors_one_is_written_or_all(tmp_path):
+    source, tensors = tied_state(tmp_path / "in")
+    distckpt.consolidate(source, tmp_path / "all", tied="write")
+    assert same_bytes(read_export(tmp_path / "all"), tensors)
+    report = distckpt.consolidate(source, tmp_path / "one")
+    found = read_export(tmp_path / "one")
+    assert len(found) == report.num_tensors == 2
+    assert same_bytes(found, {key: tensors[key] for key in found})
+
+
+@pytest.mark.parametrize("key", ["model.embed", "lm_head"])
+def test_a_tied_tensor_that_is_chosen_without_the_other_is_written(tmp_path, key):
+    source, tensors = tied_state(tmp_path / "in")
+    distckpt.consolidate(source, tmp_path / "out", keys=[key, "norm"])
+    assert same_bytes(read_export(tmp_path / "out"), {name: tensors[name] for name in (key, "norm")})
+
+
+# ---- files
+
+
+def files_of(folder):
+    """Return the names of the tensors in each file."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    return {name: {key for key in weight_map if weight_map[key] == name} for name in sorted(set(weight_map.values()))}
+
+
+def test_files_are_filled_up_to_a_size_in_natural_order(tmp_path):
+    tensors = {f"layers.{i}.w": torch.full((25,), float(i)) for i in range(12)} | {"large": torch.ones(100)}
+    source = save_folder(tmp_path / "in", tensors)
+    report = distckpt.consolidate(source, tmp_path / "out", max_file_bytes=350)
+    groups = [{"large"}, *({f"layers.{i}.w" for i in range(first, first + 3)} for first in (0, 3, 6, 9))]
+    names = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
+    assert files_of(tmp_path / "out") == dict(zip(names, groups, strict=True))
+    assert report.files == tuple(names)
+    assert same_bytes(read_export(tmp_path / "out"), tensors)
+
+
+def test_files_are_filled_as_a_mapping_says(tmp_path):
+    tensors = model(2)
+    mapping = {key: 1 + ("layers.1" in key) for key in tensors} | {"lm_head.weight": 1, "absent": 2}
+    source = save_folder(tmp_path / "in", tensors)
+    distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping=mapping)
+    assert files_of(tmp_path / "out") == {
+        f"model-0000{number}-of-00002.safetensors": {key for key in tensors if mapping[key] == number}
+        for number in (1, 2)
+    }
+    assert same_bytes(read_export(tmp_path / "out"), tensors)
+
+
+def test_a_tensor_that_the_mapping_does_not_name(tmp_path):
+    tensors = model(2)
+    source = save_folder(tmp_path / "in", tensors)
+    mapping = {key: 1 for key in tensors if key != "model.layers.1.w"}
+    with pytest.raises(CheckpointingException, match=r"'model\.layers\.1\.w'.*did you mean 'model\.layers\.0\.w'"):
+        distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping=mapping)
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), ("1", 2), (1.5, 2), (None, 1)], ids=str)
+def test_files_are_numbered_from_1(tmp_path, numbers):
+    tensors = {"a": torch.ones(2), "b": torch.ones(2)}
+    source = save_folder(tmp_path / "in", tensors)
+    with pytest.raises(CheckpointingException, match="numbered from 1"):
+        distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping=dict(zip("ab", numbers, strict=True)))
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_files_are_divided_like_those_of_a_reference_directory(tmp_path):
+    tensors = model(2)
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    by_file = {names[0]: ["model.layers.1.w"], names[1]: ["model.embed.weight", "model.layers.0.w"]}
+    by_file[names[2]] = ["model.layers.0.norm", "model.layers.1.norm"]
+    like = {name: {key: tensors[key].bfloat16() for key in keys} for name, keys in by_file.items()}
+    write_indexed(tmp_path / "like", like)
+    source = save_checkpoint(tmp_path / "in", tensors, axis=1)
+    distckpt.consolidate(source, tmp_path / "out", like=tmp_path / "like")
+    assert files_of(tmp_path / "out") == {name: set(keys) for name, keys in by_file.items()}
+    assert same_bytes(read_export(tmp_path / "out"), tensors)
+
+
+def test_a_reference_directory_tells_that_the_last_shard_is_missing(tmp_path):
+    write_folder(tmp_path / "in", {"model.w": torch.ones(8, 3)}, 0, 4)[-1].unlink()
+    write_indexed(tmp_path / "like", {"model-00001-of-00001.safetensors": {"model.w": torch.ones(8, 3)}})
+    with pytest.raises(CheckpointingException, match=r"'model\.w'.*\(6, 3\).*\(8, 3\)"):
+        distckpt.consolidate(tmp_path / "in", tmp_path / "out", like=tmp_path / "like")
+    assert sorted(os.listdir(tmp_path)) == ["in", "like"]
+
+
+def test_a_reference_directory_tells_that_whole_tensors_are_missing(tmp_path, caplog):
+    write_folder(tmp_path / "in", {"model.w": torch.ones(8, 3)}, 0, 4)
+    like = {"model.w": torch.ones(8, 3), "model.norm": torch.ones(8)}
+    write_indexed(tmp_path / "like", {"model-00001-of-00001.safetensors": like})
+    with caplog.at_level(logging.WARNING, "distckpt"):
+        distckpt.consolidate(tmp_path / "in", tmp_path / "out", like=tmp_path / "like")
+    assert "'model.norm'" in caplog.text
+
+
+# ---- other files
+
+
+def test_extra_files_are_copied_and_weights_are_not(tmp_path):
+    reference = write_indexed(tmp_path / "ref", {"model-00001-of-00001.safetensors": {"other": torch.ones(3)}})
+    for name in ("config.json", "tokenizer.json", "modeling_x.py", "pytorch_model.bin", ".gitattributes"):
+        (reference / name).write_text(name)
+    (reference / "pytorch_model.bin.index.json").write_text("{}")
+    (reference / "onnx").mkdir()
+    (reference / "linked.json").symlink_to(reference / "config.json")
+    source = save_folder(tmp_path / "in", model(1))
+    distckpt.consolidate(source, tmp_path / "out", extra_files_from=reference)
+    extra = {"config.json", "tokenizer.json", "modeling_x.py", "linked.json"}
+    assert set(os.listdir(tmp_path / "out")) == extra | {"model.safetensors"}
+    assert (tmp_path / "out" / "modeling_x.py").read_text() == "modeling_x.py"
+    assert (tmp_path / "out" / "linked.json").read_text() == "config.json"
+
+
+@pytest.mark.parametrize(
+    "option", [{"tied": "keep"}, {"unmatched": "drop"}, {"verify": "all"}, {"max_file_bytes": 0}], ids=str
+)
+def test_an_option_that_does_not_exist(tmp_path, option):
+    source = save_folder(tmp_path / "in", model(1))
+    with pytest.raises(ValueError, match=f"{next(iter(option))}|size of a file"):
+        distckpt.consolidate(source, tmp_path / "out", **option)
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("option", ["extra_files_from", "like"])
+def test_a_reference_directory_that_is_not_there(tmp_path, option):
+    source = save_folder(tmp_path / "in", model(1))
+    with pytest.raises(FileNotFoundError, match="absent"):
+        distckpt.consolidate(source, tmp_path / "out", **{option: tmp_path / "absent"})
+    assert os.listdir(tmp_path) == ["in"]
+
+
+# ---- an export that is there already
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """An export in three files, beside other things; returns its directory and a source of other values."""
+    distckpt.consolidate(save_folder(tmp_path / "old", model(2)), tmp_path / "out", max_file_bytes=400)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "README.md").write_text("about")
+    (tmp_path / "out" / "runs" / "deep").mkdir(parents=True)
+    (tmp_path / "out" / "runs" / "deep" / "log").write_text("log")
+    (tmp_path / "out" / "link").symlink_to("runs")
+    source = save_checkpoint(tmp_path / "new", {key: tensor + 1 for key, tensor in model(1).items()})
+    return tmp_path / "out", source
+
+
+OTHERS = ["README.md", "config.json", "link", "runs", "runs/deep", "runs/deep/log"]
+
+
+def test_it_is_not_replaced_unasked(exported):
+    out, source = exported
+    before = tree_of(out)
+    with pytest.raises(CheckpointExistsError, match=r"model-00001-of-0000\d\.safetensors.*overwrite=True"):
+        distckpt.consolidate(source, out)
+    assert tree_of(out) == before
+
+
+def test_it_is_replaced_as_a_whole_and_other_files_stay(exported, tmp_path):
+    out, source = exported
+    before = tree_of(out)
+    reference = tmp_path / "ref"
+    reference.mkdir()
+    (reference / "config.json").write_text('{"new": 1}')
+    distckpt.consolidate(source, out, overwrite=True, extra_files_from=reference)
+    assert sorted(tree_of(out)) == sorted([*OTHERS, "model.safetensors"])
+    assert same_bytes(read_export(out), {key: tensor + 1 for key, tensor in model(1).items()})
+    assert (out / "config.json").read_text() == '{"new": 1}'
+    assert {name: tree_of(out)[name] for name in OTHERS if name != "config.json"} == {
+        name: before[name] for name in OTHERS if name != "config.json"
+    }
+    assert os.readlink(out / "link") == "runs"
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_other_files_do_not_stand_in_the_way(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+
+
+def test_a_failure_leaves_it_untouched(exported, tmp_path):
+    out, source = exported
+    before = tree_of(out)
+    (shard_file,) = (source / "tensors").iterdir()
+    content = bytearray(shard_file.read_bytes())
+    content[-5] ^= 4
+    shard_file.write_bytes(content)
+    key = max(entries := header_of(shard_file)[1], key=lambda k: entries[k].get("data_offsets", [0])[0])
+    with pytest.raises(CorruptCheckpointError, match=f"Checksum.*{shard_file.name}.*'{key}'"):
+        distckpt.consolidate(source, out, overwrite=True)
+    assert tree_of(out) == before
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_a_flipped_bit_in_any_block_is_found_before_anything_is_committed(tmp_path):
+    source = save_checkpoint(tmp_path / "in", {"w": torch.zeros(3000, 1000)}, axis=1)
+    (*_, path) = sorted((source / "tensors").iterdir())
+    content = bytearray(path.read_bytes())
+    start = header_of(path)[0]
+    for position in (start, start + (len(content) - start) // 2, len(content) - 1):
+        content[position] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CorruptCheckpointError, match=f"{path.name}.*'w'"):
+            distckpt.consolidate(source, tmp_path / "out")
+        assert os.listdir(tmp_path) == ["in"]
+        content[position] ^= 1
+    path.write_bytes(content)
+    distckpt.consolidate(source, tmp_path / "out")
+
+
+def test_a_shard_that_vanishes_or_is_cut_off_is_named(tmp_path):
+    source = save_checkpoint(tmp_path / "in", model())
+    (path,) = (source / "tensors").iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content[:-4])
+    with pytest.raises(CorruptCheckpointError, match=f"{path.name}.*bytes"):
+        distckpt.consolidate(source, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match=f"{path.name}.*missing"):
+        distckpt.consolidate(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+# ---- places
+
+
+@pytest.mark.parametrize("name", ["with [brackets] and *", "with  spaces", "ünïcödé-模型", "a%20b#c?d"])
+def test_unusual_paths(tmp_path, name):
+    source = save_folder(tmp_path / name / "in", model(1))
+    for out in (tmp_path / name / "out", tmp_path / "plain"):
+        distckpt.consolidate(source, out)
+        assert same_bytes(read_export(out), model(1))
+
+
+def test_the_folder_of_shards_may_lie_in_the_output_directory(tmp_path):
+    """As torch's writer arranges them when it consolidates by itself."""
+    source = save_folder(tmp_path / "out" / "sharded", model(1))
+    shards = tree_of(source)
+    for options in ({}, {"overwrite": True}):
+        distckpt.consolidate(source, tmp_path / "out", **options)
+        assert same_bytes(read_export(tmp_path / "out"), model(1))
+        assert tree_of(source) == shards
+
+
+def test_the_output_may_lie_in_the_checkpoint(tmp_path):
+    source = save_checkpoint(tmp_path / "in", model(1))
+    distckpt.consolidate(source, source / "hf")
+    assert same_bytes(read_export(source / "hf"), model(1))
+    assert same_bytes(distckpt.load_plain_tensors(source), model(1))
+
+
+@pytest.mark.parametrize("place", [".", "tensors"])
+def test_the_checkpoint_cannot_be_replaced_by_its_own_export(tmp_path, place):
+    source = save_checkpoint(tmp_path / "in", model(1))
+    before = tree_of(source)
+    with pytest.raises(CheckpointingException, match="own source"):
+        distckpt.consolidate(source, source / place, overwrite=True)
+    folder = save_folder(tmp_path / "folder", model(1))
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(CheckpointingException, match="own source"):
+        distckpt.consolidate(folder, tmp_path / "link", overwrite=True)
+    assert tree_of(source) == before
+
+
+def test_a_checkpoint_stays_whole_when_something_is_exported_into_its_directory(tmp_path):
+    source, other = (save_checkpoint(tmp_path / name, model(number)) for number, name in enumerate("ab", 1))
+    before = tree_of(other)
+    distckpt.consolidate(source, other)
+    distckpt.consolidate(source, other, overwrite=True)
+    assert {name: content for name, content in tree_of(other).items() if name != "model.safetensors"} == before
+    assert same_bytes(distckpt.load_plain_tensors(other), model(2))
+
+
+def test_a_file_is_in_the_place_of_the_output_directory(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="is a file"):
+        distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_link_as_output_directory_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "link" / "new")
+    distckpt.consolidate(tmp_path / "in", tmp_path / "link")
+    assert os.readlink(tmp_path / "link") == "real"
+    assert same_bytes(read_export(tmp_path / "real"), model(1))
+
+
+@pytest.fixture
+def memory_url(tmp_path):
+    """A place in fsspec's memory file system, named by a path with characters that patterns are made of."""
+    url = f"memory://{tmp_path.name} [a]/x"
+    yield url
+    store = fsspec.filesystem("memory").store
+    for path in [path for path in store if path.startswith(f"/{tmp_path.name} ")]:
+        del store[path]
+
+
+def download(url, folder):
+    folder.mkdir()
+    fs = fsspec.filesystem("memory")
+    for path in fs.ls(url.removeprefix("memory:/"), detail=False):
+        (folder / path.rpartition("/")[2]).write_bytes(fs.cat_file(path))
+    return folder
+
+
+@SOURCES
+def test_urls(tmp_path, memory_url, save):
+    source = tmp_path / "in"
+    save(source, model(2))
+    for name in source.rglob("*"):
+        if name.is_file():
+            fsspec.filesystem("memory").pipe_file(
+                f"{memory_url}/in/{name.relative_to(source)}".removeprefix("memory:/"), name.read_bytes()
+            )
+    for number, (origin, target) in enumerate(
+        [
+            (source, f"{memory_url}/out"),
+            (f"{memory_url}/in", f"{memory_url}/out2"),
+            (f"{memory_url}/in", tmp_path / "o"),
+        ]
+    ):
+        distckpt.consolidate(origin, target, max_file_bytes=400)
+        folder = target if isinstance(target, Path) else download(target, tmp_path / str(number))
+        assert len(list(folder.iterdir())) > 2
+        assert same_bytes(read_export(folder), model(2))
+        assert same_bytes(distckpt.load_plain_tensors(target), model(2))
+    with pytest.raises(CheckpointExistsError, match="already holds an export"):
+        distckpt.consolidate(source, f"{memory_url}/out", overwrite=True)
+    assert not Path("memory:").exists()
+
+
+def test_a_failure_leaves_nothing_under_a_url(tmp_path, memory_url):
+    source = save_checkpoint(tmp_path / "in", model(3), axis=0)
+    (path,) = (source / "tensors").iterdir()
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="Checksum"):
+        distckpt.consolidate(source, f"{memory_url}/failed", max_file_bytes=100)
+    assert not fsspec.filesystem("memory").exists(f"{memory_url}/failed".removeprefix("memory:/"))
+
+
+def test_an_error_of_reading_names_the_shard_file_and_one_of_writing_the_output(tmp_path):
+    (path,) = write_folder(tmp_path / "in", model(), 0, 1)
+    start = header_of(path)[0]
+
+    def fail(name, first, stop):
+        if first is not None and first >= start:
+            raise OSError(errno.EIO, "Input/output error", name)
+
+    with hooked_reads(fail), pytest.raises(OSError, match=f"Input/output error.*{path.name}"):
+        distckpt.consolidate(f"hooked://{tmp_path}/in", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["in"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*model\.safetensors"):
+            distckpt.consolidate(tmp_path / "in", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == ["in"]
+
+
+# ---- under torch's name
+
+
+def test_torchs_function_by_its_name(tmp_path):
+    source = save_folder(tmp_path / "in", MIXED)
+    consolidate_safetensors_files(str(source), str(tmp_path / "out"))
+    assert same_bytes(read_export(tmp_path / "out"), MIXED)
+    mapping = {key: 1 + index % 2 for index, key in enumerate(MIXED)} | {"absent": 2}
+    consolidate_safetensors_files(str(source), str(tmp_path / "out"), mapping, num_threads=2)
+    assert same_bytes(read_export(tmp_path / "out"), MIXED)
+    assert len(files_of(tmp_path / "out")) == 2
+
+
+def test_torchs_function_reads_the_tensors_of_our_checkpoints(tmp_path):
+    source = save_checkpoint(tmp_path / "in", model(), axis=1, num_parts=3)
+    consolidate_safetensors_files(str(source / "tensors"), str(tmp_path / "out"), dict.fromkeys(model(), 1))
+    assert same_bytes(read_export(tmp_path / "out"), model())
+
+
+def test_torchs_function_raises_value_errors_and_leaves_an_earlier_export(tmp_path):
+    source = save_folder(tmp_path / "in", model(), num_parts=3)
+    consolidate_safetensors_files(str(source), str(tmp_path / "out"))
+    before = tree_of(tmp_path / "out")
+    sorted(source.iterdir())[1].unlink()
+    with pytest.raises(ValueError, match="is in no file"):
+        consolidate_safetensors_files(str(source), str(tmp_path / "out"))
+    assert tree_of(tmp_path / "out") == before
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+# ---- limits of a process
+
+
+def export_with_few_files(rank, folder):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit))
+    distckpt.consolidate(f"{folder}/in", f"{folder}/out")
+    return same_bytes(distckpt.load_plain_tensors(f"{folder}/in"), read_export(f"{folder}/out"))
+
+
+def test_more_shard_files_than_may_be_open(tmp_path):
+    tensor = torch.arange(1100 * 3, dtype=torch.float32).view(1100, 3)
+    write_folder(tmp_path / "in", {"w": tensor}, 0, 1100)
+    assert len(os.listdir(tmp_path / "in")) == 1100
+    assert run(export_with_few_files, 1, str(tmp_path), backend=None) == [True]
+    assert same_bytes(read_export(tmp_path / "out"), {"w": tensor})
+
+
+BUDGETS = [32 << 20, 128 << 20]
+EXPORTS = {
+    "folder": {},
+    "folder to bfloat16": {"dtype": torch.bfloat16},
+    "checkpoint": {},
+    "checkpoint to 8 bits": {"dtype": torch.float8_e4m3fn},
+}
+
+
+def memory_of_exports(rank, folder):
+    torch.set_num_threads(1)
+    peaks = {}
+    for budget, (name, options) in itertools.product(BUDGETS, EXPORTS.items()):
+        source, target = f"{folder}/{name.split()[0]}", f"{folder}/out"
+        settings = {"max_inflight_bytes": budget, "overwrite": True, **options}
+        peaks[budget, name] = peak_memory_bytes(functools.partial(distckpt.consolidate, source, target, **settings))
+    return peaks
+
+
+def test_memory_is_bounded_however_large_a_tensor_is(tmp_path):
+    tensor = torch.zeros(9000, 9000)
+    tensor[::1000] = 1
+    assert tensor.nbytes > 300e6
+    save_folder(tmp_path / "folder", {"w": tensor}, axis=1)
+    save_checkpoint(tmp_path / "checkpoint", {"w": tensor}, axis=1)
+    (peaks,) = run(memory_of_exports, 1, str(tmp_path), backend=None)
+    assert len(peaks) == len(BUDGETS) * len(EXPORTS)
+    for (budget, name), peak in peaks.items():
+        assert peak < budget + (64 << 20), f"{name}: {peak / 2**20:.0f} MiB of {budget >> 20} MiB"
+
+
+# ---- a process that is killed
+
+
+def export_until_killed(rank, folder, num_reads):
+    reads = itertools.count(1)
+
+    def stop(path, first, last):
+        if first and next(reads) == num_reads:
+            ask_parent()
+
+    with hooked_reads(stop):
+        distckpt.consolidate(
+            f"hooked://{folder}/in", f"{folder}/out", overwrite=True, max_file_bytes=1200, max_inflight_bytes=1
+        )
+
+
+@pytest.mark.parametrize("num_reads", [1, 3, 5])
+def test_a_process_killed_in_the_middle_leaves_the_earlier_export(tmp_path, num_reads):
+    earlier, later = ({f"w{i}": torch.full((4, 60), float(i + start)) for i in range(3)} for start in (0, 100))
+    distckpt.consolidate(save_folder(tmp_path / "old", earlier), tmp_path / "out", max_file_bytes=2000)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    before = tree_of(tmp_path / "out")
+    save_folder(tmp_path / "in", later, axis=1)
+    with launched(export_until_killed, 1, str(tmp_path), num_reads, backend=None) as launch:
+        launch.wait_for_signal(0)
+        assert any(name.startswith(".out.") for name in os.listdir(tmp_path)), "it was in the middle"
+        launch.kill(0)
+    assert tree_of(tmp_path / "out") == before
+    assert same_bytes(read_export(tmp_path / "out"), earlier)
+    distckpt.consolidate(tmp_path / "in", tmp_path / "out", overwrite=True)
+    assert same_bytes(read_export(tmp_path / "out"), later)

@@ -1,0 +1,514 @@
+"""Every verb on object stores: a real S3 server, and fsspec's memory."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from typing import NamedTuple
+
+import fsspec
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import distckpt
+from distckpt import CheckpointManager, ShardedTensor
+from distckpt.core import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
+from distckpt.strategies.base import SaveShardedStrategy
+from distckpt.strategies.defaults import get_default_save_sharded_strategy
+from distckpt.streaming import save_safetensors_streaming_sharded
+from tests.support.s3_server import FaultyProxy, client, keys_in, new_bucket, reached_at, running_server, uploads_in
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as url:
+        yield url
+
+
+class Store(NamedTuple):
+    """A place of a test in an object store, and ways to look at it that are not distckpt's."""
+
+    url: str
+    server: str | None
+
+    def keys(self, below: str = "") -> list[str]:
+        place = f"{self.url}/{below}".rstrip("/")
+        if self.server is not None:
+            return keys_in(self.server, place)
+        path = place.removeprefix("memory:/")
+        return sorted(name[len(path) + 1 :] for name in fsspec.filesystem("memory").find(path))
+
+    def read(self, name: str) -> bytes:
+        if self.server is not None:
+            bucket = self.url.removeprefix("s3://")
+            return client(self.server).get_object(Bucket=bucket, Key=name)["Body"].read()
+        return fsspec.filesystem("memory").cat_file(f"{self.url}/{name}")
+
+    def write(self, name: str, data: bytes) -> None:
+        if self.server is not None:
+            client(self.server).put_object(Bucket=self.url.removeprefix("s3://"), Key=name, Body=data)
+        else:
+            fsspec.filesystem("memory").pipe_file(f"{self.url}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        if self.server is not None:
+            client(self.server).delete_object(Bucket=self.url.removeprefix("s3://"), Key=name)
+        else:
+            fsspec.filesystem("memory").rm_file(f"{self.url}/{name}")
+
+    def uploads(self) -> list[str]:
+        return [] if self.server is None else uploads_in(self.server, self.url)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request):
+    if request.param == "s3":
+        server = request.getfixturevalue("server")
+        yield Store(new_bucket(server), server)
+        return
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+    yield Store("memory://bucket", None)
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def s3(server):
+    return Store(new_bucket(server), server)
+
+
+LARGE = 4 * (1 << 20) + 77
+"""Elements: a little more than 16 MiB, more than goes into one request."""
+
+
+def numbers(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(count, np.float32))
+
+
+def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor)
+
+
+def state(seed: float = 1.0, count: int = 1000) -> dict:
+    return {"w": whole("w", numbers(count, int(seed))), "half": whole("half", numbers(64).to(torch.bfloat16)[::2]),
+            "step": seed}  # fmt: skip
+
+
+def loaded(location: str, count: int = 1000, **options) -> dict:
+    target = {"w": whole("w", torch.zeros(count)), "half": whole("half", torch.zeros(32, dtype=torch.bfloat16))}
+    return distckpt.load(target, location, **options)
+
+
+def holds(location: str, seed: float, count: int = 1000) -> bool:
+    found = loaded(location, count, verify="full")
+    return (
+        torch.equal(found["w"], numbers(count, int(seed)))
+        and torch.equal(found["half"], numbers(64).to(torch.bfloat16)[::2])
+        and found["step"] == seed
+    )
+
+
+class FailsAfterWriting(SaveShardedStrategy):
+    """Writes everything like the built-in strategy, and then fails."""
+
+    def __init__(self, strategy=None, error=None):
+        self.strategy = strategy or get_default_save_sharded_strategy()
+        self.error = error or OSError(5, "the power is out", "somewhere")
+        self.backend, self.version = self.strategy.backend, self.strategy.version
+
+    def configure(self, options):
+        return FailsAfterWriting(self.strategy.configure(options), self.error)
+
+    def prepare(self, sharded_state_dict):
+        prepared = self.strategy.prepare(sharded_state_dict)
+        write = prepared.write
+
+        def write_and_fail(*args):
+            write(*args)
+            raise self.error
+
+        prepared.write = write_and_fail
+        return prepared
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        raise NotImplementedError
+
+
+# --- Save, load, verify -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1000, LARGE])
+def test_save_load_and_verify(store, count):
+    location = f"{store.url}/run/c"
+    distckpt.save(state(1.0, count), location)
+    assert holds(location, 1.0, count)
+    report = distckpt.verify(location)
+    assert report.is_whole
+    assert report.num_bytes > 4 * count
+    assert distckpt.check_is_distributed_checkpoint(location)
+    assert distckpt.load_common_state_dict(location)["step"] == 1.0
+    assert set(distckpt.load_tensors_metadata(location)) == {"w", "half"}
+    assert store.uploads() == []
+    nonce = json.loads(store.read("run/c/metadata.json"))["save"]
+    assert store.keys("run/c") == [
+        "manifest.safetensors",
+        "metadata.json",
+        f"objects-{nonce}/rank-00001.safetensors",
+        f"tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors",
+    ]
+
+
+def test_shard_files_are_plain_safetensors(store):
+    distckpt.save(state(1.0, LARGE), f"{store.url}/c")
+    [name] = [name for name in store.keys("c") if name.startswith("tensors-")]
+    tensors = safetensors.torch.load(store.read(f"c/{name}"))
+    assert torch.equal(tensors["w"], numbers(LARGE, 1))
+
+
+def test_any_region_is_read(store):
+    table = numbers(3000 * 1001).view(3000, 1001)
+    distckpt.save({"t": whole("t", table)}, f"{store.url}/c")
+    for verify in ("none", "read", "full"):
+        columns, rows = torch.zeros(3000, 91), torch.zeros(1500, 1001)
+        parts = {
+            "columns": ShardedTensor.from_rank_offsets("t", columns, (1, 7, 11)),
+            "rows": ShardedTensor.from_rank_offsets("t", rows, (0, 1, 2)),
+        }
+        for part in parts.values():
+            distckpt.load({"part": part}, f"{store.url}/c", verify=verify)
+        assert torch.equal(columns, table[:, 637:728])
+        assert torch.equal(rows, table[1500:])
+
+
+def test_a_load_makes_the_requests_that_the_documentation_lists(s3):
+    location = f"{s3.url}/c"
+    distckpt.save(state(1.0, LARGE), location)
+    nonce = json.loads(s3.read("c/metadata.json"))["save"]
+    proxy = FaultyProxy(s3.server)
+    with proxy.running() as url, reached_at(url):
+        assert torch.equal(loaded(location, LARGE)["w"], numbers(LARGE, 1))
+    assert Counter(proxy.requests) == {
+        f"GET /{s3.url[5:]}/c/metadata.json": 2,
+        f"GET /{s3.url[5:]}/c/manifest.safetensors": 1,
+        f"HEAD /{s3.url[5:]}/c/tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors": 1,
+        # A tensor of a little more than 16 MiB, and a small one.
+        f"GET /{s3.url[5:]}/c/tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors": 2,
+        f"HEAD /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
+        f"GET /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
+    }
+
+
+def test_a_marker_of_absurd_size_is_not_read(s3):
+    distckpt.save(state(1.0), f"{s3.url}/c")
+    s3.write("c/metadata.json", b" " * (5 << 20))
+    with pytest.raises(CorruptCheckpointError, match="more than 4194304 bytes"):
+        loaded(f"{s3.url}/c")
+
+
+def test_nothing_is_there(store):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        loaded(f"{store.url}/none")
+
+
+def test_a_file_that_was_cut_off_is_found(store):
+    distckpt.save(state(1.0), f"{store.url}/c")
+    [name] = [name for name in store.keys("c") if name.startswith("tensors-")]
+    data = store.read(f"c/{name}")
+    store.write(f"c/{name}", data[:-8])
+    with pytest.raises(CorruptCheckpointError, match=f"{name}.*cut off"):
+        loaded(f"{store.url}/c")
+    assert "cut off" in distckpt.verify(f"{store.url}/c").problems[0].message
+    store.write(f"c/{name}", data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorruptCheckpointError, match="Checksum mismatch"):
+        loaded(f"{store.url}/c")
+
+
+def test_names_with_special_characters(store):
+    location = f"{store.url}/run [a]*/step 1"
+    distckpt.save(state(1.0), location)
+    store.write("run a/step 1/other", b"stays")
+    assert holds(location, 1.0)
+    distckpt.save(state(2.0), location, overwrite=True)
+    assert holds(location, 2.0)
+    assert store.read("run a/step 1/other") == b"stays"
+
+
+# --- Commit -----------------------------------------------------------------------------------------------------------
+
+
+def test_overwrite_replaces_everything(store):
+    location = f"{store.url}/c"
+    distckpt.save(state(1.0), location)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        distckpt.save(state(2.0), location)
+    assert holds(location, 1.0)
+    before = store.keys("c")
+    distckpt.save(state(2.0), location, overwrite=True)
+    assert holds(location, 2.0)
+    assert set(before) & set(store.keys("c")) == {"metadata.json"}
+    assert len(store.keys("c")) == 4
+    distckpt.save(state(3.0), location, overwrite=True)
+    assert holds(location, 3.0)
+    assert len(store.keys("c")) == 4
+
+
+def test_a_failed_overwrite_leaves_the_old_checkpoint_and_nothing_else(store):
+    location = f"{store.url}/c"
+    distckpt.save(state(1.0, LARGE), location)
+    before = store.keys()
+    with pytest.raises(OSError, match="the power is out"):
+        distckpt.save(state(2.0, LARGE), location, FailsAfterWriting(), overwrite=True)
+    assert store.keys() == before
+    assert store.uploads() == []
+    assert holds(location, 1.0, LARGE)
+
+
+@pytest.mark.parametrize("max_inflight_bytes", [1, 1 << 30], ids=["one by one", "at the same time"])
+@pytest.mark.parametrize("error", [OSError(5, "broken"), KeyboardInterrupt()])
+def test_an_error_while_parts_are_put_leaves_nothing(store, error, max_inflight_bytes):
+    told = []
+
+    def fail(num_bytes):
+        told.append(num_bytes)
+        raise error
+
+    with pytest.raises(type(error)):
+        distckpt.save(state(1.0, LARGE), f"{store.url}/c", progress=fail, max_inflight_bytes=max_inflight_bytes)
+    assert told
+    assert store.keys() == []
+    assert store.uploads() == []
+
+
+def test_an_interrupt_from_the_keyboard_leaves_nothing(s3):
+    def interrupt(num_bytes):
+        signal.raise_signal(signal.SIGINT)
+
+    # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            distckpt.save(state(1.0, LARGE), f"{s3.url}/c", progress=interrupt, max_inflight_bytes=1)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert s3.keys() == []
+    assert s3.uploads() == []
+
+
+def other_save(location: str, seed: float, overwrite: bool = False):
+    """Return what makes a whole save to the same place, once, while another one is on its way."""
+    runs = iter([1])
+
+    def progress(num_bytes):
+        if next(runs, None):
+            distckpt.save(state(seed), location, overwrite=overwrite)
+
+    return progress
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_savers_at_once_one_wins_and_nothing_is_mixed(store, overwrite):
+    location = f"{store.url}/c"
+    if overwrite:
+        distckpt.save(state(1.0), location)
+    with pytest.raises(CheckpointExistsError, match=r"Another program has saved to .*/c"):
+        distckpt.save(state(2.0), location, overwrite=overwrite, progress=other_save(location, 3.0, overwrite))
+    assert holds(location, 3.0)
+    assert distckpt.verify(location).is_whole
+    assert len(store.keys("c")) == 4
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_replaced_is_not_brought_back(store):
+    location = f"{store.url}/c"
+    distckpt.save(state(1.0), location)
+    once = iter([1])
+
+    def progress(num_bytes):
+        if next(once, None):
+            store.remove("c/metadata.json")
+
+    before = store.keys("c")
+    with pytest.raises(CheckpointExistsError, match="or removed what was there"):
+        distckpt.save(state(2.0), location, overwrite=True, progress=progress)
+    assert store.keys("c") == [name for name in before if name != "metadata.json"]
+
+
+def test_leftovers_of_a_killed_save_do_not_block_and_go_with_the_next_one(store):
+    location, nonce = f"{store.url}/c", "0123456789abcdef"
+    store.write(f"c/tensors-{nonce}/shard-00001-model-00001-of-00001.safetensors", b"half")
+    store.write("c/manifest.safetensors", b"of nobody")
+    store.write("c/mine.txt", b"stays")
+    if store.server:
+        client(store.server).create_multipart_upload(
+            Bucket=store.url.removeprefix("s3://"),
+            Key=f"c/tensors-{nonce}/shard-00002-model-00001-of-00001.safetensors",
+        )
+    distckpt.save(state(1.0), location)
+    assert holds(location, 1.0)
+    assert len(store.keys("c")) == 5
+    assert distckpt.verify(location).strays == ()
+    store.write(f"c/objects-{nonce}/rank-00001.safetensors", b"half")
+    assert distckpt.verify(location).strays == (f"objects-{nonce}/rank-00001.safetensors",)
+    assert distckpt.verify(location).is_whole
+    assert store.read("c/mine.txt") == b"stays"
+    assert store.uploads() == []
+    marker = json.loads(store.read("c/metadata.json"))
+    # What stood there was not replaced: it could have been of a save that goes on.
+    assert marker["manifest"]["name"] == f"manifest-{marker['save']}.safetensors"
+
+
+def test_a_copy_on_a_local_disk_is_a_checkpoint(store, tmp_path):
+    location = f"{store.url}/c"
+    distckpt.save(state(1.0), location)
+    distckpt.save(state(2.0), location, overwrite=True)
+    for name in store.keys("c"):
+        path = tmp_path / "c" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.read(f"c/{name}"))
+    assert holds(tmp_path / "c", 2.0)
+    assert distckpt.remove_sharded_tensors(tmp_path / "c", "w") is None
+    assert set(distckpt.load_tensors_metadata(tmp_path / "c")) == {"half"}
+    assert distckpt.verify(tmp_path / "c").is_whole
+
+
+class Wrapped(SaveShardedStrategy):
+    """A strategy that knows nothing of folders."""
+
+    def __init__(self):
+        self.strategy = get_default_save_sharded_strategy()
+        self.backend, self.version = self.strategy.backend, self.strategy.version
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        return self.strategy.save(sharded_state_dict, checkpoint_dir)
+
+
+def test_a_strategy_without_folders_of_its_own_saves_but_does_not_replace(store):
+    location = f"{store.url}/c"
+    distckpt.save(state(1.0), location, Wrapped())
+    assert holds(location, 1.0)
+    assert distckpt.verify(location).strays == ()
+    with pytest.raises(CheckpointExistsError, match="another strategy"):
+        distckpt.save(state(2.0), location, Wrapped(), overwrite=True)
+    assert holds(location, 1.0)
+    distckpt.save(state(3.0), location, overwrite=True)
+    assert holds(location, 3.0)
+    assert len(store.keys("c")) == 4
+
+
+def test_a_strategy_without_folders_of_its_own_keeps_what_it_wrote_over_leftovers(store):
+    store.write("c/tensors/shard-00001-model-00001-of-00001.safetensors", b"half")
+    store.write("c/manifest.safetensors", b"of nobody")
+    distckpt.save(state(1.0), f"{store.url}/c", Wrapped())
+    assert holds(f"{store.url}/c", 1.0)
+
+
+# --- Background saves and the manager ---------------------------------------------------------------------------------
+
+
+def test_async_save(store):
+    tensor = numbers(LARGE, 1)
+    handle = distckpt.async_save({**state(1.0, 10), "w": whole("w", tensor)}, f"{store.url}/c")
+    tensor.zero_()
+    handle.result(60)
+    assert holds(f"{store.url}/c", 1.0, LARGE)
+
+
+def test_a_manager_keeps_and_removes(store):
+    root = f"{store.url}/runs"
+    with CheckpointManager(root, keep_last=2, keep_every=4) as manager:
+        assert manager.latest() is None
+        for step in range(1, 8):
+            manager.save(step, state(step))
+        manager.wait()
+        assert (manager.steps(), manager.latest()) == ([4, 6, 7], 7)
+        assert store.read("runs/latest_checkpointed_iteration.txt") == b"7"
+        assert len(store.keys("runs")) == 3 * 4 + 1
+        target = {"w": whole("w", torch.zeros(1000))}
+        assert torch.equal(manager.load(target)["w"], numbers(1000, 7))
+        with pytest.raises(CheckpointExistsError):
+            manager.save(7, state(8))
+        manager.save(7, state(9), overwrite=True)
+        manager.wait()
+        assert holds(manager.location(7), 9.0)
+
+
+def test_a_manager_replaces_a_damaged_step_and_clears_up_unfinished_ones(store):
+    root = f"{store.url}/runs"
+    with CheckpointManager(root, keep_last=2, async_save=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        [name] = [name for name in store.keys("runs/step_00000003") if name.startswith("tensors-")]
+        store.remove(f"runs/step_00000003/{name}")
+        store.write("runs/step_00000002/notes.txt", b"stays")
+        # A save that was interrupted: everything but the marker.
+        store.remove("runs/step_00000002/metadata.json")
+        store.write("runs/step_00000009/tensors-0123456789abcdef/x.safetensors", b"half")
+    with CheckpointManager(root, keep_last=2, async_save=False) as manager:
+        assert manager.latest() is None
+        assert set(manager.skipped) == {2, 3, 9}
+        manager.save(3, state(4))
+        assert manager.latest() == 3
+        assert holds(manager.location(3), 4.0)
+        assert store.keys("runs/step_00000002") == ["notes.txt"]
+        assert store.keys("runs/step_00000009") == []
+
+
+# --- Exports ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_file_bytes", [1 << 20, 1 << 30])
+def test_consolidate_to_from_and_between_stores(store, tmp_path, max_file_bytes):
+    states = {f"m.{i}": whole(f"m.{i}", numbers(200_000, i)) for i in range(4)}
+    distckpt.save(states, f"{store.url}/c")
+    distckpt.save(states, tmp_path / "c")
+    for source in (f"{store.url}/c", tmp_path / "c"):
+        for number, target in enumerate((f"{store.url}/hf", tmp_path / "hf")):
+            name = f"{target}-{'remote' if source != tmp_path / 'c' else 'local'}"
+            report = distckpt.consolidate(source, name, max_file_bytes=max_file_bytes)
+            assert report.num_tensors == 4
+            below = name.removeprefix(f"{store.url}/")
+            found = {}
+            for file in report.files:
+                data = store.read(f"{below}/{file}") if number == 0 else (tmp_path / name / file).read_bytes()
+                found.update(safetensors.torch.load(data))
+            assert all(torch.equal(found[f"m.{i}"], numbers(200_000, i)) for i in range(4))
+            target = {"m": whole("m.2", torch.zeros(200_000))}
+            assert torch.equal(distckpt.load(target, name)["m"], numbers(200_000, 2))
+            if number == 0 and len(report.files) > 1:
+                assert "model.safetensors.index.json" in store.keys(below)
+                with pytest.raises(CheckpointExistsError, match="already holds an export"):
+                    distckpt.consolidate(source, name)
+    assert store.uploads() == []
+
+
+def test_a_failed_export_leaves_nothing(store):
+    distckpt.save({"m": whole("m", numbers(LARGE))}, f"{store.url}/c")
+    before = store.keys()
+    [name] = [name for name in store.keys("c") if name.startswith("tensors-")]
+    data = bytearray(store.read(f"c/{name}"))
+    data[-5] ^= 1
+    store.write(f"c/{name}", bytes(data))
+    with pytest.raises(CorruptCheckpointError, match="Checksum mismatch"):
+        distckpt.consolidate(f"{store.url}/c", f"{store.url}/hf")
+    assert store.keys() == before
+    assert store.uploads() == []
+
+
+def test_streaming(store):
+    tensors = {f"t{i}": numbers(700_000, i) for i in range(8)}
+    metas = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    save_safetensors_streaming_sharded(tensors.items(), f"{store.url}/s", metas, max_file_bytes=12 << 20)
+    target = {"t": whole("t5", torch.zeros(700_000))}
+    assert torch.equal(distckpt.load(target, f"{store.url}/s")["t"], tensors["t5"])
+    assert store.uploads() == []
+
+
+def test_reshard(store):
+    distckpt.save(state(1.0), f"{store.url}/c")
+    distckpt.save(state(2.0), f"{store.url}/d")
+    distckpt.reshard(f"{store.url}/c", f"{store.url}/d", num_ranks=3, overwrite=True)
+    assert holds(f"{store.url}/d", 1.0)

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointingException, ShardedObject, ShardedTensor
+from distckpt._format.codec import decode, encode
+from distckpt.core import read_marker
+from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
+from distckpt.strategies.base import (
+    LoadShardedStrategy,
+    Options,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+    register_default_strategy,
+)
+from distckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
+from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
+
+
+class SaveText(SaveShardedStrategy):
+    """Stores whole tensors as lists of numbers in one JSON file."""
+
+    backend = "text"
+    version = 3
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        content = {}
+        for shard in sharded_state_dict.values():
+            is_tensor = isinstance(shard, ShardedTensor)
+            content[shard.key] = shard.data.tolist() if is_tensor else encode(shard.data).hex()
+        Path(checkpoint_dir, "all.json").write_text(json.dumps(content))
+        return {"num_shards": len(content)}
+
+
+class LoadText(LoadShardedStrategy):
+    backend = "text"
+    version = 3
+
+    def load(self, sharded_state_dict, checkpoint_dir):
+        content = json.loads(Path(checkpoint_dir, "all.json").read_text())
+        return {
+            name: torch.tensor(content[shard.key])
+            if isinstance(shard, ShardedTensor)
+            else decode(bytes.fromhex(content[shard.key]))
+            for name, shard in sharded_state_dict.items()
+        }
+
+    def load_tensors_metadata(self, checkpoint_dir):
+        content = json.loads(Path(checkpoint_dir, "all.json").read_text())
+        tensors = {key: torch.tensor(value) for key, value in content.items() if isinstance(value, list)}
+        return {key: ShardedTensor.from_rank_offsets(key, t).without_data() for key, t in tensors.items()}
+
+    def load_sharded_metadata(self, checkpoint_dir):
+        return self.load_tensors_metadata(checkpoint_dir)
+
+
+@pytest.fixture(scope="module")
+def registered():
+    """Register the two strategies under their backend and version."""
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SaveText())
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "text", 3, LoadText())
+
+
+def state():
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3.0)), "step": 4}
+
+
+def asked():
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3))}
+
+
+# ---- strategies of others
+
+
+def test_a_strategy_that_is_given_is_used(tmp_path):
+    distckpt.save(state(), tmp_path / "c", SaveText())
+    assert (tmp_path / "c" / "all.json").exists()
+    assert not (tmp_path / "c" / "manifest.safetensors").exists()
+    marker = read_marker(tmp_path / "c")
+    assert (marker["sharded_backend"], marker["sharded_backend_version"], marker["num_shards"]) == ("text", 3, 2)
+    loaded = distckpt.load(asked(), tmp_path / "c", LoadText())
+    assert (loaded["w"].tolist(), loaded["step"]) == ([0, 1, 2], 4)
+
+
+def test_a_registered_strategy_is_found_by_name_and_by_checkpoint(tmp_path, registered):
+    distckpt.save(state(), tmp_path / "c", ("text", 3))
+    for strategy in (None, ("text", 3)):
+        assert distckpt.load(asked(), tmp_path / "c", strategy)["w"].tolist() == [0, 1, 2]
+    assert distckpt.load_common_state_dict(tmp_path / "c") == {"step": 4}
+    assert distckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [0, 1, 2]
+    assert distckpt.load_tensors_metadata(tmp_path / "c").keys() == {"w"}
+    loaded, missing, unexpected = distckpt.load(asked() | {"x": state()["w"]}, tmp_path / "c", strict="return_all")
+    assert (loaded["step"], missing, unexpected) == (4, set(), set())
+    assert isinstance(get_default_load_sharded_strategy(tmp_path / "c"), LoadText)
+    assert isinstance(get_default_save_sharded_strategy("text", 3), SaveText)
+
+
+def test_what_a_strategy_cannot_do_is_said(tmp_path, registered):
+    distckpt.save(state(), tmp_path / "c", SaveText())
+    with pytest.raises(CheckpointingException, match="LoadText cannot remove tensors"):
+        distckpt.remove_sharded_tensors(tmp_path / "c", "w")
+
+
+@pytest.mark.parametrize("strategy", ["safetensors", SafetensorsLoadStrategy(), object(), SafetensorsSaveStrategy])
+def test_what_is_no_saving_strategy_is_refused(tmp_path, strategy):
+    with pytest.raises(CheckpointingException, match="sharded_strategy must be a SaveShardedStrategy"):
+        distckpt.save(state(), tmp_path / "c", strategy)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", ["safetensors", SafetensorsSaveStrategy(), object(), SafetensorsLoadStrategy])
+def test_what_is_no_loading_strategy_is_refused(tmp_path, strategy):
+    distckpt.save(state(), tmp_path / "c")
+    with pytest.raises(CheckpointingException, match="sharded_strategy must be a LoadShardedStrategy"):
+        distckpt.load(asked(), tmp_path / "c", strategy)
+
+
+@pytest.mark.parametrize("name", [("zarr", 1), ("safetensors", 99)])
+def test_an_unknown_backend_is_an_error_that_lists_the_known_ones(tmp_path, name):
+    problem = rf"backend '{name[0]}' version {name[1]} \(there is: .*'safetensors' version 1"
+    with pytest.raises(CheckpointingException, match=problem):
+        distckpt.save(state(), tmp_path / "c", name)
+    distckpt.save(state(), tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=problem):
+        distckpt.load(asked(), tmp_path / "c", name)
+
+
+@pytest.mark.parametrize(("backend", "version"), [("zarr", 1), ("safetensors", 99)])
+def test_a_checkpoint_of_an_unknown_backend_is_named(tmp_path, backend, version):
+    (tmp_path / "c").mkdir()
+    marker = {"sharded_backend": backend, "sharded_backend_version": version}
+    (tmp_path / "c" / "metadata.json").write_text(json.dumps(marker))
+    for function in (lambda path: distckpt.load(asked(), path), distckpt.load_plain_tensors):
+        with pytest.raises(CheckpointingException, match=rf"{tmp_path}/c'.* backend '{backend}' version {version}"):
+            function(tmp_path / "c")
+
+
+def test_a_name_stands_for_one_strategy(registered):
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SaveText())
+    with pytest.raises(CheckpointingException, match="'text' version 3 already has SaveText for save_sharded"):
+        register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SafetensorsSaveStrategy())
+    assert isinstance(get_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3), SaveText)
+    with pytest.raises(CheckpointingException, match="No strategy for consolidate"):
+        get_default_strategy(StrategyAction.CONSOLIDATE, "text", 3)
+
+
+# ---- the built-in ones
+
+
+def test_settings_of_one_call_do_not_stay(tmp_path):
+    strategy = get_default_load_sharded_strategy()
+    configured = strategy.configure(Options(verify="full", allow_dtype_cast=True))
+    assert (configured.options.verify, strategy.options.verify) == ("full", "read")
+    saving = get_default_save_sharded_strategy()
+    assert saving.configure(Options(validate_replicas=True)) is not saving
+    assert not saving.options.validate_replicas
+
+
+def test_strategies_work_without_the_functions_around_them(tmp_path):
+    for name in ("tensors", "objects"):
+        (tmp_path / name).mkdir()
+    sharded = {"w": state()["w"], "o": ShardedObject("o", [1], (1,), (0,))}
+    fields = SafetensorsSaveStrategy().save(sharded, str(tmp_path))
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "safetensors", **fields}))
+    loaded = SafetensorsLoadStrategy().load({"w": asked()["w"], "o": sharded["o"].without_data()}, str(tmp_path))
+    assert list(loaded) == ["w", "o"]
+    assert (loaded["w"].tolist(), loaded["o"]) == ([0, 1, 2], [1])
+
+
+# ---- Megatron's wrappers
+
+
+def test_wrappers_do_what_they_wrap(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    saving = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("safetensors", 1), None, True)
+    distckpt.save(state(), tmp_path / "c", saving)
+    assert (saving.backend, saving.version) == ("safetensors", 1)
+    loading = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(tmp_path / "c"), None, True, "broadcast"
+    )
+    loaded = distckpt.load(asked(), tmp_path / "c", loading, strict="raise_all")
+    assert (loaded["w"].tolist(), loaded["step"]) == ([0, 1, 2], 4)
+    assert loading.load_tensors_metadata(str(tmp_path / "c")).keys() == {"w"}
+    assert "w" in loading.load_sharded_metadata(str(tmp_path / "c"))
+    loading.remove_sharded_tensors(str(tmp_path / "c"), "w")
+    assert distckpt.load_plain_tensors(tmp_path / "c") == {}
+    assert caplog.text == ""
+
+
+def test_wrappers_hand_settings_on(tmp_path):
+    twice = [ShardedTensor.from_rank_offsets("w", torch.ones(3) * i, replica_id=i) for i in range(2)]
+    with pytest.raises(distckpt.InvalidShardingError, match="call themselves replicas"):
+        distckpt.save(
+            dict(enumerate(twice)),
+            tmp_path / "c",
+            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy()),
+            validate_replicas=True,
+        )
+    distckpt.save(state(), tmp_path / "c")
+    half = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, dtype=torch.float16))}
+    loading = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy())
+    with pytest.raises(distckpt.LoadMismatchError, match="allow_dtype_cast"):
+        distckpt.load(half, tmp_path / "c", loading)
+    assert distckpt.load(half, tmp_path / "c", loading, allow_dtype_cast=True)["w"].tolist() == [0, 1, 2]
+
+
+def test_wrappers_of_strategies_of_others(tmp_path):
+    distckpt.save(state(), tmp_path / "c", FullyParallelSaveStrategyWrapper(SaveText()))
+    assert read_marker(tmp_path / "c")["sharded_backend"] == "text"
+    loaded = distckpt.load(asked(), tmp_path / "c", FullyParallelLoadStrategyWrapper(LoadText()))
+    assert loaded["w"].tolist() == [0, 1, 2]

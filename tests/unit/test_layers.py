@@ -1,0 +1,179 @@
+"""The order of the modules: imports point down only, and what must be known in one place is imported in one place."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Low to high, one folder or public module a layer. A module imports from layers below its own, and within its own as
+# long as there is no cycle.
+LAYERS = [
+    "_base",
+    "dict_utils",
+    "_geometry",
+    "_storage",
+    "_ranks",
+    "tensors",
+    "_format",
+    "core",
+    "_mapping",
+    "mapping",
+    "_commit",
+    "_state",
+    "utils",
+    "validation",
+    "rules",
+    "rule_sets",
+    "_plan",
+    "_io",
+    "_foreign",
+    "_models",
+    "modules",
+    "factories",
+    "experts",
+    "optimizer",
+    "strategies",
+    "hf",
+    "streaming",
+    "_operations",
+    "serialization",
+    "_manager",
+    "_dcp_api",
+    "manager",
+    "dcp",
+    "interop",
+    "__init__",
+    "_bench",
+    "_cli",
+    "cli",
+    "__main__",
+]
+"""Names below `distckpt`; `__init__` is the package itself."""
+
+# What one module alone imports, so that it is known in one place.
+SOLE_IMPORTERS = {
+    "torch.distributed": "_ranks.collectives",
+    "fsspec": "_storage.object_requests",
+    "safetensors": "_format.columns",
+}
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT / "distckpt").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted((ROOT / "distckpt").rglob("*.py"))}
+
+
+def imports_of(module: str) -> list[tuple[str, int]]:
+    """Return what a module imports, as absolute dotted names, with line numbers."""
+    found = []
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"distckpt.{module} line {node.lineno}: relative import"
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def own_imports(module: str) -> dict[str, int]:
+    """Return which modules of the package a module imports, below `distckpt`, with line numbers."""
+    found = {}
+    for name, line in imports_of(module):
+        head, _, below = name.partition(".")
+        if head == "distckpt":
+            # The last part may be a name in a module.
+            found[below if below in TREES else below.rpartition(".")[0] or "__init__"] = line
+    return found
+
+
+def layer_of(module: str) -> int:
+    name = module.split(".")[0]
+    assert name in LAYERS, f"distckpt.{name} is in no layer: give it its place in LAYERS"
+    return LAYERS.index(name)
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_imports_point_down(module):
+    upward = [
+        f"line {line} imports {other}"
+        for other, line in own_imports(module).items()
+        if layer_of(other) > layer_of(module)
+    ]
+    assert upward == []
+
+
+def test_no_cycles():
+    graph = {module: set(own_imports(module)) for module in TREES}
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) == set(TREES)
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_imports_stand_at_the_top(module):
+    functions = [
+        node
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
+    inside = [
+        f"line {node.lineno}"
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert inside == []
+    called = {
+        node.func.id
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert "__import__" not in called
+
+
+@pytest.mark.parametrize(("library", "sole_importer"), SOLE_IMPORTERS.items())
+def test_what_is_known_in_one_place_only(library, sole_importer):
+    importers = {
+        module for module in TREES if any(f"{name}.".startswith(f"{library}.") for name, _ in imports_of(module))
+    }
+    # The benchmark measures these libraries beside distckpt; nothing imports it but the command line.
+    assert {module for module in importers if not module.startswith("_bench.")} == {sole_importer}
+
+
+@pytest.mark.parametrize("library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"])
+def test_no_code_is_ever_loaded(library):
+    importers = [module for module in TREES if any(name.split(".")[0] == library for name, _ in imports_of(module))]
+    assert importers == []
+
+
+def test_torch_load_and_save_are_not_used():
+    for module, tree in TREES.items():
+        used = [
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and (node.value.id, node.attr) in {("torch", "load"), ("torch", "save"), ("torch", "package")}
+        ]
+        assert used == [], module
+
+
+def test_the_byte_layout_of_safetensors_is_known_in_one_place():
+    """Its length field is a little-endian 64-bit integer; who writes or reads such a number knows the layout."""
+    users = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch("<[a-zA-Z]+|little", node.value)
+    }
+    assert users == {"_format.safetensors_file"}

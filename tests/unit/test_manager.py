@@ -1,0 +1,469 @@
+"""The checkpoint manager in one process: which step is the newest whole one, what is kept, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    PreemptionGuard,
+    ShardedTensor,
+)
+from tests.support.disk import tree_of
+from tests.support.hooked_store import hooked_reads
+
+PATIENCE = 200.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    distckpt._io.background.wait_for_all()
+    distckpt._operations.async_save._lines.clear()
+
+
+def state_of(value, size=1000):
+    return {"v": ShardedTensor.from_rank_offsets("v", torch.full((size,), float(value))), "value": value}
+
+
+def value_in(loaded):
+    (value,) = set(loaded["v"].tolist())
+    assert value == loaded["value"]
+    return int(value)
+
+
+def names_in(root):
+    return sorted(os.listdir(root))
+
+
+def directories_in(root):
+    return [name for name in names_in(root) if (root / name).is_dir()]
+
+
+def save_steps(root, steps, **settings):
+    with CheckpointManager(root, **settings) as manager:
+        for step in steps:
+            manager.save(step, state_of(step)).result(PATIENCE)
+
+
+# --- Saving and loading ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_steps_come_back(async_save, tmp_path):
+    root = tmp_path / "run" / "checkpoints"
+    with CheckpointManager(root, async_save=async_save) as manager:
+        assert (manager.latest(), manager.steps()) == (None, [])
+        with pytest.raises(CheckpointNotFoundError, match="No step in"):
+            manager.load(state_of(-1))
+        for step in (5, 100, 123456784):
+            state = state_of(step)
+            handle = manager.save(step, state)
+            state["v"].data.fill_(-1)
+            assert async_save or handle.done()
+        # Loading waits for what is on its way.
+        assert value_in(manager.load(state_of(-1))) == 123456784
+        assert value_in(manager.load(state_of(-1), 5)) == 5
+        assert (manager.latest(), manager.steps(), manager.skipped) == (123456784, [5, 100, 123456784], {})
+        assert manager.location(5) == str(root / "step_00000005")
+    assert names_in(root) == [
+        "latest_checkpointed_iteration.txt",
+        "step_00000005",
+        "step_00000100",
+        "step_123456784",
+    ]
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "123456784"
+    assert distckpt.load(state_of(-1), root / "step_00000100")["value"] == 100
+
+
+def test_arguments_are_passed_on(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1), content_metadata={"kind": "test"}).result(PATIENCE)
+        assert distckpt.load_content_metadata(manager.location(1)) == {"kind": "test"}
+        loaded, missing, unexpected = manager.load({"x": state_of(0)["v"]}, 1, strict="return_all")
+    assert (loaded["value"], missing, unexpected) == (1, set(), set())
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "7", None])
+def test_steps_are_numbers(step, tmp_path):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match="integer from 0"):
+        manager.save(step, {})
+
+
+def test_a_step_that_is_there(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(3, state_of(3)).result(PATIENCE)
+        with pytest.raises(CheckpointExistsError):
+            manager.save(3, state_of(4))
+        manager.save(3, state_of(5), overwrite=True).result(PATIENCE)
+        assert value_in(manager.load(state_of(-1))) == 5
+
+
+def test_a_closed_manager(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state_of(1))
+    manager.close()
+    manager.close()
+    assert (tmp_path / "step_00000001" / "metadata.json").exists()
+    with pytest.raises(CheckpointingException, match="closed"):
+        manager.save(2, state_of(2))
+
+
+def in_the_way(root, step):
+    """Make the background save of a step fail when it is committed."""
+    (root / f"step_{step:08d}").write_text("a file")
+
+
+def test_wait_raises_what_nobody_has_asked_for_once(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    gate = threading.Event()
+    first = distckpt.async_save(state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE))
+    manager.save(1, state_of(1))
+    in_the_way(tmp_path, 1)
+    gate.set()
+    with pytest.raises(CheckpointExistsError, match="is a file"):
+        manager.wait()
+    manager.wait()
+    first.result(PATIENCE)
+    manager.save(2, state_of(2)).result(PATIENCE)
+    manager.close()
+    assert manager.steps() == [0, 2]
+
+
+def test_an_error_in_the_block_is_not_replaced(tmp_path):
+    gate = threading.Event()
+    with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:  # noqa: PT012
+        distckpt.async_save(state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE))
+        manager.save(1, state_of(1))
+        in_the_way(tmp_path, 1)
+        gate.set()
+        1 / 0  # noqa: B018
+
+
+# --- The newest whole step among broken ones ------------------------------------------------------------------------
+
+
+def shard_file(step_directory):
+    (file,) = (step_directory / "tensors").iterdir()
+    return file
+
+
+def cut_file(path):
+    with open(shard_file(path), "r+b") as file:
+        file.truncate(5000)
+
+
+def missing_file(path):
+    shard_file(path).unlink()
+
+
+def longer_file(path):
+    with open(shard_file(path), "ab") as file:
+        file.write(b"x")
+
+
+def changed_header(path):
+    with open(shard_file(path), "r+b") as file:
+        file.seek(20)
+        file.write(b"?")
+
+
+def no_marker(path):
+    (path / "metadata.json").unlink()
+
+
+def empty_marker(path):
+    (path / "metadata.json").write_bytes(b"")
+
+
+def marker_of_zeros(path):
+    content = (path / "metadata.json").read_bytes()
+    (path / "metadata.json").write_bytes(bytes(len(content)))
+
+
+def marker_is_a_list(path):
+    (path / "metadata.json").write_text("[]")
+
+
+def marker_is_a_directory(path):
+    (path / "metadata.json").unlink()
+    (path / "metadata.json").mkdir()
+
+
+def newer_format(path):
+    marker = json.loads((path / "metadata.json").read_text())
+    (path / "metadata.json").write_text(json.dumps({**marker, "format_version": 99, "min_reader_version": 99}))
+
+
+def no_manifest(path):
+    (path / "manifest.safetensors").unlink()
+
+
+def changed_manifest(path):
+    content = bytearray((path / "manifest.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "manifest.safetensors").write_bytes(content)
+
+
+def no_tensors(path):
+    shutil.rmtree(path / "tensors")
+
+
+def empty_directory(path):
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def a_file(path):
+    shutil.rmtree(path)
+    path.write_text("")
+
+
+def a_dangling_link(path):
+    shutil.rmtree(path)
+    path.symlink_to("nowhere")
+
+
+def another_step(path):
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step_00000001"), path)
+
+
+BREAKAGES = {
+    cut_file: "cut off",
+    missing_file: "missing",
+    longer_file: "extended",
+    changed_header: "header",
+    no_marker: "no metadata.json",
+    empty_marker: "not valid JSON",
+    marker_of_zeros: "not valid JSON",
+    marker_is_a_list: "JSON object",
+    marker_is_a_directory: "is no file",
+    newer_format: "99",
+    no_manifest: "manifest",
+    changed_manifest: "manifest",
+    no_tensors: "missing",
+    empty_directory: "no metadata.json",
+    a_file: "no metadata.json",
+    a_dangling_link: "no metadata.json",
+    another_step: "says that this is step 1",
+}
+
+
+def test_a_zoo_of_broken_steps(tmp_path, caplog):
+    steps = list(range(len(BREAKAGES) + 2))
+    save_steps(tmp_path, steps, durable=False)
+    for step, damage in enumerate(BREAKAGES, start=2):
+        damage(tmp_path / f"step_{step:08d}")
+    for name in (
+        "step_99999999.bak",
+        "step_5",
+        "step_000000099",
+        "step_-0000001",
+        "tmp_00000999",
+        ".step_00000777.tmp-x",
+    ):
+        shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
+    before = tree_of(tmp_path)
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() == 1
+    assert list(manager.skipped) == steps[:1:-1]
+    for step, words in enumerate(BREAKAGES.values(), start=2):
+        assert words in manager.skipped[step], (step, manager.skipped[step])
+        assert f"step {step} in {tmp_path} is passed over" in caplog.text
+    assert value_in(manager.load(state_of(-1))) == 1
+    assert tree_of(tmp_path) == before
+    for step in (0, 1):
+        cut_file(tmp_path / f"step_{step:08d}")
+    assert manager.latest() is None
+    with pytest.raises(CheckpointNotFoundError, match=r"1: .*cut off"):
+        manager.load(state_of(-1))
+
+
+def test_a_damaged_step_does_not_stop_a_run_that_comes_to_it_again(tmp_path, caplog):
+    save_steps(tmp_path, [1, 2])
+    cut_file(tmp_path / "step_00000002")
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.latest() == 1
+        manager.save(2, state_of(2)).result(PATIENCE)
+        assert manager.latest() == 2
+        assert value_in(manager.load(state_of(-1))) == 2
+    (aside,) = [name for name in names_in(tmp_path) if name.startswith(".")]
+    assert aside.startswith(".step_00000002.damaged-")
+    assert "is not whole" in caplog.text
+
+
+def test_checkpoints_that_no_manager_saved_can_be_the_latest(tmp_path):
+    distckpt.save(state_of(7), tmp_path / "step_00000007")
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() == 7
+    assert value_in(manager.load(state_of(-1))) == 7
+
+
+# --- Retention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"keep_last": 1}, [6]),
+        ({"keep_last": 3}, [4, 5, 6]),
+        ({"keep_last": 1, "keep_every": 3}, [0, 3, 6]),
+        ({"keep_last": 1, "keep": lambda step: step in (1, 4)}, [1, 4, 6]),
+        ({"keep_last": 1, "best_metric": "loss"}, [2, 6]),
+        ({"keep_last": 1, "best_metric": "loss", "best_mode": "max", "keep_best": 2}, [0, 4, 6]),
+        ({"keep_last": 1, "best_metric": "unknown"}, [6]),
+    ],
+)
+def test_what_is_kept(settings, kept, tmp_path):
+    losses = [9, 2, float("nan"), 3, 8, 1, 4]
+    losses[2], losses[5] = 1, float("nan")
+    with CheckpointManager(tmp_path, durable=False, **settings) as manager:
+        for step, loss in enumerate(losses):
+            manager.save(step, state_of(step), {"loss": loss})
+        manager.wait()
+        assert manager.steps() == kept
+        assert directories_in(tmp_path) == [f"step_{step:08d}" for step in kept]
+
+
+def test_pinned_steps_stay_for_later_managers(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        manager.save(1, state_of(1), pinned=True)
+        manager.save(2, state_of(2), {"loss": 0.5})
+    with CheckpointManager(tmp_path, keep_last=1, best_metric="loss") as manager:
+        for step in (3, 4):
+            manager.save(step, state_of(step), {"loss": 1.5})
+        manager.wait()
+        assert manager.steps() == [1, 2, 4]
+        assert value_in(manager.load(state_of(-1), 1)) == 1
+
+
+def test_only_whole_steps_count(tmp_path):
+    save_steps(tmp_path, [1, 2, 3])
+    cut_file(tmp_path / "step_00000003")
+    save_steps(tmp_path, [4], keep_last=2)
+    # What is not whole may be repaired, or be readable tomorrow: it goes when enough whole ones are newer.
+    assert directories_in(tmp_path) == ["step_00000002", "step_00000003", "step_00000004"]
+    save_steps(tmp_path, [5], keep_last=2)
+    assert directories_in(tmp_path) == ["step_00000004", "step_00000005"]
+
+
+def test_after_going_back_the_new_step_stays(tmp_path):
+    save_steps(tmp_path, [10, 20, 30])
+    save_steps(tmp_path, [15], keep_last=1)
+    assert directories_in(tmp_path) == ["step_00000015"]
+
+
+def test_what_others_have_put_there_is_left_alone(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    save_steps(root, [1, 2])
+    distckpt.save(state_of(3), root / "step_00000003")
+    (root / "step_00000004").mkdir()
+    (root / "step_00000004" / "notes.txt").write_text("mine")
+    save_steps(elsewhere, [5])
+    (root / "step_00000005").symlink_to(elsewhere / "step_00000005")
+    for name in ("step_6", ".step_00000001.tmp-mine", ".step_00000001.damaged-0123456784abcdef", "export", ".hidden"):
+        shutil.copytree(root / "step_00000001", root / name)
+    (root / "step_00000007").write_text("a file")
+    before = tree_of(root)
+    save_steps(root, [8], keep_last=1)
+    after = tree_of(root)
+    gone = {name.partition("/")[0] for name in before if name not in after}
+    assert gone == {"step_00000001", "step_00000002"}
+    assert (root / "step_00000005" / "metadata.json").exists()
+    changed = {name for name in before if name in after and after[name] != before[name]}
+    assert changed == {"latest_checkpointed_iteration.txt"}
+
+
+def test_leftovers_of_interrupted_saves_and_removals_are_cleared(tmp_path):
+    save_steps(tmp_path, [1])
+    for name in (".step_00000002.tmp-0123456784abcdef", ".step_00000001.trash-0123456784abcdef"):
+        shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() == 1
+    assert len(directories_in(tmp_path)) == 3
+    manager.save(3, state_of(3)).result(PATIENCE)
+    assert directories_in(tmp_path) == ["step_00000001", "step_00000003"]
+
+
+def test_a_predicate_that_fails_removes_nothing(tmp_path, caplog):
+    def keep(step):
+        raise KeyError("no such step")
+
+    save_steps(tmp_path, [1, 2], keep_last=1, keep=keep)
+    assert directories_in(tmp_path) == ["step_00000001", "step_00000002"]
+    assert "could not remove old checkpoints" in caplog.text
+
+
+def test_directories_that_vanish_meanwhile(tmp_path):
+    def keep(step):
+        shutil.rmtree(tmp_path / "step_00000001", ignore_errors=True)
+        return False
+
+    save_steps(tmp_path, [1, 2])
+    save_steps(tmp_path, [3], keep_last=1, keep=keep)
+    assert directories_in(tmp_path) == ["step_00000003"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"keep_last": 0}, {"keep_last": 1, "keep_every": 0}, {"keep_every": 5}, {"keep_last": 1, "best_mode": "up"}],
+)
+def test_settings_that_make_no_sense(settings, tmp_path):
+    with pytest.raises(ValueError, match=r"must be|keep_last"):
+        CheckpointManager(tmp_path, **settings)
+
+
+def test_a_reader_of_a_checkpoint_that_is_removed_is_told_so(tmp_path):
+    save_steps(tmp_path, [1])
+
+    def remove(path, start, stop):
+        if path.endswith("manifest.safetensors"):
+            save_steps(tmp_path, [2], keep_last=1)
+
+    with hooked_reads(remove), pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"):
+        distckpt.load(state_of(-1), f"hooked://{tmp_path}/step_00000001")
+    assert directories_in(tmp_path) == ["step_00000002"]
+
+
+def test_on_an_object_store():
+    root = "memory://managed/run"
+    with CheckpointManager(root, keep_last=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        manager.wait()
+        assert (manager.steps(), manager.latest()) == ([2, 3], 3)
+        assert value_in(manager.load(state_of(-1), 2)) == 2
+
+
+# --- Preemption -----------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_is_noted_and_the_handler_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    saved: list[int] = []
+    with PreemptionGuard() as guard, CheckpointManager(tmp_path) as manager:
+        for step in range(10):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if guard.should_stop():
+                manager.save(step, state_of(step)).result(PATIENCE)
+                saved.append(step)
+                break
+    assert saved == [3]
+    assert manager.latest() == 3
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert Path(manager.location(3)).is_dir()
