@@ -1,56 +1,45 @@
 """Errors and the marker file of a checkpoint, under the names of Megatron Core's `dist_checkpointing.core`."""
 
 from distckpt._base.errors import (
-    CheckpointExistsError as CheckpointExistsError,
-)
-from distckpt._base.errors import (
-    CheckpointingException as CheckpointingException,
-)
-from distckpt._base.errors import (
-    CheckpointNotFoundError as CheckpointNotFoundError,
-)
-from distckpt._base.errors import (
-    CorruptCheckpointError as CorruptCheckpointError,
-)
-from distckpt._base.errors import (
-    InvalidShardingError as InvalidShardingError,
-)
-from distckpt._base.errors import (
-    LoadMismatchError as LoadMismatchError,
-)
-from distckpt._base.errors import (
-    RankFailedError as RankFailedError,
-)
-from distckpt._base.errors import (
-    UnsupportedObjectError as UnsupportedObjectError,
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    LoadMismatchError,
+    RankFailedError,
+    UnsupportedObjectError,
 )
 from distckpt._format.marker import (
-    CONFIG_FNAME as CONFIG_FNAME,
+    CONFIG_FNAME,
+    CheckpointingConfig,
+    check_is_distributed_checkpoint,
+    file_size,
+    maybe_load_config,
+    parse_config,
+    read_file,
+    read_marker,
+    save_config,
+    write_marker,
 )
-from distckpt._format.marker import (
-    CheckpointingConfig as CheckpointingConfig,
-)
-from distckpt._format.marker import (
-    check_is_distributed_checkpoint as check_is_distributed_checkpoint,
-)
-from distckpt._format.marker import (
-    file_size as file_size,
-)
-from distckpt._format.marker import (
-    maybe_load_config as maybe_load_config,
-)
-from distckpt._format.marker import (
-    parse_config as parse_config,
-)
-from distckpt._format.marker import (
-    read_file as read_file,
-)
-from distckpt._format.marker import (
-    read_marker as read_marker,
-)
-from distckpt._format.marker import (
-    save_config as save_config,
-)
-from distckpt._format.marker import (
-    write_marker as write_marker,
-)
+
+__all__ = [
+    "CONFIG_FNAME",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "CorruptCheckpointError",
+    "InvalidShardingError",
+    "LoadMismatchError",
+    "RankFailedError",
+    "UnsupportedObjectError",
+    "check_is_distributed_checkpoint",
+    "file_size",
+    "maybe_load_config",
+    "parse_config",
+    "read_file",
+    "read_marker",
+    "save_config",
+    "write_marker",
+]
