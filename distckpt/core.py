@@ -10,6 +10,7 @@ from distckpt._base.errors import (
     RankFailedError,
     UnsupportedObjectError,
 )
+from distckpt._base.public import set_public_home
 from distckpt._format.marker import (
     CONFIG_FNAME,
     CheckpointingConfig,
@@ -43,3 +44,5 @@ __all__ = [
     "save_config",
     "write_marker",
 ]
+
+set_public_home(globals())

@@ -24,6 +24,7 @@ import torch
 from distckpt import serialization
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.public import set_public_home
 from distckpt._base.threads import paused_garbage_collection
 from distckpt._dcp_api import arguments, shards, tree
 from distckpt._format.codec import HOLE
@@ -38,6 +39,8 @@ from distckpt.strategies.base import Options
 from distckpt.strategies.defaults import load_strategy
 
 __all__ = ["async_save", "load", "save"]
+
+set_public_home(globals())
 
 
 def __getattr__(name: str) -> Any:

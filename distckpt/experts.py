@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError
+from distckpt._base.public import set_public_home
 from distckpt._models.fused import Part, fail, parts_factory
 from distckpt.dict_utils import dict_list_map_outplace
 from distckpt.mapping import (
@@ -33,6 +34,8 @@ from distckpt.mapping import (
 )
 
 __all__ = ["grouped_experts", "grouped_mlp_sharded_state_dict", "sequential_experts"]
+
+set_public_home(globals())
 
 
 def sequential_experts(

@@ -20,10 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from distckpt._base.public import set_public_home
 from distckpt._models.fused import Part, fail, parts_factory
 from distckpt.mapping import ShardedTensor, ShardedTensorFactory
 
 __all__ = ["apply_swiglu_sharded_factory", "qkv_factory", "swiglu_factory"]
+
+set_public_home(globals())
 
 
 def swiglu_factory(shard: ShardedTensor, *, dim: int = 0, separate: bool = False) -> ShardedTensorFactory:

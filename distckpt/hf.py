@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.public import set_public_home
 from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
     group_keys_by_shard_size,
@@ -32,6 +33,8 @@ __all__ = [
     "output_filenames",
     "shard_filename",
 ]
+
+set_public_home(globals())
 
 
 def consolidate_safetensors_files(

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.public import set_public_home
 from distckpt._base.threads import paused_garbage_collection
 from distckpt._commit import posix
 from distckpt._format.marker import CONFIG_FNAME
@@ -49,6 +50,8 @@ from distckpt.serialization import load
 from distckpt.strategies.base import Options, PreparedSave, SaveShardedStrategy
 
 __all__ = ["CheckpointManager", "PreemptionGuard"]
+
+set_public_home(globals())
 
 logger = logging.getLogger(__name__)
 

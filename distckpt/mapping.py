@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import torch
 
 from distckpt._base.errors import InvalidShardingError
+from distckpt._base.public import set_public_home
 from distckpt._mapping.base import ReplicaId, ShardedBase, fail, integers
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt.dict_utils import dict_list_map_inplace
@@ -39,6 +40,8 @@ __all__ = [
     "apply_factory_merges",
     "is_main_replica",
 ]
+
+set_public_home(globals())
 
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]

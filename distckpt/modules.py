@@ -20,6 +20,7 @@ import torch
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
+from distckpt._base.public import set_public_home
 from distckpt._models.dtensor import Grid, is_dtensor, is_in_mesh, local_part, shard_of_dtensor
 from distckpt._models.layers import (
     EXTRA_STATE,
@@ -43,6 +44,8 @@ __all__ = [
     "sharded_state_dict",
     "sharded_state_dict_default",
 ]
+
+set_public_home(globals())
 
 # torch.compile and activation checkpointing put their modules around others; neither makes other parameters of theirs.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.public import set_public_home
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
 from distckpt._models.optimizer_blank import BlankStates
 from distckpt._models.optimizer_settings import (
@@ -59,6 +60,8 @@ __all__ = [
     "optim_state_to_sharding_state",
     "sharded_optimizer_state_dict",
 ]
+
+set_public_home(globals())
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.public import set_public_home
 from distckpt._geometry.mapped import (
     MappedTensor,
     Part,
@@ -65,6 +66,8 @@ __all__ = [
     "resolve_padding",
     "target_view",
 ]
+
+set_public_home(globals())
 
 
 @dataclass(frozen=True)

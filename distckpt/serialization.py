@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.public import set_public_home
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
 from distckpt._commit import posix
 from distckpt._format.codec import HOLE
@@ -67,6 +68,8 @@ __all__ = [
     "remove_sharded_tensors",
     "save",
 ]
+
+set_public_home(globals())
 
 logger = logging.getLogger(__name__)
 

@@ -61,12 +61,24 @@ def test_every_name_is_importable_and_documented(name):
     value = getattr(distckpt, name)
     assert inspect.isfunction(value) or inspect.isclass(value)
     assert undocumented_parts(name, value) == []
-    assert value.__module__.startswith("distckpt.")
+    assert value.__module__.startswith("distckpt")
+    assert "._" not in value.__module__
 
 
 def public_modules():
     found = [module.name for module in pkgutil.walk_packages(distckpt.__path__, "distckpt.")]
     return [name for name in found if not any(part.startswith("_") for part in name.split("."))]
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_public_names_say_a_public_module(name):
+    module = importlib.import_module(name)
+    hidden = [
+        public
+        for public in getattr(module, "__all__", ())
+        if "._" in getattr(getattr(module, public), "__module__", "")
+    ]
+    assert hidden == []
 
 
 @pytest.mark.parametrize("name", public_modules())
