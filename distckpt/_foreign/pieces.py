@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._base.threads import BLOCK_BYTES
-from distckpt._format.manifest import Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._geometry.region import IntArray, Region, TilingFault, find_tiling_faults, regions_to_arrays
 
 
@@ -91,15 +90,14 @@ def find_fault(location: str, table: PieceTable) -> tuple[int, TilingFault] | No
 def to_manifest(table: PieceTable, files: Sequence[ShardFile], origin: Mapping[str, Any] | None = None) -> Manifest:
     """Make a manifest without checksums."""
     file_ids = {file.name: i for i, file in enumerate(files)}
-    columns = {
-        "key_ids": table.key_ids,
-        "file_ids": np.array([file_ids[piece.file] for piece in table.pieces], np.int64),
-        "first_bytes": np.array([piece.first_byte for piece in table.pieces], np.int64),
-        "num_bytes": np.array([piece.num_bytes for piece in table.pieces], np.int64),
-        "offsets": table.offsets,
-        "shapes": table.extents,
-        "block_checksums": np.zeros(0, np.uint64),
-    }
-    return Manifest(
-        table.keys, table.dtypes, table.shapes, files, {}, BLOCK_BYTES, columns, has_checksums=False, origin=origin
+    chunks = ChunkTable(
+        files=list(files),
+        key_ids=table.key_ids,
+        file_ids=np.array([file_ids[piece.file] for piece in table.pieces], np.int64),
+        first_bytes=np.array([piece.first_byte for piece in table.pieces], np.int64),
+        num_bytes=np.array([piece.num_bytes for piece in table.pieces], np.int64),
+        offsets=table.offsets,
+        shapes=table.extents,
+        block_checksums=np.zeros(0, np.uint64),
     )
+    return Manifest(table.keys, table.dtypes, table.shapes, chunks, {}, has_checksums=False, origin=origin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
-from distckpt._geometry.region import IntArray, Region
+from distckpt._geometry.region import IntArray, Region, widen
 from distckpt._storage import locations
 
 FORMAT_VERSION = 1
@@ -31,8 +32,6 @@ CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
 """In the place of a dtype name: the chunks of this key are encoded objects, one per cell of the global shape."""
 
-_INT_COLUMNS = ("key_shapes", "key_ndims", "key_ids", "file_ids", "first_bytes", "num_bytes", "offsets", "shapes")
-
 
 class ShardFile(NamedTuple):
     """A file of the checkpoint: `name` relative to its directory, its size, and its header's size and checksum."""
@@ -43,21 +42,97 @@ class ShardFile(NamedTuple):
     header_checksum: int
 
 
+class ChunkTable(NamedTuple):
+    """Chunks and the files they lie in: of one rank while it saves, of the complete checkpoint in its manifest.
+
+    To add a column to the manifest, add it here, to `chunk_table` in `_plan/layout` and to `to_manifest` in
+    `_foreign/pieces`; whatever only sorts, joins, selects, sends or stores chunks takes it along.
+
+    Attributes:
+        files: `file_ids` index them.
+        key_ids: which of the manifest's keys each chunk belongs to; int64 of shape (n,), like all but the following.
+        offsets: of the regions, with `shapes`; int64 of shape (n, max ndim), padded with 0 and 1.
+        block_checksums: uint64 xxh3-64 digests of the blocks of all chunks in order; empty where they are unknown.
+    """
+
+    files: list[ShardFile]
+    key_ids: IntArray
+    file_ids: IntArray
+    first_bytes: IntArray
+    num_bytes: IntArray
+    offsets: IntArray
+    shapes: IntArray
+    block_checksums: npt.NDArray[np.uint64]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays by name."""
+        columns = self._asdict()
+        del columns["files"]
+        return columns
+
+    def to_bytes(self) -> bytes:
+        """Encode for sending."""
+        return pack(self.files, self.columns())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ChunkTable:
+        """Decode what `to_bytes` made."""
+        files, columns = unpack(data)
+        return cls([ShardFile(*file) for file in files], **columns)
+
+    @classmethod
+    def empty(cls) -> ChunkTable:
+        """Return a table without chunks."""
+        none, no_regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+        return cls([], none, none, none, none, no_regions, no_regions, np.zeros(0, np.uint64))
+
+    @classmethod
+    def join(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
+        """Put tables together, sorted by key and offset.
+
+        Checksums may be in a later table than their chunks, as long as all of them are in the order of all chunks.
+        """
+        ndim = max(table.offsets.shape[1] for table in tables)
+        first_files = itertools.accumulate((len(table.files) for table in tables), initial=0)
+        columns = [
+            table._replace(
+                file_ids=table.file_ids + first_file,
+                offsets=widen(table.offsets, ndim, 0),
+                shapes=widen(table.shapes, ndim, 1),
+            ).columns()
+            for table, first_file in zip(tables, first_files, strict=False)
+        ]
+        joined = cls(
+            [file for table in tables for file in table.files],
+            **{name: np.concatenate([each[name] for each in columns]) for name in columns[0]},
+        )
+        return joined.take(np.lexsort((*joined.offsets.T[::-1], joined.key_ids)), BLOCK_BYTES)
+
+    def take(self, rows: IntArray, block_bytes: int) -> ChunkTable:
+        """Return some chunks in the given order, with the checksums of their blocks."""
+        counts = -(-self.num_bytes // block_bytes)
+        starts = np.cumsum(counts) - counts
+        counts, starts = counts[rows], starts[rows]
+        # For each block: the first block of its chunk, plus its number within the chunk.
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        chosen = {name: column[rows] for name, column in self.columns().items() if name != "block_checksums"}
+        return ChunkTable(
+            self.files, **chosen, block_checksums=self.block_checksums[np.repeat(starts, counts) + within]
+        )
+
+
 class Manifest:
-    """The chunk table of a checkpoint.
+    """What a checkpoint holds, and where: its keys and the table of their chunks.
 
     Args:
         keys: names of tensors and objects, distinct.
         dtypes: for each key its safetensors dtype name, or `OBJECT`.
         global_shapes: for each key its global shape.
-        files: the files chunks lie in.
+        chunks: sorted by key id.
         aliases: key -> key whose chunks hold the same tensor (tied tensors are stored once).
         block_bytes: every chunk is checksummed in blocks of this many bytes, the last one shorter.
-        columns: `key_ids`, `file_ids`, `first_bytes`, `num_bytes` of shape (n,), `offsets`, `shapes` of shape
-            (n, max ndim) padded with 0 and 1, all int64 and sorted by key id, and `block_checksums`, uint64 xxh3-64
-            digests of the blocks of all chunks in order.
         has_checksums: False for files that others wrote; `block_checksums` is empty then.
-        origin: set when others wrote the objects too: JSON fields that say how (see `_dcp_source`).
+        origin: set when others wrote the objects too: JSON fields that say how (see `_foreign.torch_dist`).
     """
 
     def __init__(
@@ -65,28 +140,28 @@ class Manifest:
         keys: Sequence[str],
         dtypes: Sequence[str],
         global_shapes: Sequence[tuple[int, ...]],
-        files: Sequence[ShardFile],
+        chunks: ChunkTable,
         aliases: Mapping[str, str],
-        block_bytes: int,
-        columns: Mapping[str, npt.NDArray[Any]],
+        block_bytes: int = BLOCK_BYTES,
         has_checksums: bool = True,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
         self.global_shapes = list(global_shapes)
-        self.files = list(files)
+        self.chunks = chunks
         self.aliases = dict(aliases)
         self.block_bytes = block_bytes
         self.has_checksums = has_checksums
         self.origin = origin
-        self.key_ids: IntArray = columns["key_ids"]
-        self.file_ids: IntArray = columns["file_ids"]
-        self.first_bytes: IntArray = columns["first_bytes"]
-        self.num_bytes: IntArray = columns["num_bytes"]
-        self.offsets: IntArray = columns["offsets"]
-        self.shapes: IntArray = columns["shapes"]
-        self.block_checksums: npt.NDArray[np.uint64] = columns["block_checksums"]
+        self.files = chunks.files
+        self.key_ids = chunks.key_ids
+        self.file_ids = chunks.file_ids
+        self.first_bytes = chunks.first_bytes
+        self.num_bytes = chunks.num_bytes
+        self.offsets = chunks.offsets
+        self.shapes = chunks.shapes
+        self.block_checksums = chunks.block_checksums
         self.key_starts: IntArray = np.searchsorted(self.key_ids, np.arange(len(self.keys) + 1))
         self.block_starts: IntArray = np.zeros(len(self.key_ids) + 1, np.int64)
         np.cumsum(-(-self.num_bytes // block_bytes), out=self.block_starts[1:])
@@ -120,48 +195,34 @@ class Manifest:
         }
         if self.origin is not None:
             fields["origin"] = self.origin
-        ndim = self.offsets.shape[1]
-        key_shapes = np.ones((len(self.keys), ndim), np.int64)
-        for i, shape in enumerate(self.global_shapes):
-            key_shapes[i, : len(shape)] = shape
         columns = {
-            "key_shapes": key_shapes,
+            "key_shapes": self._key_shapes(),
             "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
-            "key_ids": self.key_ids,
-            "file_ids": self.file_ids,
-            "first_bytes": self.first_bytes,
-            "num_bytes": self.num_bytes,
-            "offsets": self.offsets,
-            "shapes": self.shapes,
-            "block_checksums": self.block_checksums,
+            **self.chunks.columns(),
         }
         return pack(fields, columns)
 
     @classmethod
     def from_bytes(cls, data: bytes, location: str) -> Manifest:
-        """Decode a manifest and check that nothing in it contradicts itself.
-
-        Raises:
-            CorruptCheckpointError: naming `location` and what is wrong.
-        """
+        """Decode a manifest and check that nothing in it contradicts itself."""
         try:
             fields, columns = unpack(data)
-            _check_columns(columns, len(fields["keys"]))
-            _check_key_shapes(columns["key_shapes"])
-            ndims = columns["key_ndims"].tolist()
-            if not all(0 <= n <= columns["key_shapes"].shape[1] for n in ndims):
-                raise ValueError("a key has more axes than the table")
+            files = [ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]]
+            key_shapes, key_ndims = columns.pop("key_shapes"), columns.pop("key_ndims")
+            chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
+            _check_columns(chunks, key_shapes, key_ndims, len(fields["keys"]))
+            ndims = key_ndims.tolist()
+            _require(all(0 <= n <= key_shapes.shape[1] for n in ndims), "a key has more axes than the table")
             block_bytes = int(fields["block_bytes"])
             # Blocks begin between items of every size.
             _require(0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0, f"block_bytes is {block_bytes}")
             manifest = cls(
                 keys=[str(key) for key in fields["keys"]],
                 dtypes=[str(name) for name in fields["dtypes"]],
-                global_shapes=[tuple(row[:n]) for row, n in zip(columns["key_shapes"].tolist(), ndims, strict=True)],
-                files=[ShardFile(str(n), int(b), int(h), int(c)) for n, b, h, c in fields["files"]],
+                global_shapes=[tuple(row[:n]) for row, n in zip(key_shapes.tolist(), ndims, strict=True)],
+                chunks=chunks,
                 aliases={str(alias): str(key) for alias, key in fields["aliases"].items()},
                 block_bytes=block_bytes,
-                columns=columns,
                 has_checksums=_known_checksum(fields["checksum"]),
                 origin=fields.get("origin"),
             )
@@ -172,6 +233,12 @@ class Manifest:
                 "Load another checkpoint, or restore this file from a copy."
             ) from error
         return manifest
+
+    def _key_shapes(self) -> IntArray:
+        key_shapes = np.ones((len(self.keys), self.offsets.shape[1]), np.int64)
+        for i, shape in enumerate(self.global_shapes):
+            key_shapes[i, : len(shape)] = shape
+        return key_shapes
 
     def _check(self) -> None:
         num_chunks, num_keys = len(self.key_ids), len(self.keys)
@@ -193,10 +260,7 @@ class Manifest:
         self._check_positions()
 
     def _check_positions(self) -> None:
-        key_shapes = np.ones((len(self.keys), self.offsets.shape[1]), np.int64)
-        for i, shape in enumerate(self.global_shapes):
-            key_shapes[i, : len(shape)] = shape
-        bounds = key_shapes[self.key_ids]
+        bounds = self._key_shapes()[self.key_ids]
         inside = (self.offsets >= 0) & (self.shapes >= 0) & (self.shapes <= bounds)
         inside &= self.offsets <= bounds - np.minimum(self.shapes, bounds)
         _require(bool(inside.all()), "a chunk lies outside of its tensor")
@@ -240,20 +304,17 @@ def _known_checksum(name: object) -> bool:
     return name == CHECKSUM
 
 
-def _check_columns(columns: Mapping[str, npt.NDArray[Any]], num_keys: int) -> None:
+def _check_columns(chunks: ChunkTable, key_shapes: IntArray, key_ndims: IntArray, num_keys: int) -> None:
     """Check dtypes and shapes first of all: a column without elements can claim any length."""
-    num_chunks, ndim = len(columns["key_ids"]), columns["offsets"].shape[-1]
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_INT_COLUMNS, (num_chunks,))
-    shapes |= {"key_shapes": (num_keys, ndim), "key_ndims": (num_keys,)}
-    shapes |= {"offsets": (num_chunks, ndim), "shapes": (num_chunks, ndim)}
-    for name, shape in shapes.items():
-        found = columns[name]
+    columns = {**chunks.columns(), "key_shapes": key_shapes, "key_ndims": key_ndims}
+    _require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
+    num_chunks, ndim = len(chunks.key_ids), chunks.offsets.shape[-1]
+    shapes = {"key_shapes": (num_keys, ndim), "key_ndims": (num_keys,)}
+    shapes |= dict.fromkeys(("offsets", "shapes"), (num_chunks, ndim))
+    for name, found in columns.items():
+        shape = shapes.get(name, (num_chunks,))
         if found.dtype != np.int64 or found.shape != shape:
             raise ValueError(f"column {name!r} is {found.dtype} {found.shape}, not int64 {shape}")
-    _require(columns["block_checksums"].ndim == 1, "checksums are not one column")
-
-
-def _check_key_shapes(key_shapes: IntArray) -> None:
     _require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
     # Floating point detects products that would wrap around in int64.
     num_elements = np.prod(key_shapes.astype(np.float64), axis=1)

@@ -86,6 +86,11 @@ def regions_to_arrays(regions: Sequence[Region], ndim: int | None = None) -> tup
     return offsets.reshape(len(regions), ndim), shapes.reshape(len(regions), ndim)
 
 
+def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
+    """Pad `(n, d)` offsets or shapes to `ndim` axes."""
+    return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
+
+
 def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
     """Cut elements [start, stop) of a row-major tensor into boxes, at most 2 * ndim - 1 of them.
 

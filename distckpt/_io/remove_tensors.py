@@ -94,8 +94,8 @@ def _write_remaining(
             continue
         new_file_id[file_id] = len(files)
         if is_renamed[manifest.key_ids[rows]].any():
-            kept = rows[stays[rows]]
-            written, first_bytes[kept] = _rewrite(location, staging, manifest, file, kept, names)
+            in_file = rows[stays[rows]]
+            written, first_bytes[in_file] = _rewrite(location, staging, manifest, file, in_file, names)
             files.append(written)
         else:
             locations.link_tree(locations.join(location, file.name), locations.join(staging, file.name))
@@ -103,23 +103,14 @@ def _write_remaining(
     kept_keys = [key_id for key_id, name in enumerate(names) if name is not None]
     new_key_id = np.full(len(names), -1, np.int64)
     new_key_id[kept_keys] = np.arange(len(kept_keys))
-    block_stays = np.repeat(stays, np.diff(manifest.block_starts))
+    kept = manifest.chunks._replace(first_bytes=first_bytes).take(np.flatnonzero(stays), manifest.block_bytes)
     return Manifest(
         keys=[name for name in names if name is not None],
         dtypes=[manifest.dtypes[i] for i in kept_keys],
         global_shapes=[manifest.global_shapes[i] for i in kept_keys],
-        files=files,
+        chunks=kept._replace(files=files, key_ids=new_key_id[kept.key_ids], file_ids=new_file_id[kept.file_ids]),
         aliases=aliases,
         block_bytes=manifest.block_bytes,
-        columns={
-            "key_ids": new_key_id[manifest.key_ids[stays]],
-            "file_ids": new_file_id[manifest.file_ids[stays]],
-            "first_bytes": first_bytes[stays],
-            "num_bytes": manifest.num_bytes[stays],
-            "offsets": manifest.offsets[stays],
-            "shapes": manifest.shapes[stays],
-            "block_checksums": manifest.block_checksums[block_stays],
-        },
     )
 
 

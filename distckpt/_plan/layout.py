@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from distckpt._base.threads import BLOCK_BYTES
 from distckpt._format.columns import pack, unpack
-from distckpt._format.manifest import Manifest, ShardFile
-from distckpt._geometry.region import IntArray, regions_to_arrays
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._geometry.region import IntArray, regions_to_arrays, widen
 from distckpt._plan.save import ChunkLayout, keys_of_shards
-from distckpt._state.shards import GlobalTable, widen
+from distckpt._state.shards import GlobalTable
 
 
 class FileLayout(NamedTuple):
@@ -163,26 +163,6 @@ def assemble_manifest(layout: ManifestLayout, records: Sequence[WrittenRecord]) 
             num_bytes[rows] = record.object_bytes
             first_bytes[rows] = record.object_file.header_bytes + np.cumsum(record.object_bytes) - record.object_bytes
     checksums = np.concatenate([record.block_checksums for record in records])
-    order = layout.order
-    columns: dict[str, npt.NDArray[Any]] = {name: column[order] for name, column in layout.columns.items()}
-    columns.update(first_bytes=first_bytes[order], num_bytes=num_bytes[order])
-    columns["block_checksums"] = _reorder_blocks(checksums, num_bytes, order)
-    return Manifest(
-        keys=layout.keys,
-        dtypes=layout.dtypes,
-        global_shapes=layout.global_shapes,
-        files=files,
-        aliases=layout.aliases,
-        block_bytes=BLOCK_BYTES,
-        columns=columns,
-    )
-
-
-def _reorder_blocks(checksums: npt.NDArray[np.uint64], num_bytes: IntArray, order: IntArray) -> npt.NDArray[np.uint64]:
-    """Bring the blocks of chunks into the order of the chunks."""
-    counts = -(-num_bytes // BLOCK_BYTES)
-    starts = np.cumsum(counts) - counts
-    counts, starts = counts[order], starts[order]
-    # For each block: the first block of its chunk, plus its number within the chunk.
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return checksums[np.repeat(starts, counts) + within]
+    columns = {**layout.columns, "first_bytes": first_bytes, "num_bytes": num_bytes}
+    chunks = ChunkTable(files, **columns, block_checksums=checksums).take(layout.order, BLOCK_BYTES)
+    return Manifest(layout.keys, layout.dtypes, layout.global_shapes, chunks, layout.aliases)

@@ -20,10 +20,9 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import Manifest
-from distckpt._geometry.region import IntArray, Region, flat_start, num_outer_axes, regions_to_arrays
+from distckpt._geometry.region import IntArray, Region, flat_start, num_outer_axes, regions_to_arrays, widen
 from distckpt._plan.load import Copy
 from distckpt._plan.save import even_shares, row_hashes
-from distckpt._state.shards import widen
 
 UNIT_BYTES = 2 << 20
 """Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""

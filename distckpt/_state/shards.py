@@ -20,7 +20,7 @@ from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, Region, flat_range_regions, flat_start, regions_to_arrays
+from distckpt._geometry.region import IntArray, Region, flat_range_regions, flat_start, regions_to_arrays, widen
 from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
@@ -257,11 +257,6 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
         offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
         shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),
     )
-
-
-def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
-    """Pad `(n, d)` offsets or shapes to `ndim` axes."""
-    return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
 
 
 def _check_name(key: str) -> None:

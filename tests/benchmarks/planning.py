@@ -23,7 +23,7 @@ from _measure import machine_facts, markdown_table, timed
 
 from distckpt import ShardedTensor
 from distckpt._base.threads import paused_garbage_collection
-from distckpt._format.manifest import Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.save import find_aliases, plan_owners
@@ -175,21 +175,21 @@ def made_up_manifest(num_chunks: int) -> Manifest:
         keys=[f"model.layers.{i // 9}.{LAYER[i % 9][0]}" for i in range(num_keys)],
         dtypes=["BF16"] * num_keys,
         global_shapes=[(rows * per_key, columns)] * num_keys,
-        files=[
-            ShardFile(f"tensors/shard-{i + 1:05d}-model-00001-of-00001.safetensors", file_bytes, header_bytes, i)
-            for i in range(num_files)
-        ],
+        chunks=ChunkTable(
+            files=[
+                ShardFile(f"tensors/shard-{i + 1:05d}-model-00001-of-00001.safetensors", file_bytes, header_bytes, i)
+                for i in range(num_files)
+            ],
+            key_ids=chunk // per_key,
+            file_ids=chunk % num_files,
+            first_bytes=header_bytes + chunk // num_files * chunk_bytes,
+            num_bytes=np.full(num_chunks, chunk_bytes),
+            offsets=np.stack([chunk % per_key * rows, zeros], axis=1),
+            shapes=np.stack([zeros + rows, zeros + columns], axis=1),
+            block_checksums=np.arange(num_chunks * (chunk_bytes // block_bytes), dtype=np.uint64),
+        ),
         aliases={},
         block_bytes=block_bytes,
-        columns={
-            "key_ids": chunk // per_key,
-            "file_ids": chunk % num_files,
-            "first_bytes": header_bytes + chunk // num_files * chunk_bytes,
-            "num_bytes": np.full(num_chunks, chunk_bytes),
-            "offsets": np.stack([chunk % per_key * rows, zeros], axis=1),
-            "shapes": np.stack([zeros + rows, zeros + columns], axis=1),
-            "block_checksums": np.arange(num_chunks * (chunk_bytes // block_bytes), dtype=np.uint64),
-        },
     )
 
 

@@ -34,7 +34,7 @@ from distckpt._foreign.torch_dist import source
 from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format import codec, safetensors_file
-from distckpt._format.manifest import Manifest
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
 
@@ -114,18 +114,19 @@ JSON_VALUES: list[Any] = [None, True, 1.5, float("inf"), float("nan"), [], {}, [
 
 def example_manifest() -> Manifest:
     """Make a manifest with two tensors in three chunks, one object and one alias."""
-    columns = {
-        "key_ids": np.array([0, 0, 1, 2, 2]),
-        "file_ids": np.array([0, 0, 0, 1, 1]),
-        "first_bytes": np.array([4096, 4144, 4192, 4096, 4500]),
-        "num_bytes": np.array([48, 48, 2, 404, 500]),
-        "offsets": np.array([[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]),
-        "shapes": np.array([[2, 6], [2, 6], [1, 1], [1, 1], [1, 1]]),
-        "block_checksums": np.arange(18, dtype=np.uint64),
-    }
-    files = [["tensors/shard-00001-model-00001-of-00001.safetensors", 4194, 4096, 5], ["objects/r", 5000, 4096, 5]]
+    name = "tensors/shard-00001-model-00001-of-00001.safetensors"
+    chunks = ChunkTable(
+        files=[ShardFile(name, 4194, 4096, 5), ShardFile("objects/r", 5000, 4096, 5)],
+        key_ids=np.array([0, 0, 1, 2, 2]),
+        file_ids=np.array([0, 0, 0, 1, 1]),
+        first_bytes=np.array([4096, 4144, 4192, 4096, 4500]),
+        num_bytes=np.array([48, 48, 2, 404, 500]),
+        offsets=np.array([[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]),
+        shapes=np.array([[2, 6], [2, 6], [1, 1], [1, 1], [1, 1]]),
+        block_checksums=np.arange(18, dtype=np.uint64),
+    )
     keys, dtypes, shapes = ["a", "s.0", "rng/0"], ["F32", "BF16", "OBJECT"], [(4, 6), (), (2,)]
-    return Manifest(keys, dtypes, shapes, files, {"tied": "a"}, 64, columns)  # type: ignore[arg-type]
+    return Manifest(keys, dtypes, shapes, chunks, {"tied": "a"}, 64)
 
 
 def use_manifest(data: bytes) -> None:
@@ -147,9 +148,7 @@ def use_manifest(data: bytes) -> None:
 
 
 def _manifest(folder: Path) -> tuple[list[bytes], Run]:
-    columns = {name: np.zeros(0, np.int64) for name in ("key_ids", "file_ids", "first_bytes", "num_bytes")}
-    columns |= {"offsets": np.zeros((0, 0), np.int64), "shapes": np.zeros((0, 0), np.int64)}
-    empty = Manifest([], [], [], [], {}, 64, {**columns, "block_checksums": np.zeros(0, np.uint64)})
+    empty = Manifest([], [], [], ChunkTable.empty(), {}, 64)
     return [example_manifest().to_bytes(), empty.to_bytes()], use_manifest
 
 

@@ -8,7 +8,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._format.manifest import Manifest, ShardFile
+from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._geometry.region import Region
 from distckpt.core import CorruptCheckpointError
 
@@ -19,21 +19,21 @@ def example():
         keys=["a", "scalar", "rng/0"],
         dtypes=["F32", "BF16", "OBJECT"],
         global_shapes=[(4, 6), (), (2,)],
-        files=[
-            ShardFile("tensors/shard-00001-model-00001-of-00001.safetensors", 4096 + 98, 4096, 2**64 - 1),
-            ShardFile("objects/rank-00001.safetensors", 5000, 4096, 5),
-        ],
+        chunks=ChunkTable(
+            files=[
+                ShardFile("tensors/shard-00001-model-00001-of-00001.safetensors", 4096 + 98, 4096, 2**64 - 1),
+                ShardFile("objects/rank-00001.safetensors", 5000, 4096, 5),
+            ],
+            key_ids=np.array([0, 0, 1, 2, 2]),
+            file_ids=np.array([0, 0, 0, 1, 1]),
+            first_bytes=np.array([4096, 4144, 4192, 4096, 4500]),
+            num_bytes=np.array([48, 48, 2, 404, 500]),
+            offsets=np.array([[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]),
+            shapes=np.array([[2, 6], [2, 6], [1, 1], [1, 1], [1, 1]]),
+            block_checksums=np.arange(18, dtype=np.uint64),
+        ),
         aliases={"tied": "a"},
         block_bytes=64,
-        columns={
-            "key_ids": np.array([0, 0, 1, 2, 2]),
-            "file_ids": np.array([0, 0, 0, 1, 1]),
-            "first_bytes": np.array([4096, 4144, 4192, 4096, 4500]),
-            "num_bytes": np.array([48, 48, 2, 404, 500]),
-            "offsets": np.array([[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]),
-            "shapes": np.array([[2, 6], [2, 6], [1, 1], [1, 1], [1, 1]]),
-            "block_checksums": np.arange(18, dtype=np.uint64),
-        },
     )
 
 
@@ -81,9 +81,7 @@ def test_manifest_is_a_safetensors_file_of_plain_arrays():
 
 
 def test_empty_manifest():
-    columns = {name: np.zeros(0, np.int64) for name in ("key_ids", "file_ids", "first_bytes", "num_bytes")}
-    columns |= {"offsets": np.zeros((0, 0), np.int64), "shapes": np.zeros((0, 0), np.int64)}
-    manifest = Manifest([], [], [], [], {}, 64, {**columns, "block_checksums": np.zeros(0, np.uint64)})
+    manifest = Manifest([], [], [], ChunkTable.empty(), {}, 64)
     assert Manifest.from_bytes(manifest.to_bytes(), "here").keys == []
 
 
