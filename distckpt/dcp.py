@@ -29,7 +29,8 @@ from distckpt._base.threads import paused_garbage_collection
 from distckpt._dcp_api import arguments, shards, tree
 from distckpt._format.codec import HOLE
 from distckpt._models.dtensor import local_part
-from distckpt._operations.loading import find_checkpoint, noticing_removal, read_unchanged, stored_keys
+from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
+from distckpt._operations.load import stored_keys
 from distckpt._ranks.collectives import Ranks, lone_group
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY

@@ -37,13 +37,13 @@ from distckpt._operations.async_save import (
     SaveHandle,
     finished,
     prepare_background_save,
+    raise_pending_errors,
     release_staging_memory,
-    settle,
     start,
 )
 from distckpt._operations.saving import SaveRequest, Target, begin_save, finish_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import Clock, SaveReport
+from distckpt._ranks.report import PhaseTimer, SaveReport
 from distckpt._storage import locations
 from distckpt.mapping import ShardedStateDict, StateDict
 from distckpt.serialization import load
@@ -166,21 +166,21 @@ class CheckpointManager:
         ranks = Ranks(self._process_group)
         self._handles = [handle for handle in self._handles if not handle.done()]
 
-        def begin(clock: Clock, options: Options) -> tuple[Target, PreparedSave]:
+        def begin(timer: PhaseTimer, options: Options) -> tuple[Target, PreparedSave]:
             replaces = overwrite
             with ranks.phase("look at what is there", decision=True):
                 if ranks.is_coordinator:
                     replaces = overwrite or self._makes_way_for(step)
             # What the coordinator finds counts.
             request = SaveRequest(sharded_state_dict, location, self._strategy, replaces, content_metadata)
-            target, prepared = begin_save(ranks, request, clock, options)
+            target, prepared = begin_save(ranks, request, timer, options)
             return replace(target, notes={NOTE: note}), prepared
 
-        def finish(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSave) -> SaveReport:
+        def finish(ranks: Ranks, timer: PhaseTimer, target: Target, prepared: PreparedSave) -> SaveReport:
             if ranks.is_coordinator:
                 with _only_logging(f"clear up in {self.root}"):
                     clear_leftovers(self.root)
-            report = finish_save(ranks, clock, target, prepared)
+            report = finish_save(ranks, timer, target, prepared)
             if ranks.is_coordinator:
                 self._after_commit(step)
             return report
@@ -192,9 +192,9 @@ class CheckpointManager:
     def _run(self, ranks: Ranks, begin: Any, finish: Any) -> SaveHandle:
         options = Options(process_group=self._process_group, durable=self._durable)
         if not self._is_async:
-            settle(ranks, self._process_group)
-            clock = Clock()
-            return finished(finish(ranks, clock, *begin(clock, options)))
+            raise_pending_errors(ranks, self._process_group)
+            timer = PhaseTimer()
+            return finished(finish(ranks, timer, *begin(timer, options)))
         is_abandoned = threading.Event()
         save = prepare_background_save(
             ranks,

@@ -1,10 +1,10 @@
-"""Keys in messages: hundreds of them as a few patterns, and the nearest names for a key that is not there."""
+"""Words of messages: hundreds of keys as a few patterns, the nearest names for a key that is absent, choices."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 # Longer runs of digits are several numbers: Python refuses to convert thousands of digits.
@@ -93,3 +93,9 @@ def _range_text(values: list[int]) -> str:
         return f"{{{values[0]}..{values[-1]}}}"
     shown = ",".join(map(str, values[:6]))
     return f"{{{shown}{',...' if len(values) > 6 else ''}}}"
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError when an argument is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")

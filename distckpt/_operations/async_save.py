@@ -17,7 +17,7 @@ from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
 from distckpt._operations.saving import SaveRequest, Target, begin_save, finish_save
 from distckpt._ranks import collectives
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import Clock, SaveReport
+from distckpt._ranks.report import PhaseTimer, SaveReport
 from distckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
 from distckpt.strategies.async_utils import AsyncRequest
 from distckpt.strategies.base import Options, PreparedSave, SaveShardedStrategy
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = 1800.0
 DEFAULT_EXIT_TIMEOUT = 600.0
 
-Finish: TypeAlias = Callable[[Ranks, Clock, Target, PreparedSave], SaveReport]
-Begin: TypeAlias = Callable[[Clock, Options], tuple[Target, PreparedSave]]
+Finish: TypeAlias = Callable[[Ranks, PhaseTimer, Target, PreparedSave], SaveReport]
+Begin: TypeAlias = Callable[[PhaseTimer, Options], tuple[Target, PreparedSave]]
 
 
 class SaveHandle:
@@ -123,7 +123,7 @@ class BackgroundSave:
         self,
         line: _Line,
         ranks: Ranks,
-        clock: Clock,
+        timer: PhaseTimer,
         target: Target,
         prepared: PreparedSave,
         staging: Staging,
@@ -133,7 +133,7 @@ class BackgroundSave:
         self.staging = staging
         self.line = line
         self._ranks = ranks
-        self._clock = clock
+        self._timer = timer
         self._prepared: PreparedSave | None = prepared
         self._finish = finish
 
@@ -147,7 +147,7 @@ class BackgroundSave:
         """
         assert self._prepared is not None
         try:
-            with self._clock.phase("stage"), ranks.phase("copy what they save"):
+            with self._timer.phase("stage"), ranks.phase("copy what they save"):
                 staged = self._prepared.stage(self.staging)
         except BaseException:
             self.staging.release()
@@ -162,7 +162,7 @@ class BackgroundSave:
         try:
             if self.line.state == _LOST:
                 raise RankFailedError({}, message="An earlier background save lost contact with a rank: not begun.")
-            return self._finish(self._ranks, self._clock, self.target, prepared)
+            return self._finish(self._ranks, self._timer, self.target, prepared)
         except BaseException as error:
             # Only after an error that they have exchanged are the ranks still in step.
             in_step = self._ranks.size == 1 or self._ranks.is_known_to_all(error)
@@ -182,12 +182,12 @@ class BackgroundSave:
         prepared, self._prepared = self._prepared, None
         assert prepared is not None
         try:
-            return self._finish(ranks, self._clock, self.target, prepared)
+            return self._finish(ranks, self._timer, self.target, prepared)
         finally:
             self.staging.release()
 
 
-def settle(ranks: Ranks, process_group: Any) -> None:
+def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
     """Raise what went wrong in earlier background saves of these ranks, unless it was asked for.
 
     Collective: every rank calls. Costs one exchange of a number; nothing where there were no background saves. When a
@@ -231,14 +231,14 @@ def prepare_background_save(
     Args:
         ranks: of the caller's group.
         options: of the call.
-        begin: given a clock and options, makes the decisions.
+        begin: given a timer and options, makes the decisions.
         timeout: seconds that ranks wait for each other in the background.
         is_abandoned: set when the save is to stop.
         max_inflight_bytes: of `async_save`.
         finish: writes and commits.
     """
-    clock = Clock()
-    settle(ranks, options.process_group)
+    timer = PhaseTimer()
+    raise_pending_errors(ranks, options.process_group)
     line = _lines.setdefault(collectives.group_of(options.process_group), _Line())
     if timeout not in line.ranks:
         line.ranks[timeout] = Ranks.in_background(options.process_group, timeout)
@@ -252,9 +252,9 @@ def prepare_background_save(
     # Half of the memory is for staged data, half for data that is being written.
     half = None if max_inflight_bytes is None else max_inflight_bytes // 2
     inflight_bytes = DEFAULT_INFLIGHT_BYTES if half is None else half
-    target, prepared = begin(clock, replace(options, progress=watch, max_inflight_bytes=inflight_bytes))
+    target, prepared = begin(timer, replace(options, progress=watch, max_inflight_bytes=inflight_bytes))
     staging = Staging(shared_memory, half, timeout, threads_to_copy_with(ranks.size))
-    return BackgroundSave(line, line.ranks[timeout], clock, target, prepared, staging, finish)
+    return BackgroundSave(line, line.ranks[timeout], timer, target, prepared, staging, finish)
 
 
 def start(save: BackgroundSave, ranks: Ranks, exit_timeout: float, is_abandoned: threading.Event) -> SaveHandle:

@@ -11,7 +11,7 @@ import torch
 from distckpt._commit import posix
 from distckpt._foreign import sources
 from distckpt._io import background
-from distckpt._operations.loading import read_unchanged
+from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA

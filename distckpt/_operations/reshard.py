@@ -34,7 +34,7 @@ from distckpt._plan.export import OutputTensor, matches, plan_tensors, renamed, 
 from distckpt._plan.layout import FileLayout, LayoutRecord, ManifestLayout, WrittenRecord, lay_out_manifest
 from distckpt._plan.save import plan_owners
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import Clock, counting
+from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
 from distckpt._storage import locations
@@ -149,8 +149,8 @@ def reshard(
     )
     rewrite = _Rewrite(Source(location, manifest, verify), outputs, shards, layouts, layout, settings)
     config = CheckpointingConfig(sources.BACKEND, sources.VERSION)
-    clock = Clock()
-    finish_save(Ranks.alone(), clock, Target(target, overwrite, durable=True, config=config), rewrite)
+    timer = PhaseTimer()
+    finish_save(Ranks.alone(), timer, Target(target, overwrite, durable=True, config=config), rewrite)
     return ReshardReport(
         target,
         len(outputs),

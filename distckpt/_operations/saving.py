@@ -13,7 +13,7 @@ from distckpt._commit import posix
 from distckpt._commit.conditional_put import Transaction, folder_suffix
 from distckpt._format.marker import CheckpointingConfig, save_config
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import Clock, SaveReport
+from distckpt._ranks.report import PhaseTimer, SaveReport
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA, comparable, digest, warn_about_differences
 from distckpt._state.shards import Shard
@@ -49,7 +49,7 @@ class SaveRequest:
     preprocess_common: Callable[[CommonStateDict], StateDict] | None = None
 
 
-def begin_save(ranks: Ranks, request: SaveRequest, clock: Clock, options: Options) -> tuple[Target, PreparedSave]:
+def begin_save(ranks: Ranks, request: SaveRequest, timer: PhaseTimer, options: Options) -> tuple[Target, PreparedSave]:
     """Decide everything about a save.
 
     Collective: every rank calls.
@@ -57,7 +57,7 @@ def begin_save(ranks: Ranks, request: SaveRequest, clock: Clock, options: Option
     Returns:
         Where it goes, and what is to be written; that refers to the tensors of the state dict.
     """
-    with clock.phase("describe"):
+    with timer.phase("describe"):
         with ranks.phase("take their state dicts apart"):
             location = posix.resolve(request.checkpoint_dir)
             strategy = save_strategy(request.sharded_strategy).configure(options)
@@ -73,13 +73,13 @@ def begin_save(ranks: Ranks, request: SaveRequest, clock: Clock, options: Option
         sharded = {str(index): shard for index, shard in enumerate(shards)}
         if ranks.is_coordinator:
             sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))
-    with clock.phase("plan"):
+    with timer.phase("plan"):
         prepared = prepare_save(strategy, sharded)
     config = CheckpointingConfig(strategy.backend, strategy.version)
     return Target(location, request.overwrite, options.durable, config), prepared
 
 
-def finish_save(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSave) -> SaveReport:
+def finish_save(ranks: Ranks, timer: PhaseTimer, target: Target, prepared: PreparedSave) -> SaveReport:
     """Write everything beside the target and commit it.
 
     Collective: every rank calls.
@@ -89,7 +89,7 @@ def finish_save(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSa
     staging = posix.staging_location(location, nonce)
     transaction = None
     try:
-        with clock.phase("write"):
+        with timer.phase("write"):
             with ranks.phase("create directories", decision=True):
                 posix.prepare(staging, durable)
                 if not locations.is_local(location):
@@ -98,7 +98,7 @@ def finish_save(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSa
                 marker_fields = prepared.write(staging, ranks)
                 if durable:
                     posix.sync(staging)
-        with clock.phase("commit"), ranks.phase("commit", decision=True):
+        with timer.phase("commit"), ranks.phase("commit", decision=True):
             if ranks.is_coordinator:
                 extra = {**target.notes, **(marker_fields or {})}
                 if transaction is not None:
@@ -112,7 +112,7 @@ def finish_save(ranks: Ranks, clock: Clock, target: Target, prepared: PreparedSa
         elif ranks.is_coordinator:
             posix.abandon(staging)
         raise
-    report = SaveReport(location, *clock.summarize(ranks, prepared.num_bytes, "write"), prepared.plan_reused)
+    report = SaveReport(location, *timer.summarize(ranks, prepared.num_bytes, "write"), prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)
     return report

@@ -19,7 +19,7 @@ from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign import sources
 from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
-from distckpt._operations.loading import read_unchanged
+from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt.strategies.defaults import load_strategy

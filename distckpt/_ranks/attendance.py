@@ -10,7 +10,7 @@ LATE_SECONDS = 2.0
 """So long a rank may take to come to an exchange that another one has found broken, and not be called absent."""
 
 
-class Roll:
+class AttendanceLog:
     """Notes of all ranks in the store through which they found each other.
 
     A note is sent and not waited for, which takes some microseconds. A store that is gone, since the process that held

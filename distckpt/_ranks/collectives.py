@@ -22,7 +22,7 @@ import torch.distributed as dist
 from distckpt._base import errors
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, RankFailedError
 from distckpt._geometry.region import IntArray
-from distckpt._ranks.attendance import Roll
+from distckpt._ranks.attendance import AttendanceLog
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _cpu_groups: dict[Any, Any] = {}
 _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Default group -> the group of this process alone."""
 
-_rolls: weakref.WeakKeyDictionary[Any, Roll] = weakref.WeakKeyDictionary()
+_attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
 """By gloo group: calls that use the same group one after the other go on counting."""
 
 _last_exchanges: weakref.WeakKeyDictionary[Any, Sequence[torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -179,13 +179,13 @@ class Ranks:
             name: of the exchange.
             of_all: all ranks come to it, in the same order as to others.
         """
-        roll = _roll_of(self._group, self.rank, self.size)
+        log = _attendance_log_of(self._group, self.rank, self.size)
         if of_all:
-            roll.note()
+            log.note()
         try:
             yield
         except RuntimeError as error:
-            absent = roll.absent_ranks()
+            absent = log.absent_ranks()
             who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
             lost = RankFailedError(
                 {rank: TimeoutError("did not come, or died") for rank in absent},
@@ -351,12 +351,12 @@ def _cpu_group(group: Any) -> Any:
     return _cpu_groups[group]
 
 
-def _roll_of(group: Any, rank: int, size: int) -> Roll:
-    if group not in _rolls:
+def _attendance_log_of(group: Any, rank: int, size: int) -> AttendanceLog:
+    if group not in _attendance_logs:
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
         shared = store and dist.PrefixStore("distckpt", store)  # type: ignore[attr-defined]
-        _rolls[group] = Roll(shared, rank, size)
-    return _rolls[group]
+        _attendance_logs[group] = AttendanceLog(shared, rank, size)
+    return _attendance_logs[group]
 
 
 def _as_tensor(payload: bytes) -> torch.Tensor:

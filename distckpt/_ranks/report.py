@@ -94,7 +94,7 @@ def counting(progress: Callable[[int, int], object] | None, total_bytes: int) ->
     return add
 
 
-class Clock:
+class PhaseTimer:
     """Measures the phases of one call."""
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import checksum
 from distckpt._format import codec
@@ -19,6 +20,14 @@ COMMON_KEY = "distckpt.common_state"
 """Key of the object that holds common state in a checkpoint; reserved."""
 CONTENT_METADATA = "content_metadata"
 """Entry of common state that describes the content of a checkpoint."""
+
+
+def check_common_strategy(common_strategy: object) -> None:
+    """Refuse what Megatron's programs may pass for common state."""
+    if common_strategy is not None:
+        raise CheckpointingException(
+            "common_strategy must be None: common state is stored with the sharded objects by the sharded strategy."
+        )
 
 
 def comparable(common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None) -> CommonStateDict:

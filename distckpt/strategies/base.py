@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
@@ -19,6 +19,9 @@ from distckpt._io.staging import Staging
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
+
+Verify = Literal["none", "read", "full"]
+ParallelLoad = Literal["auto", "on", "off"]
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 

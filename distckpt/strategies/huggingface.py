@@ -9,12 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
-from distckpt._base.messages import summarize_keys
+from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES, paused_garbage_collection
 from distckpt._commit import posix
 from distckpt._foreign import hugging_face, sources
@@ -34,7 +34,7 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import counting
 from distckpt._storage import locations
 from distckpt.rules import Rule
-from distckpt.strategies.base import ConsolidationStrategy
+from distckpt.strategies.base import ConsolidationStrategy, Verify
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     like: str | None = None
     extra_files_from: str | None = None
     overwrite: bool = False
-    verify: str = "full"
+    verify: Verify = "full"
     max_inflight_bytes: int = 256 << 20
     num_threads: int = NUM_THREADS
     progress: Callable[[int, int], object] | None = None
@@ -94,10 +94,9 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     version: int = 1
 
     def __post_init__(self) -> None:
-        if self.tied not in ("drop", "write"):
-            raise ValueError(f"tied must be 'drop' or 'write', got {self.tied!r}")
-        if self.unmatched not in ("error", "keep"):
-            raise ValueError(f"unmatched must be 'error' or 'keep', got {self.unmatched!r}")
+        check_choice("tied", self.tied, ("drop", "write"))
+        check_choice("unmatched", self.unmatched, ("error", "keep"))
+        check_choice("verify", self.verify, get_args(Verify))
 
     @paused_garbage_collection()
     def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
