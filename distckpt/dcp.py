@@ -65,7 +65,7 @@ def save(
 
         dcp.save({"model": model.state_dict(), "step": 100}, checkpoint_id="checkpoints/step_100")
 
-    A checkpoint that is there is replaced, as PyTorch's writer does by default; it stays whole until the new one is.
+    A checkpoint that is there is replaced, as PyTorch's writer does by default; it stays until the new one is complete.
 
     Collective: every rank of the process group calls, unless `no_dist` is set.
 
@@ -239,7 +239,7 @@ def load(
         no_dist: load into this process alone.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
+        CheckpointNotFoundError: no complete checkpoint is there.
         LoadMismatchError: something that is asked for is not in the checkpoint, or has another shape there. Nothing is
             changed.
         CorruptCheckpointError: files are missing, cut off or changed.

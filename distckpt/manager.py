@@ -76,7 +76,7 @@ class CheckpointManager:
 
     Args:
         root: a path or fsspec URL; it need not exist yet.
-        keep_last: keep so many of the newest whole checkpoints; None keeps everything.
+        keep_last: keep so many of the newest complete checkpoints; None keeps everything.
         keep_every: keep steps that are multiples of this.
         keep: keep steps for which this returns True. Called on rank 0, in the background.
         best_metric: keep the checkpoints with the best values of this metric, see `save`.
@@ -149,14 +149,14 @@ class CheckpointManager:
             sharded_state_dict: see `distckpt.save`.
             metrics: numbers that belong to the step, such as the loss; those of rank 0 are kept with the checkpoint.
             pinned: never remove this checkpoint.
-            overwrite: replace a whole checkpoint of this step; the earlier one stays until the new one is complete.
+            overwrite: replace a complete checkpoint of this step; the earlier one stays until the new one is complete.
             content_metadata: see `distckpt.save`.
 
         Returns:
             What tells how the save goes, see `distckpt.async_save`.
 
         Raises:
-            CheckpointExistsError: a whole checkpoint of this step is there and `overwrite` is False.
+            CheckpointExistsError: a complete checkpoint of this step is there and `overwrite` is False.
             RankFailedError: raised on all ranks when any rank failed, or an earlier save has failed unnoticed.
         """
         if self._is_closed:
@@ -208,7 +208,7 @@ class CheckpointManager:
         return start(save, ranks, self._exit_timeout, is_abandoned)
 
     def load(self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any) -> StateDict:
-        """Load a step, the newest that is whole when none is given. Waits for saves that are on their way.
+        """Load a step, the newest complete one when none is given. Waits for saves that are on their way.
 
         Args:
             sharded_state_dict: see `distckpt.load`.
@@ -219,7 +219,7 @@ class CheckpointManager:
             What `distckpt.load` returns.
 
         Raises:
-            CheckpointNotFoundError: the step is not there, or no step is whole; says what is wrong with each.
+            CheckpointNotFoundError: the step is not there, or no step is complete; says what is wrong with each.
             CheckpointingException: as `distckpt.load` does.
         """
         background.wait_for_all()
@@ -232,7 +232,7 @@ class CheckpointManager:
         return loaded
 
     def latest(self) -> int | None:
-        """Return the newest step that is whole, None when there is none; `skipped` says what is wrong with newer ones.
+        """Return the newest complete step, None when there is none; `skipped` says what is wrong with newer ones.
 
         Marker, manifest, and the sizes and headers of all files are looked at. Saves that are on their way do not
         count.
@@ -304,10 +304,10 @@ class CheckpointManager:
         if problem is None:
             return False
         if not locations.is_local(location):
-            logger.warning("%s is not whole (%s): it is replaced when the new one is complete", location, problem)
+            logger.warning("%s is incomplete (%s): it is replaced when the new one is complete", location, problem)
             return True
         aside = locations.join(self.root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
-        logger.warning("%s is not whole (%s): moved to %s", location, problem, aside)
+        logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
         locations.rename(location, aside)
         return False
 

@@ -82,7 +82,7 @@ def save(
     """Save a state dict whose tensors are spread over the ranks.
 
     Every byte is written once, by one of the ranks that hold it. The checkpoint appears under its name in one step
-    when all of it is on disk; until then an earlier one there stays whole.
+    when all of it is on disk; until then an earlier one there stays in place.
 
         state = {"model": model.sharded_state_dict(), "step": 100}
         distckpt.save(state, "checkpoints/step_100")
@@ -93,7 +93,7 @@ def save(
         sharded_state_dict: nested dicts, lists and tuples. `ShardedTensor`, `ShardedObject` and
             `ShardedTensorFactory` leaves are the sharded part, `LocalNonpersistentObject` leaves are not saved, all
             else is common state, saved once. It is not changed.
-        checkpoint_dir: a path or fsspec URL. It must not hold a whole checkpoint (see `overwrite`); what an
+        checkpoint_dir: a path or fsspec URL. It must not hold a complete checkpoint (see `overwrite`); what an
             unfinished save left there is moved aside, or removed from an object store when this one is complete.
         sharded_strategy: writes the shards; a strategy, `(backend, version)` of a registered one, or None for the
             built-in safetensors format.
@@ -108,7 +108,7 @@ def save(
         async_strategy: accepted for compatibility.
         verify_integrity: accepted for compatibility: checksums are always written.
         common_strategy: accepted for compatibility; must be None.
-        overwrite: replace a whole checkpoint that is there. The earlier one stays until the new one is complete.
+        overwrite: replace a complete checkpoint that is there. The earlier one stays until the new one is complete.
         process_group: the ranks that save together; None for the default group, or for this process alone when
             torch.distributed is not initialised.
         validate_replicas: also compare the content of replicas, and refuse to save when they differ. Reads all
@@ -123,7 +123,7 @@ def save(
 
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other. Nothing is written.
-        CheckpointExistsError: a whole checkpoint is there and `overwrite` is False.
+        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed. Also when an earlier background
             save failed and nobody has asked for its result.
     """

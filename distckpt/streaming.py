@@ -119,7 +119,7 @@ def save_safetensors_streaming_sharded(
 
     Tensors are divided into `model-00001-of-0000n.safetensors` in the order of the announcement, with an index; what
     fits one file becomes `model.safetensors` without. Everything is written beside the directory and put in its place
-    in one step: an earlier export there stays whole until then, other files there stay. On an object store files
+    in one step: an earlier export there stays until then, other files there stay. On an object store files
     are written in place, the index last.
 
     Args:

@@ -96,7 +96,7 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
 
 
 def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
-    """Check that a whole checkpoint of a readable format is there (its marker is; contents are not read).
+    """Check that a complete checkpoint of a readable format is there (its marker is; contents are not read).
 
     Returns:
         The fields of the marker.

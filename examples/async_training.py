@@ -1,9 +1,9 @@
-"""Train on two processes, save in the background, lose a process, and go on from the newest whole checkpoint.
+"""Train on two processes, save in the background, lose a process, and go on from the newest complete checkpoint.
 
     python examples/async_training.py --work-dir /tmp/async_training
 
 Prints the loss of every fifth step, and for how long each save kept training waiting. Right after the fourth save has
-begun, one process is killed as by a failing machine. The second run finds the newest checkpoint that is whole, and
+begun, one process is killed as by a failing machine. The second run finds the newest complete checkpoint, and
 repeats the losses of the first one from there.
 """
 

@@ -21,7 +21,7 @@ class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointingException, FileExistsError):
-    """Report a location that already holds a whole checkpoint, which is not overwritten unasked."""
+    """Report a location that already holds a complete checkpoint, which is not overwritten unasked."""
 
 
 class CorruptCheckpointError(CheckpointingException):

@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments: those of `distckpt.CheckpointManager` that say what is kept."""
     parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
     parser.add_argument(
-        "--keep-last", type=positive, metavar="N", help="keep so many of the newest whole checkpoints (default: all)"
+        "--keep-last", type=positive, metavar="N", help="keep so many of the newest complete checkpoints (default: all)"
     )
     parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of this")
     parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of this one")
@@ -80,7 +80,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def _removable(root: str, saved: list[Saved], policy: Retention) -> list[int]:
-    """Return the steps that are not to be kept; none as long as no step is whole."""
+    """Return the steps that are not to be kept; none as long as no step is complete."""
     if policy.keep_last is None:
         return []
 
@@ -90,7 +90,7 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[int]:
     newest = next((item.step for item in reversed(saved) if is_whole(item.step)), None)
     if newest is None:
         return []
-    # What is newer than the newest whole step is damaged: whether it can be repaired, people decide.
+    # What is newer than the newest complete step is damaged: whether it can be repaired, people decide.
     return surplus(policy, [item for item in saved if item.step <= newest], newest, is_whole)
 
 

@@ -50,7 +50,7 @@ def positive(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise ArgumentTypeError(f"{text!r} is no positive whole number")
+        raise ArgumentTypeError(f"{text!r} is not a positive integer")
     return number
 
 

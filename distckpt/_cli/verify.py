@@ -75,4 +75,4 @@ def summary(report: VerifyReport) -> str:
     )
 
 
-VERB = Verb("verify", "Check that a checkpoint is whole and is what was saved.", add_arguments, run, error_code=2)
+VERB = Verb("verify", "Check that a checkpoint is complete and undamaged.", add_arguments, run, error_code=2)

@@ -68,7 +68,7 @@ class Transaction:
             replace a checkpoint, and removes nothing but what it has written.
 
     Raises:
-        CheckpointExistsError: a whole checkpoint is there and cannot or must not be replaced.
+        CheckpointExistsError: a complete checkpoint is there and cannot or must not be replaced.
     """
 
     def __init__(self, location: str, nonce: str, overwrite: bool, has_folders: bool) -> None:

@@ -1,4 +1,4 @@
-"""The transaction of a save: written beside the target, visible by one rename, absent or whole at every moment.
+"""The atomic commit of a save: written beside the target, then renamed, so readers see a complete checkpoint or none.
 
 Local and other POSIX file systems: everything is written into `.<name>.tmp-<nonce>` beside the target, made durable
 and renamed. Object stores, which rename nothing: see `_object_commit`.
@@ -43,7 +43,7 @@ def check_target(location: str, overwrite: bool) -> None:
     """Refuse a target that must not be written to. Called by the coordinator before anything is written.
 
     Raises:
-        CheckpointExistsError: a whole checkpoint is there and `overwrite` is False, or other files are in the way.
+        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or other files are in the way.
     """
     put_back(location)
     state = _state_of(location)
@@ -57,9 +57,9 @@ def check_target(location: str, overwrite: bool) -> None:
 
 
 def already_whole(location: str, advice: str) -> CheckpointExistsError:
-    """Return the error about a whole checkpoint that must not be replaced."""
+    """Return the error about a complete checkpoint that must not be replaced."""
     return CheckpointExistsError(
-        f"{location!r} already holds a whole checkpoint. Choose another location, delete it, or {advice}."
+        f"{location!r} already holds a complete checkpoint. Choose another location, delete it, or {advice}."
     )
 
 
@@ -84,7 +84,7 @@ def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -
     """Make a completely written save visible under its name. Called by the coordinator, last.
 
     Raises:
-        CheckpointExistsError: a whole checkpoint appeared there in the meantime and `overwrite` is False.
+        CheckpointExistsError: a complete checkpoint appeared there in the meantime and `overwrite` is False.
     """
     if not locations.is_local(location):
         return

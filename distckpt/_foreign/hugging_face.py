@@ -144,7 +144,7 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPi
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{path!r} is not a whole safetensors file ({type(error).__name__}: {error}): restore it from a copy."
+            f"{path!r} is not a complete safetensors file ({type(error).__name__}: {error}): restore it from a copy."
         ) from error
     return ShardFile(name, size, header_bytes, 0), info is not None, pieces
 

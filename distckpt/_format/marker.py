@@ -1,4 +1,4 @@
-"""The marker file that says "this directory is a whole checkpoint". `distckpt.core` is the public path.
+"""The marker file that says "this directory is a complete checkpoint". `distckpt.core` is the public path.
 
 The marker (`metadata.json`) is written last. A reader that finds no marker sees no checkpoint; a reader
 that finds one may rely on everything it names. It carries Megatron's `CheckpointingConfig` fields beside
@@ -103,7 +103,7 @@ def save_config(
 ) -> None:
     """Write the marker of a checkpoint, in one step.
 
-    Call it last: from then on the location counts as a whole checkpoint.
+    Call it last: from then on the location counts as a complete checkpoint.
 
     Args:
         config: the format of the checkpoint.

@@ -242,8 +242,8 @@ def _verify(location: str, manifest: Manifest, part: Part, buffer: Bytes) -> Non
             start = int(manifest.first_bytes[part.chunk])
             raise CorruptCheckpointError(
                 f"Checksum mismatch in {file!r}, bytes {start + low} to {start + high}: chunk "
-                f"{manifest.chunk_region(part.chunk)} of key {_key(manifest, part.chunk)!r} is not what was written. "
-                "The file was damaged or replaced after the save: restore it from a copy or load another checkpoint."
+                f"{manifest.chunk_region(part.chunk)} of key {_key(manifest, part.chunk)!r} was "
+                "damaged or replaced after the save. Restore the file from a copy or load another checkpoint."
             )
 
 

@@ -141,5 +141,5 @@ def _compare(manifest: Manifest, file: ShardFile, rows: list[int], checksums: np
     expected = [manifest.block_checksums[manifest.block_starts[r] : manifest.block_starts[r + 1]] for r in rows]
     if not np.array_equal(np.concatenate(expected), checksums):
         raise CorruptCheckpointError(
-            f"{file.name!r} is not what was saved (checksums differ): nothing was removed. Restore it from a copy."
+            f"{file.name!r} has a checksum mismatch: nothing was removed. Restore it from a copy."
         )

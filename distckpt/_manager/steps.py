@@ -114,7 +114,7 @@ def problem_with(root: str, step: int) -> str | None:
 
 
 def newest_whole_step(root: str) -> tuple[int | None, dict[int, str]]:
-    """Find the newest step that is whole.
+    """Find the newest complete step.
 
     Returns:
         The step, None when there is none, and what is wrong with each newer one.

@@ -29,7 +29,7 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     Any rank may call, alone.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
+        CheckpointNotFoundError: no complete checkpoint is there.
     """
     asked: ShardedStateDict = {"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}
     common = _ask(checkpoint_dir, lambda strategy, location: strategy.load(dict(asked), location)["common"])
@@ -45,7 +45,7 @@ def load_tensors_metadata(
     Any rank may call, alone. With `init_data` the result can be passed to `load`.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
+        CheckpointNotFoundError: no complete checkpoint is there.
     """
     return _ask(checkpoint_dir, lambda strategy, location: strategy.load_tensors_metadata(location), sharded_strategy)
 
@@ -58,7 +58,7 @@ def load_sharded_metadata(
     Any rank may call, alone.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
+        CheckpointNotFoundError: no complete checkpoint is there.
     """
     described = _ask(
         checkpoint_dir, lambda strategy, location: strategy.load_sharded_metadata(location), sharded_strategy
@@ -72,7 +72,7 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torc
     Any rank may call, alone.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
+        CheckpointNotFoundError: no complete checkpoint is there.
     """
 
     def load_all(strategy: LoadShardedStrategy, location: str) -> dict[str, torch.Tensor]:
@@ -103,11 +103,11 @@ def load_content_metadata(
 def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
     """Remove the tensors whose keys begin with a prefix, optimizer state for example, and give their space back.
 
-    One rank calls. The checkpoint stays whole at every moment: what remains is put together beside it and takes its
+    One rank calls. The checkpoint is complete at every moment: what remains is put together beside it and takes its
     place in one step.
 
     Raises:
-        CheckpointNotFoundError: no whole checkpoint is there.
+        CheckpointNotFoundError: no complete checkpoint is there.
     """
     location = locations.normalize(checkpoint_dir)
     background.wait_for_location(posix.resolve(location))

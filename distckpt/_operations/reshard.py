@@ -117,7 +117,7 @@ def reshard(
 
     Raises:
         CheckpointNotFoundError: there is nothing that can be read.
-        CheckpointExistsError: a whole checkpoint is there and `overwrite` is False.
+        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False.
         CheckpointingException: a grid fits no tensor, or not the one it is for.
         CorruptCheckpointError: the source is damaged. Nothing is committed.
         LoadMismatchError: `keys` or a rule matches nothing.

@@ -206,7 +206,7 @@ def _check_file(location: str, manifest: Manifest, file_id: int) -> Problem | No
         message = f"the file was {how}: it has {num_bytes} bytes, {expected.num_bytes} were saved"
         return Problem(path, message, None, None, min(num_bytes, expected.num_bytes), expected.num_bytes)
     if manifest.has_checksums and checksum(header) != expected.header_checksum:
-        return Problem(path, "the header is not what was written", None, None, 0, expected.header_bytes)
+        return Problem(path, "checksum mismatch in the header", None, None, 0, expected.header_bytes)
     return None
 
 
@@ -264,7 +264,7 @@ def _units(blocks: _Blocks) -> Iterator[range]:
 
 
 def _check_unit(location: str, manifest: Manifest, blocks: _Blocks, unit: range) -> tuple[list[tuple[int, str]], int]:
-    """Read some blocks at once; return those that are bad, with what is wrong, and the bytes read."""
+    """Read some blocks at once; return the bad ones, each with a message, and the bytes read."""
     path = _path(location, manifest, int(blocks.file_ids[unit[0]]))
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
     try:
@@ -277,14 +277,14 @@ def _check_unit(location: str, manifest: Manifest, blocks: _Blocks, unit: range)
             parts = [_check_unit(location, manifest, blocks, range(index, index + 1)) for index in unit]
             return [entry for found, _ in parts for entry in found], sum(num_read for _, num_read in parts)
         missing = isinstance(error, FileNotFoundError)
-        return [(unit[0], "" if missing else f"cannot be read: {error.strerror or error}")], 0
+        return [(unit[0], "" if missing else f"a chunk cannot be read: {error.strerror or error}")], 0
     bad = []
     for index in unit:
         start, stop = int(blocks.starts[index]) - begin, int(blocks.stops[index]) - begin
         if stop > len(data):
-            bad.append((index, "was cut off"))
+            bad.append((index, "a chunk was cut off"))
         elif len(blocks.expected) and checksum(data[start:stop]) != int(blocks.expected[index]):
-            bad.append((index, "is not what was written (checksum mismatch)"))
+            bad.append((index, "checksum mismatch in a chunk"))
     return bad, len(data)
 
 
@@ -292,12 +292,11 @@ def _describe(location: str, manifest: Manifest, blocks: _Blocks, bad: Sequence[
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
     chunk_before = -1
-    for index, what in bad:
-        if not what:
-            continue  # there is no such file, which has been said
+    for index, message in bad:
+        if not message:
+            continue  # a missing file, which is reported already
         chunk = int(blocks.chunks[index])
         start, stop = int(blocks.starts[index]), int(blocks.stops[index])
-        message = f"a chunk {what}"
         if problems and chunk == chunk_before and problems[-1][1] == message and problems[-1].stop_byte == start:
             problems[-1] = problems[-1]._replace(stop_byte=stop)
             continue

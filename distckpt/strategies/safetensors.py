@@ -343,7 +343,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return described
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint is whole throughout."""
+        """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint is complete throughout."""
         config = CheckpointingConfig(self.backend, self.version)
         manifest = self._open(checkpoint_dir)
         if not manifest.has_checksums:

@@ -1,4 +1,4 @@
-"""Background saves whose disk fills up, whose ranks are killed or stopped: absent or whole, and everybody is told."""
+"""Background saves whose disk fills up or whose ranks are killed or stopped: atomic, and all ranks raise."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def save_first(rank, root):
 
 
 def resume(rank, root):
-    """What a new job does: find the newest whole step, load it, and save the next one."""
+    """What a new job does: find the newest complete step, load it, and save the next one."""
     with CheckpointManager(root) as manager:
         found = manager.latest(), values_in(manager.load(state_of(rank, -1), verify="full"))
         manager.save(2, state_of(rank, 3)).result(PATIENCE)

@@ -1,4 +1,4 @@
-"""Programs that know nothing of each other use one path: of two savers one wins, and readers see whole checkpoints."""
+"""Independent programs use one path: of two savers one wins, and readers see complete checkpoints."""
 
 from __future__ import annotations
 

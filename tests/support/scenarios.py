@@ -1,4 +1,4 @@
-"""Operations that must be absent or whole whatever happens to them, and what judges their result.
+"""Operations that must stay atomic whatever happens to them, and the checks of their results.
 
 A scenario has a folder in which something is there already, an operation that every rank calls, and a judge that reads
 the folder afterwards, as users do and with the reference library: it finds what was there before, or what the operation
@@ -344,4 +344,4 @@ _SCENARIOS = [
 ]
 
 SCENARIOS = {scenario.name: scenario for scenario in _SCENARIOS}
-"""All that must be absent or whole, by name."""
+"""All operations that must be atomic, by name."""

@@ -1,4 +1,4 @@
-"""The checkpoint manager in one process: which step is the newest whole one, what is kept, and what is left alone."""
+"""The checkpoint manager in one process: the newest complete step, retention, and what is left alone."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_an_error_in_the_block_is_not_replaced(tmp_path):
         1 / 0  # noqa: B018
 
 
-# --- The newest whole step among broken ones ------------------------------------------------------------------------
+# --- The newest complete step among broken ones ---------------------------------------------------------------------
 
 
 def shard_file(step_directory):
@@ -302,7 +302,7 @@ def test_a_damaged_step_does_not_stop_a_run_that_comes_to_it_again(tmp_path, cap
         assert value_in(manager.load(state_of(-1))) == 2
     (aside,) = [name for name in names_in(tmp_path) if name.startswith(".")]
     assert aside.startswith(".step_00000002.damaged-")
-    assert "is not whole" in caplog.text
+    assert "is incomplete" in caplog.text
 
 
 def test_checkpoints_that_no_manager_saved_can_be_the_latest(tmp_path):

@@ -427,7 +427,7 @@ def test_modes_agree_with_megatron():
             assert getattr(StrictHandling, name)(mode) == getattr(theirs, name)(theirs(mode.value))
 
 
-# ---- whole checkpoints
+# ---- checkpoints
 
 
 def test_a_checkpoint_is_recognised_by_its_marker(tmp_path):

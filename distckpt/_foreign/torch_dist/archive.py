@@ -24,7 +24,7 @@ class Archive:
         try:
             entries = zipfile.ZipFile(_RangeFile(self._read_range, size)).infolist()
         except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"not a whole archive of torch.save ({error!s:.200})") from error
+            raise ValueError(f"not a complete archive of torch.save ({error!s:.200})") from error
         # Entries are told apart by their names below the folder of the archive.
         self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
         if "data.pkl" not in self._entries or len(self._entries) != len(entries):

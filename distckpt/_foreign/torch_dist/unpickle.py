@@ -105,7 +105,7 @@ def read_pickle(
 
     Raises:
         RefusedGlobalError: a global is not in the table.
-        ValueError: not a whole pickle, or one with instructions that no such file has.
+        ValueError: not a complete pickle, or one with instructions that no such file has.
     """
     machine = _Machine(data, table, persistent, set_state)
     try:

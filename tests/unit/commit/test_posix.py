@@ -1,4 +1,4 @@
-"""A save is absent or whole, whatever was at its place and whatever goes wrong."""
+"""A save is atomic, whatever was at its place and whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_missing_parents_are_made(tmp_path):
 def test_an_existing_checkpoint_is_refused_and_stays(tmp_path):
     distckpt.save(state(1.0), tmp_path / "c")
     before = {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")}
-    with pytest.raises(CheckpointExistsError, match=r"'.*/c' already holds a whole checkpoint.*overwrite=True"):
+    with pytest.raises(CheckpointExistsError, match=r"'.*/c' already holds a complete checkpoint.*overwrite=True"):
         distckpt.save(state(2.0), tmp_path / "c")
     assert {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")} == before
     assert names(tmp_path) == ["c"]
@@ -324,7 +324,7 @@ def test_a_checkpoint_keeps_its_meaning_when_copied_to_a_disk(memory, tmp_path):
 
 def test_a_checkpoint_on_an_object_store_is_refused_and_stays(memory):
     distckpt.save(state(1.0), f"{memory}/c")
-    with pytest.raises(CheckpointExistsError, match=r"already holds a whole checkpoint.*overwrite=True"):
+    with pytest.raises(CheckpointExistsError, match=r"already holds a complete checkpoint.*overwrite=True"):
         distckpt.save(state(2.0), f"{memory}/c")
     assert loaded_value(f"{memory}/c") == 1.0
 

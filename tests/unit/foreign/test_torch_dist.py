@@ -646,10 +646,10 @@ def test_small_pickles_of_large_objects_are_refused(name, tmp_path):
 @pytest.mark.parametrize(
     ("blob", "problem"),
     [
-        (b"PK", "not a whole archive"),
+        (b"PK", "not a complete archive"),
         (archive_with(b"N.", name="other"), "data.pkl"),
         (archive_with(b"N" * 1000 + b".", compression=zipfile.ZIP_DEFLATED), "compressed"),
-        (pickle.dumps({"a": 1}), "not a whole archive"),
+        (pickle.dumps({"a": 1}), "not a complete archive"),
     ],
 )
 def test_files_that_are_no_archives_are_refused(blob, problem, tmp_path):

@@ -401,7 +401,7 @@ def failing_save(path):
 def test_result_raises_and_then_nothing_else_does(tmp_path, caplog):
     handle = failing_save(tmp_path / "c")
     for _ in range(2):
-        with pytest.raises(CheckpointExistsError, match="already holds a whole checkpoint"):
+        with pytest.raises(CheckpointExistsError, match="already holds a complete checkpoint"):
             handle.result(PATIENCE)
     assert f"the background save to {tmp_path}/c failed: CheckpointExistsError" in caplog.text
     distckpt.async_save({"v": 1}, tmp_path / "d").result(PATIENCE)
@@ -412,7 +412,7 @@ def test_an_error_that_nobody_asked_for_surfaces_once(verb, tmp_path):
     failing_save(tmp_path / "c")
     failing_save(tmp_path / "d")
     distckpt._io.background.wait_for_all()
-    with pytest.raises(CheckpointExistsError, match="already holds a whole checkpoint"):
+    with pytest.raises(CheckpointExistsError, match="already holds a complete checkpoint"):
         verb({"v": 1}, tmp_path / "e")
     assert not (tmp_path / "e").exists()
     verb({"v": 1}, tmp_path / "e")
