@@ -23,7 +23,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.public import set_public_home
-from distckpt._models.fused import Part, fail, parts_factory
+from distckpt._models.fused import FusedPart, fail, parts_factory
 from distckpt.dict_utils import dict_list_map_outplace
 from distckpt.mapping import (
     ReplicaId,
@@ -147,7 +147,7 @@ def grouped_mlp_sharded_state_dict(
         f"{prefix}experts.linear_fc1.weight",
         weight1,
         [
-            Part(
+            FusedPart(
                 (0, 0, i * features),
                 (num_local_experts, hidden, features),
                 (*layer, 0, (i * tp_size + tp_rank) * features, 0),
@@ -166,7 +166,7 @@ def grouped_mlp_sharded_state_dict(
     second = parts_factory(
         f"{prefix}experts.linear_fc2.weight",
         weight2,
-        [Part((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)],
+        [FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)],
         local_shape=weight2.shape,
         view_shape=local,
         axes=(0, 2, 1),

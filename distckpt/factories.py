@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from distckpt._base.public import set_public_home
-from distckpt._models.fused import Part, fail, parts_factory
+from distckpt._models.fused import FusedPart, fail, parts_factory
 from distckpt.mapping import ShardedTensor, ShardedTensorFactory
 
 __all__ = ["apply_swiglu_sharded_factory", "qkv_factory", "swiglu_factory"]
@@ -153,7 +153,7 @@ def _along(shard: ShardedTensor, dim: int, runs: Iterable[_Run], stored_size: in
     axis = _global_axis(shard, dim)
     no_offset = (0,) * len(shard.local_shape)
     parts = [
-        Part(
+        FusedPart(
             _with_item(no_offset, dim, run.start),
             _with_item(shard.local_shape, dim, run.size),
             _with_item(shard.global_offset, axis, run.stored_start),

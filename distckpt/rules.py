@@ -2,7 +2,7 @@
 
 Two programs store the same model under other names, with layers stacked, projections fused, vocabularies padded. A
 list of rules says how one gets from the first form to the second. Rules are applied in order, each to what those
-before it made, so they combine freely; `apply_rules` returns where every box of every new tensor comes from, and
+before it made, so they combine freely; `apply_rules` returns where every region of every new tensor comes from, and
 `invert` the way back.
 
 Key patterns: `*` stands for one dotted component (one or more characters other than a dot), `**` for one or more

@@ -20,6 +20,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import estimate_available_memory as estimate_available_memory
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.threads import is_plain_memory, tensor_bytes
+from distckpt._geometry.region import cut_region, whole
 from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import Position
 
@@ -98,19 +99,10 @@ def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torc
             f"a memory limit of {memory_limit} bytes is less than one element of {tensor.dtype} "
             f"({tensor.element_size()} bytes)"
         )
-    return list(_chunks(tensor, memory_limit, 0))
-
-
-def _chunks(tensor: torch.Tensor, limit: int, axis: int) -> Iterator[torch.Tensor]:
-    size = estimate_array_nbytes(tensor)
-    if size <= limit:
-        yield tensor
-        return
-    row_bytes = size // tensor.shape[axis]
-    num_rows = max(1, limit // row_bytes)
-    for first in range(0, tensor.shape[axis], num_rows):
-        rows = tensor.narrow(axis, first, min(num_rows, tensor.shape[axis] - first))
-        yield from _chunks(rows, limit, axis + 1)
+    if estimate_array_nbytes(tensor) <= memory_limit:
+        return [tensor]
+    pieces = cut_region(whole(tuple(tensor.shape)), memory_limit // tensor.element_size())
+    return [tensor[piece.slices()] for piece in pieces]
 
 
 # --- moving -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import operator
 import os
 import re
 import secrets
@@ -25,7 +24,7 @@ from distckpt._foreign import sources
 from distckpt._foreign.stored_values import read_encoded, read_region
 from distckpt._format import codec
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._geometry.region import Region, windows
+from distckpt._geometry.region import Region, cut_region
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
@@ -176,7 +175,7 @@ def printed(stored: Stored, selection: Selection) -> str:
 
 
 def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
-    """Yield the boxes of a region that lie at its edges, each with its place in the shortened tensor."""
+    """Yield the corners of a region, each with its place in the shortened tensor."""
     pairs = [(Region((), ()), Region((), ()))]
     for start, size, kept in zip(region.offset, region.shape, short, strict=True):
         spans = [(0, 0, size)] if size == kept else [(0, 0, _EDGE), (size - _EDGE, kept - _EDGE, _EDGE)]
@@ -219,10 +218,9 @@ def _npy_parts(stored: Stored, selection: Selection) -> Iterator[tuple[bytes, in
     fields = {"descr": np.lib.format.dtype_to_descr(saved), "fortran_order": False, "shape": selection.shape}
     np.lib.format.write_array_header_1_0(header, fields)
     yield header.getvalue(), 0
-    region, done = selection.region, 0
-    for box in windows(region.shape, _WINDOW_ELEMENTS):
-        source = Region(tuple(map(operator.add, box.offset, region.offset)), box.shape)
-        values = to_numpy(stored.read(source))
+    done = 0
+    for region in cut_region(selection.region, _WINDOW_ELEMENTS):
+        values = to_numpy(stored.read(region))
         done += values.nbytes
         yield values.tobytes(), done
 

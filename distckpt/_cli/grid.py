@@ -78,10 +78,10 @@ def text_picture(
     owners = _owners(chunks)
     rows, columns = _extent(shape, axes)
     height, width = min(_TEXT_HEIGHT, rows), min(_TEXT_WIDTH, columns)
-    boxes = [(*_box(chunk, axes), owners.index(chunk.owner)) for chunk in chunks]
+    rectangles = [(*_rectangle(chunk, axes), owners.index(chunk.owner)) for chunk in chunks]
     for line in range(height):
         at_row = (2 * line + 1) * rows // (2 * height)
-        cells = [_owner_at(boxes, at_row, (2 * i + 1) * columns // (2 * width)) for i in range(width)]
+        cells = [_owner_at(rectangles, at_row, (2 * i + 1) * columns // (2 * width)) for i in range(width)]
         yield "".join(_cell(owner, in_colour) for owner in cells)
     for index, owner in enumerate(owners):
         yield f"{_cell(index, in_colour)} {printable(owner)}"
@@ -100,7 +100,7 @@ def svg_picture(title: str, shape: tuple[int, ...], chunks: Sequence[Chunk], axe
     size = min(15, _TITLE_WIDTH / max(1, len(title)))
     parts = [f'<text x="{left}" y="24" font-size="{size:.1f}" font-weight="bold">{_xml(title)}</text>']
     for chunk in chunks:
-        row, column, num_rows, num_columns = _box(chunk, axes)
+        row, column, num_rows, num_columns = _rectangle(chunk, axes)
         index = owners.index(chunk.owner)
         x, y = left + width * column / columns, top + height * row / rows
         w, h = width * num_columns / columns, height * num_rows / rows
@@ -152,7 +152,7 @@ def _extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
     return rows, columns
 
 
-def _box(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]:
+def _rectangle(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Return first row, first column, rows and columns of a chunk in the picture."""
     offsets, sizes = [chunk.offset[axis] for axis in axes], [chunk.shape[axis] for axis in axes]
     row, column = [0] * (2 - len(axes)) + offsets
@@ -160,8 +160,8 @@ def _box(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]:
     return row, column, num_rows, num_columns
 
 
-def _owner_at(boxes: Sequence[tuple[int, int, int, int, int]], row: int, column: int) -> int | None:
-    for first_row, first_column, num_rows, num_columns, owner in boxes:
+def _owner_at(rectangles: Sequence[tuple[int, int, int, int, int]], row: int, column: int) -> int | None:
+    for first_row, first_column, num_rows, num_columns, owner in rectangles:
         if 0 <= row - first_row < num_rows and 0 <= column - first_column < num_columns:
             return owner
     return None

@@ -1,7 +1,7 @@
-"""Tensors that are pieced together from boxes of other tensors: values and pure functions, no data.
+"""Tensors that are pieced together from regions of other tensors: values and pure functions, no data.
 
 A mapped tensor names, for every element of a *target* tensor, the element of a *source* tensor that it is a copy of.
-It does so in boxes, so that any region of the target can be read from regions of the sources alone.
+It does so in regions, so that any region of the target can be read from regions of the sources alone.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import summarize_keys
-from distckpt._geometry.region import IntArray, Region, find_tiling_faults, intersect, intersect_many, whole
+from distckpt._geometry.region import (
+    IntArray,
+    Region,
+    find_tiling_faults,
+    intersect,
+    intersect_many,
+    regions_to_arrays,
+    whole,
+)
 
 
 class Part(NamedTuple):
-    """A box of a target tensor that is a box of a source tensor.
+    """A region of a target tensor that is a copy of a region of a source tensor.
 
-    To get the target box: take the source box, put its axes in the order `order`, then drop and add axes of size 1
-    until the shape is that of the target box.
+    To get the target: take the source, put its axes in the order `order`, then drop and add axes of size 1 until the
+    shape is that of the target.
 
     Attributes:
-        target: the box in the target tensor.
+        target: the region in the target tensor.
         key: the source tensor.
-        source: the box in the source tensor.
-        order: all source axes, in the order in which they appear in the target. Axes along which the source box has
+        source: the region in the source tensor.
+        order: all source axes, in the order in which they appear in the target. Axes along which the source has
             size 1 stand anywhere. `(0, 1, ..., n-1)` when no axis moves.
     """
 
@@ -49,7 +57,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """A target tensor that is pieced together from boxes of source tensors.
+    """A target tensor that is pieced together from regions of source tensors.
 
     Attributes:
         shape: of the target tensor.
@@ -66,9 +74,9 @@ class MappedTensor:
     padding: tuple[Region, ...] = ()
 
     @cached_property
-    def boxes(self) -> tuple[IntArray, IntArray]:
+    def target_arrays(self) -> tuple[IntArray, IntArray]:
         """Offsets and shapes of the parts in the target, arrays of shape (number of parts, number of axes)."""
-        return _box_arrays([part.target for part in self.parts], len(self.shape))
+        return regions_to_arrays([part.target for part in self.parts], len(self.shape))
 
 
 def identity(key: str, info: TensorInfo) -> MappedTensor:
@@ -83,50 +91,27 @@ def identity(key: str, info: TensorInfo) -> MappedTensor:
 def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
     """Find what a region of a target tensor is made of.
 
-    Args:
-        mapped: the target tensor.
-        region: a box inside it.
-
-    Returns:
-        Pairs `(box, part)`: `box` lies in the requested region (offset counted from the region's first element) and
-        `part` is cut down to exactly that box. Together with `resolve_padding` the boxes tile the region.
-
-    Raises:
-        InvalidShardingError: the region does not lie inside the tensor.
+    Returns pairs `(place, part)`: `part` is cut down to the region, and `place` is its target relative to the region's
+    first element. Together with `resolve_padding` the places tile the region.
     """
     _check_inside(region, mapped.shape)
-    rows, offsets, shapes = intersect_many(*mapped.boxes, *region)
+    rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
     found = []
     for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
-        box = Region(tuple(offset), tuple(shape))
-        found.append((box.relative_to(region.offset), _restrict(mapped.parts[row], box)))
+        target = Region(tuple(offset), tuple(shape))
+        found.append((target.relative_to(region.offset), _restrict(mapped.parts[row], target)))
     return found
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
-    """Find the boxes of a region of a target tensor that are to be filled with zeros, relative to the region.
-
-    Raises:
-        InvalidShardingError: the region does not lie inside the tensor.
-    """
+    """Find what of a region of a target tensor is to be filled with zeros, relative to the region."""
     _check_inside(region, mapped.shape)
     common = (intersect(region, padding) for padding in mapped.padding)
-    return [box.relative_to(region.offset) for box in common if box is not None]
+    return [piece.relative_to(region.offset) for piece in common if piece is not None]
 
 
 def target_view(view: torch.Tensor, part: Part) -> torch.Tensor:
-    """See a target box the way its source box lies: no copy, writing to the result writes to `view`.
-
-    Args:
-        view: tensor of shape `part.target.shape`.
-        part: which source box belongs there.
-
-    Returns:
-        A view of shape `part.source.shape` with the axes of the source.
-
-    Raises:
-        ValueError: `view` has another shape.
-    """
+    """View a part's target, a tensor of shape `part.target.shape`, with the shape and the axes of its source."""
     if tuple(view.shape) != part.target.shape:
         raise ValueError(f"a view of shape {tuple(view.shape)} was given for a part of shape {part.target.shape}")
     pairs = _axis_pairs(part)
@@ -137,7 +122,7 @@ def target_view(view: torch.Tensor, part: Part) -> torch.Tensor:
 
 def crop(mapped: MappedTensor, region: Region) -> MappedTensor:
     """Keep a region of a target tensor only. What was trimmed before is not carried over."""
-    parts = tuple(part._replace(target=box) for box, part in resolve(mapped, region))
+    parts = tuple(part._replace(target=place) for place, part in resolve(mapped, region))
     return MappedTensor(region.shape, mapped.dtype, parts)
 
 
@@ -237,15 +222,15 @@ def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
     for key, tensor in mapped.items():
         by_ndim[len(tensor.shape)].append(key)
     for ndim, keys in by_ndim.items():
-        boxes: list[Region] = []
+        targets: list[Region] = []
         ids: list[int] = []
         for index, key in enumerate(keys):
             regions = [part.target for part in mapped[key].parts] + list(mapped[key].padding)
             for region in regions:
                 _check_inside(region, mapped[key].shape, key)
-            boxes += regions
+            targets += regions
             ids += [index] * len(regions)
-        offsets, shapes = _box_arrays(boxes, ndim)
+        offsets, shapes = regions_to_arrays(targets, ndim)
         global_shapes = np.array([mapped[key].shape for key in keys], np.int64).reshape(len(keys), ndim)
         for fault in find_tiling_faults(np.array(ids, np.int64), offsets, shapes, global_shapes):
             where = f"Element {fault.element} of {keys[fault.tensor]!r}"
@@ -283,16 +268,16 @@ def _complete_order(ndim: int, moved: list[int]) -> tuple[int, ...]:
     return (*moved, *(axis for axis in range(ndim) if axis not in moved))
 
 
-def _restrict(part: Part, box: Region) -> Part:
-    """Cut a part down to a box of the target."""
-    if box == part.target:
+def _restrict(part: Part, target: Region) -> Part:
+    """Cut a part down to a region inside its target."""
+    if target == part.target:
         return part
     offset, shape = list(part.source.offset), list(part.source.shape)
     for target_axis, source_axis in _axis_pairs(part):
-        offset[source_axis] += box.offset[target_axis] - part.target.offset[target_axis]
-        shape[source_axis] = box.shape[target_axis]
+        offset[source_axis] += target.offset[target_axis] - part.target.offset[target_axis]
+        shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
-    return Part(box, part.key, Region(tuple(offset), tuple(shape)), order)
+    return Part(target, part.key, Region(tuple(offset), tuple(shape)), order)
 
 
 def _inverse(name: str, part: Part) -> Part:
@@ -308,9 +293,3 @@ def _along(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
 
 def _pick(values: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...]:
     return tuple(values[axis] for axis in axes)
-
-
-def _box_arrays(regions: Sequence[Region], ndim: int) -> tuple[IntArray, IntArray]:
-    offsets = np.array([region.offset for region in regions], np.int64).reshape(len(regions), ndim)
-    shapes = np.array([region.shape for region in regions], np.int64).reshape(len(regions), ndim)
-    return offsets, shapes

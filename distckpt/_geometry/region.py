@@ -1,4 +1,4 @@
-"""Geometry: boxes inside a global tensor. The only geometry there is; load, save and consolidation share it.
+"""Regions of a global tensor: intersecting, cutting and comparing them.
 
 A region is an offset and a shape, counted in elements of the global tensor. Arrays of regions are pairs of int64
 arrays `offsets`, `shapes` of shape (n, ndim).
@@ -6,6 +6,7 @@ arrays `offsets`, `shapes` of shape (n, ndim).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,7 +23,7 @@ _MAX_CORNERS = 1 << 22
 
 
 class Region(NamedTuple):
-    """A box inside a tensor: `offset` of its first element and `shape`, one int per axis."""
+    """A rectangle of indices of a tensor: `offset` of its first element and `shape`, one int per axis."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -36,11 +37,11 @@ class Region(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True)) + "]"
 
     def relative_to(self, origin: tuple[int, ...]) -> Region:
-        """Return the same box with its offset counted from `origin`."""
+        """Count the offset from `origin`."""
         return Region(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Return the box as an index into the tensor it lies in."""
+        """Return the index that selects this region of a tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
 
 
@@ -50,7 +51,7 @@ def whole(shape: tuple[int, ...]) -> Region:
 
 
 def intersect(first: Region, second: Region) -> Region | None:
-    """Return the common box of two regions, None when they share no element."""
+    """Return the elements that two regions share as a region, None when they share none."""
     start = tuple(map(max, first.offset, second.offset))
     stop = tuple(
         min(a + n, b + m) for a, n, b, m in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
@@ -66,7 +67,7 @@ def intersect_many(
     """Intersect n regions with others: as many, one with one, or the same one with all.
 
     Returns:
-        `(rows, offsets, shapes)`: the indices of those that share elements, and the common boxes.
+        `(rows, offsets, shapes)`: the indices of those that share elements, and what they have in common.
     """
     others = np.asarray(other_offsets, np.int64)
     start = np.maximum(offsets, others)
@@ -92,9 +93,9 @@ def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
 
 
 def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
-    """Cut elements [start, stop) of a row-major tensor into boxes, at most 2 * ndim - 1 of them.
+    """Cut elements [start, stop) of a row-major tensor into regions, at most 2 * ndim - 1 of them.
 
-    The boxes come in memory order and each is contiguous in memory, so their flattened contents, one after another,
+    The regions come in memory order and each is contiguous in memory, so their flattened contents, one after another,
     are exactly the flat slice.
     """
     if stop <= start:
@@ -119,13 +120,6 @@ def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterato
         yield from _inside_row(shape, last, 0, tail)
 
 
-def windows(shape: tuple[int, ...], max_elements: int) -> Iterator[Region]:
-    """Cut a row-major tensor into boxes of at most so many elements, in memory order, each contiguous in memory."""
-    total = math.prod(shape)
-    for start in range(0, total, max_elements):
-        yield from flat_range_regions(shape, start, min(total, start + max_elements))
-
-
 def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
     if stop - start == math.prod(shape[1:]):
         yield Region((row,) + (0,) * (len(shape) - 1), (1, *shape[1:]))
@@ -142,27 +136,51 @@ def flat_start(shape: tuple[int, ...], region: Region) -> int:
     return index
 
 
-def covering_elements(shape: tuple[int, ...], box: Region) -> int:
-    """Count the elements from the first to the last one of a box, those between its runs included."""
-    if box.num_elements == 0:
+def covering_elements(shape: tuple[int, ...], region: Region) -> int:
+    """Count the elements from the first to the last one of a region, those between its runs included."""
+    if region.num_elements == 0:
         return 0
-    last = Region(tuple(o + n - 1 for o, n in zip(box.offset, box.shape, strict=True)), (1,) * len(shape))
-    return flat_start(shape, last) - flat_start(shape, box) + 1
+    last = Region(tuple(o + n - 1 for o, n in zip(region.offset, region.shape, strict=True)), (1,) * len(shape))
+    return flat_start(shape, last) - flat_start(shape, region) + 1
 
 
-def slabs(shape: tuple[int, ...], box: Region, max_elements: int) -> Iterator[Region]:
-    """Cut a box across its leading axes until each part spans at most `max_elements` of the tensor."""
-    if box.num_elements == 0:
+def cut_region(
+    region: Region, max_elements: int, *, shape: tuple[int, ...] | None = None, multiple: int = 1
+) -> Iterator[Region]:
+    """Cut a region across its leading axes into pieces of at most `max_elements`, in row-major order.
+
+    Pieces are runs of rows; only rows that are larger than the limit are cut along later axes. The edges lie at
+    multiples of a number of rows that depends on the shape alone, so that regions which overlap share most of them.
+
+    With `multiple`, a piece begins only where its first element's flat index in the row-major tensor of `shape` is a
+    multiple of it. Pieces may then be larger.
+    """
+    if region.num_elements <= max_elements:
+        yield region
         return
-    if covering_elements(shape, box) <= max_elements:
-        yield box
-        return
-    axis = next(i for i, n in enumerate(box.shape) if n > 1)
-    step = max(1, max_elements // math.prod(shape[axis + 1 :]))
-    for begin in range(0, box.shape[axis], step):
-        extent = min(step, box.shape[axis] - begin)
-        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
-        yield from slabs(shape, Region(offset, (*box.shape[:axis], extent, *box.shape[axis + 1 :])), max_elements)
+    axis = next(i for i, n in enumerate(region.shape) if n > 1)
+    first, end = region.offset[axis], region.offset[axis] + region.shape[axis]
+    num_rows, can_cut = 1, True
+    if shape is not None:
+        stride = math.prod(shape[axis + 1 :])
+        num_rows = math.lcm(stride, multiple) // stride
+        can_cut = (flat_start(shape, region) - first * stride) % multiple == 0
+    step = max(1, max_elements // (math.prod(region.shape[axis + 1 :]) * num_rows)) * num_rows
+    edges = [first, *(range((first // step + 1) * step, end, step) if can_cut else ()), end]
+    for low, high in itertools.pairwise(edges):
+        offset = (*region.offset[:axis], low, *region.offset[axis + 1 :])
+        piece = Region(offset, (*region.shape[:axis], high - low, *region.shape[axis + 1 :]))
+        if high - low == 1:
+            yield from cut_region(piece, max_elements, shape=shape, multiple=multiple)
+        else:
+            yield piece
+
+
+def step_over(region: Region, num_axes: int) -> Iterator[Region]:
+    """Cut a region into pieces with a single index along each of its first axes, in row-major order."""
+    first = itertools.product(*(range(o, o + n) for o, n in zip(region.offset[:num_axes], region.shape, strict=False)))
+    for index in first:
+        yield Region(index + region.offset[num_axes:], (1,) * num_axes + region.shape[num_axes:])
 
 
 def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
@@ -192,7 +210,7 @@ def find_tiling_faults(
 ) -> list[TilingFault]:
     """Find every tensor whose regions do not cover each of its elements exactly once.
 
-    A box is the sum of signed steps at its 2^ndim corners, and this sum is unique. So regions tile a tensor exactly
+    A region is the sum of signed steps at its 2^ndim corners, and this sum is unique. So regions tile a tensor exactly
     when their signed corners, added up, equal those of the whole tensor: one sort, whatever the grid (regular,
     irregular, with empty pieces), in O(n 2^ndim log n). The first corner that is left over, in row-major order, is
     an element covered the wrong number of times.

@@ -10,8 +10,7 @@ import torch
 
 from distckpt._base.dtypes import as_integers
 from distckpt._base.threads import is_plain_memory
-from distckpt._geometry.region import whole
-from distckpt._plan.share import cut_box
+from distckpt._geometry.region import cut_region, whole
 from distckpt._ranks.collectives import Ranks, Transfer
 
 MESSAGE_BYTES = 8 << 20
@@ -72,8 +71,8 @@ def make_messages(rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int
             yield Message((numbers[0], 0, receiver), peer, is_sent, numbers, views)
             continue
         shape, item = tuple(views[0].shape), views[0].element_size()
-        for part, box in enumerate(cut_box(shape, whole(shape), item, MESSAGE_BYTES)):
-            yield Message((numbers[0], part, receiver), peer, is_sent, numbers, (views[0][box.slices()],))
+        for part, piece in enumerate(cut_region(whole(shape), MESSAGE_BYTES // item)):
+            yield Message((numbers[0], part, receiver), peer, is_sent, numbers, (views[0][piece.slices()],))
 
 
 def make_buffers(max_bytes: int) -> deque[torch.Tensor]:

@@ -134,10 +134,10 @@ def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequen
             memory[:] = 0
         first, last = part.start // dtype.itemsize, part.stop // dtype.itemsize
         done = 0
-        for box in flat_range_regions(mapped.shape, first, last):
-            view = values[done : done + box.num_elements].view(box.shape)
-            done += box.num_elements
-            for place, piece in resolve(mapped, box):
+        for run in flat_range_regions(mapped.shape, first, last):
+            view = values[done : done + run.num_elements].view(run.shape)
+            done += run.num_elements
+            for place, piece in resolve(mapped, run):
                 shape = source.manifest.global_shapes[source.manifest.key_index[piece.key]]
                 requests.append(Request(piece.key, shape, piece.source))
                 targets.append(target_view(view[place.slices()], piece))

@@ -16,8 +16,8 @@ from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, Bytes
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import file_size
 from distckpt._geometry.region import IntArray, flat_start, num_outer_axes
-from distckpt._io.read_parts import READ_UNIT_BYTES, Part, boxes_within, direct_parts, divide_copy, with_gaps
-from distckpt._io.sparse_read import holds_runs, read_box
+from distckpt._io.read_parts import READ_UNIT_BYTES, Part, direct_parts, divide_copy, regions_within, with_gaps
+from distckpt._io.sparse_read import holds_runs, read_sparse_region
 from distckpt._plan.load import Copy
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
@@ -134,14 +134,14 @@ def _read_parts(
         def read(unit: list[Part]) -> None:
             _read_unit(reading, unit)
             if progress is not None:
-                progress(sum(len(p.memory) if p.memory is not None else _box_bytes(manifest, p) for p in unit))
+                progress(sum(len(p.memory) if p.memory is not None else _region_bytes(manifest, p) for p in unit))
 
         run_threads(read, units, num_threads)
 
 
-def _box_bytes(manifest: Manifest, part: Part) -> int:
+def _region_bytes(manifest: Manifest, part: Part) -> int:
     item = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
-    return sum(box.num_elements for box in boxes_within(manifest, part)) * item
+    return sum(region.num_elements for region in regions_within(manifest, part)) * item
 
 
 def _units(
@@ -187,17 +187,17 @@ def _read_unit(reading: _Reading, unit: list[Part]) -> None:
 def _read_sparse(reading: _Reading, part: Part) -> bool:
     """Read the runs of a part only; False when the system cannot."""
     location, manifest, _, copier, _ = reading
-    assert part.box is not None
+    assert part.region is not None
     assert part.target is not None
-    box, target = part.box, part.target
+    region, target = part.region, part.target
     shape = manifest.chunk_region(part.chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]]
     goal = target
-    if target.dtype != dtype or copier.is_away(target) or not holds_runs(target, num_outer_axes(shape, box)):
-        values = torch.from_numpy(bounce_buffer("read", box.num_elements * dtype.itemsize, copier.layer)).view(dtype)
-        goal = values.view(box.shape)
+    if target.dtype != dtype or copier.is_away(target) or not holds_runs(target, num_outer_axes(shape, region)):
+        values = torch.from_numpy(bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer)).view(dtype)
+        goal = values.view(region.shape)
     file, first_byte = _file_location(location, manifest, part.chunk), int(manifest.first_bytes[part.chunk])
-    end = read_box(file, first_byte, shape, box, goal)
+    end = read_sparse_region(file, first_byte, shape, region, goal)
     if end is None:
         return False
     if end < first_byte + part.stop:
@@ -209,17 +209,17 @@ def _read_sparse(reading: _Reading, part: Part) -> bool:
 
 
 def _deliver(manifest: Manifest, part: Part, buffer: Bytes, copier: Copier) -> None:
-    """Copy what a part holds of its box to where it belongs."""
-    assert part.box is not None
+    """Copy what a part holds of its region to where it belongs."""
+    assert part.region is not None
     assert part.target is not None
     shape = manifest.chunk_region(part.chunk).shape
     dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]]
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     values = torch.from_numpy(buffer).view(dtype)
-    for box in boxes_within(manifest, part):
-        begin = flat_start(shape, box) - part.start // dtype.itemsize
-        target = part.target[box.relative_to(part.box.offset).slices()] if shape else part.target
-        _copy(values.as_strided(box.shape, strides, begin), target, copier)
+    for piece in regions_within(manifest, part):
+        begin = flat_start(shape, piece) - part.start // dtype.itemsize
+        target = part.target[piece.relative_to(part.region.offset).slices()] if shape else part.target
+        _copy(values.as_strided(piece.shape, strides, begin), target, copier)
     copier.wait()
 
 

@@ -1,4 +1,4 @@
-"""Reading a box with gaps from a local file: its runs only, many with one call, straight to where they belong."""
+"""Reading a region with gaps from a local file: its runs only, many with one call, straight to where they belong."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ CALL_BYTES = 4 << 20
 """Read with one call at most."""
 
 
-def is_worthwhile(shape: tuple[int, ...], box: Region, item: int) -> bool:
-    """Tell whether the runs of a box, inside a row-major tensor, should be read without the gaps between them.
+def is_worthwhile(shape: tuple[int, ...], region: Region, item: int) -> bool:
+    """Tell whether the runs of a region, inside a row-major tensor, should be read without the gaps between them.
 
     Args:
         shape: of the tensor that the file holds.
-        box: inside it.
+        region: inside it.
         item: bytes of an element.
     """
-    outer = num_outer_axes(shape, box)
-    num_runs = math.prod(box.shape[:outer])
-    run_bytes = math.prod(box.shape[outer:]) * item
+    outer = num_outer_axes(shape, region)
+    num_runs = math.prod(region.shape[:outer])
+    run_bytes = math.prod(region.shape[outer:]) * item
     if num_runs < 2 or not 0 < run_bytes <= MAX_RUN_BYTES:
         return False
-    first_to_last = covering_elements(shape, box) * item - run_bytes
+    first_to_last = covering_elements(shape, region) * item - run_bytes
     return first_to_last >= (num_runs - 1) * PITCH_BYTES and aio.is_available()
 
 
-def max_elements(shape: tuple[int, ...], box: Region, item: int) -> int:
-    """Return how many elements of a box are read with one call at most."""
-    run = math.prod(box.shape[num_outer_axes(shape, box) :])
+def max_elements(shape: tuple[int, ...], region: Region, item: int) -> int:
+    """Return how many elements of a region are read with one call at most."""
+    run = math.prod(region.shape[num_outer_axes(shape, region) :])
     return min(aio.MAX_RUNS * run, CALL_BYTES // item)
 
 
@@ -56,28 +56,30 @@ def holds_runs(target: torch.Tensor, num_outer: int) -> bool:
     return is_bytes and target[(0,) * num_outer].is_contiguous()
 
 
-def read_box(file: str, first_byte: int, shape: tuple[int, ...], box: Region, target: torch.Tensor) -> int | None:
-    """Read a box of a row-major tensor from a local file.
+def read_sparse_region(
+    file: str, first_byte: int, shape: tuple[int, ...], region: Region, target: torch.Tensor
+) -> int | None:
+    """Read a region of a row-major tensor from a local file.
 
     Args:
         file: path.
         first_byte: where in the file the tensor begins.
         shape: of the tensor.
-        box: inside it, not empty.
-        target: of the shape of the box and the dtype of the tensor; `holds_runs` is true of it.
+        region: inside it, not empty.
+        target: of the shape of the region and the dtype of the tensor; `holds_runs` is true of it.
 
     Returns:
-        The position behind the last byte that was read: where the box ends, or where the file does. None when the
+        The position behind the last byte that was read: where the region ends, or where the file does. None when the
         system does not offer reads of this kind.
 
     Raises:
         OSError: naming the file.
     """
-    item, outer = target.element_size(), num_outer_axes(shape, box)
+    item, outer = target.element_size(), num_outer_axes(shape, region)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(outer)]
-    positions = first_byte + item * (flat_start(shape, box) + _steps(box.shape[:outer], strides))
-    addresses = target.data_ptr() + item * _steps(box.shape[:outer], target.stride()[:outer])
-    run_bytes = math.prod(box.shape[outer:]) * item
+    positions = first_byte + item * (flat_start(shape, region) + _steps(region.shape[:outer], strides))
+    addresses = target.data_ptr() + item * _steps(region.shape[:outer], target.stride()[:outer])
+    run_bytes = math.prod(region.shape[outer:]) * item
     start, stop = int(positions[0]), int(positions[-1]) + run_bytes
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -360,9 +360,9 @@ def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copi
     if not (tensor.is_conj() or tensor.is_neg()):
         tensor, values = as_integers(tensor), as_integers(values)
     filled = 0
-    for box in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
-        copier.copy(values[filled : filled + box.num_elements].view(box.shape), tensor[box.slices()])
-        filled += box.num_elements
+    for region in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
+        copier.copy(values[filled : filled + region.num_elements].view(region.shape), tensor[region.slices()])
+        filled += region.num_elements
 
 
 def _compute_checksums(

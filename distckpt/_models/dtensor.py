@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._models.fused import Part, parts_factory
+from distckpt._models.fused import FusedPart, parts_factory
 from distckpt.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
@@ -224,8 +224,8 @@ def shard_of_dtensor(
     num_prepended = len(grid.prepended)
     if held.local.numel() and any(len(axis) > 1 for axis in held.runs):
         parts = [
-            Part(start, tuple(hi - lo for lo, hi in box), _moved(first, [lo for lo, _ in box]), shape)
-            for start, box in zip(_starts(held.runs), itertools.product(*held.runs), strict=True)
+            FusedPart(start, tuple(hi - lo for lo, hi in spans), _moved(first, [lo for lo, _ in spans]), shape)
+            for start, spans in zip(_starts(held.runs), itertools.product(*held.runs), strict=True)
         ]
         if attributes:
             raise InvalidShardingError(

@@ -13,13 +13,13 @@ from distckpt._geometry.region import Region, flat_range_regions, flat_start, in
 from distckpt.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 
 
-class Part(NamedTuple):
-    """A box of a local tensor, and its place in the tensor in which it is stored.
+class FusedPart(NamedTuple):
+    """A region of a local tensor, and its place in the tensor in which it is stored.
 
     Attributes:
-        offset: index of the first element of the box in the local tensor, per axis.
-        shape: extent of the box.
-        global_offset: index of the box in the stored tensor, prepended axes included.
+        offset: index of the region's first element in the local tensor, per axis.
+        shape: extent of the region.
+        global_offset: index of the region in the stored tensor, prepended axes included.
         global_shape: shape of the stored tensor, prepended axes included.
         suffix: put behind the key.
         copy: which copy this is, when several ranks hold the part besides the replicas of the whole parameter.
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 def parts_factory(
     key: str,
     data: torch.Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[FusedPart],
     *,
     local_shape: Sequence[int],
     view_shape: Sequence[int] | None = None,
@@ -50,7 +50,7 @@ def parts_factory(
     Args:
         key: of the stored tensor; the suffixes of parts are put behind it.
         data: the parameter, 1-D if it is flat.
-        parts: boxes that cover the local tensor, each element once. Offsets and shapes of the boxes are counted in
+        parts: regions that cover the local tensor, each element once. Offsets and shapes of them are counted in
             `view_shape`.
         local_shape: shape of the parameter before flattening.
         view_shape: the same shape with some axes divided into several; `local_shape` if left out.
@@ -62,7 +62,7 @@ def parts_factory(
 
     Returns:
         The factory. `build` gives one shard for each part, in their order; for a flat parameter a dict, with as
-        many shards as the boxes that its range consists of.
+        many shards as the regions that its range consists of.
     """
     local_shape = tuple(local_shape)
     view_shape = local_shape if view_shape is None else tuple(view_shape)
@@ -82,10 +82,10 @@ def parts_factory(
 
 
 class _Cell(NamedTuple):
-    """A box of one part that is stored as one shard. It lies in `run`, a box that is contiguous in memory."""
+    """A region of one part that is stored as one shard. It lies in `run`, a region that is contiguous in memory."""
 
-    part: Part
-    box: Region
+    part: FusedPart
+    region: Region
     run: Region
 
 
@@ -95,7 +95,7 @@ class _Form(NamedTuple):
     local_shape: tuple[int, ...]
     view_shape: tuple[int, ...]
     axes: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[FusedPart, ...]
 
     def bounds(self, key: str, tensor: torch.Tensor, flattened_range: slice | None) -> tuple[int, int] | None:
         """Return first and last + 1 element of a flat parameter, None for one that is not flat; check its shape."""
@@ -119,10 +119,10 @@ class _Form(NamedTuple):
         is_empty = True
         for run in flat_range_regions(self.view_shape, *bounds):
             for part in self.parts:
-                box = intersect(run, Region(part.offset, part.shape))
-                if box is not None:
+                region = intersect(run, Region(part.offset, part.shape))
+                if region is not None:
                     is_empty = False
-                    yield _Cell(part, box, run)
+                    yield _Cell(part, region, run)
         if is_empty:
             nothing = Region(self.parts[0].offset, (0,) * len(self.view_shape))
             yield _Cell(self.parts[0], nothing, nothing)
@@ -130,13 +130,13 @@ class _Form(NamedTuple):
     def views(self, tensor: torch.Tensor, cells: Iterable[_Cell], bounds: tuple[int, int] | None) -> list[torch.Tensor]:
         """Return, for each cell, the part of a parameter (or of anything of its shape) that is it, in stored axes."""
         views = []
-        for _, box, run in cells:
+        for _, region, run in cells:
             if bounds is None:
                 around = tensor.reshape(self.view_shape)
             else:
                 first = flat_start(self.view_shape, run) - bounds[0] if run.num_elements else 0
                 around = tensor[first : first + run.num_elements].view(run.shape)
-            views.append(around[box.relative_to(run.offset).slices()].permute(self.axes))
+            views.append(around[region.relative_to(run.offset).slices()].permute(self.axes))
         return views
 
     def shard(
@@ -144,7 +144,7 @@ class _Form(NamedTuple):
     ) -> ShardedTensor:
         """Describe one cell."""
         part = cell.part
-        within = cell.box.relative_to(part.offset).offset
+        within = cell.region.relative_to(part.offset).offset
         moved = (0,) * prepend_axis_num + tuple(within[axis] for axis in self.axes)
         if part.copy:
             replica_id = (*(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)), part.copy)

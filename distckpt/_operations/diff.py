@@ -21,7 +21,7 @@ from distckpt._foreign import sources
 from distckpt._foreign.stored_values import object_keys, read_encoded, read_region
 from distckpt._format import codec
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._geometry.region import Region, windows
+from distckpt._geometry.region import Region, cut_region, whole
 from distckpt._io import background
 from distckpt._plan.export import matches, renamed
 from distckpt._ranks.report import counting
@@ -118,8 +118,8 @@ class _Side(NamedTuple):
     def dtype(self, key: str) -> str:
         return self.manifest.dtypes[self.manifest.key_index[self.names[key]]]
 
-    def read(self, key: str, box: Region) -> torch.Tensor:
-        return read_region(self.location, self.manifest, self.names[key], box)
+    def read(self, key: str, region: Region) -> torch.Tensor:
+        return read_region(self.location, self.manifest, self.names[key], region)
 
     @property
     def holds_objects(self) -> bool:
@@ -220,8 +220,8 @@ def _diff_tensor(
     num_different, max_difference = 0, 0.0
     first_index: tuple[int, ...] | None = None
     spans: list[list[int]] = []
-    for box in windows(shapes[0], WINDOW_ELEMENTS):
-        left, right = first.read(key, box), second.read(key, box)
+    for window in cut_region(whole(shapes[0]), WINDOW_ELEMENTS):
+        left, right = first.read(key, window), second.read(key, window)
         if told is not None:
             told(left.nbytes + right.nbytes)
         if left.dtype == right.dtype and torch.equal(as_integers(left), as_integers(right)):
@@ -231,10 +231,10 @@ def _diff_tensor(
             continue
         if first_index is None:
             inside = np.unravel_index(int(differs.argmax()), differs.shape)
-            first_index = tuple(int(i) + o for i, o in zip(inside, box.offset, strict=True))
+            first_index = tuple(int(i) + o for i, o in zip(inside, window.offset, strict=True))
         num_different += int(differs.sum())
         max_difference = max(max_difference, distance)
-        spans = _extend(spans, differs, box)
+        spans = _extend(spans, differs, window)
     if num_different == 0 and dtypes[0] == dtypes[1]:
         return None
     region = Region(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans)) if num_different else None
@@ -262,10 +262,10 @@ def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) 
     return np.asarray(differs), float(distance.max(where=differs, initial=0.0))
 
 
-def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], box: Region) -> list[list[int]]:
+def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], window: Region) -> list[list[int]]:
     """Let the first and last + 1 index along each axis take in the elements of a window that differ."""
     extended = []
-    for axis, offset in enumerate(box.offset):
+    for axis, offset in enumerate(window.offset):
         others = tuple(other for other in range(differs.ndim) if other != axis)
         hits = np.flatnonzero(differs.any(axis=others)) + offset
         lo, hi = int(hits[0]), int(hits[-1]) + 1

@@ -17,7 +17,7 @@ MAX_PAIRS = 1 << 18
 
 
 class Copy(NamedTuple):
-    """The unit of reading: `source` is a box inside a chunk, `target` the equal box inside a requested region."""
+    """The unit of reading: `source` lies in a chunk, `target`, of the same shape, in a requested region."""
 
     chunk: int
     source: Region
@@ -55,7 +55,7 @@ def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) ->
     key_ids = [manifest.key_index[request.key] for request in requests]
     for request, key_id in zip(requests, key_ids, strict=True):
         _check_shape(request, manifest.global_shapes[key_id], location)
-    common = _common_boxes(manifest, [request.region for request in requests], np.array(key_ids, np.int64))
+    common = _common_regions(manifest, [request.region for request in requests], np.array(key_ids, np.int64))
     extents = [_stored_extent(manifest, request) for request in requests]
     found = np.zeros(len(requests), np.int64)
     np.add.at(found, common.requests, np.prod(common.shapes, axis=1))
@@ -76,8 +76,8 @@ def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) ->
     return _copies_of(common, [len(request.region.shape) for request in requests])
 
 
-class _Boxes(NamedTuple):
-    """The boxes that requests have in common with chunks, sorted by both: n rows, all padded to as many axes.
+class _CommonRegions(NamedTuple):
+    """The regions that requests have in common with chunks, sorted by both: n rows, all padded to as many axes.
 
     `chunks` and `requests` are (n,); `in_chunks`, `in_requests` (offsets inside of either) and `shapes` (n, ndim).
     """
@@ -89,13 +89,13 @@ class _Boxes(NamedTuple):
     shapes: IntArray
 
 
-def _common_boxes(manifest: Manifest, regions: Sequence[Region], key_ids: IntArray) -> _Boxes:
+def _common_regions(manifest: Manifest, regions: Sequence[Region], key_ids: IntArray) -> _CommonRegions:
     """Intersect regions with the chunks of their keys, many pairs at once."""
     offsets, shapes = regions_to_arrays(regions, manifest.offsets.shape[1])
     first_chunks = manifest.key_starts[key_ids]
     counts = manifest.key_starts[key_ids + 1] - first_chunks
     ends = np.cumsum(counts)
-    parts: list[_Boxes] = []
+    parts: list[_CommonRegions] = []
     start = 0
     while start < len(regions):
         done = int(ends[start - 1]) if start else 0
@@ -105,17 +105,17 @@ def _common_boxes(manifest: Manifest, regions: Sequence[Region], key_ids: IntArr
         chunks = first_chunks[requests] + number
         begin, wanted = manifest.offsets[chunks], offsets[requests]
         hits, low, extent = intersect_many(begin, manifest.shapes[chunks], wanted, shapes[requests])
-        parts.append(_Boxes(chunks[hits], requests[hits], low - begin[hits], low - wanted[hits], extent))
+        parts.append(_CommonRegions(chunks[hits], requests[hits], low - begin[hits], low - wanted[hits], extent))
         start = stop
     if not parts:
         none = np.zeros(0, np.int64)
-        return _Boxes(none, none, offsets, offsets, shapes)
+        return _CommonRegions(none, none, offsets, offsets, shapes)
     if len(parts) == 1:
         return parts[0]
-    return _Boxes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return _CommonRegions(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def _copies_of(common: _Boxes, ndims: Sequence[int]) -> list[Copy]:
+def _copies_of(common: _CommonRegions, ndims: Sequence[int]) -> list[Copy]:
     copies = []
     for chunk, request, source, target, shape in zip(*(column.tolist() for column in common), strict=True):
         ndim = ndims[request]
@@ -124,19 +124,19 @@ def _copies_of(common: _Boxes, ndims: Sequence[int]) -> list[Copy]:
     return copies
 
 
-def _find_overlap(common: _Boxes, extents: Sequence[tuple[int, ...]]) -> int | None:
-    """Find a request of which an element is stored twice, given boxes of as many elements as it has."""
+def _find_overlap(common: _CommonRegions, extents: Sequence[tuple[int, ...]]) -> int | None:
+    """Find a request of which an element is stored twice, given regions of as many elements as it has."""
     counts = np.bincount(common.requests, minlength=len(extents))
     divided = np.flatnonzero(counts > 1)
     if not len(divided):
         return None
-    boxes = np.flatnonzero(counts[common.requests] > 1)
+    rows = np.flatnonzero(counts[common.requests] > 1)
     ndim = common.shapes.shape[1]
     wanted = [extents[index] + (1,) * (ndim - len(extents[index])) for index in divided.tolist()]
     faults = find_tiling_faults(
-        np.searchsorted(divided, common.requests[boxes]),
-        common.in_requests[boxes],
-        common.shapes[boxes],
+        np.searchsorted(divided, common.requests[rows]),
+        common.in_requests[rows],
+        common.shapes[rows],
         np.array(wanted, np.int64).reshape(len(divided), ndim),
     )
     return int(divided[faults[0].tensor]) if faults else None

@@ -270,13 +270,13 @@ def _collect_pieces(
     offsets, shapes = [table.offsets[groups.rows[group_ids[0]]]], [table.shapes[groups.rows[group_ids[0]]]]
     for group, rank, first, last in cut:
         origin = table.row_region(int(groups.rows[group]))
-        boxes = list(flat_range_regions(origin.shape, first, last))
-        part_offsets, part_shapes = regions_to_arrays(boxes)
+        regions = list(flat_range_regions(origin.shape, first, last))
+        part_offsets, part_shapes = regions_to_arrays(regions)
         pad = ((0, 0), (0, table.offsets.shape[1] - part_offsets.shape[1]))
         offsets.append(np.pad(part_offsets + np.array(origin.offset, np.int64), pad))
         shapes.append(np.pad(part_shapes, pad, constant_values=1))
-        group_ids.append(np.full(len(boxes), group))
-        owners.append(np.full(len(boxes), rank))
+        group_ids.append(np.full(len(regions), group))
+        owners.append(np.full(len(regions), rank))
     group_id, owner = np.concatenate(group_ids), np.concatenate(owners)
     all_offsets, all_shapes = np.concatenate(offsets), np.concatenate(shapes)
     shard_ids = _shards_of(groups, group_id, owner, num_ranks)
@@ -354,7 +354,7 @@ def _coalesce(chunks: list[ChunkLayout]) -> list[ChunkLayout]:
 
 
 def _joined(first: Region, second: Region) -> Region | None:
-    """Return the box of two regions whose row-major contents, one after the other, are the content of that box."""
+    """Join two regions into one whose row-major content is theirs, one after the other."""
     axis = next((i for i, size in enumerate(map(max, first.shape, second.shape)) if size > 1), 0)
     for candidate in range(axis + 1):
         same = all(

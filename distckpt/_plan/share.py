@@ -20,7 +20,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import Manifest
-from distckpt._geometry.region import IntArray, Region, flat_start, num_outer_axes, regions_to_arrays, widen
+from distckpt._geometry.region import IntArray, Region, cut_region, num_outer_axes, regions_to_arrays, widen
 from distckpt._plan.load import Copy
 from distckpt._plan.save import even_shares, row_hashes
 
@@ -47,43 +47,14 @@ def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntA
             copy_of.append(index)
             continue
         shape = manifest.chunk_region(copy.chunk).shape
-        # Between blocks, so that each is read whole by one rank and can be verified. Blocks of strided boxes are not.
+        # Between blocks, so that each is read whole by one rank and can be verified. Blocks of strided regions are not.
         is_run = manifest.has_checksums and num_outer_axes(shape, copy.source) == 0
-        for box in cut_box(shape, copy.source, item, UNIT_BYTES, manifest.block_bytes if is_run else 1):
-            target = tuple(map(int.__add__, box.relative_to(copy.source.offset).offset, copy.target.offset))
-            units.append(Copy(copy.chunk, box, copy.request, Region(target, box.shape)))
+        multiple = manifest.block_bytes // math.gcd(manifest.block_bytes, item) if is_run else 1
+        for piece in cut_region(copy.source, UNIT_BYTES // item, shape=shape, multiple=multiple):
+            target = tuple(map(int.__add__, piece.relative_to(copy.source.offset).offset, copy.target.offset))
+            units.append(Copy(copy.chunk, piece, copy.request, Region(target, piece.shape)))
             copy_of.append(index)
     return units, np.array(copy_of, np.int64)
-
-
-def cut_box(shape: tuple[int, ...], box: Region, item: int, goal_bytes: int, block: int = 1) -> Iterator[Region]:
-    """Cut a box across its leading axes, where possible into parts of at most some size.
-
-    Args:
-        shape: of the row-major tensor that the box lies in.
-        box: to be cut.
-        item: bytes of an element.
-        goal_bytes: size of a part. Parts are larger where no row begins at a multiple of `block` earlier.
-        block: cut only where so many bytes divide the position inside the tensor.
-    """
-    if box.num_elements * item <= goal_bytes:
-        yield box
-        return
-    axis = next(i for i, n in enumerate(box.shape) if n > 1)
-    stride = math.prod(shape[axis + 1 :]) * item
-    first, end = box.offset[axis], box.offset[axis] + box.shape[axis]
-    base = flat_start(shape, box) * item - first * stride
-    rows = math.lcm(stride, block) // stride
-    step = max(1, goal_bytes // (math.prod(box.shape[axis + 1 :]) * item * rows)) * rows
-    cuts = range((first // step + 1) * step, end, step) if base % block == 0 else range(0)
-    edges = [first, *cuts, end]
-    for low, high in itertools.pairwise(edges):
-        offset = (*box.offset[:axis], low, *box.offset[axis + 1 :])
-        part = Region(offset, (*box.shape[:axis], high - low, *box.shape[axis + 1 :]))
-        if cuts and high - low == 1:
-            yield from cut_box(shape, part, item, goal_bytes, block)
-        else:
-            yield part
 
 
 class UnitTable(NamedTuple):

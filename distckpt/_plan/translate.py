@@ -40,9 +40,9 @@ def translate(
             translated.append(request)
             views.append(target)
             continue
-        for box in resolve_padding(wanted[request.key], request.region):
-            target[box.slices()].zero_()
-        for box, part in resolve(wanted[request.key], request.region):
+        for padding in resolve_padding(wanted[request.key], request.region):
+            target[padding.slices()].zero_()
+        for place, part in resolve(wanted[request.key], request.region):
             translated.append(Request(part.key, stored[part.key].shape, part.source, request.allow_shape_mismatch))
-            views.append(target_view(target[box.slices()], part))
+            views.append(target_view(target[place.slices()], part))
     return translated, views

@@ -1,6 +1,6 @@
 """Shards as tables: what the ranks hold, without data. The input of validation and planning.
 
-Flattened shards appear as the boxes their flat range consists of, objects as single cells of their grid, so that
+Flattened shards appear as the regions their flat range consists of, objects as single cells of their grid, so that
 everything after this point knows regions only.
 """
 
@@ -90,8 +90,8 @@ def shard_regions(shard: Shard) -> Iterator[Region]:
     if shard.flattened_range is None:
         yield Region(offset, prepended + local_shape)
         return
-    for box in flat_range_regions(local_shape, *flat_bounds(shard)):
-        yield Region(tuple(map(int.__add__, offset, (0,) * len(prepended) + box.offset)), prepended + box.shape)
+    for run in flat_range_regions(local_shape, *flat_bounds(shard)):
+        yield Region(tuple(map(int.__add__, offset, (0,) * len(prepended) + run.offset)), prepended + run.shape)
 
 
 def flat_bounds(shard: ShardedTensor) -> tuple[int, int]:

@@ -189,31 +189,31 @@ def test_layers_move_between_pipeline_stages(saved, tmp_path):
 
 
 def random_cuts(seed, shape, num_ranks):
-    """Cut a tensor into one box per rank, by halving the largest box along a random axis at a random place."""
+    """Cut a tensor into one region per rank, by halving the largest region along a random axis at a random place."""
     random = np.random.default_rng(seed)
-    boxes = [tuple(slice(0, size) for size in shape)]
-    while len(boxes) < num_ranks:
-        boxes.sort(key=lambda box: np.prod([s.stop - s.start for s in box]))
-        box = boxes.pop()
+    regions = [tuple(slice(0, size) for size in shape)]
+    while len(regions) < num_ranks:
+        regions.sort(key=lambda region: np.prod([s.stop - s.start for s in region]))
+        region = regions.pop()
         axis = int(random.integers(len(shape)))
-        place = int(random.integers(box[axis].start, box[axis].stop + 1))
-        boxes.append((*box[:axis], slice(box[axis].start, place), *box[axis + 1 :]))
-        boxes.append((*box[:axis], slice(place, box[axis].stop), *box[axis + 1 :]))
-    return boxes
+        place = int(random.integers(region[axis].start, region[axis].stop + 1))
+        regions.append((*region[:axis], slice(region[axis].start, place), *region[axis + 1 :]))
+        regions.append((*region[:axis], slice(place, region[axis].stop), *region[axis + 1 :]))
+    return regions
 
 
-def save_and_load_boxes(rank, num_ranks, seeds, folder):
-    """Save one random division of tensors into boxes and load another one; return the seeds that went wrong."""
+def save_and_load_regions(rank, num_ranks, seeds, folder):
+    """Save one random division of tensors into regions and load another one; return the seeds that went wrong."""
     wrong = []
     for seed in seeds:
         shape = [(40,), (9, 14), (5, 6, 7), (3, 4, 5, 6)][seed % 4]
-        content = global_bytes(f"boxes {seed}", shape, torch.int32)
+        content = global_bytes(f"regions {seed}", shape, torch.int32)
         mine = random_cuts(seed, shape, num_ranks)[rank]
         path = f"{folder}/seed_{seed}"
-        distckpt.save({"boxes": irregular_shard("boxes", content, torch.int32, mine)}, path)
+        distckpt.save({"regions": irregular_shard("regions", content, torch.int32, mine)}, path)
         wanted = random_cuts(seed + 1000, shape, num_ranks)[rank]
-        target = irregular_shard("boxes", np.zeros_like(content), torch.int32, wanted)
-        loaded = distckpt.load({"boxes": target}, path)["boxes"]
+        target = irregular_shard("regions", np.zeros_like(content), torch.int32, wanted)
+        loaded = distckpt.load({"regions": target}, path)["regions"]
         if not np.array_equal(bytes_of(loaded), content[wanted]):
             wrong.append(seed)
     return wrong
@@ -227,5 +227,5 @@ def save_and_load_boxes(rank, num_ranks, seeds, folder):
         pytest.param(8, range(100), marks=pytest.mark.slow),
     ],
 )
-def test_any_division_into_boxes_loads_under_any_other(num_ranks, seeds, tmp_path):
-    assert run(save_and_load_boxes, num_ranks, num_ranks, seeds, str(tmp_path)) == [[]] * num_ranks
+def test_any_division_into_regions_loads_under_any_other(num_ranks, seeds, tmp_path):
+    assert run(save_and_load_regions, num_ranks, num_ranks, seeds, str(tmp_path)) == [[]] * num_ranks

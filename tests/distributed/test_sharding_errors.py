@@ -34,7 +34,7 @@ def hole_of_copies(rank):
     return {"w": tensor("w", (6, 4), (0, rank, 4), replica_id=int(rank == 2))}
 
 
-def overlapping_boxes(rank):
+def overlapping_regions(rank):
     data = torch.zeros(7, 4)
     return {"w": ShardedTensor("w", data, data.dtype, (7, 4), (27, 4), (rank * 6, 0) if rank < 3 else (20, 0), None)}
 
@@ -84,7 +84,7 @@ CASES = {
     no_main_replica: ["key 'w'", "no main replica", "rank 0", "replica_id 0"],
     hole: ["key 'w'", "no rank holds element (12, 0)"],
     hole_of_copies: ["key 'w'", "no main replica holds element (12, 0)", "rank 2"],
-    overlapping_boxes: ["key 'w'", "2 main replicas hold the same element (6, 0)", "rank 0", "rank 1"],
+    overlapping_regions: ["key 'w'", "2 main replicas hold the same element (6, 0)", "rank 0", "rank 1"],
     other_dtype: ["Key 'w'", "F32", "BF16", "rank 0", "rank 3"],
     other_shape: ["Key 'w'", "(24, 4)", "(24, 5)", "rank 0", "rank 1"],
     other_number_of_axes: ["Key 'w'", "(24, 4)", "(24, 4, 1)", "rank 0", "rank 1"],

@@ -108,18 +108,18 @@ def raw(tensor):
 
 @st.composite
 def tilings(draw, shape):
-    """Draw boxes (offset, shape) that tile a tensor: a grid with any cuts, or halves of halves."""
+    """Draw regions (offset, shape) that tile a tensor: a grid with any cuts, or halves of halves."""
     if draw(st.booleans()):
         cuts = [sorted(draw(st.sets(st.integers(1, n - 1), max_size=2))) if n > 1 else [] for n in shape]
         spans = itertools.product(*(itertools.pairwise([0, *inner, n]) for inner, n in zip(cuts, shape, strict=True)))
         return [(tuple(low for low, _ in span), tuple(high - low for low, high in span)) for span in spans]
-    boxes = [((0,) * len(shape), tuple(shape))]
+    regions = [((0,) * len(shape), tuple(shape))]
     for _ in range(draw(st.integers(0, 5))):
-        offset, extent = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        offset, extent = regions.pop(draw(st.integers(0, len(regions) - 1)))
         axis = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(0, extent[axis]))
         lower = tuple(o + at if i == axis else o for i, o in enumerate(offset))
         for first, num in ((offset, at), (lower, extent[axis] - at)):
-            box = first, tuple(num if i == axis else n for i, n in enumerate(extent))
-            boxes += [box] if num else []
-    return boxes
+            region = first, tuple(num if i == axis else n for i, n in enumerate(extent))
+            regions += [region] if num else []
+    return regions

@@ -69,7 +69,7 @@ def uneven_part(size: int, parts: int, index: int) -> slice:
 def irregular_shard(
     key: str, content: np.ndarray, dtype: torch.dtype, slices: Slices, replica_id: Any = 0
 ) -> ShardedTensor:
-    """Describe any box of a global tensor (given as bytes) as a shard on an irregular grid."""
+    """Describe any region of a global tensor (given as bytes) as a shard on an irregular grid."""
     part = tensor_from(content[slices], dtype)
     bounds = [s.indices(n)[:2] for s, n in zip(slices, content.shape, strict=False)]
     offset = tuple(start for start, _ in bounds)

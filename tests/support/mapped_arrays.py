@@ -26,8 +26,8 @@ def materialize(mapped, arrays):
     """Copy the parts of one tensor together; every element must be given exactly once."""
     result, covers = np.zeros(mapped.shape, np.int64), np.zeros(mapped.shape, np.int64)
     for part in mapped.parts:
-        box = arrays[part.key][part.source.slices()].transpose(part.order)
-        result[part.target.slices()] = box.reshape(part.target.shape)
+        values = arrays[part.key][part.source.slices()].transpose(part.order)
+        result[part.target.slices()] = values.reshape(part.target.shape)
         covers[part.target.slices()] += 1
     for region in mapped.padding:
         covers[region.slices()] += 1

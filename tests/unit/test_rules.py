@@ -197,18 +197,18 @@ def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, d
     asked = replace(
         tensor,
         shape=region.shape,
-        parts=tuple(part._replace(target=box) for box, part in parts),
+        parts=tuple(part._replace(target=place) for place, part in parts),
         padding=tuple(resolve_padding(tensor, region)),
     )
     expected = materialize(tensor, arrays)[region.slices()]
     np.testing.assert_array_equal(materialize(asked, arrays), expected)
-    assert all(part.target.relative_to(region.offset) == box for box, part in parts)
+    assert all(part.target.relative_to(region.offset) == place for place, part in parts)
 
     # The same by writing source regions through views of the target.
     filled = torch.zeros(region.shape, dtype=torch.int64)
-    for box, part in parts:
+    for place, part in parts:
         source = torch.from_numpy(arrays[part.key].copy())[part.source.slices()]
-        view = target_view(filled[box.slices()], part)
+        view = target_view(filled[place.slices()], part)
         assert view.shape == part.source.shape
         view.copy_(source)
     np.testing.assert_array_equal(filled.numpy(), expected)

@@ -144,20 +144,20 @@ def _pieces_of_part(location: str, entry: TensorEntry, region: Region, item: Sto
     if stored.dtype != entry.dtype or stored.shape != region.shape:
         raise ValueError(f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} {region.shape}")
     dtype, first = TO_NAME[entry.dtype], item.first_byte + stored.first_byte
-    boxes: Iterator[tuple[Region, int]]
+    parts: Iterator[tuple[Region, int]]
     if entry.original_shape is None:
-        shape, boxes = entry.shape, _runs(stored, region)
+        shape, parts = entry.shape, _runs(stored, region)
     else:
-        shape, boxes = entry.original_shape, _unflattened(entry, stored, region)
-    for box, start in boxes:
+        shape, parts = entry.original_shape, _unflattened(entry, stored, region)
+    for part, start in parts:
         yield StoredPiece(
-            entry.key, dtype, box, shape, item.file, first + start * entry.dtype.itemsize,
-            box.num_elements * entry.dtype.itemsize,
+            entry.key, dtype, part, shape, item.file, first + start * entry.dtype.itemsize,
+            part.num_elements * entry.dtype.itemsize,
         )  # fmt: skip
 
 
 def _runs(stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
-    """Divide a stored tensor into boxes whose elements follow one another, each with the position of the first."""
+    """Divide a stored tensor into regions whose elements follow one another, each with the position of the first."""
     shape, strides = region.shape, stored.strides
     if region.num_elements == 0:
         yield region, 0
@@ -183,7 +183,7 @@ def _runs(stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
 
 
 def _unflattened(entry: TensorEntry, stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
-    """Find the boxes of a flattened shard.
+    """Find the regions of a flattened shard.
 
     Such a tensor is stored as an array of one more axis: the first axes number the shards of a regular grid, the last
     one counts the elements of each, flattened.
@@ -202,9 +202,9 @@ def _unflattened(entry: TensorEntry, stored: StoredTensor, region: Region) -> It
     cell = tuple(index * n for index, n in zip(region.offset, local, strict=False))
     first = region.offset[-1]
     position = 0
-    for box in flat_range_regions(local, first, first + region.shape[-1]):
-        yield Region(tuple(a + b for a, b in zip(cell, box.offset, strict=True)), box.shape), position
-        position += box.num_elements
+    for run in flat_range_regions(local, first, first + region.shape[-1]):
+        yield Region(tuple(a + b for a, b in zip(cell, run.offset, strict=True)), run.shape), position
+        position += run.num_elements
 
 
 def _check_tiling(location: str, pieces: Sequence[StoredPiece]) -> None:

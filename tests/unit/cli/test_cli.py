@@ -205,12 +205,17 @@ def test_inspect_draws_the_chunks_of_a_key(two_ranks, tmp_path):
     assert ended.stdout.splitlines().count("0000011111") == 6
     assert "[0:6, 5:10]" in ended.stdout
     drawn = ElementTree.parse(picture).getroot()
-    boxes = [
-        (box.find("{*}title").text.split(" shard")[0], box.get("fill"), float(box.get("x")), float(box.get("width")))
-        for box in drawn.iter("{http://www.w3.org/2000/svg}rect")
-        if box.find("{*}title") is not None
+    rects = [
+        (
+            rect.find("{*}title").text.split(" shard")[0],
+            rect.get("fill"),
+            float(rect.get("x")),
+            float(rect.get("width")),
+        )
+        for rect in drawn.iter("{http://www.w3.org/2000/svg}rect")
+        if rect.find("{*}title") is not None
     ]
-    (first, blue, left, width), (second, orange, middle, _) = boxes
+    (first, blue, left, width), (second, orange, middle, _) = rects
     assert (first, second) == ("rank 0 [0:6, 0:5]", "rank 1 [0:6, 5:10]")
     assert blue != orange
     assert middle == pytest.approx(left + width)

@@ -107,10 +107,10 @@ def test_several_files_and_chunks_of_a_rank(tmp_path):
 def test_any_tiling_of_the_shards_gives_any_region(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "shape"))
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).view(shape)
-    boxes = data.draw(tilings(shape), "chunks")
+    pieces = data.draw(tilings(shape), "chunks")
     region = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
     with tempfile.TemporaryDirectory() as directory:
-        for number, (offset, extent) in enumerate(boxes, 1):
+        for number, (offset, extent) in enumerate(pieces, 1):
             part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
             write_shard(Path(directory), number, {"w": (offset, part)})
         expected = tensor.numpy()[tuple(slice(*span) for span in region)]

@@ -361,8 +361,8 @@ def test_flattened_tensors_load_in_other_layouts(tmp_path, cuts):
     chunks = []
     with open(tmp_path / "__0_0.distcp", "wb") as file:
         for cell in np.ndindex(*grid):
-            box = tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, local, strict=True))
-            flat = full[box].flatten()
+            index = tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, local, strict=True))
+            flat = full[index].flatten()
             for start, stop in itertools.pairwise(cuts):
                 part = flat[start:stop].clone().view(1, 1, 1, -1)
                 offset = torch.Size([*cell, start])

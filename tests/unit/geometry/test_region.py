@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from distckpt._geometry.region import (
     Region,
+    cut_region,
     find_tiling_faults,
     flat_range_regions,
     flat_start,
     intersect,
     intersect_many,
     num_outer_axes,
+    step_over,
     whole,
 )
 
@@ -79,23 +81,82 @@ def test_intersecting_with_many_agrees_with_intersecting_with_each(data):
 
 
 @given(st.data())
-def test_flat_range_is_cut_into_few_contiguous_boxes_in_order(data):
+def test_flat_range_is_cut_into_few_contiguous_regions_in_order(data):
     shape = data.draw(shapes(min_side=1))
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(0, total))
-    boxes = list(flat_range_regions(shape, start, stop))
+    pieces = list(flat_range_regions(shape, start, stop))
     index = np.arange(total).reshape(shape)
-    picked = [i for box in boxes for i in index[box.slices()].reshape(-1).tolist()]
+    picked = [i for piece in pieces for i in index[piece.slices()].reshape(-1).tolist()]
     assert picked == list(range(start, stop))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    assert all(num_outer_axes(shape, box) == 0 for box in boxes)
-    assert all(flat_start(shape, box) == index[box.slices()].reshape(-1)[0] for box in boxes)
+    assert len(pieces) <= max(1, 2 * len(shape) - 1)
+    assert all(num_outer_axes(shape, piece) == 0 for piece in pieces)
+    assert all(flat_start(shape, piece) == index[piece.slices()].reshape(-1)[0] for piece in pieces)
 
 
 def test_flat_range_of_an_empty_tensor_is_nothing():
     assert list(flat_range_regions((0, 3), 0, 0)) == []
     assert list(flat_range_regions((3, 0), 0, 0)) == []
+
+
+@given(st.data())
+def test_pieces_of_a_region_are_within_the_limit_and_cover_it_in_order(data):
+    shape = data.draw(shapes(max_side=7))
+    region = data.draw(regions_in(shape))
+    limit = data.draw(st.integers(1, 20))
+    pieces = list(cut_region(region, limit))
+    index = np.arange(math.prod(shape)).reshape(shape)
+    in_order = np.concatenate([index[piece.slices()].reshape(-1) for piece in pieces])
+    assert np.array_equal(in_order, index[region.slices()].reshape(-1))
+    assert all(piece.num_elements <= limit for piece in pieces)
+    assert all(piece.num_elements for piece in pieces) or pieces == [region]
+
+
+@given(st.data())
+def test_pieces_are_whole_rows_and_as_many_as_fit(data):
+    rows, columns = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 5))
+    limit = data.draw(st.integers(columns, 40))
+    pieces = list(cut_region(whole((rows, columns)), limit))
+    assert {piece.shape[1] for piece in pieces} == {columns}
+    assert {piece.shape[0] for piece in pieces[:-1]} <= {limit // columns}
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_pieces_begin_at_multiples(data):
+    shape = data.draw(shapes(min_side=1, max_side=12, min_ndim=1))
+    region = data.draw(regions_in(shape, min_size=1))
+    limit, multiple = data.draw(st.sampled_from([1, 8, 50])), data.draw(st.sampled_from([1, 6, 16]))
+    pieces = list(cut_region(region, limit, shape=shape, multiple=multiple))
+    index = np.arange(math.prod(shape)).reshape(shape)
+    in_order = np.concatenate([index[piece.slices()].reshape(-1) for piece in pieces])
+    assert np.array_equal(in_order, index[region.slices()].reshape(-1))
+    assert all(flat_start(shape, piece) % multiple == 0 for piece in pieces[1:])
+    if multiple == 1:
+        assert pieces == list(cut_region(region, limit))
+
+
+@given(st.data())
+def test_regions_that_overlap_are_cut_at_the_same_rows(data):
+    rows, limit = data.draw(st.integers(1, 50)), data.draw(st.integers(2, 20))
+    edges = []
+    for _ in range(2):
+        region = data.draw(regions_in((rows,), min_size=1))
+        edges.append({piece.offset[0] for piece in cut_region(region, limit)} - {region.offset[0]})
+    assert all(edge % limit == 0 for edge in edges[0] | edges[1])
+
+
+@given(st.data())
+def test_stepping_over_axes_gives_one_piece_for_each_index(data):
+    shape = data.draw(shapes())
+    region = data.draw(regions_in(shape))
+    num_axes = data.draw(st.integers(0, len(shape)))
+    pieces = list(step_over(region, num_axes))
+    assert len(pieces) == math.prod(region.shape[:num_axes])
+    assert all(piece.shape == (1,) * num_axes + region.shape[num_axes:] for piece in pieces)
+    assert np.array_equal(sum((mask(shape, piece) for piece in pieces), np.zeros(shape, np.int64)), mask(shape, region))
+    assert [piece.offset for piece in pieces] == sorted(piece.offset for piece in pieces)
 
 
 @given(st.data())

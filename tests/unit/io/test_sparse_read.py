@@ -41,7 +41,7 @@ def numbered(*shape, dtype=torch.int32):
 
 
 def asked_for(key, tensor, spans, target):
-    """Ask for the box `spans` of a tensor; returns the shard."""
+    """Load the region `spans` of a tensor; returns the shard."""
     offset, extent = tuple(low for low, _ in spans), tuple(high - low for low, high in spans)
     return ShardedTensor(key, target, target.dtype, extent, tuple(tensor.shape), offset, None)
 
@@ -64,7 +64,7 @@ def strided(draw, extent, dtype):
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_any_box_into_any_memory(data):
+def test_any_region_into_any_memory(data):
     tensor = numbered(*data.draw(st.sampled_from(SHAPES), "shape"))
     spans = [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in tensor.shape]
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]), "dtype")

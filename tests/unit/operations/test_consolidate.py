@@ -112,17 +112,17 @@ def test_every_dtype_and_any_number_of_axes(tmp_path, save, axis):
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_grid(data):
-    tensors, boxes = {}, {}
+    tensors, chunks = {}, {}
     for key in "ab":
         shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4), f"shape of {key}"))
         dtype = data.draw(st.sampled_from([torch.int64, torch.int16, torch.uint8, torch.bfloat16]), f"dtype of {key}")
         tensors[key] = random_tensor(shape, dtype, seed=ord(key))
-        boxes[key] = data.draw(tilings(shape), f"chunks of {key}")
+        chunks[key] = data.draw(tilings(shape), f"chunks of {key}")
     is_ours = data.draw(st.booleans(), "a distckpt checkpoint")
     with tempfile.TemporaryDirectory() as directory:
         state, rank = {}, 0
         for key, tensor in tensors.items():
-            for offset, extent in boxes[key]:
+            for offset, extent in chunks[key]:
                 rank += 1
                 part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
                 if is_ours:

@@ -21,7 +21,7 @@ from distckpt import LoadMismatchError, ShardedTensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the global tensor, and which of its elements in row-major order (None for all)."""
+    """A region of the global tensor, and which of its elements in row-major order (None for all)."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -30,8 +30,8 @@ class Piece:
     replica_id: int | tuple[int, ...] = 0
 
     def cut(self, tensor):
-        box = tensor[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
-        return box.reshape(self.local_shape) if self.flat is None else box.reshape(-1)[self.flat]
+        region = tensor[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
+        return region.reshape(self.local_shape) if self.flat is None else region.reshape(-1)[self.flat]
 
     @property
     def local_shape(self):
@@ -54,8 +54,8 @@ class Piece:
 
 
 @st.composite
-def boxes(draw, shape):
-    """Draw boxes that tile a tensor: a grid with any cuts, empty cells included, or halves of halves."""
+def tilings(draw, shape):
+    """Draw regions that tile a tensor: a grid with any cuts, empty cells included, or halves of halves."""
     if draw(st.booleans()):
         cuts = [sorted(draw(st.lists(st.integers(0, n), max_size=2))) for n in shape]
         edges = [[0, *inner, n] for inner, n in zip(cuts, shape, strict=True)]
@@ -83,7 +83,7 @@ def layouts(draw, shape, replicas=True):
     tiles = [
         (index + offset, (1,) * prepended + extent)
         for index in leading
-        for offset, extent in draw(boxes(shape[prepended:]))
+        for offset, extent in draw(tilings(shape[prepended:]))
     ]
     pieces = []
     for offset, extent in tiles:

@@ -272,7 +272,7 @@ def test_pieces_that_follow_one_another_in_memory_become_one_chunk(offsets, exte
     assert len(files) == num_files
 
 
-def test_a_flat_range_across_rows_needs_a_file_per_box_and_a_whole_shard_none_more():
+def test_a_flat_range_across_rows_needs_a_file_per_region_and_a_whole_shard_none_more():
     flat = ShardedTensor("w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(3, 18))
     rest = [
         ShardedTensor("w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(*bounds))

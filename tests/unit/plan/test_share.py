@@ -19,7 +19,6 @@ from distckpt._plan.share import (
     WAVE_BYTES,
     SharePlan,
     UnitTable,
-    cut_box,
     describe_units,
     divide,
     plan_shares,
@@ -130,29 +129,6 @@ def test_nothing_to_share():
             assert len(mine.send_units) == 0
 
 
-@st.composite
-def boxes(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)))
-    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    return shape, Region(offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
-
-
-@settings(deadline=None, max_examples=150)
-@given(boxes(), st.sampled_from([1, 2, 8]), st.sampled_from([8, 64, 100]), st.sampled_from([1, 16, 48]))
-def test_parts_of_a_box_cover_it_once_and_begin_between_blocks(case, item, goal, block):
-    shape, box = case
-    parts = list(cut_box(shape, box, item, goal, block))
-    covered = np.zeros(shape, np.int64)
-    for part in parts:
-        covered[part.slices()] += 1
-    expected = np.zeros(shape, np.int64)
-    expected[box.slices()] = 1
-    assert np.array_equal(covered, expected)
-    if block == 1:
-        assert all(part.num_elements * item <= goal for part in parts)
-    assert all(flat_start(shape, part) * item % block == 0 for part in parts if part.offset != box.offset)
-
-
 @pytest.mark.parametrize(
     ("shape", "num_units"),
     [((4096, 1024), 16), ((3 * MIB,), 12), ((1, 8, 512, 1024), 16), ((1000, 1001), 1), ((2500, 1536), 10)],
@@ -184,7 +160,7 @@ def test_units_of_a_strided_copy_keep_their_place_in_the_target():
     assert (covered == 1).all()
 
 
-def test_units_are_equal_when_chunk_box_and_dtype_are():
+def test_units_are_equal_when_chunk_region_and_dtype_are():
     manifest = manifest_of({"a": ((6, 4), [whole((6, 4))]), "b": ((6, 4), [whole((6, 4))]), "c": ((), [whole(())])})
 
     def rows_of(key, region, dtype):
