@@ -1,14 +1,17 @@
-"""How tests run the command line: as a process of its own, or, where that tells nothing more, in this one."""
+"""How tests run the command line: in this process (`call`), or, where that matters, as one of its own (`run`)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from distckpt import cli
 from distckpt._cli.output import Output
@@ -31,15 +34,6 @@ def run(*arguments, code=0, path=()):
     return ended
 
 
-def error_line(*arguments, code=1):
-    """Run what must fail with one line on stderr and nothing on stdout; return the line."""
-    ended = run(*arguments, code=code)
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("error: ")
-    assert ended.stderr.count("\n") == 1
-    return ended.stderr
-
-
 def call(capsys, *arguments, code=0):
     """Run the command line in this process, which is faster and sees `memory://`; return what it printed."""
     capsys.readouterr()
@@ -60,9 +54,37 @@ def call_error(capsys, *arguments, code=1):
     return printed.err
 
 
+def call_usage_error(capsys, *arguments):
+    """Run in this process what argparse refuses; return what it printed to stderr."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(list(map(str, arguments)))
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
 def call_json(capsys, *arguments, code=0):
     """Run the command line in this process with `--json`; return the value it printed."""
     return json.loads(call(capsys, *arguments, "--json", code=code))
+
+
+def shown_on_terminal(line, environment, stream):
+    """Run a command with stdout or stderr being a terminal, the other one empty; return what the terminal shows."""
+    master, terminal = pty.openpty()
+    other = "stderr" if stream == "stdout" else "stdout"
+    process = subprocess.Popen(line, env=environment, **{stream: terminal, other: subprocess.PIPE})
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(master, 65536):
+            shown += part
+    except OSError:
+        pass  # how Linux reports that the other end of a terminal is closed
+    os.close(master)
+    printed = b"".join(filter(None, process.communicate(timeout=200)))
+    assert (process.returncode, printed if other == "stderr" else b"") == (0, b"")
+    return shown
 
 
 def interrupt_at_first_progress(monkeypatch):

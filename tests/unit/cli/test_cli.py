@@ -1,15 +1,10 @@
-"""The command line: every verb, what it prints, its exit codes, and how it ends when it is interrupted."""
+"""The command line: every verb, what it prints and its exit codes. Its processes are in tests/processes/cli."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import signal
 import struct
-import subprocess
-import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 
@@ -21,9 +16,10 @@ import torch
 import torch.distributed.checkpoint
 
 import distckpt
-from distckpt import ShardedObject, ShardedTensor
+from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
 from distckpt._cli.output import Output
-from tests.support.cli_command import ROOT, call, call_json, command, error_line, run
+from distckpt.cli import main
+from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
 from tests.support.s3_server import new_bucket, running_server
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
@@ -77,11 +73,13 @@ def flip(file, position):
     file.write_bytes(content)
 
 
-# --- The whole --------------------------------------------------------------------------------------------------------
+# --- All verbs --------------------------------------------------------------------------------------------------------
 
 
-def test_help_and_usage():
-    listed = run("--help").stdout
+def test_help_and_usage(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    listed = capsys.readouterr().out
     verbs = [
         "inspect",
         "cat",
@@ -95,40 +93,17 @@ def test_help_and_usage():
         "bench",
     ]
     assert all(verb in listed for verb in [*verbs, "completion"])
-    assert run(code=2).stdout == ""
-    assert "invalid choice: 'inspekt'" in run("inspekt", code=2).stderr
-    assert "PATH" in run("verify", code=2).stderr.upper()
-    assert "'0' is not a positive integer" in run("verify", "x", "--jobs", "0", code=2).stderr
+    assert "invalid choice: 'inspekt'" in call_usage_error(capsys, "inspekt")
+    assert "PATH" in call_usage_error(capsys, "verify").upper()
+    assert "'0' is not a positive integer" in call_usage_error(capsys, "verify", "x", "--jobs", "0")
 
 
-def test_the_package_needs_neither_the_command_line_nor_rich():
-    code = "import sys, distckpt; distckpt.save, distckpt.CheckpointManager; print(*sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = ended.stdout.split()
-    assert "distckpt.serialization" in loaded
-    unwanted = [
-        name for name in loaded if name.startswith(("rich", "distckpt.cli", "distckpt._cli", "distckpt._bench"))
-    ]
-    assert unwanted == []
-
-
-def test_errors_are_one_line_and_a_traceback_on_demand(tmp_path):
-    line = error_line("inspect", tmp_path / "nothing")
+def test_errors_are_one_line_and_a_traceback_on_demand(tmp_path, capsys):
+    line = call_error(capsys, "inspect", tmp_path / "nothing")
     assert "does not exist" in line
     assert "CheckpointNotFoundError" in line
-    trace = run("inspect", tmp_path / "nothing", "--debug", code=1).stderr
-    assert trace.startswith("Traceback")
-    assert "sources.py" in trace
-
-
-def test_a_reader_that_stops_early_is_no_error(checkpoint):
-    line, environment = command("inspect", checkpoint)
-    reader, writer = os.pipe()
-    os.close(reader)
-    ended = subprocess.run(line, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200)
-    os.close(writer)
-    assert ended.returncode == 1
-    assert ended.stderr == ""
+    with pytest.raises(CheckpointNotFoundError):
+        main(["inspect", str(tmp_path / "nothing"), "--debug"])
 
 
 def test_json_holds_no_numbers_that_json_does_not_have(capsys):
@@ -139,36 +114,11 @@ def test_json_holds_no_numbers_that_json_does_not_have(capsys):
     }
 
 
-@pytest.mark.parametrize("hide_rich", [False, True])
-def test_progress_is_shown_on_terminals_only(checkpoint, tmp_path, hide_rich):
-    path = []
-    if hide_rich:
-        (tmp_path / "hidden" / "rich").mkdir(parents=True)
-        (tmp_path / "hidden" / "rich" / "__init__.py").write_text("raise ImportError('not here')")
-        path = [tmp_path / "hidden"]
-    line, environment = command("export", checkpoint, tmp_path / "out", path=path)
-    master, terminal = pty.openpty()
-    process = subprocess.Popen(line, env={**environment, "TERM": "xterm"}, stdout=subprocess.DEVNULL, stderr=terminal)
-    os.close(terminal)
-    shown = b""
-    try:
-        while part := os.read(master, 65536):
-            shown += part
-    except OSError:
-        pass  # how Linux tells that the other end of a terminal is closed
-    os.close(master)
-    assert process.wait(timeout=200) == 0
-    assert b"writing" in shown
-    total = BIG.nbytes + GRID.nbytes + 3 * 48
-    assert (f"{total / 1e6:.2f} MB of {total / 1e6:.2f} MB" in shown.decode()) is hide_rich
-    assert run("export", checkpoint, tmp_path / "out2").stderr == ""
-
-
 # --- inspect ----------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_summarises(checkpoint):
-    found = json.loads(run("inspect", checkpoint, "--json").stdout)
+def test_inspect_summarises(checkpoint, capsys):
+    found = call_json(capsys, "inspect", checkpoint)
     assert found["num_tensors"] == 5
     assert found["num_elements"] == BIG.numel() + GRID.size + 3 * 24
     assert found["tensor_bytes"] == BIG.nbytes + GRID.nbytes + 3 * 48
@@ -192,18 +142,18 @@ def test_inspect_summarises(checkpoint):
             "data_bytes": sum(f["data_bytes"] for f in found["files"]),
         }
     ]
-    text = run("inspect", checkpoint).stdout
+    text = call(capsys, "inspect", checkpoint)
     assert re.search(r"rank 0 +#{30} +3 +3\.15 MB", text)
     assert re.search(r"model\.layers\.\{0\.\.2\}\.up\.weight +4x6 +BF16 +3 +3 +144 B", text)
     assert "5 tensors" in text
     assert "\x1b" not in text
 
 
-def test_inspect_draws_the_chunks_of_a_key(two_ranks, tmp_path):
+def test_inspect_draws_the_chunks_of_a_key(two_ranks, tmp_path, capsys):
     picture = tmp_path / "grid.svg"
-    ended = run("inspect", two_ranks, "--key", "grid", "--svg", picture)
-    assert ended.stdout.splitlines().count("0000011111") == 6
-    assert "[0:6, 5:10]" in ended.stdout
+    text = call(capsys, "inspect", two_ranks, "--key", "grid", "--svg", picture)
+    assert text.splitlines().count("0000011111") == 6
+    assert "[0:6, 5:10]" in text
     drawn = ElementTree.parse(picture).getroot()
     rects = [
         (
@@ -219,70 +169,43 @@ def test_inspect_draws_the_chunks_of_a_key(two_ranks, tmp_path):
     assert (first, second) == ("rank 0 [0:6, 0:5]", "rank 1 [0:6, 5:10]")
     assert blue != orange
     assert middle == pytest.approx(left + width)
-    found = json.loads(run("inspect", two_ranks, "--key", "grid", "--json").stdout)
+    found = call_json(capsys, "inspect", two_ranks, "--key", "grid")
     assert [(chunk["rank"], chunk["offset"], chunk["num_bytes"]) for chunk in found["chunks"]] == [
         (0, [0, 0], 120),
         (1, [0, 5], 120),
     ]
 
 
-def test_inspect_refuses_what_it_cannot_show(checkpoint, tmp_path):
-    assert "did you mean 'grid'?" in error_line("inspect", checkpoint, "--key", "grit")
-    assert "name it with --key" in error_line("inspect", checkpoint, "--svg", tmp_path / "x.svg")
+def test_inspect_refuses_what_it_cannot_show(checkpoint, tmp_path, capsys):
+    assert "did you mean 'grid'?" in call_error(capsys, "inspect", checkpoint, "--key", "grit")
+    assert "name it with --key" in call_error(capsys, "inspect", checkpoint, "--svg", tmp_path / "x.svg")
     assert not (tmp_path / "x.svg").exists()
 
 
-def test_inspect_works_without_rich(checkpoint, tmp_path):
-    (tmp_path / "hidden" / "rich").mkdir(parents=True)
-    (tmp_path / "hidden" / "rich" / "__init__.py").write_text("raise ImportError('not here')")
-    without = run("inspect", checkpoint, path=[tmp_path / "hidden"]).stdout
-    assert without == run("inspect", checkpoint).stdout
-
-
-def test_inspect_compares_ranks_by_bars(tmp_path):
+def test_inspect_compares_ranks_by_bars(tmp_path, capsys):
     """Rank 1 wrote a third of what rank 0 did, in files whose names tell the ranks."""
     for rank, (offset, rows) in enumerate([(0, 6), (6, 2)]):
         metadata = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [offset, 0]}})}
         name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
         safetensors.numpy.save_file({"w": np.zeros((rows, 4), np.float32)}, tmp_path / name, metadata)
-    text = run("inspect", tmp_path).stdout
+    text = call(capsys, "inspect", tmp_path)
     assert re.search(r"^rank 0 +#{30} +1 +96 B$", text, re.M)
     assert re.search(r"^rank 1 +#{10} +1 +32 B$", text, re.M)
     assert "2 ranks wrote; the busiest 1.500 of the mean" in text
 
 
-@pytest.mark.parametrize("no_colour", [False, True])
-def test_inspect_is_coloured_on_terminals(two_ranks, no_colour):
-    line, environment = command("inspect", two_ranks, "--key", "grid")
-    environment |= {"TERM": "xterm-256color", **({"NO_COLOR": "1"} if no_colour else {})}
-    master, terminal = pty.openpty()
-    process = subprocess.Popen(line, env=environment, stdout=terminal, stderr=subprocess.PIPE)
-    os.close(terminal)
-    shown = b""
-    try:
-        while part := os.read(master, 65536):
-            shown += part
-    except OSError:
-        pass  # how Linux tells that the other end of a terminal is closed
-    os.close(master)
-    errors = process.communicate(timeout=200)[1]
-    assert (process.returncode, errors) == (0, b"")
-    assert b"[0:6, 5:10]" in shown
-    assert (b"\x1b[48;2;78;121;167m" in shown) is not no_colour
-
-
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_accepts_what_is_whole(checkpoint, two_ranks):
-    report = json.loads(run("verify", checkpoint, "--json", "--jobs", "2").stdout)
+def test_verify_accepts_what_is_whole(checkpoint, two_ranks, capsys):
+    report = call_json(capsys, "verify", checkpoint, "--jobs", "2")
     assert (report["is_whole"], report["problems"], report["mode"]) == (True, [], "full")
     # All bytes of all files but those of marker and manifest, whose headers count as read as well.
     files = [*(checkpoint / "tensors").iterdir(), *(checkpoint / "objects").iterdir()]
     assert report["num_bytes"] == sum(file.stat().st_size for file in files)
-    assert run("verify", checkpoint, "--fast").stdout.startswith("OK: ")
-    assert "no checksums" in run("verify", two_ranks).stdout
-    assert "does not exist" in error_line("verify", checkpoint / "nothing", code=2)
+    assert call(capsys, "verify", checkpoint, "--fast").startswith("OK: ")
+    assert "no checksums" in call(capsys, "verify", two_ranks)
+    assert "does not exist" in call_error(capsys, "verify", checkpoint / "nothing", code=2)
 
 
 def test_verify_finds_a_flipped_bit_in_each_chunk(checkpoint):
@@ -304,7 +227,7 @@ def test_verify_finds_a_flipped_bit_in_each_chunk(checkpoint):
     assert distckpt.verify(checkpoint).is_whole
 
 
-def test_verify_tells_blocks_apart_and_joins_neighbours(checkpoint):
+def test_verify_tells_blocks_apart_and_joins_neighbours(checkpoint, capsys):
     ((file, first),) = [(f, c[1]) for f, chunks in chunk_places(checkpoint).items() for c in chunks if c[0] == "big"]
     block = 1 << 20
     flip(file, first + 5)
@@ -314,10 +237,10 @@ def test_verify_tells_blocks_apart_and_joins_neighbours(checkpoint):
     flip(file, first + block)
     (problem,) = distckpt.verify(checkpoint, num_threads=1).problems
     assert (problem.first_byte - first, problem.stop_byte - first) == (0, 3 * block)
-    ended = run("verify", checkpoint, code=1)
-    assert f"{file}: checksum mismatch in a chunk; bytes {first} to" in ended.stdout
-    assert "key 'big', region [0:768, 0:1024]" in ended.stdout
-    assert "DAMAGED (1 problem)" in ended.stdout
+    text = call(capsys, "verify", checkpoint, code=1)
+    assert f"{file}: checksum mismatch in a chunk; bytes {first} to" in text
+    assert "key 'big', region [0:768, 0:1024]" in text
+    assert "DAMAGED (1 problem)" in text
 
 
 def all_files(checkpoint):
@@ -342,12 +265,12 @@ def test_verify_finds_damage_in_the_beginning_and_end_of_every_file(checkpoint, 
     assert distckpt.verify(checkpoint, mode).is_whole
 
 
-def test_verify_names_keys_in_files_that_were_cut_off_or_are_missing(checkpoint):
+def test_verify_names_keys_in_files_that_were_cut_off_or_are_missing(checkpoint, capsys):
     places = chunk_places(checkpoint)
     ((file, first, stop),) = [(f, *c[1:3]) for f, chunks in places.items() for c in chunks if c[0] == "big"]
     content = file.read_bytes()
     file.write_bytes(content[: first + (2 << 20) + 3])
-    whole_file, *chunks = json.loads(run("verify", checkpoint, "--json", code=1).stdout)["problems"]
+    whole_file, *chunks = call_json(capsys, "verify", checkpoint, code=1)["problems"]
     assert "cut off" in whole_file["message"]
     last = max(chunk[2] for chunk in places[file])
     assert (whole_file["first_byte"], whole_file["stop_byte"]) == (first + (2 << 20) + 3, last)
@@ -369,10 +292,9 @@ def test_verify_reports_progress_and_refuses_unknown_modes(checkpoint):
 # --- consolidate ------------------------------------------------------------------------------------------------------
 
 
-def test_consolidate_with_options(checkpoint, tmp_path):
+def test_consolidate_with_options(checkpoint, tmp_path, capsys):
     arguments = ["--keys", "model.", "--keys", "grid", "--rename", "model.=net.", "--dtype", "grid=fp64"]
-    ended = run("consolidate", checkpoint, tmp_path / "out", *arguments, "--dtype", "fp16", "--json")
-    report = json.loads(ended.stdout)
+    report = call_json(capsys, "consolidate", checkpoint, tmp_path / "out", *arguments, "--dtype", "fp16")
     assert report["num_tensors"] == 4
     assert report["files"] == ["model.safetensors"]
     assert report["dtypes"] == {"F16": 3, "F64": 1}
@@ -383,42 +305,17 @@ def test_consolidate_with_options(checkpoint, tmp_path):
     }
 
 
-def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path):
-    ended = run("export", checkpoint, tmp_path / "out", "--max-file-bytes", "1.5MB")
-    assert "5 tensors (3 BF16, 2 F32)" in ended.stdout
+def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsys):
+    text = call(capsys, "export", checkpoint, tmp_path / "out", "--max-file-bytes", "1.5MB")
+    assert "5 tensors (3 BF16, 2 F32)" in text
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 2
-    assert "pass --overwrite" in error_line("export", checkpoint, tmp_path / "out")
-    run("export", checkpoint, tmp_path / "out", "--overwrite", "--keys", "grid")
+    assert "pass --overwrite" in call_error(capsys, "export", checkpoint, tmp_path / "out")
+    call(capsys, "export", checkpoint, tmp_path / "out", "--overwrite", "--keys", "grid")
     assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["grid"].tolist() == GRID.tolist()
-    assert "torch has no dtype 'bf61'" in run("export", "a", "b", "--dtype", "bf61", code=2).stderr
-    assert "is no size" in run("export", "a", "b", "--max-file-bytes", "5 apples", code=2).stderr
-    assert "is not OLD=NEW" in run("export", "a", "b", "--rename", "model", code=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code, line):
-    # The export waits for what is to be copied, from a pipe: at this time its staging directory is there.
-    (tmp_path / "extra").mkdir()
-    os.mkfifo(tmp_path / "extra" / "config.json")
-    words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    with open(tmp_path / "extra" / "config.json", "wb"):
-        assert any(".tmp-" in path.name for path in tmp_path.iterdir())
-        process.send_signal(number)
-        errors = process.communicate(timeout=200)[1]
-    assert process.returncode == code
-    assert f"error: {line}\n" in errors
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "extra"]
+    assert "torch has no dtype 'bf61'" in call_usage_error(capsys, "export", "a", "b", "--dtype", "bf61")
+    assert "is no size" in call_usage_error(capsys, "export", "a", "b", "--max-file-bytes", "5 apples")
+    assert "is not OLD=NEW" in call_usage_error(capsys, "export", "a", "b", "--rename", "model")
 
 
 # --- Object stores ----------------------------------------------------------------------------------------------------

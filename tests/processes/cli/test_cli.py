@@ -1,0 +1,120 @@
+"""The command line as a process: its start, terminals, pipes and signals. What each verb does is in tests/unit/cli."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import ShardedTensor
+from tests.support.cli_command import ROOT, call, command, run, shown_on_terminal
+
+GRID = torch.arange(60, dtype=torch.float32).view(6, 10)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    columns = enumerate(GRID.chunk(2, 1))
+    state = {f"g{i}": ShardedTensor.from_rank_offsets("grid", c.contiguous(), (1, i, 2)) for i, c in columns}
+    distckpt.save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def without_rich(tmp_path):
+    """A folder that hides rich when it comes first in the path."""
+    (tmp_path / "hidden" / "rich").mkdir(parents=True)
+    (tmp_path / "hidden" / "rich" / "__init__.py").write_text("raise ImportError('not here')")
+    return tmp_path / "hidden"
+
+
+def test_without_a_verb_usage_is_shown():
+    ended = run(code=2)
+    assert ended.stdout == ""
+    assert "usage: distckpt" in ended.stderr
+
+
+def test_the_package_needs_neither_the_command_line_nor_rich():
+    code = "import sys, distckpt; distckpt.save, distckpt.CheckpointManager; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = ended.stdout.split()
+    assert "distckpt.serialization" in loaded
+    unwanted = ("rich", "distckpt.cli", "distckpt._cli", "distckpt._bench")
+    assert [name for name in loaded if name.startswith(unwanted)] == []
+
+
+def test_a_traceback_on_demand(tmp_path):
+    trace = run("inspect", tmp_path / "nothing", "--debug", code=1).stderr
+    assert trace.startswith("Traceback")
+    assert "sources.py" in trace
+
+
+def test_a_reader_that_stops_early_is_no_error(checkpoint):
+    line, environment = command("inspect", checkpoint)
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(line, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(writer)
+    assert ended.returncode == 1
+    assert ended.stderr == ""
+
+
+# --- Terminals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hide_rich", [False, True])
+def test_progress_is_shown_on_terminals(checkpoint, tmp_path, without_rich, hide_rich):
+    line, environment = command("export", checkpoint, tmp_path / "out", path=[without_rich] if hide_rich else [])
+    shown = shown_on_terminal(line, {**environment, "TERM": "xterm"}, "stderr")
+    assert b"writing" in shown
+    assert (b"240 B of 240 B" in shown) is hide_rich
+
+
+def test_progress_is_not_shown_elsewhere(checkpoint, tmp_path):
+    assert run("export", checkpoint, tmp_path / "out").stderr == ""
+
+
+def test_inspect_works_without_rich(checkpoint, without_rich, capsys):
+    assert run("inspect", checkpoint, path=[without_rich]).stdout == call(capsys, "inspect", checkpoint)
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_inspect_is_coloured_on_terminals(checkpoint, no_colour):
+    line, environment = command("inspect", checkpoint, "--key", "grid")
+    environment |= {"TERM": "xterm-256color", **({"NO_COLOR": "1"} if no_colour else {})}
+    shown = shown_on_terminal(line, environment, "stdout")
+    assert b"[0:6, 5:10]" in shown
+    assert (b"\x1b[48;2;78;121;167m" in shown) is not no_colour
+
+
+# --- Interruptions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code, line):
+    # The export waits for what is to be copied, from a pipe: at this time its staging directory is there.
+    (tmp_path / "extra").mkdir()
+    os.mkfifo(tmp_path / "extra" / "config.json")
+    words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with open(tmp_path / "extra" / "config.json", "wb"):
+        assert any(".tmp-" in path.name for path in tmp_path.iterdir())
+        process.send_signal(number)
+        errors = process.communicate(timeout=200)[1]
+    assert process.returncode == code
+    assert f"error: {line}\n" in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "extra"]
