@@ -23,9 +23,9 @@ import torch
 
 from distckpt import serialization
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.public import set_public_home
-from distckpt._base.threads import paused_garbage_collection
 from distckpt._dcp_api import arguments, shards, tree
 from distckpt._format.codec import HOLE
 from distckpt._models.dtensor import local_part

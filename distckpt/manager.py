@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.public import set_public_home
-from distckpt._base.threads import paused_garbage_collection
 from distckpt._commit import posix
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._io import background

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.public import set_public_home
-from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
+from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._operations.async_save import (
     SaveHandle,
     async_save,

@@ -18,8 +18,8 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import estimate_available_memory as estimate_available_memory
+from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
-from distckpt._base.threads import is_plain_memory, tensor_bytes
 from distckpt._geometry.region import cut_region, whole
 from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import Position

@@ -1,9 +1,78 @@
-"""How much host memory is left: of the machine, and within the control groups of containers and batch jobs."""
+"""Host memory: tensors as bytes, scratch buffers, and how much is left."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import threading
 from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distckpt._base.device import DeviceLayer
+from distckpt._base.threads import UNIT_BYTES
+
+ALIGNMENT = 4096
+"""Direct I/O needs addresses, positions and lengths in multiples of this."""
+
+Bytes = npt.NDArray[np.uint8]
+
+_local = threading.local()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Bytes:
+    """View the memory of a contiguous CPU tensor as bytes."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    return np.asarray(_Memory(tensor, num_bytes)) if num_bytes else np.empty(0, np.uint8)
+
+
+class _Memory:
+    """The memory of a tensor, for numpy. `tensor.numpy()` would forbid ever after that its storage is resized."""
+
+    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
+        }  # fmt: skip
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's values are exactly its bytes in CPU memory, in row-major order."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = None) -> Bytes:
+    """Return this thread's scratch memory for a purpose; it is the caller's until the thread asks for it again.
+
+    It begins at a multiple of `ALIGNMENT`. With a device it is page-locked, so that the device reaches it by itself.
+    """
+    purpose = purpose if device is None else f"{purpose} pinned"
+    buffer: Bytes | None = getattr(_local, purpose, None)
+    if buffer is None or len(buffer) < num_bytes:
+        size = max(num_bytes, UNIT_BYTES) + ALIGNMENT
+        memory = np.empty(size, np.uint8) if device is None else device.pinned_memory(size).numpy()
+        buffer = memory[-memory.ctypes.data % ALIGNMENT :]
+        setattr(_local, purpose, buffer)
+    return buffer[:num_bytes]
+
+
+@contextlib.contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Keep the cyclic garbage collector from running.
+
+    Planning makes many small tuples that all live on; the collector would walk over them again and again, which takes
+    as long as the planning itself.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def estimate_available_memory(*, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:

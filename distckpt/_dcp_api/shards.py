@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._base.threads import checksum
 from distckpt._dcp_api import tree
+from distckpt._format.checksum import checksum
 from distckpt._models.dtensor import Grid, is_dtensor, is_in_mesh, shard_of_dtensor
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import (

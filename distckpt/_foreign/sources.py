@@ -7,9 +7,9 @@ from typing import Any
 
 from distckpt import validation
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._base.threads import checksum
 from distckpt._foreign import hugging_face
 from distckpt._foreign.torch_dist import source
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
 from distckpt._storage import locations

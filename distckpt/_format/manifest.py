@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._base.threads import BLOCK_BYTES, checksum
+from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distckpt._base.dtypes import as_integers
-from distckpt._base.threads import is_plain_memory
+from distckpt._base.memory import is_plain_memory
 from distckpt._geometry.region import cut_region, whole
 from distckpt._ranks.collectives import Ranks, Transfer
 

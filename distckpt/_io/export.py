@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
-from distckpt._base.threads import UNIT_BYTES, Bytes, bounce_buffer
+from distckpt._base.memory import Bytes, bounce_buffer
+from distckpt._base.threads import UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray, flat_range_regions

@@ -12,7 +12,9 @@ import torch
 from distckpt._base.device import Copier
 from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, Bytes, bounce_buffer, checksum, run_threads
+from distckpt._base.memory import Bytes, bounce_buffer
+from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, run_threads
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest
 from distckpt._format.marker import file_size
 from distckpt._geometry.region import IntArray, flat_start, num_outer_axes

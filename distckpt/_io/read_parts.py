@@ -13,7 +13,7 @@ import torch
 
 from distckpt._base.device import Copier
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.threads import Bytes, is_plain_memory, tensor_bytes
+from distckpt._base.memory import Bytes, is_plain_memory, tensor_bytes
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import (
     Region,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.threads import checksum
 from distckpt._format import safetensors_file
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import FORMAT_VERSION, MANIFEST_NAME, OBJECT, ShardFile, marker_fields
 from distckpt._io.write import Fill, NewFile, WriteSettings, file_of_tensors, write_files
 from distckpt._plan.layout import FileLayout, ManifestLayout, WrittenRecord, assemble_manifest

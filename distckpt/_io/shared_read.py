@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distckpt._base.threads import checksum
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray
 from distckpt._io.exchange import Message, exchange, make_buffers, make_messages

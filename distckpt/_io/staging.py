@@ -17,7 +17,8 @@ import torch
 
 from distckpt._base.device import Copier, DeviceLayer
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.threads import NUM_THREADS, Bytes, run_threads
+from distckpt._base.memory import Bytes
+from distckpt._base.threads import NUM_THREADS, run_threads
 from distckpt._io.shard_writer import Contents, FilesToWrite
 from distckpt._io.write import Fill, Part, file_of_tensors, gather, units_of
 

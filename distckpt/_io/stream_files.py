@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distckpt._base.threads import UNIT_BYTES, allocate, tensor_bytes
+from distckpt._base.memory import tensor_bytes
+from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.safetensors_file import Entry
 from distckpt._storage import locations as storage_locations
+from distckpt._storage.open_files import allocate
 from distckpt.tensors import chunk_tensor_by_memory, to_plain_memory
 
 

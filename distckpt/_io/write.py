@@ -17,23 +17,12 @@ import xxhash
 
 from distckpt._base.device import Copier, DeviceLayer
 from distckpt._base.dtypes import as_integers
-from distckpt._base.threads import (
-    ALIGNMENT,
-    BLOCK_BYTES,
-    MAX_BUFFERS,
-    NUM_REQUESTS,
-    NUM_THREADS,
-    UNIT_BYTES,
-    Bytes,
-    allocate,
-    bounce_buffer,
-    checksum,
-    is_plain_memory,
-    run_threads,
-    tensor_bytes,
-)
+from distckpt._base.memory import ALIGNMENT, Bytes, bounce_buffer, is_plain_memory, tensor_bytes
+from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
+from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._geometry.region import flat_range_regions
 from distckpt._storage import locations
+from distckpt._storage.open_files import allocate
 from distckpt._storage.uploads import OutgoingFile, upload_files
 
 DIRECT_MIN_BYTES = 16 << 20

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.threads import checksum
 from distckpt._format import codec
+from distckpt._format.checksum import checksum
 from distckpt._models.dtensor import local_part
 from distckpt._ranks.collectives import Ranks
 

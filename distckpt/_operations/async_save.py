@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
-from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
+from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._io import background
 from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
 from distckpt._operations.saving import SaveRequest, Target, begin_save, finish_save

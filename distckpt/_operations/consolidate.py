@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from distckpt._base.threads import paused_garbage_collection
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._commit import posix
 from distckpt._io import background
 from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from distckpt import validation
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
-from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES, paused_garbage_collection
+from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._format.codec import HOLE
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
 from distckpt._ranks.collectives import Ranks

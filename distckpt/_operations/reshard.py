@@ -16,7 +16,8 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.threads import NUM_THREADS, paused_garbage_collection
+from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.threads import NUM_THREADS
 from distckpt._commit import posix
 from distckpt._foreign import sources
 from distckpt._foreign.stored_values import object_keys, read_encoded

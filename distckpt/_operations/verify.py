@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
-from distckpt._base.threads import checksum
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign import sources
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._operations.consistent_read import read_unchanged

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.threads import BLOCK_BYTES
+from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._geometry.region import IntArray, regions_to_arrays, widen

@@ -9,8 +9,8 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import checksum
 from distckpt._format import codec
+from distckpt._format.checksum import checksum
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import CommonStateDict, StateDict
 

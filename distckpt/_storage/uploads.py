@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from distckpt._base.threads import Bytes, run_threads
+from distckpt._base.memory import Bytes
+from distckpt._base.threads import run_threads
 from distckpt._storage import object_store
 
 UNITS_PER_PART = 2

@@ -21,7 +21,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._base.threads import Bytes
+from distckpt._base.memory import Bytes
 from distckpt._foreign import sources
 from distckpt._foreign.torch_dist.load import load_common_state, load_objects
 from distckpt._format.manifest import OBJECT, Manifest

@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice, summarize_keys
-from distckpt._base.threads import NUM_THREADS, UNIT_BYTES, paused_garbage_collection
+from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._commit import posix
 from distckpt._foreign import hugging_face, sources
 from distckpt._format.hf_names import belongs_to_export, index_json

@@ -11,19 +11,14 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
-from distckpt._base.threads import (
-    checksum,
-    direct_unit_within,
-    is_plain_memory,
-    num_requests_within,
-    num_threads_within,
-    tensor_bytes,
-)
+from distckpt._base.memory import is_plain_memory, tensor_bytes
+from distckpt._base.threads import direct_unit_within, num_requests_within, num_threads_within
 from distckpt._commit import posix
 from distckpt._foreign import sources
 from distckpt._foreign.sources import BACKEND, VERSION
 from distckpt._foreign.torch_dist.load import load_common_state, load_objects
 from distckpt._format import codec
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._geometry.region import Region

@@ -22,7 +22,7 @@ import torch
 from _measure import machine_facts, markdown_table, timed
 
 from distckpt import ShardedTensor
-from distckpt._base.threads import paused_garbage_collection
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, plan_load

@@ -13,8 +13,9 @@ from typing import Any
 
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import CorruptCheckpointError, InvalidShardingError, UnsupportedObjectError
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
-from distckpt._base.threads import paused_garbage_collection, run_threads
+from distckpt._base.threads import run_threads
 from distckpt._foreign.pieces import StoredPiece, find_fault, find_outside, group_by_key, tabulate, to_manifest
 from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
 from distckpt._foreign.torch_dist.objects import StoredTensor, locate_tensor
