@@ -57,7 +57,7 @@ def _bits(*shape: int, num_bytes: int = 4) -> np.ndarray:
     """Return random finite values as unsigned integers of their size."""
     raw = TENSORS.integers(0, 256, (*shape, num_bytes), np.uint8)
     # Two exponent bits are zero in all floating point formats of at least 8 bits: no infinity, no NaN.
-    raw[..., -1] &= 0x9F
+    raw[..., -1:] &= 0x9F
     return raw.view(f"<u{num_bytes}")[..., 0]
 
 
