@@ -87,12 +87,11 @@ class ChunkTable(NamedTuple):
         return cls([], none, none, none, none, no_regions, no_regions, np.zeros(0, np.uint64))
 
     @classmethod
-    def join(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
-        """Put tables together, sorted by key and offset.
+    def join(cls, tables: Sequence[ChunkTable], ndim: int) -> ChunkTable:
+        """Put tables together, sorted by key and offset; regions get `ndim` axes.
 
         Checksums may be in a later table than their chunks, as long as all of them are in the order of all chunks.
         """
-        ndim = max(table.offsets.shape[1] for table in tables)
         first_files = itertools.accumulate((len(table.files) for table in tables), initial=0)
         columns = [
             table._replace(
@@ -165,6 +164,11 @@ class Manifest:
         self.key_starts: IntArray = np.searchsorted(self.key_ids, np.arange(len(self.keys) + 1))
         self.block_starts: IntArray = np.zeros(len(self.key_ids) + 1, np.int64)
         np.cumsum(-(-self.num_bytes // block_bytes), out=self.block_starts[1:])
+
+    def with_chunks(self, tables: Sequence[ChunkTable]) -> Manifest:
+        """Return the manifest of the same keys with the chunks of all tables, see `ChunkTable.join`."""
+        chunks = ChunkTable.join(tables, max(map(len, self.global_shapes), default=0))
+        return Manifest(self.keys, self.dtypes, self.global_shapes, chunks, self.aliases)
 
     @functools.cached_property
     def key_index(self) -> dict[str, int]:

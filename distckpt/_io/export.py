@@ -16,7 +16,7 @@ from distckpt._format import safetensors_file
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray, flat_range_regions
 from distckpt._io.read import read_chunks_into, read_copies
-from distckpt._io.write import Fill, Part, write_file
+from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._plan.load import Request, plan_load
 from distckpt.rules import resolve, target_view
@@ -59,7 +59,8 @@ def write_output_file(
     overflows = np.zeros(len(tensors), np.int64)
     fill = filling(source, tensors, overflows)
     sizes = [entry.num_bytes for entry in entries]
-    write_file(location, header, sizes, fill, with_checksums=False, num_threads=num_threads, progress=progress)
+    settings = WriteSettings(with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress)
+    write_files([NewFile(location, header, sizes, fill)], settings)
     return {tensors[i].name: int(overflows[i]) for i in np.flatnonzero(overflows).tolist()}
 
 
@@ -73,13 +74,13 @@ def filling(source: Source, tensors: Sequence[OutputTensor], overflows: IntArray
     """
     chunks = _whole_chunks(source.manifest, tensors)
 
-    def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
-        filled = scratch[: sum(part.stop - part.start for part in unit)]
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+        filled = scratch[: sum(part.num_bytes for part in unit)]
         plain: list[tuple[int, Bytes]] = []
-        others: list[tuple[Part, Bytes]] = []
+        others: list[tuple[Span, Bytes]] = []
         begin = 0
         for part in unit:
-            memory = filled[begin : begin + part.stop - part.start]
+            memory = filled[begin : begin + part.num_bytes]
             begin += len(memory)
             chunk = chunks[part.chunk]
             if chunk is not None and len(memory) == tensors[part.chunk].num_bytes:
@@ -123,7 +124,7 @@ def _whole_chunks(manifest: Manifest, tensors: Sequence[OutputTensor]) -> list[i
     return chunks
 
 
-def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Part, Bytes]]) -> None:
+def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Span, Bytes]]) -> None:
     """Read ranges of output tensors, in the dtype they are stored in, into the memory beside each."""
     requests: list[Request] = []
     targets: list[torch.Tensor] = []
@@ -146,7 +147,7 @@ def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequen
     read_copies(source.location, source.manifest, copies, targets, source.verify, num_threads=1)
 
 
-def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Part, memory: Bytes) -> int:
+def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Span, memory: Bytes) -> int:
     """Read a range, convert it, and count the values that do not fit."""
     tensor = tensors[part.chunk]
     stored, wanted = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
@@ -157,7 +158,7 @@ def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Part, 
     for begin in range(first, last, step):
         end = min(begin + step, last)
         wide = bounce_buffer("cast", (end - begin) * stored.itemsize)
-        bytes_of = Part(part.chunk, begin * stored.itemsize, end * stored.itemsize)
+        bytes_of = Span(part.chunk, begin * stored.itemsize, end * stored.itemsize)
         _read_ranges(source, tensors, [(bytes_of, wide)])
         values, target = torch.from_numpy(wide).view(stored), converted[begin - first : end - first]
         target.copy_(values)

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
@@ -14,9 +13,8 @@ from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME, OBJECT, Manifest, ShardFile, marker_fields
 from distckpt._format.marker import CheckpointingConfig, save_config
 from distckpt._geometry.region import IntArray
-from distckpt._io.shard_writer import lay_out_tensor_file, new_tensor_file
-from distckpt._io.write import WriteSettings, write_files
-from distckpt._plan.save import ChunkLayout
+from distckpt._io.write import WriteSettings, file_of_tensors, write_files
+from distckpt._plan.layout import PlannedChunk, chunk_table, lay_out_tensor_file
 from distckpt._storage import locations
 
 
@@ -116,30 +114,28 @@ def _write_remaining(
 
 def _rewrite(
     location: str, staging: str, manifest: Manifest, file: ShardFile, rows: IntArray, names: list[str | None]
-) -> tuple[ShardFile, list[int]]:
-    """Write a file with some of its chunks; returns also where each of `rows` begins in it."""
+) -> tuple[ShardFile, IntArray]:
+    """Write a file with some of its chunks; returns also where each of `rows`, which ascend, begins in it."""
     source = np.memmap(locations.join(location, file.name), np.uint8, mode="c")
-    chunks, content_of, row_of, shapes = [], {}, {}, {}
+    chunks, shapes = [], {}
+    row_of: dict[str, int] = {}
     for row in rows.tolist():
         key_id = int(manifest.key_ids[row])
         name = names[key_id]
         assert name is not None
-        start = int(manifest.first_bytes[row])
-        chunks.append(ChunkLayout(name, manifest.dtypes[key_id], manifest.chunk_region(row), ()))
-        content_of[name] = [torch.from_numpy(source[start : start + int(manifest.num_bytes[row])])]
+        region, num_bytes = manifest.chunk_region(row), int(manifest.num_bytes[row])
+        chunks.append(PlannedChunk(key_id, name, manifest.dtypes[key_id], region, num_bytes))
         row_of[name] = row
         shapes[name] = manifest.global_shapes[key_id]
-    layout = lay_out_tensor_file(file.name, chunks, shapes)
-    order = [chunk.key for chunk in layout.chunks]
-    checksums = write_files([new_tensor_file(staging, layout, [content_of[key] for key in order])], WriteSettings())
-    _compare(manifest, file, [row_of[key] for key in order], checksums[0])
-    first_byte_of = dict(zip(order, layout.first_bytes, strict=True))
-    return layout.file, [first_byte_of[chunk.key] for chunk in chunks]
-
-
-def _compare(manifest: Manifest, file: ShardFile, rows: list[int], checksums: npt.NDArray[np.uint64]) -> None:
-    expected = [manifest.block_checksums[manifest.block_starts[r] : manifest.block_starts[r + 1]] for r in rows]
-    if not np.array_equal(np.concatenate(expected), checksums):
+    planned = lay_out_tensor_file(file.name, chunks, shapes)
+    ordered = np.array([row_of[chunk.key] for chunk in planned.chunks], np.int64)
+    starts, sizes = manifest.first_bytes[ordered], manifest.num_bytes[ordered]
+    contents = [[torch.from_numpy(source[start : start + size])] for start, size in zip(starts, sizes, strict=True)]
+    new_file = file_of_tensors(planned.name, planned.header, contents).below(staging)
+    checksums = write_files([new_file], WriteSettings())
+    if not np.array_equal(manifest.chunks.take(ordered, manifest.block_bytes).block_checksums, checksums):
         raise CorruptCheckpointError(
             f"{file.name!r} has a checksum mismatch: nothing was removed. Restore it from a copy."
         )
+    written = chunk_table([planned])
+    return written.files[0], written.first_bytes[np.argsort(ordered)]

@@ -9,18 +9,15 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 
-from distckpt._base.device import Copier, DeviceLayer
+from distckpt._base.device import DeviceLayer
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import NUM_THREADS, run_threads
-from distckpt._io.shard_writer import Contents, FilesToWrite
-from distckpt._io.write import Fill, Part, file_of_tensors, gather, units_of
+from distckpt._io.write import Fill, NewFile, Span, gather, units_of
 
 MAX_SETS = 2
 """So many saves may have staged data at the same time; the next one waits."""
@@ -112,34 +109,36 @@ class Staging:
         self._lock = threading.Lock()
         self._num_uncopied = 0
 
-    def copy(self, files: FilesToWrite) -> FilesToWrite:
-        """Return the same files with contents that are copies, as far as there is room.
+    def copy(self, files: Sequence[NewFile]) -> list[NewFile]:
+        """Return the same files filled from copies, as far as there is room.
 
         What is left over is copied when its turn to be written comes; `staged` is set when that is done.
         """
-        sizes = [layout.num_bytes for layout, _ in files.tensor_files]
-        chosen = _choose(sizes, self._max_bytes)
-        buffer_sizes = [sum(size[i] for i in chunks) for size, chunks in zip(sizes, chosen, strict=True)]
-        copier = Copier(t for _, contents in files.tensor_files for tensors in contents for t in tensors)
-        self._buffers = self._memory.take(buffer_sizes, copier.layer, self._timeout)
-        jobs: list[_Job] = []
-        tensor_files = []
-        for (layout, contents), chunks, buffer in zip(files.tensor_files, chosen, self._buffers, strict=True):
-            chunk_bytes = [layout.num_bytes[i] for i in chunks]
-            jobs.append(_Job([contents[i] for i in chunks], chunk_bytes, buffer))
-            copies = dict(zip(chunks, _cut(buffer, chunk_bytes), strict=True))
-            new = [[copies[i]] if i in copies else tensors for i, tensors in enumerate(contents)]
-            tensor_files.append((layout, new))
-        _copy_all(jobs, self._num_threads)
-        left = [set(range(len(size))).difference(chunks) for size, chunks in zip(sizes, chosen, strict=True)]
-        self._num_uncopied = sum(size[i] for size, chunks in zip(sizes, left, strict=True) for i in chunks)
+        chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
+        sizes = [[file.chunk_bytes[i] for i in chunks] for file, chunks in zip(files, chosen, strict=True)]
+        device = next((file.device for file in files if file.device is not None), None)
+        self._buffers = self._memory.take([sum(each) for each in sizes], device, self._timeout)
+        staged: list[NewFile] = []
+        units: list[tuple[Fill, Sequence[Span], Bytes]] = []
+        for file, chunks, chunk_bytes, buffer in zip(files, chosen, sizes, self._buffers, strict=True):
+            start = 0
+            for unit in units_of(chunk_bytes):
+                spans = [span._replace(chunk=chunks[span.chunk]) for span in unit]
+                num_bytes = sum(span.num_bytes for span in spans)
+                units.append((file.fill, spans, buffer[start : start + num_bytes]))
+                start += num_bytes
+            ends = list(itertools.accumulate(chunk_bytes))
+            copies = {i: buffer[end - size : end] for i, size, end in zip(chunks, chunk_bytes, ends, strict=True)}
+            self._num_uncopied += sum(file.chunk_bytes) - sum(chunk_bytes)
+            if len(chunks) < len(file.chunk_bytes):
+                staged.append(file._replace(fill=_filling(copies, file.fill, self._note_copied)))
+            else:
+                # Nothing of the original is referred to any more.
+                staged.append(file._replace(fill=_filling(copies), device=None))
+        run_threads(_copy_unit, units, self._num_threads)
         if not self._num_uncopied:
             self.staged.set()
-            return files._replace(tensor_files=tensor_files)
-        # Made here and not when files are written: by the thread whose work on a device is to be waited for.
-        fills = [file_of_tensors("", b"", contents).fill for _, contents in tensor_files]
-        copying = [_copying(fill, chunks, self._note_copied) for fill, chunks in zip(fills, left, strict=True)]
-        return files._replace(tensor_files=tensor_files, wrap_fill=lambda number, fill: copying[number])
+        return staged
 
     def release(self) -> None:
         """Give the memory back, when everything is written or given up."""
@@ -157,14 +156,6 @@ class Staging:
             self._num_uncopied -= num_bytes
             if not self._num_uncopied:
                 self.staged.set()
-
-
-class _Job(NamedTuple):
-    """Chunks of a file and the buffer they go to, one after the other."""
-
-    contents: Contents
-    chunk_bytes: list[int]
-    buffer: Bytes
 
 
 def threads_to_copy_with(num_ranks: int) -> int:
@@ -197,42 +188,32 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
     return chosen[::-1]
 
 
-def _cut(buffer: Bytes, chunk_bytes: Iterable[int]) -> list[torch.Tensor]:
-    ends = list(itertools.accumulate(chunk_bytes))
-    whole = torch.from_numpy(buffer)
-    return [whole[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _copy_all(jobs: Sequence[_Job], num_threads: int) -> None:
-    items = []
-    for job in jobs:
-        fill = file_of_tensors("", b"", job.contents).fill
-        start = 0
-        for unit in units_of(job.chunk_bytes):
-            stop = start + sum(part.stop - part.start for part in unit)
-            items.append((fill, unit, job.buffer[start:stop]))
-            start = stop
-    run_threads(_copy_unit, items, num_threads)
-
-
-def _copy_unit(item: tuple[Fill, Sequence[Part], Bytes]) -> None:
+def _copy_unit(item: tuple[Fill, Sequence[Span], Bytes]) -> None:
     fill, unit, window = item
     gather(fill(unit, window), window)
 
 
-def _copying(fill: Fill, chunks: Container[int], note_copied: Callable[[int], None]) -> Fill:
-    """Return what gives copies of some chunks, and tells when it has made them."""
+def _filling(
+    copies: Mapping[int, Bytes], rest: Fill | None = None, note_copied: Callable[[int], None] | None = None
+) -> Fill:
+    """Return what gives the copies of chunks; other chunks are copied from `rest`, and how much of them is noted."""
 
-    def copy(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
-        num_bytes = sum(part.stop - part.start for part in unit if part.chunk in chunks)
-        if not num_bytes:
-            return fill(unit, scratch)
-        window = scratch[: sum(part.stop - part.start for part in unit)]
-        gather(fill(unit, window), window)
-        note_copied(num_bytes)
-        return [window]
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
+        buffers = []
+        begin = 0
+        for span in unit:
+            # Where it would be gathered, so that it is not overwritten by then.
+            window = scratch[begin : begin + span.num_bytes]
+            begin += span.num_bytes
+            if span.chunk in copies:
+                window = copies[span.chunk][span.start : span.stop]
+            elif rest is not None and note_copied is not None:
+                gather(rest([span], window), window)
+                note_copied(len(window))
+            buffers.append(window)
+        return buffers
 
-    return copy
+    return fill
 
 
 def _allocate(num_bytes: int, layer: DeviceLayer | None) -> Bytes:

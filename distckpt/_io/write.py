@@ -29,23 +29,32 @@ DIRECT_MIN_BYTES = 16 << 20
 """Smaller files go through the page cache: one flush costs less than many waits for the disk."""
 
 
-class Part(NamedTuple):
+class Span(NamedTuple):
     """Bytes [start, stop) of one chunk of a file."""
 
     chunk: int
     start: int
     stop: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
 
-Fill: TypeAlias = Callable[[Sequence[Part], Bytes], list[Bytes]]
-"""Gives the bytes of some parts, in order: views of memory that is there, or of the scratch memory it is handed."""
+
+Fill: TypeAlias = Callable[[Sequence[Span], Bytes], list[Bytes]]
+"""Gives the bytes of some spans, in order: views of memory that is there, or of the scratch memory it is handed."""
 
 
 class NewFile(NamedTuple):
     """A file to be written.
 
-    `location` must not exist. `header` is its first bytes; chunks of `chunk_bytes` bytes follow without gaps, filled by
-    `fill`, which is called from several threads. Bytes may come from `device`.
+    Attributes:
+        location: must not exist.
+        header: its first bytes.
+        chunk_bytes: the sizes of its chunks, which follow without gaps.
+        fill: gives the bytes of chunks; called from several threads.
+        device: where bytes come from, when not from host memory.
     """
 
     location: str
@@ -53,6 +62,10 @@ class NewFile(NamedTuple):
     chunk_bytes: Sequence[int]
     fill: Fill
     device: DeviceLayer | None = None
+
+    def below(self, directory: str, suffix: str = "") -> NewFile:
+        """Return the file, whose location is a name in a checkpoint, in that directory, see `in_folder`."""
+        return self._replace(location=locations.join(directory, *in_folder(self.location, suffix).split("/")))
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class WriteSettings:
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
         direct_unit_bytes: what each fills and writes instead when it goes around the page cache.
         num_requests: that are made of an object store at the same time.
-        progress: told the number of bytes whenever some have been written, from several threads.
+        progress: called with the number of bytes whenever some have been written, from several threads.
     """
 
     durable: bool = True
@@ -78,17 +91,12 @@ class WriteSettings:
     progress: Callable[[int], None] | None = None
 
 
-def write_files(files: Sequence[NewFile], settings: WriteSettings) -> list[npt.NDArray[np.uint64]]:
-    """Write files.
+def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArray[np.uint64]:
+    """Write files, and return the checksums of the blocks of all their chunks, in order; none without checksums.
 
     One pool of threads takes the units of all files in order, so that the data of one file goes to disk (fsync) while
-    the next is being written. Space for all of them is reserved first.
-
-    Returns:
-        For each file the checksums of the blocks of all chunks, chunk by chunk; empty without checksums.
-
-    Raises:
-        OSError: naming the file; a full disk is found before anything is written, where the file system can tell.
+    the next is being written. Space for all of them is reserved first: a full disk is found before anything is
+    written, where the file system can tell.
     """
     outputs = [_Output(file, settings) for file in files]
     local = [output for output in outputs if locations.is_local(output.file.location)]
@@ -107,24 +115,13 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> list[npt.N
                 output.close()
     remote = [output.outgoing() for output in outputs if output not in local]
     upload_files(remote, settings.num_requests, settings.progress)
-    return [output.checksums for output in outputs]
+    return np.concatenate([np.zeros(0, np.uint64), *(output.checksums for output in outputs)])
 
 
-def write_file(
-    location: str,
-    header: bytes,
-    chunk_bytes: Sequence[int],
-    fill: Fill,
-    *,
-    with_checksums: bool = True,
-    num_threads: int = NUM_THREADS,
-    progress: Callable[[int], None] | None = None,
-) -> npt.NDArray[np.uint64]:
-    """Write one file, see `write_files`. Its bytes are on disk when this returns."""
-    settings = WriteSettings(
-        with_checksums=with_checksums, num_threads=num_threads, num_requests=num_threads, progress=progress
-    )
-    return write_files([NewFile(location, header, chunk_bytes, fill)], settings)[0]
+def in_folder(name: str, suffix: str) -> str:
+    """Return the name of a file with a suffix to that of its folder, see `PreparedSave.folder_suffix`."""
+    folder, _, file = name.partition("/")
+    return f"{folder}{suffix}/{file}"
 
 
 class _Output:
@@ -157,11 +154,11 @@ class _Output:
             finally:
                 os.close(fd)
 
-    def write_unit(self, unit: Sequence[Part]) -> None:
-        """Write some parts, and finish the file when they are the last that were missing."""
+    def write_unit(self, unit: Sequence[Span]) -> None:
+        """Write some spans, and finish the file when they are the last that were missing."""
         with locations.naming(self.file.location):
             self._open()
-            num_bytes = sum(part.stop - part.start for part in unit)
+            num_bytes = sum(span.num_bytes for span in unit)
             if unit:
                 position = int(self._first_bytes[unit[0].chunk]) + unit[0].start
                 if self._direct_fd >= 0:
@@ -180,7 +177,7 @@ class _Output:
 
     def outgoing(self) -> OutgoingFile:
         """Describe the file for an object store."""
-        sizes = [sum(part.stop - part.start for part in unit) for unit in self.units]
+        sizes = [sum(span.num_bytes for span in unit) for unit in self.units]
 
         def read(number: int) -> list[Bytes]:
             return self._buffers_of(self.units[number], self._scratch(self._unit_bytes))
@@ -206,10 +203,10 @@ class _Output:
     @property
     def may_be_direct(self) -> bool:
         """Whether to go around the page cache, if the file system takes it."""
-        wanted = self.settings.direct
-        if wanted is None:
-            wanted = self.settings.durable and sum(self.file.chunk_bytes) >= DIRECT_MIN_BYTES
-        return wanted and hasattr(os, "O_DIRECT")
+        direct = self.settings.direct
+        if direct is None:
+            direct = self.settings.durable and sum(self.file.chunk_bytes) >= DIRECT_MIN_BYTES
+        return direct and hasattr(os, "O_DIRECT")
 
     def _open_direct(self) -> int:
         if not self.may_be_direct:
@@ -224,13 +221,13 @@ class _Output:
     def _scratch(self, num_bytes: int) -> Bytes:
         return bounce_buffer("write", num_bytes, self.file.device)
 
-    def _buffers_of(self, unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
+    def _buffers_of(self, unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         buffers = self.file.fill(unit, scratch)
         if self.settings.with_checksums:
             _compute_checksums(unit, buffers, self._first_block, self.checksums)
         return buffers
 
-    def _write_direct(self, unit: Sequence[Part], position: int, num_bytes: int) -> None:
+    def _write_direct(self, unit: Sequence[Span], position: int, num_bytes: int) -> None:
         """Write through an aligned window; what is left at its edges goes through the page cache."""
         phase = position % ALIGNMENT
         window = self._scratch(self._unit_bytes + ALIGNMENT)[phase : phase + num_bytes]
@@ -247,17 +244,16 @@ class _Output:
 def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]) -> NewFile:
     """Describe a file each of whose chunks is the row-major contents of some tensors, one after the other.
 
-    Call it in the thread that computes: what this has asked of a device so far will be done before bytes are copied.
+    Call it in the thread that computes: what this has queued on a device so far is done before bytes are copied.
     """
     copier = Copier(tensor for chunk in contents for tensor in chunk)
 
-    def fill(unit: Sequence[Part], scratch: Bytes) -> list[Bytes]:
+    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         buffers: list[Bytes] = []
         used = 0
-        for part in unit:
-            size = part.stop - part.start
-            buffers.extend(_part_bytes(contents[part.chunk], part, scratch[used : used + size], copier))
-            used += size
+        for span in unit:
+            buffers.extend(_span_bytes(contents[span.chunk], span, scratch[used : used + span.num_bytes], copier))
+            used += span.num_bytes
         copier.wait()
         return buffers
 
@@ -302,9 +298,9 @@ def gather(buffers: Sequence[Bytes], window: Bytes) -> None:
         filled += len(buffer)
 
 
-def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterator[list[Part]]:
+def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterator[list[Span]]:
     """Divide a file into runs of at most `unit_bytes`; chunks are divided between blocks only."""
-    unit: list[Part] = []
+    unit: list[Span] = []
     filled = 0
     for index, size in enumerate(chunk_bytes):
         start = 0
@@ -314,7 +310,7 @@ def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterat
                 room = room // BLOCK_BYTES * BLOCK_BYTES
             stop = min(size, start + room)
             if stop > start:
-                unit.append(Part(index, start, stop))
+                unit.append(Span(index, start, stop))
                 filled += stop - start
                 start = stop
             if start < size or filled == unit_bytes:
@@ -324,22 +320,22 @@ def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterat
         yield unit
 
 
-def _part_bytes(tensors: Sequence[torch.Tensor], part: Part, scratch: Bytes, copier: Copier) -> list[Bytes]:
+def _span_bytes(tensors: Sequence[torch.Tensor], span: Span, scratch: Bytes, copier: Copier) -> list[Bytes]:
     """Return bytes [start, stop) of a chunk: views of tensor memory where that is possible, copies in `scratch`."""
-    pieces: list[Bytes] = []
+    buffers: list[Bytes] = []
     begin = 0
     for tensor in tensors:
         end = begin + tensor.numel() * tensor.element_size()
-        low, high = max(part.start, begin), min(part.stop, end)
+        low, high = max(span.start, begin), min(span.stop, end)
         if low < high:
             if is_plain_memory(tensor) and not copier.is_away(tensor):
-                pieces.append(tensor_bytes(tensor)[low - begin : high - begin])
+                buffers.append(tensor_bytes(tensor)[low - begin : high - begin])
             else:
-                copied = scratch[low - part.start : high - part.start]
+                copied = scratch[low - span.start : high - span.start]
                 _copy_range(tensor, low - begin, high - begin, copied, copier)
-                pieces.append(copied)
+                buffers.append(copied)
         begin = end
-    return pieces
+    return buffers
 
 
 def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copier: Copier) -> None:
@@ -355,34 +351,34 @@ def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copi
 
 
 def _compute_checksums(
-    unit: Sequence[Part],
+    unit: Sequence[Span],
     buffers: Sequence[Bytes],
     first_block: npt.NDArray[np.int64],
     checksums: npt.NDArray[np.uint64],
 ) -> None:
-    """Compute the checksums of the blocks of a unit, whose bytes may come in other pieces than its parts."""
-    pieces = list(reversed(buffers))
-    for part in unit:
-        block = int(first_block[part.chunk]) + part.start // BLOCK_BYTES
-        for start in range(part.start, part.stop, BLOCK_BYTES):
-            wanted = min(BLOCK_BYTES, part.stop - start)
-            if len(pieces[-1]) >= wanted:
-                checksums[block] = checksum(pieces[-1][:wanted])
-                pieces[-1] = pieces[-1][wanted:]
+    """Compute the checksums of the blocks of a unit, whose bytes may come in other runs than its spans."""
+    runs = list(reversed(buffers))
+    for span in unit:
+        block = int(first_block[span.chunk]) + span.start // BLOCK_BYTES
+        for start in range(span.start, span.stop, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, span.stop - start)
+            if len(runs[-1]) >= size:
+                checksums[block] = checksum(runs[-1][:size])
+                runs[-1] = runs[-1][size:]
             else:
-                checksums[block] = _digest_of_pieces(pieces, wanted)
-            if not len(pieces[-1]):
-                pieces.pop()
+                checksums[block] = _digest_of_runs(runs, size)
+            if not len(runs[-1]):
+                runs.pop()
             block += 1
 
 
-def _digest_of_pieces(pieces: list[Bytes], wanted: int) -> int:
+def _digest_of_runs(runs: list[Bytes], size: int) -> int:
     hasher = xxhash.xxh3_64()
     while True:
-        taken = pieces[-1][:wanted]
+        taken = runs[-1][:size]
         hasher.update(taken)
-        pieces[-1] = pieces[-1][len(taken) :]
-        wanted -= len(taken)
-        if not wanted:
+        runs[-1] = runs[-1][len(taken) :]
+        size -= len(taken)
+        if not size:
             return hasher.intdigest()
-        pieces.pop()
+        runs.pop()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
@@ -22,17 +21,17 @@ from distckpt._commit import posix
 from distckpt._foreign import sources
 from distckpt._foreign.stored_values import object_keys, read_encoded
 from distckpt._format import codec
-from distckpt._format.manifest import OBJECT, Manifest, ShardFile
+from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._geometry.mapped import crop
 from distckpt._geometry.region import IntArray, Region, whole
 from distckpt._io import background
 from distckpt._io.export import Source, filling
-from distckpt._io.shard_writer import in_folder, lay_out_files, new_object_file, write_manifest
-from distckpt._io.write import NewFile, WriteSettings, write_files
+from distckpt._io.save import object_files_of
+from distckpt._io.write import NewFile, WriteSettings
 from distckpt._operations.saving import Target, finish_save
 from distckpt._plan.export import OutputTensor, matches, plan_tensors, renamed, select_tensors
-from distckpt._plan.layout import FileLayout, LayoutRecord, ManifestLayout, WrittenRecord, lay_out_manifest
+from distckpt._plan.layout import PlannedChunk, PlannedFile, chunk_table, lay_out_files, manifest_of_keys
 from distckpt._plan.save import plan_owners
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
@@ -41,8 +40,8 @@ from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedTensor
 from distckpt.rules import Rule
-from distckpt.strategies.base import PreparedSave
 from distckpt.strategies.huggingface import num_export_threads
+from distckpt.strategies.safetensors import SafetensorsSave
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def reshard(
 
     # 2. Who writes it.
     shards, holders = _divide(outputs, objects, num_ranks, grids or {})
-    layouts, layout = _lay_out(shards, holders, num_ranks, aliases)
+    new_manifest, planned, object_files = _lay_out(shards, holders, num_ranks, aliases)
 
     # 3. Write beside the target, and commit.
     num_bytes = sum(output.num_bytes for output in outputs) + sum(len(shard.data) for shard in objects)
@@ -148,7 +147,9 @@ def reshard(
         num_threads=min(NUM_THREADS, num_export_threads(max_inflight_bytes)),
         progress=counting(progress, num_bytes),
     )
-    rewrite = _Rewrite(Source(location, manifest, verify), outputs, shards, layouts, layout, settings)
+    files, overflows = _files_of(Source(location, manifest, verify), outputs, planned, object_files)
+    chunks = chunk_table(planned)
+    rewrite = SafetensorsSave(lambda: files, [], ChunkTable.empty(), new_manifest, [chunks], settings, num_bytes)
     config = CheckpointingConfig(sources.BACKEND, sources.VERSION)
     timer = PhaseTimer()
     finish_save(Ranks.alone(), timer, Target(target, overwrite, durable=True, config=config), rewrite)
@@ -156,10 +157,10 @@ def reshard(
         target,
         len(outputs),
         len(objects),
-        sum(layout.num_chunks) - len(objects),
-        len(layout.files),
+        len(chunks.key_ids) - len(objects),
+        len(planned),
         num_bytes,
-        rewrite.overflows(),
+        _counted(overflows),
         time.perf_counter() - started,
     )
 
@@ -252,14 +253,20 @@ def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> li
 
 def _lay_out(
     shards: Sequence[Shard], holders: Sequence[range], num_ranks: int, aliases: Mapping[str, str]
-) -> tuple[list[list[FileLayout]], ManifestLayout]:
-    """Give every byte an owner, and return the files of each rank and the manifest of them all."""
+) -> tuple[Manifest, list[PlannedFile], dict[str, NewFile]]:
+    """Give every byte an owner; returns the manifest without chunks, the files of all ranks, and those of objects."""
     described = describe(shards)
     table = _hold(merge_tables([described]), holders)
-    owned = plan_owners(table, num_ranks, {})
-    layouts = [lay_out_files(rank, shards, described, pieces) for rank, pieces in enumerate(owned)]
-    layout = lay_out_manifest(table, {}, [LayoutRecord.of(files) for files in layouts])
-    return layouts, layout._replace(aliases=dict(aliases))
+    manifest = manifest_of_keys(table, {})
+    manifest.aliases.update(aliases)
+    planned: list[PlannedFile] = []
+    object_files: dict[str, NewFile] = {}
+    for rank, pieces in enumerate(plan_owners(table, num_ranks, {})):
+        of_tensors, objects = lay_out_files(rank, described, pieces)
+        new_files, of_objects = object_files_of(rank, objects, shards)
+        planned += [*of_tensors, *of_objects]
+        object_files.update((file.location, file) for file in new_files)
+    return manifest, planned, object_files
 
 
 def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
@@ -279,72 +286,37 @@ def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
 # --- Writing it -------------------------------------------------------------------------------------------------------
 
 
-class _Rewrite(PreparedSave):
-    """What is going to be written, and how it came out."""
-
-    folder_suffix: str = ""
-
-    def __init__(
-        self,
-        source: Source,
-        outputs: Sequence[OutputTensor],
-        shards: Sequence[Shard],
-        layouts: Sequence[Sequence[FileLayout]],
-        manifest: ManifestLayout,
-        settings: WriteSettings,
-    ) -> None:
-        self._source = source
-        self._outputs = {output.name: output for output in outputs}
-        self._shards = shards
-        self._layouts = layouts
-        self._manifest = manifest
-        self._settings = settings
-        self._overflows: list[tuple[list[str], IntArray]] = []
-
-    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:
-        """Write the files of all ranks, and the manifest."""
-        del ranks
-        files: list[NewFile] = []
-        written: list[tuple[int, ShardFile | None, list[int]]] = []
-        for rank, layouts in enumerate(self._layouts):
-            files += [self._tensor_file(checkpoint_dir, layout) for layout in layouts if layout.header]
-            objects = self._objects_of([layout for layout in layouts if not layout.header])
-            object_file = None
-            if objects:
-                new_file, object_file = new_object_file(checkpoint_dir, rank, objects, self.folder_suffix)
-                files.append(new_file)
-            written.append((len(layouts), object_file, list(map(len, objects.values()))))
-        checksums = iter(write_files(files, self._settings))
-        records = [
-            WrittenRecord(file, np.array(sizes, np.int64), _joined([next(checksums) for _ in range(num_files)]))
-            for num_files, file, sizes in written
-        ]
-        return write_manifest(checkpoint_dir, self._manifest, records, self.folder_suffix, self._settings.durable)
-
-    def _tensor_file(self, checkpoint_dir: str, layout: FileLayout) -> NewFile:
-        tensors = [self._part(chunk.key, chunk.region) for chunk in layout.chunks]
-        location = locations.join(checkpoint_dir, *in_folder(layout.file.name, self.folder_suffix).split("/"))
-        overflows = np.zeros(len(tensors), np.int64)
-        self._overflows.append(([tensor.name for tensor in tensors], overflows))
-        return NewFile(location, layout.header, layout.num_bytes, filling(self._source, tensors, overflows))
-
-    def _part(self, key: str, region: Region) -> OutputTensor:
-        output = self._outputs[key]
-        num_bytes = region.num_elements * FROM_NAME[output.dtype].itemsize
-        mapped = output.mapped if region == whole(output.mapped.shape) else crop(output.mapped, region)
-        return OutputTensor(key, output.dtype, region.num_elements, num_bytes, mapped)
-
-    def _objects_of(self, layouts: Sequence[FileLayout]) -> dict[str, bytes]:
-        shards = [self._shards[chunk.pieces[0][0]] for layout in layouts for chunk in layout.chunks]
-        return {shard.unique_key: shard.data for shard in shards if isinstance(shard, ShardedObject)}
-
-    def overflows(self) -> dict[str, int]:
-        """Return for each tensor in which values did not fit the dtype they were converted to, how many."""
-        found: Counter[str] = Counter()
-        for names, counts in self._overflows:
-            found.update({names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()})
-        return dict(found)
+def _files_of(
+    source: Source,
+    outputs: Sequence[OutputTensor],
+    planned: Sequence[PlannedFile],
+    object_files: Mapping[str, NewFile],
+) -> tuple[list[NewFile], list[tuple[list[str], IntArray]]]:
+    """Return the files to write, and, counted while they are written, by file and tensor the values that do not fit."""
+    by_name = {output.name: output for output in outputs}
+    files: list[NewFile] = []
+    overflows: list[tuple[list[str], IntArray]] = []
+    for file in planned:
+        if file.name in object_files:
+            files.append(object_files[file.name])
+            continue
+        tensors = [_cropped(by_name[chunk.key], chunk) for chunk in file.chunks]
+        overflows.append(([tensor.name for tensor in tensors], np.zeros(len(tensors), np.int64)))
+        fill = filling(source, tensors, overflows[-1][1])
+        files.append(NewFile(file.name, file.header, file.chunk_bytes, fill))
+    return files, overflows
 
 
-def _joined(checksums: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.uint64]:
-    return np.concatenate([np.zeros(0, np.uint64), *checksums])
+def _cropped(output: OutputTensor, chunk: PlannedChunk) -> OutputTensor:
+    """Return the part of an output tensor that a chunk holds."""
+    is_whole = chunk.region == whole(output.mapped.shape)
+    mapped = output.mapped if is_whole else crop(output.mapped, chunk.region)
+    return OutputTensor(output.name, output.dtype, chunk.region.num_elements, chunk.num_bytes, mapped)
+
+
+def _counted(overflows: Sequence[tuple[list[str], IntArray]]) -> dict[str, int]:
+    """Return for each tensor in which values did not fit the dtype they were converted to, how many."""
+    found: Counter[str] = Counter()
+    for names, counts in overflows:
+        found.update({names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()})
+    return dict(found)

@@ -1,168 +1,176 @@
-"""From layouts to the manifest: every rank says what it is going to write, and, when it is written, how it came out."""
+"""Laying out what one rank writes: pieces become chunks, chunks become files."""
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from distckpt._format.checksum import BLOCK_BYTES
-from distckpt._format.columns import pack, unpack
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
-from distckpt._geometry.region import IntArray, regions_to_arrays, widen
-from distckpt._plan.save import ChunkLayout, keys_of_shards
-from distckpt._state.shards import GlobalTable
-
-
-class FileLayout(NamedTuple):
-    """A file to be written: what the manifest says of it, its first bytes, and where in it each chunk lies.
-
-    Of a file of objects the header is empty and sizes are 0 until the objects are encoded.
-    """
-
-    file: ShardFile
-    header: bytes
-    chunks: Sequence[ChunkLayout]
-    first_bytes: Sequence[int]
-    num_bytes: Sequence[int]
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._format.checksum import checksum
+from distckpt._format.manifest import FORMAT_VERSION, OBJECT, ChunkTable, Manifest, ShardFile
+from distckpt._format.safetensors_file import (
+    GLOBAL_SHAPES,
+    Entry,
+    build_header,
+    layout_order,
+    object_file_name,
+    shard_file_name,
+    sharding_metadata,
+)
+from distckpt._geometry.region import Region, regions_to_arrays
+from distckpt._plan.save import Pieces
+from distckpt._state.shards import GlobalTable, ShardTable
 
 
-class LayoutRecord(NamedTuple):
-    """The chunks one rank is going to write: `file_ids` index `files`, `shard_ids` name a shard of the rank.
-
-    A file of objects is the last one.
-    """
-
-    files: list[ShardFile]
-    shard_ids: IntArray
-    file_ids: IntArray
-    first_bytes: IntArray
-    num_bytes: IntArray
-    offsets: IntArray
-    shapes: IntArray
-
-    @classmethod
-    def of(cls, layouts: Sequence[FileLayout]) -> LayoutRecord:
-        """Collect the layouts of a rank's files."""
-        chunks = [chunk for layout in layouts for chunk in layout.chunks]
-        offsets, shapes = regions_to_arrays([chunk.region for chunk in chunks])
-        return cls(
-            files=[layout.file for layout in layouts],
-            shard_ids=np.array([chunk.pieces[0][0] for chunk in chunks], np.int64),
-            file_ids=np.repeat(np.arange(len(layouts)), [len(layout.chunks) for layout in layouts]),
-            first_bytes=np.array([b for layout in layouts for b in layout.first_bytes], np.int64),
-            num_bytes=np.array([b for layout in layouts for b in layout.num_bytes], np.int64),
-            offsets=offsets,
-            shapes=shapes,
-        )
-
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        columns = self._asdict()
-        return pack(columns.pop("files"), columns)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> LayoutRecord:
-        """Decode what `to_bytes` made."""
-        files, columns = unpack(data)
-        return cls([ShardFile(*file) for file in files], **columns)
-
-
-class WrittenRecord(NamedTuple):
-    """What one rank knows only when its files are written.
+class PlannedChunk(NamedTuple):
+    """A chunk to be written.
 
     Attributes:
-        object_file: the file of objects, None without objects.
-        object_bytes: the size of each object, in the order of the file.
-        block_checksums: of all chunks, in the order of the layout.
+        key_id: id of the key in the manifest.
+        key: of the tensor or object.
+        dtype: as the manifest names it.
+        region: of the global tensor, or the cell of the grid of objects.
+        num_bytes: its size; of an object it is known when that is encoded.
+        pieces: `(shard id, region)` of what is put together to the chunk, in the order of the bytes.
     """
 
-    object_file: ShardFile | None
-    object_bytes: IntArray
-    block_checksums: npt.NDArray[np.uint64]
-
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return pack(self.object_file, self._asdict_of_columns())
-
-    def _asdict_of_columns(self) -> dict[str, npt.NDArray[Any]]:
-        return {"object_bytes": self.object_bytes, "block_checksums": self.block_checksums}
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> WrittenRecord:
-        """Decode what `to_bytes` made."""
-        file, columns = unpack(data)
-        return cls(None if file is None else ShardFile(*file), **columns)
+    key_id: int
+    key: str
+    dtype: str
+    region: Region
+    num_bytes: int
+    pieces: tuple[tuple[int, Region], ...] = ()
 
 
-class ManifestLayout(NamedTuple):
-    """A manifest but for what is known only when files are written; `columns` list chunks by rank and file.
+class PlannedFile(NamedTuple):
+    """A file to be written: the header, then the bytes of the chunks without gaps."""
 
-    `order` sorts them as the manifest does; `num_files` and `num_chunks` have one item per rank.
-    """
+    name: str
+    header: bytes
+    chunks: list[PlannedChunk]
 
-    keys: list[str]
-    dtypes: list[str]
-    global_shapes: list[tuple[int, ...]]
-    files: list[ShardFile]
-    aliases: dict[str, str]
-    columns: dict[str, IntArray]
-    order: IntArray
-    num_files: list[int]
-    num_chunks: list[int]
+    @property
+    def chunk_bytes(self) -> list[int]:
+        """The size of each chunk."""
+        return [chunk.num_bytes for chunk in self.chunks]
 
 
-def lay_out_manifest(table: GlobalTable, aliases: Mapping[int, int], records: Sequence[LayoutRecord]) -> ManifestLayout:
-    """Put the layouts of all ranks together.
-
-    Args:
-        table: the shards of all ranks.
-        aliases: key id -> id of the key that is stored in its place.
-        records: by rank.
-    """
-    ndim = table.offsets.shape[1]
-    ranks = np.repeat(np.arange(len(records)), [len(record.shard_ids) for record in records])
-    first_file = [0, *itertools.accumulate(len(record.files) for record in records)]
-    key_ids = keys_of_shards(table, ranks, np.concatenate([record.shard_ids for record in records]))
+def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:
+    """Describe the keys that are stored, in a manifest without chunks; `aliases` are those of `plan_owners`."""
     stored = [key_id for key_id in range(len(table.keys)) if key_id not in aliases]
-    renumbered = np.full(len(table.keys), -1, np.int64)
-    renumbered[stored] = np.arange(len(stored))
-    columns = {
-        "key_ids": renumbered[key_ids],
-        "file_ids": np.concatenate([r.file_ids + n for r, n in zip(records, first_file, strict=False)]),
-        "first_bytes": np.concatenate([record.first_bytes for record in records]),
-        "num_bytes": np.concatenate([record.num_bytes for record in records]),
-        "offsets": np.concatenate([widen(record.offsets, ndim, 0) for record in records]),
-        "shapes": np.concatenate([widen(record.shapes, ndim, 1) for record in records]),
-    }
-    return ManifestLayout(
+    return Manifest(
         keys=[table.keys[i] for i in stored],
         dtypes=[table.dtypes[i] for i in stored],
         global_shapes=[table.global_shape(i) for i in stored],
-        files=[file for record in records for file in record.files],
+        chunks=ChunkTable.empty(),
         aliases={table.keys[alias]: table.keys[key] for alias, key in aliases.items()},
-        columns=columns,
-        order=np.lexsort((*columns["offsets"].T[::-1], columns["key_ids"])),
-        num_files=[len(record.files) for record in records],
-        num_chunks=[len(record.shard_ids) for record in records],
     )
 
 
-def assemble_manifest(layout: ManifestLayout, records: Sequence[WrittenRecord]) -> Manifest:
-    """Complete the manifest with what the ranks have written."""
-    files = list(layout.files)
-    first_bytes, num_bytes = layout.columns["first_bytes"].copy(), layout.columns["num_bytes"].copy()
-    ends = zip(itertools.accumulate(layout.num_files), itertools.accumulate(layout.num_chunks), records, strict=True)
-    for end_of_files, end_of_chunks, record in ends:
-        if record.object_file is not None:
-            files[end_of_files - 1] = record.object_file
-            rows = slice(end_of_chunks - len(record.object_bytes), end_of_chunks)
-            num_bytes[rows] = record.object_bytes
-            first_bytes[rows] = record.object_file.header_bytes + np.cumsum(record.object_bytes) - record.object_bytes
-    checksums = np.concatenate([record.block_checksums for record in records])
-    columns = {**layout.columns, "first_bytes": first_bytes, "num_bytes": num_bytes}
-    chunks = ChunkTable(files, **columns, block_checksums=checksums).take(layout.order, BLOCK_BYTES)
-    return Manifest(layout.keys, layout.dtypes, layout.global_shapes, chunks, layout.aliases)
+def lay_out_files(rank: int, table: ShardTable, pieces: Pieces) -> tuple[list[PlannedFile], list[PlannedChunk]]:
+    """Arrange the pieces of one rank, whose shards the table describes; returns the files of tensors, and the objects.
+
+    As torch's readers require, a file has at most one chunk of a key. Pieces that follow one another in memory order
+    become one chunk; a key's further chunks go to further files.
+    """
+    key_of_shard = dict(zip(table.shard_ids.tolist(), table.key_ids.tolist(), strict=True))
+    by_key: dict[int, list[PlannedChunk]] = {}
+    for key_id, shard_id, offset, shape in zip(*(column.tolist() for column in pieces), strict=True):
+        index = key_of_shard[shard_id]
+        ndim, dtype = len(table.global_shapes[index]), table.dtypes[index]
+        region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
+        num_bytes = 0 if dtype == OBJECT else region.num_elements * FROM_NAME[dtype].itemsize
+        chunk = PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, ((shard_id, region),))
+        by_key.setdefault(index, []).append(chunk)
+    groups: list[list[PlannedChunk]] = []
+    for chunks in by_key.values():
+        for number, chunk in enumerate(_coalesce(chunks) if len(chunks) > 1 else chunks):
+            if number == len(groups):
+                groups.append([])
+            groups[number].append(chunk)
+    objects = [chunk for group in groups for chunk in group if chunk.dtype == OBJECT]
+    of_tensors = [tensors for group in groups if (tensors := [chunk for chunk in group if chunk.dtype != OBJECT])]
+    global_shapes = dict(zip(table.keys, table.global_shapes, strict=True))
+    files = []
+    for number, chunks in enumerate(of_tensors):
+        name = "tensors/" + shard_file_name(rank, number, len(of_tensors))
+        files.append(lay_out_tensor_file(name, chunks, {chunk.key: global_shapes[chunk.key] for chunk in chunks}))
+    return files, objects
+
+
+def lay_out_tensor_file(
+    name: str, chunks: Sequence[PlannedChunk], global_shapes: Mapping[str, tuple[int, ...]]
+) -> PlannedFile:
+    """Arrange chunks, at most one for each key, in the order that the format prescribes."""
+    entries = [Entry(c.key, c.dtype, c.region.shape, c.num_bytes) for c in chunks]
+    order = layout_order(entries)
+    own = {**_OWN_METADATA, GLOBAL_SHAPES: json.dumps(global_shapes, separators=(",", ":"))}
+    metadata = sharding_metadata({chunks[i].key: chunks[i].region for i in order}, own)
+    header, _ = build_header([entries[i] for i in order], metadata)
+    return PlannedFile(name, header, [chunks[i] for i in order])
+
+
+def lay_out_object_file(rank: int, objects: Sequence[PlannedChunk], sizes: Mapping[str, int]) -> PlannedFile:
+    """Arrange encoded objects; `sizes` has, in their order, the size of each by its unique key."""
+    header, _ = build_header([Entry(key, "U8", (size,), size) for key, size in sizes.items()], _OWN_METADATA)
+    chunks = [chunk._replace(num_bytes=size) for chunk, size in zip(objects, sizes.values(), strict=True)]
+    # Cells of one object have names of their own, so all fit into one file.
+    return PlannedFile("objects/" + object_file_name(rank), header, chunks)
+
+
+_OWN_METADATA = {"distckpt_format": str(FORMAT_VERSION)}
+
+
+def chunk_table(files: Sequence[PlannedFile]) -> ChunkTable:
+    """Tabulate the chunks of files; their checksums are not known yet."""
+    chunks = [chunk for file in files for chunk in file.chunks]
+    offsets, shapes = regions_to_arrays([chunk.region for chunk in chunks])
+    first_bytes: list[int] = []
+    described: list[ShardFile] = []
+    for file in files:
+        position = len(file.header)
+        for size in file.chunk_bytes:
+            first_bytes.append(position)
+            position += size
+        described.append(ShardFile(file.name, position, len(file.header), checksum(file.header)))
+    return ChunkTable(
+        files=described,
+        key_ids=np.array([chunk.key_id for chunk in chunks], np.int64),
+        file_ids=np.repeat(np.arange(len(files)), [len(file.chunks) for file in files]),
+        first_bytes=np.array(first_bytes, np.int64),
+        num_bytes=np.array([chunk.num_bytes for chunk in chunks], np.int64),
+        offsets=offsets,
+        shapes=shapes,
+        block_checksums=np.zeros(0, np.uint64),
+    )
+
+
+def _coalesce(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
+    merged: list[PlannedChunk] = []
+    for chunk in sorted(chunks, key=lambda c: c.region.offset):
+        while merged and chunk.dtype != OBJECT:
+            region = _joined(merged[-1].region, chunk.region)
+            if region is None:
+                break
+            previous = merged.pop()
+            num_bytes = previous.num_bytes + chunk.num_bytes
+            chunk = chunk._replace(region=region, num_bytes=num_bytes, pieces=previous.pieces + chunk.pieces)
+        merged.append(chunk)
+    return merged
+
+
+def _joined(first: Region, second: Region) -> Region | None:
+    """Return the region whose row-major content is that of two regions, one after the other; None if there is none."""
+    axis = next((i for i, size in enumerate(map(max, first.shape, second.shape)) if size > 1), 0)
+    for candidate in range(axis + 1):
+        same = all(
+            i == candidate or (first.offset[i] == second.offset[i] and first.shape[i] == second.shape[i])
+            for i in range(len(first.shape))
+        )
+        if same and first.shape and first.offset[candidate] + first.shape[candidate] == second.offset[candidate]:
+            extent = first.shape[candidate] + second.shape[candidate]
+            return Region(first.offset, (*first.shape[:candidate], extent, *first.shape[candidate + 1 :]))
+    return None

@@ -1,14 +1,10 @@
-"""Planning a save: who writes which bytes, and how they lie in shard files. Pure functions over tables.
-
-`plan_owners` runs on the coordinator for all ranks and touches numpy columns only; `layout_files` runs on every rank
-for its own pieces.
-"""
+"""Planning a save: which rank writes which bytes. Runs on the coordinator for all ranks, over numpy columns only."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +13,7 @@ import numpy.typing as npt
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, Region, flat_range_regions, regions_to_arrays
+from distckpt._geometry.region import IntArray, flat_range_regions, regions_to_arrays, widen
 from distckpt._state.shards import GlobalTable
 
 BALANCE_TOLERANCE = 0.01
@@ -27,8 +23,9 @@ MIN_SLICE_BYTES = 4096
 
 
 class Pieces(NamedTuple):
-    """What one rank writes: rows of `(shard_id, region)` with regions as `(n, ndim)` offsets and shapes."""
+    """What one rank writes: regions of its shards, and the ids that their keys have in the manifest."""
 
+    key_ids: IntArray
     shard_ids: IntArray
     offsets: IntArray
     shapes: IntArray
@@ -46,13 +43,12 @@ class Pieces(NamedTuple):
 def find_aliases(table: GlobalTable) -> dict[int, int]:
     """Find tied keys: every main shard of one is, on its own rank, the same memory as a shard of the other.
 
-    Returns:
-        key id -> id of the key that is stored in its place.
+    Returns key id -> id of the key that is stored in its place.
     """
     tied = np.flatnonzero(table.is_main & (table.tie_ids != table.shard_ids))
     if not len(tied):
         return {}
-    partners = keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
+    partners = _keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
     # Shards without elements are no memory, and cannot be tied; some ranks of an uneven division have such.
     counted = table.is_main & (table.shapes > 0).all(axis=1)
     num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
@@ -65,7 +61,7 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     return aliases
 
 
-def keys_of_shards(table: GlobalTable, ranks: IntArray, shard_ids: IntArray) -> IntArray:
+def _keys_of_shards(table: GlobalTable, ranks: IntArray, shard_ids: IntArray) -> IntArray:
     """Return the key id of each `(rank, shard id)`."""
     stride = int(table.shard_ids.max(initial=0)) + 1
     # Ascending, because tables are put together by rank and list shards in order.
@@ -78,8 +74,8 @@ def plan_owners(
 ) -> list[Pieces]:
     """Give every byte one owner among the ranks that hold it, the same number of bytes to each as far as possible.
 
-    Shards held by the same set of ranks are thought of as one long line of bytes. It is cut into one run per rank, so
-    long that ranks with less to do so far get more; at most (ranks - 1) tensors of a line are cut, between rows.
+    Shards held by the same set of ranks form one long line of bytes. It is cut into one run per rank, so long that
+    ranks with less to do so far get more; at most (ranks - 1) tensors of a line are cut, between rows.
 
     Args:
         table: validated shards of all ranks.
@@ -87,9 +83,6 @@ def plan_owners(
         aliases: keys that are not stored, from `find_aliases`.
         exchange_groups: for each rank the id of its group, when replicas may only take over bytes of a main replica
             in their own group.
-
-    Returns:
-        For each rank what it writes.
     """
     groups = _group_replicas(table, num_ranks, aliases, exchange_groups)
     loads = np.zeros(num_ranks, np.int64)
@@ -106,7 +99,7 @@ def plan_owners(
         owners, slices = _cut_line(table, groups, members, np.cumsum(shares)[:-1], candidates)
         whole_owner[members] = owners
         cut.extend(slices)
-    return _collect_pieces(table, groups, whole_owner, cut, num_ranks)
+    return _collect_pieces(table, groups, aliases, whole_owner, cut, num_ranks)
 
 
 class _Groups(NamedTuple):
@@ -193,10 +186,10 @@ def even_shares(loads: IntArray, total: int) -> IntArray:
     """Split `total` bytes so that the loads of all ranks end as equal as they can (water finds its level)."""
     order = np.argsort(loads, kind="stable")
     ascending = loads[order]
-    # With the lowest k ranks taking part, the level is (total + their loads) / k; take the smallest level that works.
+    # With the lowest k ranks filled, the level is (total + their loads) / k; take the smallest level that works.
     levels = (total + np.cumsum(ascending)) / np.arange(1, len(loads) + 1)
-    takes_part = np.append(levels[:-1] > ascending[1:], False)
-    count = int(np.argmin(takes_part)) + 1
+    fills_next = np.append(levels[:-1] > ascending[1:], False)
+    count = int(np.argmin(fills_next)) + 1
     shares = np.zeros(len(loads), np.int64)
     level = int(levels[count - 1])
     shares[order[:count]] = np.maximum(level - ascending[:count], 0)
@@ -214,9 +207,8 @@ def _cut_line(
 ) -> tuple[IntArray, list[tuple[int, int, int, int]]]:
     """Cut one line of groups at the given bytes.
 
-    Returns:
-        `(owners, slices)`: the rank that writes each group whole (-1 when it is cut), and for those that are cut
-        `(group, rank, first element, last element + 1)`.
+    Returns the rank that writes each group whole (-1 when it is cut), and for those that are cut
+    `(group, rank, first element, last element + 1)`.
     """
     sizes = groups.num_bytes[members]
     ends = np.cumsum(sizes)
@@ -224,19 +216,19 @@ def _cut_line(
     tolerance = max(MIN_SLICE_BYTES, int(ends[-1] / len(candidates) * BALANCE_TOLERANCE))
     # Where each cut falls: a position in bytes, moved to a border between groups or between rows.
     borders: list[int] = []
-    for wanted in cuts.tolist():
-        index = min(int(np.searchsorted(ends, wanted, side="right")), len(members) - 1)
-        inside = wanted - int(starts[index])
+    for cut in cuts.tolist():
+        index = min(int(np.searchsorted(ends, cut, side="right")), len(members) - 1)
+        inside = cut - int(starts[index])
         size = int(sizes[index])
         step = size if size <= tolerance else _row_bytes(table, int(groups.rows[members[index]]), tolerance)
         moved = min(size, (inside + step // 2) // max(step, 1) * step)
         borders.append(max(int(starts[index]) + moved, borders[-1] if borders else 0))
     edges = np.array([0, *borders, int(ends[-1])], np.int64)
-    # A group belongs to the part in which it begins; it is cut when it ends beyond that part.
-    part = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(candidates) - 1)
-    owners = candidates[part].copy()
+    # A group belongs to the run in which it begins; it is cut when it ends beyond that run.
+    run = np.clip(np.searchsorted(edges, starts, side="right") - 1, 0, len(candidates) - 1)
+    owners = candidates[run].copy()
     slices: list[tuple[int, int, int, int]] = []
-    for index in np.flatnonzero(ends > edges[part + 1]).tolist():
+    for index in np.flatnonzero(ends > edges[run + 1]).tolist():
         group = int(members[index])
         owners[index] = -1
         item = int(sizes[index]) // math.prod(table.row_region(int(groups.rows[group])).shape)
@@ -261,6 +253,7 @@ def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
 def _collect_pieces(
     table: GlobalTable,
     groups: _Groups,
+    aliases: Collection[int],
     whole_owner: IntArray,
     cut: Sequence[tuple[int, int, int, int]],
     num_ranks: int,
@@ -268,23 +261,26 @@ def _collect_pieces(
     group_ids = [np.flatnonzero(whole_owner >= 0)]
     owners = [whole_owner[group_ids[0]]]
     offsets, shapes = [table.offsets[groups.rows[group_ids[0]]]], [table.shapes[groups.rows[group_ids[0]]]]
+    ndim = table.offsets.shape[1]
     for group, rank, first, last in cut:
         origin = table.row_region(int(groups.rows[group]))
         regions = list(flat_range_regions(origin.shape, first, last))
         part_offsets, part_shapes = regions_to_arrays(regions)
-        pad = ((0, 0), (0, table.offsets.shape[1] - part_offsets.shape[1]))
-        offsets.append(np.pad(part_offsets + np.array(origin.offset, np.int64), pad))
-        shapes.append(np.pad(part_shapes, pad, constant_values=1))
+        offsets.append(widen(part_offsets + np.array(origin.offset, np.int64), ndim, 0))
+        shapes.append(widen(part_shapes, ndim, 1))
         group_ids.append(np.full(len(regions), group))
         owners.append(np.full(len(regions), rank))
     group_id, owner = np.concatenate(group_ids), np.concatenate(owners)
-    all_offsets, all_shapes = np.concatenate(offsets), np.concatenate(shapes)
-    shard_ids = _shards_of(groups, group_id, owner, num_ranks)
+    is_stored = np.ones(len(table.keys), np.bool_)
+    is_stored[list(aliases)] = False
+    key_ids = (np.cumsum(is_stored) - 1)[table.key_ids[groups.rows[group_id]]]
+    pieces = Pieces(
+        key_ids, _shards_of(groups, group_id, owner, num_ranks), np.concatenate(offsets), np.concatenate(shapes)
+    )
     order = np.lexsort((group_id, owner))
     bounds = np.searchsorted(owner[order], np.arange(num_ranks + 1))
     return [
-        Pieces(shard_ids[rows], all_offsets[rows], all_shapes[rows])
-        for rows in (order[low:high] for low, high in itertools.pairwise(bounds.tolist()))
+        Pieces(*(column[order[low:high]] for column in pieces)) for low, high in itertools.pairwise(bounds.tolist())
     ]
 
 
@@ -292,76 +288,7 @@ def _shards_of(groups: _Groups, group_id: IntArray, owner: IntArray, num_ranks: 
     """Return, for each (group, owner), the owner's shard that holds the group's region."""
     holder_groups = np.repeat(np.arange(len(groups.rows)), np.diff(groups.holder_starts))
     holder_pairs = holder_groups * num_ranks + groups.holder_ranks
-    wanted = group_id * num_ranks + owner
-    position = np.searchsorted(holder_pairs, wanted)
-    assert (holder_pairs[position] == wanted).all() if len(wanted) else True
+    pairs = group_id * num_ranks + owner
+    position = np.searchsorted(holder_pairs, pairs)
+    assert (holder_pairs[position] == pairs).all() if len(pairs) else True
     return groups.holder_shards[position]
-
-
-class ChunkLayout(NamedTuple):
-    """A chunk to be written: the region of its key, and the pieces it is put together from, in byte order."""
-
-    key: str
-    dtype: str
-    region: Region
-    pieces: tuple[tuple[int, Region], ...]
-
-
-def layout_files(
-    pieces: Pieces, keys: Sequence[str], dtypes: Sequence[str], ndims: Sequence[int]
-) -> list[list[ChunkLayout]]:
-    """Arrange a rank's pieces in files with at most one chunk per key each, as torch's readers require.
-
-    Pieces of a key that follow one another in memory order become one chunk; a key's further chunks go to further
-    files.
-
-    Args:
-        pieces: from `plan_owners`.
-        keys: the key of each shard of this rank, by shard id.
-        dtypes: likewise its dtype name.
-        ndims: likewise its number of global axes.
-
-    Returns:
-        The chunks of each file.
-    """
-    by_key: dict[str, list[ChunkLayout]] = {}
-    rows = zip(pieces.shard_ids.tolist(), pieces.offsets.tolist(), pieces.shapes.tolist(), strict=True)
-    for shard_id, offset, shape in rows:
-        ndim = ndims[shard_id]
-        region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
-        chunk = ChunkLayout(keys[shard_id], dtypes[shard_id], region, ((shard_id, region),))
-        by_key.setdefault(chunk.key, []).append(chunk)
-    files: list[list[ChunkLayout]] = []
-    for chunks in by_key.values():
-        for index, chunk in enumerate(_coalesce(chunks) if len(chunks) > 1 else chunks):
-            if index == len(files):
-                files.append([])
-            files[index].append(chunk)
-    return files
-
-
-def _coalesce(chunks: list[ChunkLayout]) -> list[ChunkLayout]:
-    merged: list[ChunkLayout] = []
-    for chunk in sorted(chunks, key=lambda c: c.region.offset):
-        while merged and chunk.dtype != OBJECT:
-            region = _joined(merged[-1].region, chunk.region)
-            if region is None:
-                break
-            previous = merged.pop()
-            chunk = ChunkLayout(chunk.key, chunk.dtype, region, previous.pieces + chunk.pieces)
-        merged.append(chunk)
-    return merged
-
-
-def _joined(first: Region, second: Region) -> Region | None:
-    """Join two regions into one whose row-major content is theirs, one after the other."""
-    axis = next((i for i, size in enumerate(map(max, first.shape, second.shape)) if size > 1), 0)
-    for candidate in range(axis + 1):
-        same = all(
-            i == candidate or (first.offset[i] == second.offset[i] and first.shape[i] == second.shape[i])
-            for i in range(len(first.shape))
-        )
-        if same and first.shape and first.offset[candidate] + first.shape[candidate] == second.offset[candidate]:
-            extent = first.shape[candidate] + second.shape[candidate]
-            return Region(first.offset, (*first.shape[:candidate], extent, *first.shape[candidate + 1 :]))
-    return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,17 +20,17 @@ from distckpt._foreign.sources import BACKEND, VERSION
 from distckpt._foreign.torch_dist.load import load_common_state, load_objects
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._geometry.region import Region
-from distckpt._io.plan_cache import PlanCache, make_plan, structure_of
 from distckpt._io.read import read_chunks, read_copies
 from distckpt._io.remove_tensors import remove_tensors
-from distckpt._io.shard_writer import FilesToWrite, collect, write_all, write_manifest
+from distckpt._io.save import make_plan, object_files_of, tensor_files_of, write_manifest
 from distckpt._io.shared_read import Sharing, read_sharing
 from distckpt._io.staging import Staging
-from distckpt._io.write import WriteSettings
-from distckpt._plan.layout import ManifestLayout, WrittenRecord
+from distckpt._io.write import NewFile, WriteSettings, write_files
+from distckpt._plan.cache import PlanCache, structure_of
+from distckpt._plan.layout import chunk_table
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._plan.matching import check_dtype, check_known, object_chunk
 from distckpt._plan.translate import translate
@@ -107,7 +108,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         else:
             with ranks.phase("describe their shards"):
                 table = self._describe(shards)._replace(exchange_group=group)
-            plan = make_plan(ranks, shards, table, not options.validate_access_integrity)
+            plan = make_plan(ranks, table, not options.validate_access_integrity)
         self._plans.keep(structure, plan)
         settings = WriteSettings(
             durable=options.durable,
@@ -117,7 +118,17 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             num_requests=num_requests_within(options.max_inflight_bytes),
             progress=options.progress,
         )
-        return SafetensorsSave(collect(plan.layouts, shards), plan.manifest, settings, plan is known)
+        object_files, planned = object_files_of(ranks.rank, plan.objects, shards)
+        return SafetensorsSave(
+            make_tensor_files=tensor_files_of(plan.files, shards),
+            object_files=object_files,
+            object_table=chunk_table(planned),
+            manifest=plan.manifest,
+            tables=plan.tables,
+            settings=settings,
+            num_bytes=sum(sum(file.chunk_bytes) for file in [*plan.files, *planned]),
+            plan_reused=plan is known,
+        )
 
     def _describe(self, shards: Sequence[Shard]) -> ShardTable:
         table = describe(shards)
@@ -129,34 +140,51 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
 
 @dataclass
 class SafetensorsSave(PreparedSave):
-    """What one rank is going to write, and on the coordinator the manifest of it all."""
+    """What one rank is going to write, and on the coordinator the manifest of it all.
 
-    files: FilesToWrite
-    manifest: ManifestLayout | None
+    Attributes:
+        make_tensor_files: call it in the thread that computes, see `file_of_tensors`.
+        object_files: what is written after the tensors.
+        object_table: the chunks in them.
+        manifest: on the coordinator, without chunks.
+        tables: on the coordinator, the chunks of each rank's files of tensors.
+        settings: how files are written.
+    """
+
+    make_tensor_files: Callable[[], Sequence[NewFile]]
+    object_files: Sequence[NewFile]
+    object_table: ChunkTable
+    manifest: Manifest | None
+    tables: Sequence[ChunkTable]
     settings: WriteSettings
-    plan_reused: bool
+    num_bytes: int
+    plan_reused: bool = False
     folder_suffix: str = ""
-
-    def __post_init__(self) -> None:
-        self.num_bytes = self.files.num_bytes
 
     def stage(self, staging: Staging) -> SafetensorsSave:
         """Copy what this rank owns; objects are copies already, encoded ones."""
-        return replace(self, files=staging.copy(self.files))
+        staged = staging.copy(self.make_tensor_files())
+        return replace(self, make_tensor_files=lambda: staged)
 
     def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:
         """Write what this rank owns; the coordinator then notes what is where.
 
-        Collective: every rank calls; sizes of objects and checksums go to the coordinator.
+        Collective operation: all ranks must call it. Chunks of objects, and checksums, go to the coordinator.
         """
         with ranks.phase("write shard files"):
-            written = write_all(checkpoint_dir, ranks.rank, self.files, self.settings, self.folder_suffix).to_bytes()
-        records = [WrittenRecord.from_bytes(data) for data in ranks.gather(written)]
-        fields: dict[str, Any] = {}
+            new_files = [*self.make_tensor_files(), *self.object_files]
+            checksums = write_files(
+                [file.below(checkpoint_dir, self.folder_suffix) for file in new_files], self.settings
+            )
+            written = self.object_table._replace(block_checksums=checksums).to_bytes()
+        gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
+        fields: Mapping[str, Any] = {}
         with ranks.phase("write the manifest", decision=True):
             if self.manifest is not None:
-                durable = self.settings.durable
-                fields = write_manifest(checkpoint_dir, self.manifest, records, self.folder_suffix, durable)
+                tables = list(itertools.chain(*zip(self.tables, gathered, strict=True)))
+                fields = write_manifest(
+                    checkpoint_dir, self.manifest, tables, self.folder_suffix, self.settings.durable
+                )
         return fields
 
 

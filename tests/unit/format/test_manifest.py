@@ -80,6 +80,36 @@ def test_manifest_is_a_safetensors_file_of_plain_arrays():
     assert fields["keys"] == ["a", "scalar", "rng/0"]
 
 
+def test_tables_of_ranks_are_joined_in_the_order_of_keys_and_offsets():
+    """What a rank knows only when it has written comes in a second table: its objects, and all its checksums."""
+    whole, none = example().chunks, ChunkTable.empty()
+    first = none._replace(files=[whole.files[1]], **rows_of(whole, [4]))
+    second = none._replace(files=[whole.files[0]], **rows_of(whole, [1, 2]))
+    third = none._replace(files=whole.files, **{**rows_of(whole, [0, 3]), "file_ids": np.array([0, 1])})
+    checksums = [np.array(ids, np.uint64) for ids in ([4], [1, 2], [0, 3])]
+    tables = []
+    for planned, known_later in zip((first, second, third), checksums, strict=True):
+        tables += [planned, none._replace(block_checksums=known_later)]
+    joined = ChunkTable.join(tables, 3)
+    assert joined.files == [whole.files[i] for i in (1, 0, 0, 1)]
+    assert joined.file_ids.tolist() == [2, 1, 1, 3, 0]
+    assert joined.key_ids.tolist() == whole.key_ids.tolist()
+    assert joined.offsets.tolist() == [[*row, 0] for row in whole.offsets.tolist()]
+    assert joined.shapes.tolist() == [[*row, 1] for row in whole.shapes.tolist()]
+    assert joined.block_checksums.tolist() == [0, 1, 2, 3, 4]
+
+
+def rows_of(table, rows):
+    columns = {name: column[rows] for name, column in table.columns().items() if name != "block_checksums"}
+    return {**columns, "file_ids": np.zeros(len(rows), np.int64)}
+
+
+def test_chunks_are_taken_with_the_checksums_of_their_blocks():
+    taken = example().chunks.take(np.array([4, 2, 1]), 64)
+    assert taken.first_bytes.tolist() == [4500, 4192, 4144]
+    assert taken.block_checksums.tolist() == [*range(10, 18), 2, 1]
+
+
 def test_empty_manifest():
     manifest = Manifest([], [], [], ChunkTable.empty(), {}, 64)
     assert Manifest.from_bytes(manifest.to_bytes(), "here").keys == []

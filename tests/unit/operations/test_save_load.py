@@ -324,6 +324,18 @@ def test_an_entry_of_that_name_is_not_overwritten(tmp_path):
 # ---- removing tensors
 
 
+def test_tensors_of_other_item_sizes_stay_where_the_manifest_says_when_one_is_removed(tmp_path):
+    # In a file larger items come first, whatever the order of the keys.
+    tensors = {f"t{i}": torch.arange(5 + i).to(dtype) for i, dtype in enumerate((torch.int8, torch.int64, torch.int16))}
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    distckpt.save({**state, "gone": ShardedTensor.from_rank_offsets("gone", torch.zeros(3))}, tmp_path / "c")
+    distckpt.remove_sharded_tensors(tmp_path / "c", "gone")
+    loaded = distckpt.load_plain_tensors(tmp_path / "c")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
+    assert distckpt.verify(tmp_path / "c").is_whole
+
+
 def test_removed_tensors_are_gone_and_the_others_whole(tmp_path):
     weight = torch.randn(1000, 20)
     moments = {

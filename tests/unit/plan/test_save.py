@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._geometry.region import Region, regions_to_arrays
-from distckpt._plan.save import Pieces, find_aliases, layout_files, plan_owners
+from distckpt._geometry.region import Region
+from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, describe, merge_tables
 from distckpt.mapping import ShardedObject, ShardedTensor
 from distckpt.validation import validate_shards
@@ -30,7 +30,7 @@ def plan(shards_of_ranks, groups=None):
 def written(shards_of_ranks, pieces_of_ranks):
     """Yield `(rank, shard, region)` of everything that is planned."""
     for rank, (shards, pieces) in enumerate(zip(shards_of_ranks, pieces_of_ranks, strict=True)):
-        for shard_id, offset, shape in zip(*(column.tolist() for column in pieces), strict=True):
+        for _, shard_id, offset, shape in zip(*(column.tolist() for column in pieces), strict=True):
             ndim = len(shards[shard_id].global_shape)
             yield rank, shards[shard_id], Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
 
@@ -222,71 +222,6 @@ def test_views_with_other_contents_are_not_aliases(second):
         shard("b", Region((0, 0), tuple(view.shape)), tuple(view.shape), dtype=view.dtype, data=view),
     ]
     assert find_aliases(merge_tables([describe(shards)])) == {}
-
-
-# ---- how it lies in files
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data):
-    pieces, keys, ndims, index = [], [], [], {}
-    for key in "ab":
-        shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
-        index[key] = np.arange(math.prod(shape)).reshape(shape)
-        cuts = [sorted(data.draw(st.lists(st.integers(0, n), max_size=2))) for n in shape]
-        edges = [[0, *inner, n] for inner, n in zip(cuts, shape, strict=True)]
-        for spans in itertools.product(*(itertools.pairwise(e) for e in edges)):
-            if data.draw(st.booleans()):
-                pieces.append(Region(tuple(low for low, _ in spans), tuple(high - low for low, high in spans)))
-                keys.append(key)
-                ndims.append(len(shape))
-    order = np.array(data.draw(st.permutations(range(len(pieces)))), np.int64)
-    offsets, extents = regions_to_arrays(pieces)
-    files = layout_files(Pieces(order, offsets[order], extents[order]), keys, ["F32"] * len(keys), ndims)
-    used = []
-    for chunks in files:
-        assert len({chunk.key for chunk in chunks}) == len(chunks) > 0
-        for chunk in chunks:
-            content = [i for _, region in chunk.pieces for i in index[chunk.key][region.slices()].reshape(-1).tolist()]
-            assert content == index[chunk.key][chunk.region.slices()].reshape(-1).tolist()
-            assert all(keys[shard_id] == chunk.key for shard_id, _ in chunk.pieces)
-            used += [(shard_id, region) for shard_id, region in chunk.pieces]
-    assert sorted(used) == list(enumerate(pieces))
-
-
-@pytest.mark.parametrize(
-    ("offsets", "extents", "num_files"),
-    [
-        ([[0, 0], [2, 0], [4, 0]], [[2, 3], [2, 3], [1, 3]], 1),
-        ([[0, 0], [0, 2], [0, 4]], [[1, 2], [1, 2], [1, 3]], 1),
-        ([[0, 0], [0, 2], [0, 4]], [[2, 2], [2, 2], [2, 3]], 3),
-        ([[0, 0], [4, 0]], [[2, 3], [1, 3]], 2),
-    ],
-    ids=["rows", "parts of one row", "columns", "rows with a gap"],
-)
-def test_pieces_that_follow_one_another_in_memory_become_one_chunk(offsets, extents, num_files):
-    count = len(offsets)
-    pieces = Pieces(np.arange(count), np.array(offsets, np.int64), np.array(extents, np.int64))
-    files = layout_files(pieces, ["w"] * count, ["F32"] * count, [2] * count)
-    assert len(files) == num_files
-
-
-def test_a_flat_range_across_rows_needs_a_file_per_region_and_a_whole_shard_none_more():
-    flat = ShardedTensor("w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(3, 18))
-    rest = [
-        ShardedTensor("w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(*bounds))
-        for bounds in ((0, 3), (18, 20))
-    ]
-    assert num_files_of([flat, *rest]) == 1
-    table = describe([flat])
-    pieces = Pieces(table.shard_ids, table.offsets, table.shapes)
-    assert len(layout_files(pieces, ["w"], ["F32"], [2])) == 3
-
-
-def num_files_of(shards):
-    (pieces,) = plan([shards])
-    return len(layout_files(pieces, [s.key for s in shards], ["F32"] * len(shards), [2] * len(shards)))
 
 
 def test_tables_are_equal_when_sent():

@@ -1,0 +1,100 @@
+"""Saving on one rank: plan together with the others, make files of shards, complete the manifest."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distckpt import validation
+from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
+from distckpt._io.write import NewFile, file_of_tensors, in_folder
+from distckpt._plan.cache import SavePlan
+from distckpt._plan.layout import (
+    PlannedChunk,
+    PlannedFile,
+    chunk_table,
+    lay_out_files,
+    lay_out_object_file,
+    manifest_of_keys,
+)
+from distckpt._plan.save import Pieces, find_aliases, plan_owners
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view
+from distckpt._storage import locations
+from distckpt.mapping import ShardedObject, ShardedTensor
+
+
+def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
+    """Plan a save together; `allow_gaps` permits elements that no rank holds.
+
+    Collective operation: all ranks must call it. Descriptions of shards go to the coordinator, pieces to write come
+    back, tables of chunks go to it.
+    """
+    described = ShardTable.all_from_bytes(ranks.gather(table.to_bytes()))
+    plans: list[bytes] = []
+    manifest = None
+    with ranks.phase("plan", decision=True):
+        if ranks.is_coordinator:
+            merged = merge_tables(described)
+            validation.validate_shards(merged, allow_gaps=allow_gaps)
+            aliases = find_aliases(merged)
+            manifest = manifest_of_keys(merged, aliases)
+            owned = plan_owners(merged, ranks.size, aliases, [each.exchange_group for each in described])
+            number = f"{secrets.randbits(61):016x}".encode()
+            plans = [number + pieces.to_bytes() for pieces in owned]
+    plan = ranks.scatter(plans)
+    with ranks.phase("lay out files"):
+        files, objects = lay_out_files(ranks.rank, table, Pieces.from_bytes(plan[16:]))
+        own_table = chunk_table(files).to_bytes()
+    tables = [ChunkTable.from_bytes(data) for data in ranks.gather(own_table)]
+    return SavePlan(int(plan[:16], 16), files, objects, manifest, tables)
+
+
+def tensor_files_of(files: Sequence[PlannedFile], shards: Sequence[Shard]) -> Callable[[], list[NewFile]]:
+    """Look up the tensors that files consist of. The files themselves are made when the result is called."""
+    contents = [[_tensors_of(chunk, shards) for chunk in file.chunks] for file in files]
+    return lambda: [
+        file_of_tensors(file.name, file.header, tensors) for file, tensors in zip(files, contents, strict=True)
+    ]
+
+
+def object_files_of(
+    rank: int, objects: Sequence[PlannedChunk], shards: Sequence[Shard]
+) -> tuple[list[NewFile], list[PlannedFile]]:
+    """Lay out the file of the encoded objects of one rank; there is none without objects."""
+    if not objects:
+        return [], []
+    held = [shards[chunk.pieces[0][0]] for chunk in objects]
+    encoded: dict[str, bytes] = {shard.unique_key: shard.data for shard in held if isinstance(shard, ShardedObject)}
+    planned = lay_out_object_file(rank, objects, {key: len(data) for key, data in encoded.items()})
+    contents = [[torch.frombuffer(bytearray(data), dtype=torch.uint8)] for data in encoded.values()]
+    return [file_of_tensors(planned.name, planned.header, contents)], [planned]
+
+
+def write_manifest(
+    checkpoint_dir: str, manifest: Manifest, tables: Sequence[ChunkTable], suffix: str, durable: bool
+) -> Mapping[str, Any]:
+    """Complete a manifest with the chunks that were written, and write it; returns the marker fields that name it.
+
+    On an object store none is ever replaced, since a marker may name it: it gets another name where there is one.
+    """
+    written = manifest.with_chunks(tables)
+    written.files[:] = [file._replace(name=in_folder(file.name, suffix)) for file in written.files]
+    data = written.to_bytes()
+    name = MANIFEST_NAME
+    if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
+        name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
+        locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
+    return marker_fields(data, name)
+
+
+def _tensors_of(chunk: PlannedChunk, shards: Sequence[Shard]) -> list[torch.Tensor]:
+    tensors = []
+    for shard_id, region in chunk.pieces:
+        shard = shards[shard_id]
+        assert isinstance(shard, ShardedTensor)
+        tensors.append(region_view(shard, region))
+    return tensors
