@@ -29,9 +29,18 @@ from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
 from distckpt._format.codec.encode import ENCODERS, Writer, collect_fingerprints, encode_node
-from distckpt._format.codec.registry import REGISTERED, REGISTERED_NAMES, Registration, default_functions
 from distckpt._format.codec.tree import HOLE as HOLE
-from distckpt._format.codec.tree import Raw, entry_name, require, to_text, type_name
+from distckpt._format.codec.tree import (
+    REGISTERED,
+    REGISTERED_NAMES,
+    Raw,
+    Registration,
+    default_functions,
+    entry_name,
+    require,
+    to_text,
+    type_name,
+)
 
 CODEC_VERSION = "1"
 
@@ -43,17 +52,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def encode(obj: object) -> bytes:
-    """Encode an object as a complete safetensors file.
-
-    Args:
-        obj: made of the types that the module's docstring lists.
-
-    Returns:
-        The blob that `decode` reads. The bytes of dense CPU tensors are copied once.
-
-    Raises:
-        UnsupportedObjectError: naming where in the object which type stands, and what to do about it.
-    """
+    """Encode an object as a complete safetensors file; UnsupportedObjectError names what in it cannot be stored."""
     writer = Writer()
     try:
         tree = to_text(encode_node(obj, writer))
@@ -66,18 +65,7 @@ def encode(obj: object) -> bytes:
 
 
 def decode(blob: bytes | bytearray | memoryview) -> object:
-    """Decode what `encode` made.
-
-    Args:
-        blob: the whole file. It is not kept: tensors and arrays own their memory and are writable.
-
-    Returns:
-        The object, its tensors on CPU.
-
-    Raises:
-        CorruptCheckpointError: the blob is not one that `encode` made.
-        UnsupportedObjectError: it holds an object of a class that is not registered here.
-    """
+    """Decode what `encode` made. Tensors and arrays are copies in memory of their own, which is writable."""
     view = memoryview(blob).cast("B")
     try:
         tree, entries = _split_blob(view)
@@ -96,18 +84,11 @@ def decode(blob: bytes | bytearray | memoryview) -> object:
 
 
 def fingerprints(obj: object) -> dict[str, str]:
-    """Hash every leaf of nested dicts and lists, to tell which entries of two objects differ.
+    """Hash every leaf (anything but a non-empty dict or list), to find which entries of two objects differ.
 
-    Args:
-        obj: what `encode` takes. Anything but a non-empty dict or list is a leaf.
-
-    Returns:
-        Path -> xxh3-64 of the encoded leaf, as 16 hex digits. Items of lists read `rng[2]`, of dicts `args.lr` or
-        `state.0` (int key), other keys stand in their encoded form: `args["a.b"]`, `args[null]`. Different places
-        have different paths, the same on every rank. The path of a leaf `obj` is `""`.
-
-    Raises:
-        UnsupportedObjectError: as `encode` does.
+    Returns path -> xxh3-64 of the encoded leaf, as 16 hex digits. Paths read `rng[2]` for items of lists, `args.lr` or
+    `state.0` (int key) for those of dicts; other keys are encoded: `args["a.b"]`, `args[null]`. Different places
+    have different paths, the same on every rank. The path of `obj` itself is `""`.
     """
     digests: dict[str, str] = {}
     writer = Writer()

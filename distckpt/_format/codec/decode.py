@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 
 from distckpt._base.errors import UnsupportedObjectError
-from distckpt._format.codec.registry import REGISTERED_NAMES
 from distckpt._format.codec.tree import (
     DTYPES,
     FACTORIES,
     HOLE,
     MAX_DEPTH,
     PATHS,
+    REGISTERED_NAMES,
     TENSOR_DTYPES,
     Json,
     entry_name,

@@ -19,15 +19,16 @@ import torch
 import xxhash
 
 from distckpt._base.errors import UnsupportedObjectError
-from distckpt._format.codec.registry import REGISTERED, default_functions
 from distckpt._format.codec.tree import (
     FACTORIES,
     MAX_DEPTH,
     PATHS,
+    REGISTERED,
     TENSOR_DTYPES,
     Hole,
     Json,
     Raw,
+    default_functions,
     is_plain_dtype,
     is_tagged,
     to_text,

@@ -1,12 +1,15 @@
-"""What both directions of the codec share: the vocabulary of the tree, its text, and the limits on it."""
+"""The tree that the codec writes and reads: its vocabulary, its limits, and the classes that programs register."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +33,7 @@ class Hole:
 
 
 HOLE = Hole()
-"""Stands in a list for a value that is kept elsewhere, so that the other items keep their positions."""
+"""Marks the place in a list of a value that is kept elsewhere, so that the other items keep their positions."""
 
 
 FACTORIES: dict[str | None, type | None] = {
@@ -84,3 +87,67 @@ def require(condition: bool, what: str) -> None:
     """Raise ValueError unless what is read fulfils a condition; `decode` turns it into CorruptCheckpointError."""
     if not condition:
         raise ValueError(what)
+
+
+class Registration(NamedTuple):
+    """A registered class, its name in checkpoints, and the functions that make a state of an object and the reverse."""
+
+    cls: type
+    name: str
+    to_state: Callable[[Any], object]
+    from_state: Callable[[Any], object]
+
+
+REGISTERED: dict[type, Registration] = {}
+REGISTERED_NAMES: dict[str, Registration] = {}
+"""The same registrations by name. `register_object_type` fills both."""
+
+
+def default_functions(cls: Any) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
+    """Return to_state and from_state of an Enum class, dataclass or namedtuple class; TypeError for another class."""
+    if issubclass(cls, enum.Flag):
+        return (lambda member: member.value), cls
+    if issubclass(cls, enum.Enum):
+        return (lambda member: member.name), lambda name: cls[name]
+    if "__dataclass_fields__" in vars(cls):
+        fields = dataclasses.fields(cls)
+        factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
+        defaults = {f.name: (lambda f=f: f.default) for f in fields if f.default is not dataclasses.MISSING}
+        return _field_functions([field.name for field in fields], {**defaults, **factories}, _rebuild_dataclass(cls))
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        defaults = {name: (lambda value=value: value) for name, value in cls._field_defaults.items()}
+        return _field_functions(cls._fields, defaults, lambda values: cls._make(values.values()))
+    raise TypeError(
+        f"{type_name(cls)} is no Enum class, dataclass or namedtuple class: give to_state, which turns an object "
+        "into one that can be stored, and from_state, which turns it back"
+    )
+
+
+def _rebuild_dataclass(cls: Any) -> Callable[[dict[str, object]], object]:
+    def rebuild(values: dict[str, object]) -> object:
+        obj = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(obj, name, value)  # Frozen dataclasses refuse setattr.
+        return obj
+
+    return rebuild
+
+
+def _field_functions(
+    names: Sequence[str],
+    defaults: Mapping[str, Callable[[], object]],
+    rebuild: Callable[[dict[str, object]], object],
+) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
+    """Return to_state and from_state of a class whose objects are stored by their fields."""
+
+    def to_state(obj: object) -> object:
+        return types.SimpleNamespace(**{name: getattr(obj, name) for name in names})
+
+    def from_state(state: object) -> object:
+        stored = vars(state)
+        unknown = [name for name in stored if name not in names]
+        missing = [name for name in names if name not in stored and name not in defaults]
+        require(not unknown and not missing, f"stored fields without a place: {unknown}; not stored: {missing}")
+        return rebuild({name: stored[name] if name in stored else defaults[name]() for name in names})
+
+    return to_state, from_state
