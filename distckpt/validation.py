@@ -1,4 +1,4 @@
-"""What must hold before anything is written, and what to do when a checkpoint and a request hold different keys."""
+"""Check that the shards of all ranks make complete tensors, and that a checkpoint and a request hold the same keys."""
 
 from __future__ import annotations
 
@@ -8,26 +8,36 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from distckpt._base.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    InvalidShardingError,
     LoadMismatchError,
 )
-from distckpt._base.messages import KeyFault, did_you_mean, summarize_faults, summarize_keys
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.public import set_public_home
 from distckpt._commit import posix
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
-from distckpt._geometry.region import IntArray, find_tiling_faults
 from distckpt._ranks import collectives
-from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
+from distckpt._state.shards import Shard, describe, merge_tables
+from distckpt._state.validation import validate_shards as validate_shards
 from distckpt._storage import locations
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
+
+__all__ = [
+    "READER_VERSION",
+    "StrictHandling",
+    "determine_global_metadata",
+    "parse_strict_flag",
+    "validate_integrity_and_strict_load",
+    "validate_sharding_integrity",
+    "verify_checkpoint",
+]
+
+set_public_home(globals())
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +48,8 @@ READER_VERSION = 1
 class StrictHandling(Enum):
     """What a load does about keys that only the checkpoint or only the request has (Megatron's names and meaning).
 
-    *Unexpected* keys are asked for and not in the checkpoint. *Missing* keys are in the checkpoint and no rank asks
-    for them.
+    *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint and requested by
+    no rank.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -66,7 +76,7 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Tell whether the keys that all ranks ask for must be known."""
+        """Tell whether the keys that all ranks request must be known."""
         return val in (
             StrictHandling.LOG_ALL,
             StrictHandling.RAISE_ALL,
@@ -135,145 +145,15 @@ def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]
     return marker
 
 
-def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
-    """Check that main replicas cover every global tensor and object grid exactly once, and that replicas agree.
-
-    Args:
-        table: the shards of all ranks.
-        allow_gaps: accept elements that no rank holds; they will not be in the checkpoint.
-
-    Raises:
-        InvalidShardingError: naming keys, regions and ranks.
-    """
-    found: list[KeyFault] = []
-    is_checked = ~_is_trivial(table)
-    main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
-    _check_sizes(table)
-    for ndim in np.unique(table.ndims).tolist():
-        keys = np.flatnonzero((table.ndims == ndim) & is_checked)
-        renumbered = np.full(len(table.keys), -1, np.int64)
-        renumbered[keys] = np.arange(len(keys))
-        rows = main[renumbered[table.key_ids[main]] >= 0]
-        faults = find_tiling_faults(
-            renumbered[table.key_ids[rows]],
-            table.offsets[rows, :ndim],
-            table.shapes[rows, :ndim],
-            table.global_shapes[keys, :ndim],
-        )
-        for fault in faults:
-            key_id = int(keys[fault.tensor])
-            if text := _explain_fault(table, key_id, fault.element, allow_gaps):
-                found.append(KeyFault(table.keys[key_id], text, text))
-    found = found or _replica_differences(table)
-    if found:
-        raise InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(summarize_faults(found)))
-
-
-def _is_trivial(table: GlobalTable) -> npt.NDArray[np.bool_]:
-    """Mark keys with one main shard that is the whole tensor: nothing to check."""
-    is_whole = table.is_main & (table.shapes == table.global_shapes[table.key_ids]).all(axis=1)
-    num_main = np.bincount(table.key_ids[table.is_main], minlength=len(table.keys))
-    num_whole = np.bincount(table.key_ids[is_whole], minlength=len(table.keys))
-    return np.asarray((num_main == 1) & (num_whole == 1), np.bool_)
-
-
-def _check_sizes(table: GlobalTable) -> None:
-    too_large = np.prod(table.global_shapes.astype(np.float64) + 1, axis=1) >= 2.0**62
-    if too_large.any():
-        key_id = int(np.flatnonzero(too_large)[0])
-        raise InvalidShardingError(
-            f"Key {table.keys[key_id]!r} has the global shape {table.global_shape(key_id)}, more elements than any "
-            "storage holds: check global_shape."
-        )
-
-
-def _explain_fault(table: GlobalTable, key_id: int, element: tuple[int, ...], allow_gaps: bool) -> str:
-    rows = np.flatnonzero(table.key_ids == key_id)
-    ndim = int(table.ndims[key_id])
-    point = np.array(element, np.int64)
-    low, high = table.offsets[rows, :ndim], table.offsets[rows, :ndim] + table.shapes[rows, :ndim]
-    holders = rows[((low <= point) & (point < high)).all(axis=1)]
-    mains = holders[table.is_main[holders]]
-    if allow_gaps and len(mains) == 0:
-        pair = _find_overlap(table, rows[table.is_main[rows]], ndim)
-        if pair is None:
-            return ""
-        mains = np.array(pair)
-    name = f" (global shape {table.global_shape(key_id)})"
-    if len(mains) > 1:
-        places = " and ".join(_place(table, row) for row in mains[:3].tolist())
-        return (
-            f"{name}: {len(mains)} main replicas hold the same element {element if not allow_gaps else ''}: {places}. "
-            "If they are copies, number them with replica_id (one has 0); if they are different tensors, such as "
-            "experts counted from 0 on every rank, give them different keys or offsets."
-        )
-    if len(holders):
-        places = " and ".join(_place(table, row) for row in holders[:3].tolist())
-        return (
-            f"{name}: no main replica holds element {element}; it is only in copies with another replica_id: {places}. "
-            "Exactly one replica of each shard has replica_id 0."
-        )
-    return (
-        f"{name}: no rank holds element {element}. Check the offsets and fragmentations, and that every rank of the "
-        "layout takes part in this save."
-    )
-
-
-def _place(table: GlobalTable, row: int) -> str:
-    return f"{table.row_region(row)} on rank {int(table.ranks[row])}"
-
-
-def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, int] | None:
-    """Find two rows whose regions share an element, sweeping along the first axis."""
-    if ndim == 0:
-        return (int(rows[0]), int(rows[1])) if len(rows) > 1 else None
-    rows = rows[(table.shapes[rows, :ndim] > 0).all(axis=1)]
-    rows = rows[np.argsort(table.offsets[rows, 0], kind="stable")]
-    low = table.offsets[rows, :ndim]
-    high = low + table.shapes[rows, :ndim]
-    for i in range(len(rows)):
-        last = int(np.searchsorted(low[:, 0], high[i, 0], side="left"))
-        others = slice(i + 1, last)
-        hit = np.flatnonzero(((low[others] < high[i]) & (high[others] > low[i])).all(axis=1))
-        if len(hit):
-            return int(rows[i]), int(rows[i + 1 + hit[0]])
-    return None
-
-
-def _replica_differences(table: GlobalTable) -> list[KeyFault]:
-    """Compare content digests of equal regions, where they were computed."""
-    hashed = np.flatnonzero(table.digests)
-    if not len(hashed):
-        return []
-    columns = (*table.shapes[hashed].T, *table.offsets[hashed].T, table.key_ids[hashed])
-    order = hashed[np.lexsort((table.ranks[hashed], ~table.is_main[hashed], *columns))]
-    same = (table.key_ids[order][1:] == table.key_ids[order][:-1]) & (
-        (table.offsets[order][1:] == table.offsets[order][:-1]) & (table.shapes[order][1:] == table.shapes[order][:-1])
-    ).all(axis=1)
-    first_of_group = np.maximum.accumulate(np.where(np.append(False, same), 0, np.arange(len(order))))
-    different = np.flatnonzero(table.digests[order] != table.digests[order[first_of_group]])
-    found = []
-    for index in different.tolist():
-        row, first = int(order[index]), int(order[first_of_group[index]])
-        ranks = int(table.ranks[first]), int(table.ranks[row])
-        text = (
-            f": region {table.row_region(row)} differs between rank {ranks[0]} and rank {ranks[1]}, which call "
-            "themselves replicas. Make them equal, or save them under different keys (per-rank state such as RNG "
-            "belongs in a ShardedObject with one cell per rank)."
-        )
-        found.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
-    return found
-
-
 def mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str) -> str:
     """Describe differing keys: grouped by pattern, with the nearest names in the checkpoint."""
     missing, unexpected = sorted(missing), sorted(unexpected)
-    lines = [f"The keys asked for and those in the checkpoint {location!r} differ."]
+    lines = [f"The requested keys and those in the checkpoint {location!r} differ."]
     if unexpected:
         hint = did_you_mean(unexpected[0], known) if len(unexpected) <= 20 else ""
-        lines.append(f"Unexpected (asked for, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
+        lines.append(f"Unexpected (requested, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
     if missing:
-        lines.append(f"Missing (in the checkpoint, asked for by no rank): {summarize_keys(missing)}.")
+        lines.append(f"Missing (in the checkpoint, requested by no rank): {summarize_keys(missing)}.")
     lines.append("Correct the sharded state dict, or choose another StrictHandling.")
     return " ".join(lines)
 
@@ -284,22 +164,17 @@ def handle_mismatch(
     unexpected: set[str],
     known: Iterable[str],
     location: str,
-    is_speaker: bool = True,
+    logs: bool = True,
 ) -> None:
-    """Raise, warn (on the rank that speaks for all) or stay silent about differing keys, as the mode says.
-
-    Raises:
-        LoadMismatchError: with `.missing` and `.unexpected`.
-    """
-    raising = strict in (StrictHandling.RAISE_ALL, StrictHandling.RAISE_UNEXPECTED)
+    """Raise LoadMismatchError, log a warning (on one rank) or do nothing about differing keys, as the mode says."""
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):
         missing = set()
     if not (missing or unexpected):
         return
-    if raising:
+    if strict in (StrictHandling.RAISE_ALL, StrictHandling.RAISE_UNEXPECTED):
         message = mismatch_message(missing, unexpected, known, location)
         raise LoadMismatchError(message, missing=missing, unexpected=unexpected)
-    if is_speaker and strict in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED):
+    if logs and strict in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED):
         logger.warning(mismatch_message(missing, unexpected, known, location))
 
 
@@ -313,7 +188,7 @@ def determine_global_metadata(
 ) -> tuple[list[Shard], list[list[Shard]]]:
     """Collect the descriptions of all ranks' shards.
 
-    Collective: every rank of the group calls; each sends its descriptions to all.
+    Collective operation: all ranks of the group must call it; each sends its descriptions to all.
 
     Returns:
         `(mine, all)`: the shards of this rank without data, and those of every rank by rank.
@@ -382,8 +257,8 @@ def validate_integrity_and_strict_load(
         if ckpt_sharded_metadata is None:
             raise CheckpointingException("Cannot compare keys: ckpt_sharded_metadata is None.")
         known = {shard.key for shard in ckpt_sharded_metadata.values()}
-        asked = {shard.key for shard in local_metadata or sharded_leaves(sharded_state_dict)}
-        unexpected = asked - known
+        requested = {shard.key for shard in local_metadata or sharded_leaves(sharded_state_dict)}
+        unexpected = requested - known
         if StrictHandling.requires_global_app_metadata(strict):
             if global_metadata is None:
                 raise CheckpointingException("Cannot find missing keys: global_metadata is None.")
@@ -398,8 +273,7 @@ def validate_integrity_and_strict_load(
 
 def _without_keys(node: Any, keys: set[str]) -> Any:
     if isinstance(node, dict):
-        kept = {name: _without_keys(child, keys) for name, child in node.items() if not _has_key(child, keys)}
-        return kept
+        return {name: _without_keys(child, keys) for name, child in node.items() if not _has_key(child, keys)}
     if isinstance(node, list):
         return [_without_keys(child, keys) for child in node if not _has_key(child, keys)]
     return node

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from distckpt import validation
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.write import NewFile, file_of_tensors, in_folder
 from distckpt._plan.cache import SavePlan
@@ -23,6 +22,7 @@ from distckpt._plan.layout import (
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view
+from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedTensor
 
@@ -39,7 +39,7 @@ def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
     with ranks.phase("plan", decision=True):
         if ranks.is_coordinator:
             merged = merge_tables(described)
-            validation.validate_shards(merged, allow_gaps=allow_gaps)
+            validate_shards(merged, allow_gaps=allow_gaps)
             aliases = find_aliases(merged)
             manifest = manifest_of_keys(merged, aliases)
             owned = plan_owners(merged, ranks.size, aliases, [each.exchange_group for each in described])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from distckpt import validation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
@@ -22,6 +21,7 @@ from distckpt._ranks.report import LoadReport, PhaseTimer
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, check_common_strategy
 from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._state.validation import validate_shards
 from distckpt.mapping import ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
@@ -189,7 +189,7 @@ def _compare_requests(ranks: Ranks, table: ShardTable) -> None:
     tables = ranks.gather(table.to_bytes())
     with ranks.phase("check the requested shards", decision=True):
         if ranks.is_coordinator:
-            validation.validate_shards(merge_tables(ShardTable.all_from_bytes(tables)))
+            validate_shards(merge_tables(ShardTable.all_from_bytes(tables)))
 
 
 def _compare_keys(
@@ -204,7 +204,7 @@ def _compare_keys(
     missing = stored.difference(*requested_by_all) if StrictHandling.requires_global_app_metadata(mode) else set()
     # Every rank compares the keys of all, so that all raise the same error.
     unexpected_of_all = set().union(*requested_by_all) - stored
-    handle_mismatch(mode, missing, unexpected_of_all, stored, location, is_speaker=ranks.is_coordinator)
+    handle_mismatch(mode, missing, unexpected_of_all, stored, location, logs=ranks.is_coordinator)
     return missing, unexpected
 
 

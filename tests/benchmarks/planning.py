@@ -28,8 +28,8 @@ from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.save import find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
-from distckpt.validation import validate_shards
 
 TP, PP = 8, 16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256

@@ -16,6 +16,7 @@ import distckpt
 from distckpt import InvalidShardingError, ShardedObject, ShardedTensor, StrictHandling
 from distckpt._geometry.region import Region
 from distckpt._state.shards import describe, merge_tables
+from distckpt._state.validation import validate_shards
 from distckpt.core import (
     CheckpointingException,
     CheckpointNotFoundError,
@@ -30,7 +31,6 @@ from distckpt.validation import (
     parse_strict_flag,
     validate_integrity_and_strict_load,
     validate_sharding_integrity,
-    validate_shards,
     verify_checkpoint,
 )
 

@@ -24,8 +24,7 @@ import torch
 
 from distckpt._foreign.torch_dist.archive import Archive, ReadRange
 from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, check_size, hashable, read_pickle
-from distckpt._format.codec.registry import REGISTERED
-from distckpt._format.codec.tree import DTYPES, FACTORIES, PATHS, is_plain_dtype, type_name
+from distckpt._format.codec.tree import DTYPES, FACTORIES, PATHS, REGISTERED, is_plain_dtype, type_name
 from distckpt._geometry.region import MAX_NDIM
 
 _MAX_READ_BYTES = 16 << 20

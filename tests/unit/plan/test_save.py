@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from distckpt._geometry.region import Region
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._state.validation import validate_shards
 from distckpt.mapping import ShardedObject, ShardedTensor
-from distckpt.validation import validate_shards
 
 
 def shard(key, region, global_shape, replica_id=0, dtype=torch.float32, data=None):

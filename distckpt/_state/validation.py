@@ -1,0 +1,136 @@
+"""Checks of what all ranks hold, before anything is written: each element has one main replica, and replicas agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.messages import KeyFault, summarize_faults
+from distckpt._geometry.region import IntArray, find_tiling_faults
+from distckpt._state.shards import GlobalTable
+
+
+def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
+    """Check that main replicas cover every global tensor and object grid exactly once, and that replicas agree.
+
+    With `allow_gaps`, elements that no rank holds are accepted; they will not be in the checkpoint.
+    """
+    found: list[KeyFault] = []
+    is_checked = ~_is_trivial(table)
+    main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
+    _check_sizes(table)
+    for ndim in np.unique(table.ndims).tolist():
+        keys = np.flatnonzero((table.ndims == ndim) & is_checked)
+        renumbered = np.full(len(table.keys), -1, np.int64)
+        renumbered[keys] = np.arange(len(keys))
+        rows = main[renumbered[table.key_ids[main]] >= 0]
+        faults = find_tiling_faults(
+            renumbered[table.key_ids[rows]],
+            table.offsets[rows, :ndim],
+            table.shapes[rows, :ndim],
+            table.global_shapes[keys, :ndim],
+        )
+        for fault in faults:
+            key_id = int(keys[fault.tensor])
+            if text := _explain_fault(table, key_id, fault.element, allow_gaps):
+                found.append(KeyFault(table.keys[key_id], text, text))
+    found = found or _replica_differences(table)
+    if found:
+        raise InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(summarize_faults(found)))
+
+
+def _is_trivial(table: GlobalTable) -> npt.NDArray[np.bool_]:
+    """Mark keys with one main shard that is the whole tensor: nothing to check."""
+    is_whole = table.is_main & (table.shapes == table.global_shapes[table.key_ids]).all(axis=1)
+    num_main = np.bincount(table.key_ids[table.is_main], minlength=len(table.keys))
+    num_whole = np.bincount(table.key_ids[is_whole], minlength=len(table.keys))
+    return np.asarray((num_main == 1) & (num_whole == 1), np.bool_)
+
+
+def _check_sizes(table: GlobalTable) -> None:
+    too_large = np.prod(table.global_shapes.astype(np.float64) + 1, axis=1) >= 2.0**62
+    if too_large.any():
+        key_id = int(np.flatnonzero(too_large)[0])
+        raise InvalidShardingError(
+            f"Key {table.keys[key_id]!r} has the global shape {table.global_shape(key_id)}, more elements than any "
+            "storage holds: check global_shape."
+        )
+
+
+def _explain_fault(table: GlobalTable, key_id: int, element: tuple[int, ...], allow_gaps: bool) -> str:
+    rows = np.flatnonzero(table.key_ids == key_id)
+    ndim = int(table.ndims[key_id])
+    point = np.array(element, np.int64)
+    low, high = table.offsets[rows, :ndim], table.offsets[rows, :ndim] + table.shapes[rows, :ndim]
+    holders = rows[((low <= point) & (point < high)).all(axis=1)]
+    mains = holders[table.is_main[holders]]
+    if allow_gaps and len(mains) == 0:
+        pair = _find_overlap(table, rows[table.is_main[rows]], ndim)
+        if pair is None:
+            return ""
+        mains = np.array(pair)
+    name = f" (global shape {table.global_shape(key_id)})"
+    if len(mains) > 1:
+        places = " and ".join(_place(table, row) for row in mains[:3].tolist())
+        return (
+            f"{name}: {len(mains)} main replicas hold the same element {element if not allow_gaps else ''}: {places}. "
+            "If they are copies, number them with replica_id (one has 0); if they are different tensors, such as "
+            "experts counted from 0 on every rank, give them different keys or offsets."
+        )
+    if len(holders):
+        places = " and ".join(_place(table, row) for row in holders[:3].tolist())
+        return (
+            f"{name}: no main replica holds element {element}; it is only in copies with another replica_id: {places}. "
+            "Exactly one replica of each shard has replica_id 0."
+        )
+    return (
+        f"{name}: no rank holds element {element}. Check the offsets and fragmentations, and that every rank of the "
+        "layout calls save."
+    )
+
+
+def _place(table: GlobalTable, row: int) -> str:
+    return f"{table.row_region(row)} on rank {int(table.ranks[row])}"
+
+
+def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, int] | None:
+    """Find two rows whose regions share an element, sweeping along the first axis."""
+    if ndim == 0:
+        return (int(rows[0]), int(rows[1])) if len(rows) > 1 else None
+    rows = rows[(table.shapes[rows, :ndim] > 0).all(axis=1)]
+    rows = rows[np.argsort(table.offsets[rows, 0], kind="stable")]
+    low = table.offsets[rows, :ndim]
+    high = low + table.shapes[rows, :ndim]
+    for i in range(len(rows)):
+        last = int(np.searchsorted(low[:, 0], high[i, 0], side="left"))
+        others = slice(i + 1, last)
+        hit = np.flatnonzero(((low[others] < high[i]) & (high[others] > low[i])).all(axis=1))
+        if len(hit):
+            return int(rows[i]), int(rows[i + 1 + hit[0]])
+    return None
+
+
+def _replica_differences(table: GlobalTable) -> list[KeyFault]:
+    """Compare content digests of equal regions, where they were computed."""
+    hashed = np.flatnonzero(table.digests)
+    if not len(hashed):
+        return []
+    columns = (*table.shapes[hashed].T, *table.offsets[hashed].T, table.key_ids[hashed])
+    order = hashed[np.lexsort((table.ranks[hashed], ~table.is_main[hashed], *columns))]
+    same = (table.key_ids[order][1:] == table.key_ids[order][:-1]) & (
+        (table.offsets[order][1:] == table.offsets[order][:-1]) & (table.shapes[order][1:] == table.shapes[order][:-1])
+    ).all(axis=1)
+    first_of_group = np.maximum.accumulate(np.where(np.append(False, same), 0, np.arange(len(order))))
+    different = np.flatnonzero(table.digests[order] != table.digests[order[first_of_group]])
+    found = []
+    for index in different.tolist():
+        row, first = int(order[index]), int(order[first_of_group[index]])
+        ranks = int(table.ranks[first]), int(table.ranks[row])
+        text = (
+            f": region {table.row_region(row)} differs between rank {ranks[0]} and rank {ranks[1]}, which call "
+            "themselves replicas. Make them equal, or save them under different keys (per-rank state such as RNG "
+            "belongs in a ShardedObject with one cell per rank)."
+        )
+        found.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
+    return found
