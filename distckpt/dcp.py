@@ -250,7 +250,7 @@ def load(
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     # 1. Take the state dict apart.
-    with ranks.phase("take their state dicts apart"):
+    with ranks.phase("flatten the state dict"):
         target = _asked(state_dict, in_order=True)
         leaves = tree.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.

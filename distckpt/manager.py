@@ -8,11 +8,11 @@ import logging
 import math
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.memory import paused_garbage_collection
@@ -31,23 +31,25 @@ from distckpt._manager.steps import (
     problem_with,
     step_name,
 )
-from distckpt._operations.async_save import (
-    DEFAULT_EXIT_TIMEOUT,
-    DEFAULT_TIMEOUT,
-    SaveHandle,
-    finished,
+from distckpt._operations.background_save import (
+    finished_handle,
     prepare_background_save,
     raise_pending_errors,
-    release_staging_memory,
     start,
 )
-from distckpt._operations.saving import SaveRequest, Target, begin_save, finish_save
+from distckpt._operations.planned_save import (
+    DEFAULT_EXIT_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    PlannedSave,
+    SaveSettings,
+    write_and_commit,
+)
+from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import PhaseTimer, SaveReport
 from distckpt._storage import locations
 from distckpt.mapping import ShardedStateDict, StateDict
-from distckpt.serialization import load
-from distckpt.strategies.base import Options, PreparedSave, SaveShardedStrategy
+from distckpt.serialization import SaveHandle, SaveReport, load, release_staging_memory
+from distckpt.strategies.base import SaveShardedStrategy
 
 __all__ = ["CheckpointManager", "PreemptionGuard"]
 
@@ -116,12 +118,14 @@ class CheckpointManager:
         self.skipped: dict[int, str] = {}
         self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
         self._is_async = async_save
-        self._process_group = process_group
-        self._strategy = sharded_strategy
-        self._max_inflight_bytes = max_inflight_bytes
-        self._durable = durable
-        self._timeout = timeout
-        self._exit_timeout = exit_timeout
+        self._settings = SaveSettings(
+            process_group=process_group,
+            sharded_strategy=sharded_strategy,
+            durable=durable,
+            background_bytes=max_inflight_bytes,
+            timeout=timeout,
+            exit_timeout=exit_timeout,
+        )
         self._handles: list[SaveHandle] = []
         self._is_closed = False
 
@@ -161,51 +165,31 @@ class CheckpointManager:
         """
         if self._is_closed:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
-        location = self.location(step)
         note = {"step": step, "metrics": _finite(metrics or {}), "pinned": bool(pinned)}
-        ranks = Ranks(self._process_group)
+        ranks = self._ranks()
+        raise_pending_errors(ranks, self._settings.process_group)
         self._handles = [handle for handle in self._handles if not handle.done()]
-
-        def begin(timer: PhaseTimer, options: Options) -> tuple[Target, PreparedSave]:
-            replaces = overwrite
-            with ranks.phase("look at what is there", decision=True):
-                if ranks.is_coordinator:
-                    replaces = overwrite or self._makes_way_for(step)
+        with ranks.phase("check the target step", decision=True):
             # What the coordinator finds counts.
-            request = SaveRequest(sharded_state_dict, location, self._strategy, replaces, content_metadata)
-            target, prepared = begin_save(ranks, request, timer, options)
-            return replace(target, notes={NOTE: note}), prepared
-
-        def finish(ranks: Ranks, timer: PhaseTimer, target: Target, prepared: PreparedSave) -> SaveReport:
-            if ranks.is_coordinator:
-                with _only_logging(f"clear up in {self.root}"):
-                    clear_leftovers(self.root)
-            report = finish_save(ranks, timer, target, prepared)
-            if ranks.is_coordinator:
-                self._after_commit(step)
-            return report
-
-        handle = self._run(ranks, begin, finish)
+            replaces = overwrite or (ranks.is_coordinator and self._must_replace(step))
+        settings = replace(self._settings, overwrite=replaces, content_metadata=content_metadata, notes={NOTE: note})
+        plan = partial(plan_save, ranks, sharded_state_dict, self.location(step))
+        write = partial(self._write, step)
+        if self._is_async:
+            handle = start(ranks, prepare_background_save(ranks, settings, plan, write))
+        else:
+            handle = finished_handle(write(ranks, plan(settings)))
         self._handles.append(handle)
         return handle
 
-    def _run(self, ranks: Ranks, begin: Any, finish: Any) -> SaveHandle:
-        options = Options(process_group=self._process_group, durable=self._durable)
-        if not self._is_async:
-            raise_pending_errors(ranks, self._process_group)
-            timer = PhaseTimer()
-            return finished(finish(ranks, timer, *begin(timer, options)))
-        is_abandoned = threading.Event()
-        save = prepare_background_save(
-            ranks,
-            options,
-            begin,
-            timeout=self._timeout,
-            is_abandoned=is_abandoned,
-            max_inflight_bytes=self._max_inflight_bytes,
-            finish=finish,
-        )
-        return start(save, ranks, self._exit_timeout, is_abandoned)
+    def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
+        if ranks.is_coordinator:
+            with _only_logging(f"clear up in {self.root}"):
+                clear_leftovers(self.root)
+        report = write_and_commit(ranks, save)
+        if ranks.is_coordinator:
+            self._after_commit(step)
+        return report
 
     def load(self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any) -> StateDict:
         """Load a step, the newest complete one when none is given. Waits for saves that are on their way.
@@ -228,8 +212,9 @@ class CheckpointManager:
             if step is None:
                 reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.skipped.items())
                 raise CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{reasons}")
-        loaded: StateDict = load(sharded_state_dict, self.location(step), process_group=self._process_group, **options)  # type: ignore[assignment]  # a tuple in some modes of `strict`, as the caller asked
-        return loaded
+        group = self._settings.process_group
+        # A tuple in some modes of `strict`, as `options` say.
+        return cast(StateDict, load(sharded_state_dict, self.location(step), process_group=group, **options))
 
     def latest(self) -> int | None:
         """Return the newest complete step, None when there is none; `skipped` says what is wrong with newer ones.
@@ -237,7 +222,7 @@ class CheckpointManager:
         Marker, manifest, and the sizes and headers of all files are looked at. Saves that are on their way do not
         count.
         """
-        ranks = Ranks(self._process_group)
+        ranks = self._ranks()
         found: tuple[int | None, dict[int, str]] = (None, {})
         with ranks.phase("find the latest checkpoint", decision=True):
             if ranks.is_coordinator:
@@ -250,7 +235,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Return the steps that were committed and are still there, in ascending order, without looking into them."""
-        ranks = Ranks(self._process_group)
+        ranks = self._ranks()
         found: list[int] = []
         with ranks.phase("list the checkpoints", decision=True):
             if ranks.is_coordinator:
@@ -295,7 +280,10 @@ class CheckpointManager:
         with contextlib.suppress(Exception):  # it was logged when it happened
             self.close()
 
-    def _makes_way_for(self, step: int) -> bool:
+    def _ranks(self) -> Ranks:
+        return Ranks(self._settings.process_group)
+
+    def _must_replace(self, step: int) -> bool:
         """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object store."""
         location = self.location(step)
         if not locations.exists(locations.join(location, CONFIG_FNAME)):
@@ -314,7 +302,7 @@ class CheckpointManager:
     def _after_commit(self, step: int) -> None:
         """Tell other programs of the step, and remove what is not kept. What fails here does not fail the save."""
         with _only_logging(f"write {TRACKER}"):
-            locations.write_bytes(locations.join(self.root, TRACKER), str(step).encode(), self._durable)
+            locations.write_bytes(locations.join(self.root, TRACKER), str(step).encode(), self._settings.durable)
         with _only_logging(f"remove old checkpoints from {self.root}"):
             saved = own_steps(self.root) if self._policy.keep_last is not None else []
             for old in surplus(self._policy, saved, step, lambda other: problem_with(self.root, other) is None):

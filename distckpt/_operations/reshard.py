@@ -29,7 +29,7 @@ from distckpt._io import background
 from distckpt._io.export import Source, filling
 from distckpt._io.save import object_files_of
 from distckpt._io.write import NewFile, WriteSettings
-from distckpt._operations.saving import Target, finish_save
+from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._plan.export import OutputTensor, matches, plan_tensors, renamed, select_tensors
 from distckpt._plan.layout import PlannedChunk, PlannedFile, chunk_table, lay_out_files, manifest_of_keys
 from distckpt._plan.save import plan_owners
@@ -151,8 +151,8 @@ def reshard(
     chunks = chunk_table(planned)
     rewrite = SafetensorsSave(lambda: files, [], ChunkTable.empty(), new_manifest, [chunks], settings, num_bytes)
     config = CheckpointingConfig(sources.BACKEND, sources.VERSION)
-    timer = PhaseTimer()
-    finish_save(Ranks.alone(), timer, Target(target, overwrite, durable=True, config=config), rewrite)
+    save = PlannedSave(target, SaveSettings(overwrite=overwrite), config, rewrite, PhaseTimer())
+    write_and_commit(Ranks.alone(), save)
     return ReshardReport(
         target,
         len(outputs),

@@ -95,7 +95,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         options = self.options
         ranks = Ranks(options.process_group)
         known = None
-        with ranks.phase("describe their shards"):
+        with ranks.phase("describe the shards"):
             shards = [_ready(shard, options.validate_replicas) for shard in sharded_state_dict.values()]
             group = 0
             if options.exchange_group is not None:
@@ -106,7 +106,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         if ranks.all_equal(known.number if known else -1 - ranks.rank) and known:
             plan = known
         else:
-            with ranks.phase("describe their shards"):
+            with ranks.phase("describe the shards"):
                 table = self._describe(shards)._replace(exchange_group=group)
             plan = make_plan(ranks, table, not options.validate_access_integrity)
         self._plans.keep(structure, plan)

@@ -145,11 +145,11 @@ def strategy_raises_after(rank, path):
 
 
 SAVES = {
-    build_fn_raises: (ValueError, ["take their state dicts apart", "3 heads do not divide by 2"]),
+    build_fn_raises: (ValueError, ["flatten the state dict", "3 heads do not divide by 2"]),
     preprocessing_raises: (RuntimeError, ["no such entry on rank 2"]),
     unsupported_common_state: (
         UnsupportedObjectError,
-        ["take their state dicts apart", "args", "callback", "NotRegistered"],
+        ["flatten the state dict", "args", "callback", "NotRegistered"],
     ),
     unsupported_object: (UnsupportedObjectError, ["describe", "loader/shard_2_4", "sampler", "NotRegistered"]),
     no_data: (CheckpointingException, ["describe", "'empty'", "(6,)", "data"]),

@@ -164,7 +164,7 @@ def value_in(path):
 
 def test_the_others_name_a_killed_rank(template, tmp_path):
     losses = [
-        Loss(save, 2, True, "describe their shards"),
+        Loss(save, 2, True, "describe the shards"),
         Loss(save, 0, True, "gather"),
         Loss(save, 2, True, "write shard files"),
         Loss(save, 0, True, "commit"),
@@ -178,7 +178,7 @@ def test_the_others_name_a_killed_rank(template, tmp_path):
 
 def test_the_others_name_a_stopped_rank(template, tmp_path):
     losses = [
-        Loss(save, 0, False, "describe their shards"),
+        Loss(save, 0, False, "describe the shards"),
         # The third gather is that of what was written.
         Loss(save, 2, False, "gather", 3),
         Loss(load, 0, False, "find the checkpoint"),

@@ -31,7 +31,7 @@ PATIENCE = 200.0
 def nothing_left_behind():
     yield
     distckpt._io.background.wait_for_all()
-    distckpt._operations.async_save._lines.clear()
+    distckpt._operations.background_save._saves_of_groups.clear()
 
 
 def state_of(value, size=1000):

@@ -53,7 +53,7 @@ def nothing_left_behind():
     """Let no save of one test go on into the next, and no error of it surface there."""
     yield
     distckpt._io.background.wait_for_all()
-    distckpt._operations.async_save._lines.clear()
+    distckpt._operations.background_save._saves_of_groups.clear()
     distckpt.release_staging_memory()
 
 

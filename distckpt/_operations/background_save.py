@@ -1,0 +1,293 @@
+"""Saves in the background.
+
+plan     in the caller's thread: decide who writes what (`save.plan_save`)
+  |
+stage    copy what this rank writes into memory that saves share; training may go on
+  |
+queue    one background thread in each process takes the saves in order (`_io.background`)
+  |
+write    shard files and manifest, then commit, with a process group of its own (`planned_save.write_and_commit`)
+  |
+report   from `SaveHandle.result`; an error that nobody asked for is raised by the next save
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from distckpt._base.errors import CheckpointingException, RankFailedError
+from distckpt._io import background
+from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
+from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
+from distckpt._ranks import collectives
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import SaveReport
+from distckpt.strategies.async_utils import AsyncRequest
+
+logger = logging.getLogger(__name__)
+
+Plan: TypeAlias = Callable[[SaveSettings], PlannedSave]
+Write: TypeAlias = Callable[[Ranks, PlannedSave], SaveReport]
+
+
+class SaveHandle:
+    """A save in the background.
+
+    Attributes:
+        location: of the checkpoint.
+        staged: a `threading.Event`, set when the tensors that are being saved may change. Without
+            `max_inflight_bytes` it is set from the beginning.
+        was_asked: True once the caller has seen how the save ended; until then the next save raises its error.
+    """
+
+    def __init__(self, location: str, staged: threading.Event, task: background.Task[SaveReport]) -> None:
+        self.location = location
+        self.staged = staged
+        self.was_asked = False
+        self._task = task
+
+    def done(self) -> bool:
+        """Return True when the save has ended, well or not. Does not wait."""
+        return self._task.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait for the end of the save.
+
+        Not a collective operation: each rank may call it alone and gets the same result.
+
+        Args:
+            timeout: seconds to wait, None without a limit.
+
+        Returns:
+            What was saved and how long it took.
+
+        Raises:
+            TimeoutError: the save has not ended yet, and goes on.
+            RankFailedError: the save failed on a rank, or a rank died or did not come in time; nothing is committed.
+            CheckpointExistsError: another program has saved to this place meanwhile.
+        """
+        try:
+            return self._task.result(timeout)
+        finally:
+            self.was_asked = self.was_asked or self._task.done()
+
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Call a function when the save has ended: in the background thread, or at once if it has."""
+        self._task.when_done(function)
+
+    def error(self) -> BaseException | None:
+        """Wait for the end of the save and return its error, None without one. Does not count as asking."""
+        return self._task.error()
+
+
+def finished_handle(report: SaveReport) -> SaveHandle:
+    """Return the handle of a save that has ended."""
+    task = background.Task(lambda: report, f"the save to {report.location}", report.location, 0.0)
+    task.run()
+    staged = threading.Event()
+    staged.set()
+    return SaveHandle(report.location, staged, task)
+
+
+# --- The saves of one process group -----------------------------------------------------------------------------------
+
+_FINE, _FAILED, _OUT_OF_STEP = range(3)
+
+
+@dataclass
+class _GroupSaves:
+    """The background saves of one process group.
+
+    Attributes:
+        ranks: by timeout, each with a process group that only the background thread uses.
+        unreported: saves that failed, or may fail, and whose result nobody has asked for.
+        state: `_FINE`, `_FAILED` or `_OUT_OF_STEP` (a rank was lost): the worst since ranks last compared it.
+    """
+
+    ranks: dict[float, Ranks] = field(default_factory=dict)
+    unreported: list[SaveHandle] = field(default_factory=list)
+    state: int = _FINE
+
+    def watch(self, handle: SaveHandle) -> None:
+        """Remember a save until its outcome is known; forget those that went well."""
+        self.unreported = [h for h in self.unreported if not h.was_asked and not (h.done() and h.error() is None)]
+        self.unreported.append(handle)
+
+    def take_error(self) -> BaseException | None:
+        """Wait for the saves, forget them, and return the first error that nobody has asked for."""
+        unasked, self.unreported = [h for h in self.unreported if not h.was_asked], []
+        errors = [h.error() for h in unasked]
+        for handle in unasked:
+            handle.was_asked = True
+        return next((error for error in errors if error is not None), None)
+
+
+_saves_of_groups: dict[Any, _GroupSaves] = {}
+"""By process group of the caller."""
+
+
+def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
+    """Raise the error of an earlier background save of these ranks, unless it was asked for.
+
+    Collective operation: all ranks must call it. It exchanges one number, and nothing where there were no background
+    saves. When a save has failed on any rank, all wait for those that are unfinished, and all raise.
+    """
+    saves = _saves_of_groups.get(collectives.group_of(process_group))
+    if saves is None:
+        return
+    state = saves.state
+    if ranks.all_equal(state) and state == _FINE:
+        return
+    background.wait_for_all()
+    if _OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
+        # The groups are left as they are: a group made in the place of a destroyed one would get its name, and meet its
+        # traces in the store.
+        saves.ranks.clear()
+    saves.state = _FINE
+    with ranks.phase("save in the background"):
+        error = saves.take_error()
+        if error is not None:
+            raise error
+
+
+# --- One save ---------------------------------------------------------------------------------------------------------
+
+
+class BackgroundSave:
+    """A planned save: `stage` copies what it writes, then `write` may run in the background."""
+
+    def __init__(
+        self,
+        saves: _GroupSaves,
+        planned: PlannedSave,
+        staging: Staging,
+        is_abandoned: threading.Event,
+        write: Write,
+    ) -> None:
+        self.location = planned.location
+        self.settings = planned.settings
+        self.saves = saves
+        self.staging = staging
+        self.is_abandoned = is_abandoned
+        self._ranks = saves.ranks[planned.settings.timeout]
+        self._planned: PlannedSave | None = planned
+        self._write = write
+
+    def stage(self, ranks: Ranks) -> bool:
+        """Copy what this rank writes; return False when the strategy cannot do this.
+
+        Collective operation: all ranks of the caller's group must call it.
+        """
+        assert self._planned is not None
+        try:
+            with self._planned.timer.phase("stage"), ranks.phase("stage tensors"):
+                staged = self._planned.prepared.stage(self.staging)
+        except BaseException:
+            self.staging.release()
+            raise
+        if staged is not None:
+            self._planned = replace(self._planned, prepared=staged)
+        return staged is not None
+
+    def write(self) -> SaveReport:
+        """Write and commit. Runs in the background thread."""
+        ranks = self._ranks
+        try:
+            if self.saves.state == _OUT_OF_STEP:
+                raise RankFailedError({}, message="An earlier background save lost contact with a rank: not begun.")
+            return self.write_now(ranks)
+        except BaseException as error:
+            # Only after an error that they have exchanged are ranks in step.
+            in_step = ranks.size == 1 or ranks.is_known_to_all(error)
+            lost = not in_step or (isinstance(error, RankFailedError) and error.is_lost_contact)
+            self.saves.state = max(self.saves.state, _OUT_OF_STEP if lost else _FAILED)
+            logger.error(
+                "rank %d: the background save to %s failed: %s: %s",
+                ranks.rank, self.location, type(error).__name__, error,
+            )  # fmt: skip
+            raise
+        finally:
+            self._planned = None
+            self.staging.release()
+
+    def write_now(self, ranks: Ranks) -> SaveReport:
+        """Write and commit in this thread. Collective operation: all given ranks must call it."""
+        planned, self._planned = self._planned, None
+        assert planned is not None
+        try:
+            return self._write(ranks, planned)
+        finally:
+            # The staged copies must be unused when their memory is given back.
+            del planned
+            self.staging.release()
+
+
+def prepare_background_save(
+    ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = write_and_commit
+) -> BackgroundSave:
+    """Plan a save that is to be written in the background.
+
+    Collective operation: all ranks must call it; for the first save it makes the process group of the background.
+    """
+    group = collectives.group_of(settings.process_group)
+    saves = _saves_of_groups.setdefault(group, _GroupSaves())
+    if settings.timeout not in saves.ranks:
+        saves.ranks[settings.timeout] = Ranks.in_background(settings.process_group, settings.timeout)
+    is_abandoned = threading.Event()
+
+    def check_progress(num_bytes: int) -> None:
+        if is_abandoned.is_set():
+            raise CheckpointingException("This save was abandoned: the process ends, or a rank is lost.")
+        if settings.progress is not None:
+            settings.progress(num_bytes)
+
+    # Half of the memory is for staged data, half for data that is being written.
+    half = None if settings.background_bytes is None else settings.background_bytes // 2
+    inflight_bytes = settings.max_inflight_bytes if half is None else half
+    planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes))
+    staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size))
+    return BackgroundSave(saves, planned, staging, is_abandoned, write)
+
+
+def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
+    """Stage a save and put it into the queue. Collective operation: all ranks must call it."""
+    name = f"the save to {save.location}"
+    if not save.stage(ranks):
+        logger.warning("the strategy of %s cannot stage data: it is saved before training goes on", name)
+        return finished_handle(save.write_now(ranks))
+    task = background.Task(save.write, name, save.location, save.settings.exit_timeout, save.is_abandoned)
+    handle = SaveHandle(save.location, save.staging.staged, task)
+    save.saves.watch(handle)
+    background.submit(task)
+    return handle
+
+
+def release_staging_memory() -> None:
+    """Free the memory that background saves keep for the next one. Not a collective operation."""
+    shared_memory.free()
+
+
+# --- Megatron's queue -------------------------------------------------------------------------------------------------
+
+
+def async_request(ranks: Ranks, save: BackgroundSave) -> AsyncRequest:
+    """Return a request that Megatron's queue of asynchronous calls can schedule."""
+    return AsyncRequest(_write_request, (save, None, None), [], {}, partial(_stage_request, save, ranks))
+
+
+def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:
+    if save.stage(ranks):
+        return True
+    save.write_now(ranks)
+    return False
+
+
+def _write_request(save: BackgroundSave, is_staged: bool | None, unused: None = None) -> None:
+    del unused
+    if is_staged is not False:
+        background.run_in_order(save.write, f"the save to {save.location}", save.location)

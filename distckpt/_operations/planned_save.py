@@ -1,0 +1,97 @@
+"""The settings of a save, and its second half: write what is planned and commit it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distckpt._commit import posix
+from distckpt._commit.conditional_put import Transaction, folder_suffix
+from distckpt._format.marker import CheckpointingConfig, save_config
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import PhaseTimer, SaveReport
+from distckpt._storage import locations
+from distckpt.mapping import CommonStateDict, StateDict
+from distckpt.strategies.base import Options, PreparedSave, SaveShardedStrategy
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = 1800.0
+DEFAULT_EXIT_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class SaveSettings(Options):
+    """Everything that a caller chooses about a save, see `distckpt.save` and `distckpt.async_save`.
+
+    A strategy gets them too, and uses those of `Options`. `background_bytes` is `max_inflight_bytes` of `async_save`,
+    `notes` are further fields of the marker.
+    """
+
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None
+    overwrite: bool = False
+    content_metadata: dict[str, Any] | None = None
+    preprocess_common: Callable[[CommonStateDict], StateDict] | None = None
+    background_bytes: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    exit_timeout: float = DEFAULT_EXIT_TIMEOUT
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """A save of which everything is decided, on all ranks, and nothing written; `config` names the format."""
+
+    location: str
+    settings: SaveSettings
+    config: CheckpointingConfig
+    prepared: PreparedSave
+    timer: PhaseTimer
+
+
+def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
+    """Write everything beside the target and commit it. Collective operation: all ranks must call it."""
+    location, timer, durable = save.location, save.timer, save.settings.durable
+    nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
+    staging = posix.staging_location(location, nonce)
+    transaction = None
+    try:
+        with timer.phase("write"):
+            with ranks.phase("create directories", decision=True):
+                posix.prepare(staging, durable)
+                if not locations.is_local(location):
+                    transaction = _begin_on_object_store(ranks, save, nonce)
+            with ranks.phase("save"):
+                marker_fields = save.prepared.write(staging, ranks)
+                if durable:
+                    posix.sync(staging)
+        with timer.phase("commit"), ranks.phase("commit", decision=True):
+            if ranks.is_coordinator:
+                extra = {**save.settings.notes, **(marker_fields or {})}
+                if transaction is not None:
+                    transaction.commit({**extra, **asdict(save.config)})
+                else:
+                    save_config(save.config, staging, extra=extra, durable=durable)
+                    posix.commit(staging, location, save.settings.overwrite, durable)
+    except BaseException:
+        if transaction is not None:
+            transaction.abandon()
+        elif ranks.is_coordinator:
+            posix.abandon(staging)
+        raise
+    figures = timer.summarize(ranks, save.prepared.num_bytes, "write")
+    report = SaveReport(location, *figures, save.prepared.plan_reused)
+    if ranks.is_coordinator:
+        logger.info("%s", report)
+    return report
+
+
+def _begin_on_object_store(ranks: Ranks, save: PlannedSave, nonce: str) -> Transaction | None:
+    """Give the save folders of its own, and begin its transaction on the coordinator."""
+    has_folders = save.prepared.folder_suffix is not None
+    if has_folders:
+        save.prepared.folder_suffix = folder_suffix(nonce)
+    return Transaction(save.location, nonce, save.settings.overwrite, has_folders) if ranks.is_coordinator else None

@@ -1,0 +1,171 @@
+"""Save a state dict: plan, write, commit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException, InvalidShardingError
+from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
+from distckpt._commit import posix
+from distckpt._format.marker import CheckpointingConfig
+from distckpt._operations.background_save import async_request, prepare_background_save, raise_pending_errors
+from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import PhaseTimer, SaveReport
+from distckpt._state import flatten
+from distckpt._state.common_state import (
+    COMMON_KEY,
+    CONTENT_METADATA,
+    check_common_strategy,
+    comparable,
+    digest,
+    warn_about_differences,
+)
+from distckpt._state.shards import Shard
+from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
+from distckpt.strategies.base import SaveShardedStrategy, prepare_save
+from distckpt.strategies.defaults import save_strategy
+from distckpt.utils import _clean_metadata_for_serialization
+
+
+@paused_garbage_collection()
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = None,
+    verify_integrity: bool = False,
+    *,
+    common_strategy: None = None,
+    overwrite: bool = False,
+    process_group: Any = None,
+    validate_replicas: bool = False,
+    durable: bool = True,
+    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> SaveReport:
+    """Save a state dict whose tensors are distributed over the ranks.
+
+    Every byte is written once, by one of the ranks that hold it. A save is
+    atomic: a reader sees a complete checkpoint or none, and an earlier one stays until it is replaced in one step.
+
+        state = {"model": model.sharded_state_dict(), "step": 100}
+        distckpt.save(state, "checkpoints/step_100")
+
+    Collective operation: all ranks must call it. They exchange descriptions of shards and outcomes, no data.
+
+    Args:
+        sharded_state_dict: nested dicts, lists and tuples. `ShardedTensor`, `ShardedObject` and
+            `ShardedTensorFactory` leaves are the sharded part, `LocalNonpersistentObject` leaves are not saved, all
+            else is common state, saved once. The dict is not changed.
+        checkpoint_dir: a path or fsspec URL. It must not hold a complete checkpoint (see `overwrite`); what an
+            unfinished save left there is moved aside, or removed from an object store when this one is complete.
+        sharded_strategy: writes the shards; a strategy, `(backend, version)` of a registered one, or None for the
+            built-in safetensors format.
+        validate_access_integrity: refuse state dicts in which an element of a global tensor is held by no rank, and
+            warn when common state differs between ranks. With False, gaps are not saved and cannot be loaded.
+            Overlaps and contradictions are always refused.
+        async_sharded_save: return an `AsyncRequest` for an `AsyncCallsQueue` (`distckpt.strategies.async_utils`), as
+            Megatron does: the request copies the tensors when it is scheduled, and writes them in the background.
+            `async_save` is simpler to use.
+        preprocess_common_before_consistancy_check: called with a copy of the common state; returns what ranks compare.
+        content_metadata: describes the content, see `load_content_metadata`.
+        async_strategy: accepted for compatibility.
+        verify_integrity: accepted for compatibility: checksums are always written.
+        common_strategy: accepted for compatibility; must be None.
+        overwrite: replace a complete checkpoint that is there. It stays until the new one is complete.
+        process_group: the ranks that save together; None for the default group, or for this process alone when
+            torch.distributed is not initialised.
+        validate_replicas: also compare the content of replicas, and refuse to save when they differ. Reads all
+            tensors once more.
+        durable: return only when everything is on disk. With False the checkpoint appears in one step too, but a
+            power failure shortly afterwards may leave it damaged, which checksums reveal.
+        max_inflight_bytes: memory for data on its way to storage, on each rank; at least one window of 8 MiB is used.
+        progress: called with the number of bytes whenever this rank has written some, from several threads.
+
+    Returns:
+        What was saved and how long it took, the same on every rank; rank 0 logs it too.
+
+    Raises:
+        InvalidShardingError: shards overlap, leave gaps or contradict each other. Nothing is written.
+        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed. Also when an earlier background
+            save failed and nobody has asked for its result.
+    """
+    check_common_strategy(common_strategy)
+    ranks = Ranks(process_group)
+    settings = SaveSettings(
+        process_group=process_group,
+        validate_access_integrity=validate_access_integrity,
+        validate_replicas=validate_replicas,
+        durable=durable,
+        max_inflight_bytes=max_inflight_bytes,
+        progress=progress,
+        sharded_strategy=sharded_strategy,
+        overwrite=overwrite,
+        content_metadata=content_metadata,
+        preprocess_common=preprocess_common_before_consistancy_check,
+    )
+    plan = partial(plan_save, ranks, sharded_state_dict, os.fspath(checkpoint_dir))
+    raise_pending_errors(ranks, process_group)
+    if async_sharded_save:
+        # Not in the annotation: it would burden everybody else with a case that programs for Megatron alone know.
+        return async_request(ranks, prepare_background_save(ranks, settings, plan))  # type: ignore[return-value]
+    # 1. Flatten the state dict; decide who writes what.
+    planned = plan(settings)
+    # 2. Write everything beside the target. 3. Commit.
+    return write_and_commit(ranks, planned)
+
+
+def plan_save(
+    ranks: Ranks, sharded_state_dict: ShardedStateDict, checkpoint_dir: str, settings: SaveSettings
+) -> PlannedSave:
+    """Decide everything about a save. The result refers to the tensors of the state dict.
+
+    Collective operation: all ranks must call it.
+    """
+    timer = PhaseTimer()
+    with timer.phase("describe"):
+        with ranks.phase("flatten the state dict"):
+            location = posix.resolve(checkpoint_dir)
+            strategy = save_strategy(settings.sharded_strategy).configure(settings)
+            shards, common = _flatten(sharded_state_dict, settings.content_metadata)
+            compared = comparable(common, settings.preprocess_common)
+            compares = settings.validate_access_integrity and ranks.size > 1
+            digest_of_common = digest(compared) if compares else 0
+        if compares:
+            warn_about_differences(ranks, compared, digest_of_common)
+        with ranks.phase("check the target", decision=True):
+            if ranks.is_coordinator:
+                posix.check_target(location, settings.overwrite)
+        sharded = {str(index): shard for index, shard in enumerate(shards)}
+        if ranks.is_coordinator:
+            sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))
+    with timer.phase("plan"):
+        prepared = prepare_save(strategy, sharded)
+    return PlannedSave(location, settings, CheckpointingConfig(strategy.backend, strategy.version), prepared, timer)
+
+
+def _flatten(
+    sharded_state_dict: ShardedStateDict, content_metadata: dict[str, Any] | None
+) -> tuple[list[Shard], CommonStateDict]:
+    shards, common, _ = flatten.split(sharded_state_dict)
+    for shard in shards:
+        if shard.key == COMMON_KEY:
+            raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
+    if content_metadata is not None:
+        if CONTENT_METADATA in sharded_state_dict:
+            raise CheckpointingException(
+                f"The state dict has an entry {CONTENT_METADATA!r} and content_metadata was given: both would be "
+                "stored under this name. Rename the entry, or leave content_metadata out."
+            )
+        common = {**common, CONTENT_METADATA: _clean_metadata_for_serialization(content_metadata)}
+    return shards, common
