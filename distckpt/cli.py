@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with code 2, the arguments make no sense.
     """
     parsed = _parser().parse_args(arguments)
-    output = Output(as_json=parsed.json is True)
+    output = Output(as_json=parsed.json)
     # Ends like Ctrl-C, so that everything is put away.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -94,11 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb in VERBS:
         one = verbs.add_parser(verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary)
         verb.add_arguments(one)
-        if verb.json_to_file:
-            text = "print the result as JSON, or also write it to this file"
-            one.add_argument("--json", nargs="?", const=True, metavar="FILE", help=text)
-        else:
-            one.add_argument("--json", action="store_true", help="print the result as JSON")
+        one.add_argument("--json", action="store_true", help="print the result as JSON")
         one.add_argument("--debug", action="store_true", help="show a traceback when something fails")
         one.set_defaults(run=verb.run, error_code=verb.error_code)
     return parser

@@ -1,97 +1,114 @@
-"""`distckpt bench`: what a storage can do, and what distckpt and other libraries make of it."""
+"""`distckpt bench`: compare saves and loads with the raw speed of a storage."""
 
 from __future__ import annotations
 
-import importlib
-import json
+import contextlib
 import os
+import secrets
+import shutil
+import signal
+import statistics
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distckpt._bench.figures import HEADS, TITLES, Outcome, rows_of, titles, to_json
-from distckpt._bench.picture import draw
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.memory import estimate_available_memory
 from distckpt._cli.output import Output, count_text
+from distckpt._cli.storage_speed import TENSOR_BYTES, Task, measure
 from distckpt._cli.verb import Verb, positive, positive_number
+from distckpt._ranks.processes import run_ranks
 from distckpt._storage import locations
+
+TITLES = {
+    "save": "durable save",
+    "save_unsynced": "save without fsync",
+    "warm_load": "warm load",
+    "cold_load": "cold load",
+}
+STORE_TITLES = {"save": "save", "warm_load": "load"}
+"""On an object store what was put is durable, and nothing is in the page cache."""
+RANK_BYTES = 500_000_000
+"""Memory of a process that has imported torch."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("dir", metavar="DIR", help="a directory on the storage, or a URL; what it writes is removed")
+    parser.add_argument("dir", metavar="DIR", help="directory on the storage, or URL; everything written is removed")
     parser.add_argument(
-        "--gb", type=positive_number, default=2.0, help="size of the state, all ranks together (default: %(default)s)"
+        "--gb", type=positive_number, default=2.0, help="size of the state over all ranks (default: %(default)s)"
     )
-    parser.add_argument("--ranks", type=positive, default=2, help="processes, a power of two (default: %(default)s)")
-    parser.add_argument("--runs", type=positive, default=5, help="rounds, whose median counts (default: %(default)s)")
-    parser.add_argument("--svg", metavar="FILE", help="also draw the figures")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants whose name begins with one of these")
-    parser.add_argument("--cases", nargs="+", choices=tuple(TITLES), help="what to measure (default: all)")
+    parser.add_argument("--ranks", type=positive, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=5, help="rounds to take the median of (default: %(default)s)")
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Measure, print a table per case, return 1 when distckpt failed."""
-    json_file = None if output.as_json else arguments.json
-    _check_writable(json_file, arguments.svg)
-    cases = _cases(arguments)
-    # Imports torch.distributed.checkpoint, which takes most of a second that the other verbs need not wait.
-    bench: Any = importlib.import_module("distckpt._bench.run")
-    only = tuple(arguments.only) if arguments.only else None
-    outcome: Outcome = bench.run_benchmark(
-        arguments.dir, arguments.gb, arguments.ranks, arguments.runs, cases, only, tell=output.message
-    )
-    output.json(to_json(outcome))
-    if json_file:
-        _write(json_file, json.dumps(to_json(outcome), indent=1) + "\n")
-    if arguments.svg:
-        _write(arguments.svg, draw(outcome))
-    _show(outcome, cases, output)
-    return 1 if any(name.startswith("distckpt") for name in outcome.failed) else 0
-
-
-def _cases(arguments: Namespace) -> tuple[str, ...]:
-    """Return the cases to be measured, in their order."""
-    there = titles(is_store=not locations.is_local(locations.normalize(arguments.dir)))
-    unknown = [case for case in arguments.cases or () if case not in there]
-    if unknown:
-        raise ValueError(f"an object store has no case {unknown[0]!r}, only {', '.join(there)}")
-    return tuple(case for case in there if not arguments.cases or case in arguments.cases)
-
-
-def _show(outcome: Outcome, cases: tuple[str, ...], output: Output) -> None:
-    output.line(f"{outcome.machine}")
-    output.line(
-        f"{outcome.num_bytes / 1e9:.2f} GB: a Llama in bf16 with fp32 moments of Adam; "
-        f"{count_text(outcome.num_ranks, 'rank')}; median of {count_text(outcome.num_runs, 'round')}"
-    )
-    for case, figures in outcome.cases().items():
-        output.line()
-        output.table(HEADS, rows_of(figures), title=outcome.title(case))
+    """Measure, and print a table."""
+    folder = locations.normalize(arguments.dir)
+    num_tensors = max(1, round(arguments.gb * 1e9 / arguments.ranks / TENSOR_BYTES))
+    task = Task(folder, arguments.ranks, num_tensors, arguments.runs)
+    _check_resources(task)
+    with scratch_folder(folder) as scratch:
+        seconds = run_ranks(measure, task.num_ranks, task._replace(folder=scratch))
+    titles = TITLES if locations.is_local(folder) else STORE_TITLES
+    figures = [_figure(case, titles[case], task.num_bytes, seconds[case]) for case in titles if case in seconds]
+    output.json({"location": folder, "num_bytes": task.num_bytes, "num_ranks": task.num_ranks, "figures": figures})
+    ranks, rounds = count_text(task.num_ranks, "rank"), count_text(task.num_runs, "round")
+    output.line(f"{task.num_bytes / 1e9:.2f} GB in tensors of 16 MiB on {ranks}, median of {rounds}")
     output.line()
-    output.line("of raw: share of the raw storage's speed; distckpt is: so many times as fast as this contestant")
-    if "cold_load" in cases and not outcome.cold:
-        output.line("cold load was not measured: the files cannot be taken out of memory here")
-    for name, why in outcome.left_out.items():
-        output.line(f"left out: {name}: {why}")
-    for name, why in outcome.failed.items():
-        output.line(f"FAILED: {name}: {' '.join(why.split())[:300]}")
+    columns = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")
+    rows = [[figure["title"], *(f"{figure[column]:.3f}" for column in columns)] for figure in figures]
+    output.table(["", "seconds", "GB/s", "raw GB/s", "of raw"], rows)
+    if len(figures) < len(titles):
+        output.line("cold load was not measured: the files cannot be dropped from the page cache here")
+    return 0
 
 
-def _check_writable(*paths: str | None) -> None:
-    """Find out before minutes of work that a result cannot be stored."""
-    for path in paths:
-        if path is not None and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            raise PermissionError(f"{path!r} cannot be written: its directory is missing or closed")
+def _figure(case: str, title: str, num_bytes: int, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    own, raw = (statistics.median(seconds[name]) for name in ("distckpt", "raw"))
+    return {
+        "case": case,
+        "title": title,
+        "seconds": seconds["distckpt"],
+        "raw_seconds": seconds["raw"],
+        "median_seconds": own,
+        "gb_per_second": num_bytes / own / 1e9,
+        "raw_gb_per_second": num_bytes / raw / 1e9,
+        "of_raw": raw / own,
+    }
 
 
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+def _check_resources(task: Task) -> None:
+    needs = [("memory", estimate_available_memory(), 2 * task.num_bytes + task.num_ranks * RANK_BYTES)]
+    if locations.is_local(task.folder):
+        if not os.path.isdir(task.folder):
+            raise CheckpointingException(f"{task.folder!r} is not a directory: name one on the storage to measure")
+        needs.append(("disk space", shutil.disk_usage(task.folder).free, round(1.1 * task.num_bytes)))
+    for what, available, needed in needs:
+        if available < needed:
+            raise CheckpointingException(
+                f"{needed / 1e9:.1f} GB of {what} are needed, {available / 1e9:.1f} are available: use a smaller --gb"
+            )
 
 
-VERB = Verb(
-    "bench",
-    "Measure a storage, raw and with distckpt and other libraries.",
-    add_arguments,
-    run,
-    json_to_file=True,
-)
+@contextlib.contextmanager
+def scratch_folder(folder: str) -> Iterator[str]:
+    """Make a folder below a directory or URL that is removed afterwards, even if Ctrl-C is pressed again."""
+    scratch = locations.join(folder, f"distckpt-bench-{secrets.token_hex(8)}")
+    try:
+        if locations.is_local(folder):
+            os.mkdir(scratch)
+        else:
+            # Object stores have no directories: find out before the ranks start that this one cannot be written to.
+            locations.write_bytes(locations.join(scratch, "probe"), b"")
+        yield scratch
+    finally:
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        for _ in range(2):
+            # A store may still carry out a request of a rank that was killed: look again.
+            locations.remove_tree(scratch)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+VERB = Verb("bench", "Measure saves and loads beside the raw speed of a storage.", add_arguments, run)

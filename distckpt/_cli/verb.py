@@ -20,7 +20,6 @@ class Verb(NamedTuple):
         add_arguments: declares its arguments; `--json` and `--debug` are there already.
         run: does it and returns the exit code; what it raises becomes one line and the exit code for errors.
         aliases: other names.
-        json_to_file: whether `--json` can take the name of a file, for results that took long: those are printed, too.
         error_code: the exit code for errors; 2 for verbs that answer a question, where 1 is an answer.
     """
 
@@ -29,7 +28,6 @@ class Verb(NamedTuple):
     add_arguments: Callable[[ArgumentParser], object]
     run: Callable[[Namespace, Output], int]
     aliases: tuple[str, ...] = ()
-    json_to_file: bool = False
     error_code: int = 1
 
 

@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import json
 import logging
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -312,6 +313,17 @@ class Ranks:
         _last_exchanges[self._group] = [tensor, *gathered]
         dist.all_gather(gathered, tensor, group=self._group)
         return gathered
+
+
+@contextlib.contextmanager
+def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
+    """Make the default process group of processes of this machine that meet in the file `rendezvous`."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the name of this machine resolves to
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def group_of(process_group: Any) -> Any:

@@ -32,11 +32,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _measure import machine_facts, markdown_table, run_ranks, time_together
+from contest.contestants import chosen, contestants
+from contest.state import State, llama_sizes, llama_state, local_bytes
+from measure import machine_facts, markdown_table, time_together
 
 import distckpt
-from distckpt._bench.contestants import chosen, contestants
-from distckpt._bench.state import State, llama_sizes, llama_state, local_bytes
+from distckpt._ranks.processes import run_ranks
 
 STEP_SIZE = 384
 COUNT_SECONDS = 0.02

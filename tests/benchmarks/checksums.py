@@ -9,6 +9,7 @@ Files are out of the page cache before each load (posix_fadvise).
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -17,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _measure import machine_facts, markdown_table
+from measure import machine_facts, markdown_table
 
 import distckpt
 from distckpt import ShardedTensor
+from distckpt._cli.storage_speed import drop_from_page_cache
 from distckpt._io.write import WriteSettings, file_of_tensors, write_files
 
 TENSOR_BYTES = 16 << 20
@@ -38,13 +40,20 @@ def main() -> None:
     folder.mkdir()
     tensors = [torch.randn(TENSOR_BYTES // 4) for _ in range(round(arguments.gb * 1e9 / TENSOR_BYTES))]
     state = {str(i): ShardedTensor.from_rank_offsets(str(i), tensor) for i, tensor in enumerate(tensors)}
+    drop = functools.partial(drop_from_page_cache, str(folder / "checkpoint"))
     try:
         distckpt.save(state, folder / "checkpoint")
-        contestants: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        contestants: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "write, with checksums": (lambda: None, lambda: write(folder, tensors, True)),
             "write, without": (lambda: None, lambda: write(folder, tensors, False)),
-            "cold load, verified": (lambda: drop(folder), lambda: load(state, folder, "read")),
-            "cold load, not verified": (lambda: drop(folder), lambda: load(state, folder, "none")),
+            "cold load, verified": (
+                drop,
+                lambda: load(state, folder, "read"),
+            ),
+            "cold load, not verified": (
+                drop,
+                lambda: load(state, folder, "none"),
+            ),
         }
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         for run in range(arguments.runs):
@@ -84,15 +93,6 @@ def write(folder: Path, tensors: list[torch.Tensor], with_checksums: bool) -> No
 def load(state: dict[str, ShardedTensor], folder: Path, verify: distckpt.serialization.Verify) -> None:
     """Load into the same tensors."""
     distckpt.load(dict(state), folder / "checkpoint", verify=verify)
-
-
-def drop(folder: Path) -> None:
-    """Put the files of the checkpoint out of the page cache."""
-    for file in (folder / "checkpoint").rglob("*.safetensors"):
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 if __name__ == "__main__":

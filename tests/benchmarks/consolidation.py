@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _measure import machine_facts, markdown_table, peak_memory_bytes, run_ranks, timed
+from measure import machine_facts, markdown_table, peak_memory_bytes, timed
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -39,6 +39,7 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._geometry.region import IntArray
 from distckpt._io import aio
+from distckpt._ranks.processes import run_ranks
 
 Tensors = dict[str, torch.Tensor]
 

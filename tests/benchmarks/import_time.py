@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-from _measure import machine_facts, markdown_table
+from measure import machine_facts, markdown_table
 
 Times = tuple[float, float]
 """Seconds that passed, and seconds of processor time."""

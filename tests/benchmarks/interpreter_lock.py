@@ -21,7 +21,7 @@ import time
 from multiprocessing.connection import Connection
 
 import torch
-from _measure import machine_facts, markdown_table
+from measure import machine_facts, markdown_table
 
 import distckpt
 from distckpt import ShardedTensor

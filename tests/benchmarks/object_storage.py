@@ -31,7 +31,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import torch
-from _measure import machine_facts, markdown_table
+from measure import machine_facts, markdown_table
 
 import distckpt
 from distckpt import ShardedTensor

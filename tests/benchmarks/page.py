@@ -1,6 +1,6 @@
 """Bring the tables and the picture of docs/performance.md in line with the figures in docs/figures.
 
-    distckpt bench DIR --gb 2 --ranks 2 --runs 7 --json docs/figures/save_load.json
+    python tests/benchmarks/save_load.py --dir DIR --gb 2 --ranks 2 --runs 7 --json docs/figures/save_load.json
     python tests/benchmarks/page.py [--docs docs]
 
 Rewrites docs/storage.svg, and the tables of docs/performance.md between the comments that name the file of figures.
@@ -13,10 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from _measure import markdown_table
-
-from distckpt._bench.figures import HEADS, Figure, Outcome, rows_of
-from distckpt._bench.picture import draw
+from contest.figures import Figure, Outcome, tables
+from contest.picture import draw
 
 BEGIN, END = "<!-- figures/save_load.json by tests/benchmarks/page.py -->\n", "<!-- end -->\n"
 
@@ -33,16 +31,9 @@ def main() -> None:
 
 
 def from_json(value: dict[str, Any]) -> Outcome:
-    """Take back what `distckpt bench --json` has written; what follows from the figures is computed again."""
+    """Take back what save_load.py has written; what follows from the figures is computed again."""
     figures = [Figure(**{field: figure[field] for field in Figure._fields}) for figure in value["figures"]]
     return Outcome(**{**{field: value[field] for field in Outcome._fields}, "figures": figures})
-
-
-def tables(outcome: Outcome) -> str:
-    """Lay out the figures of each case as a Markdown table."""
-    return "\n\n".join(
-        markdown_table([outcome.title(case), *HEADS[1:]], rows_of(figures)) for case, figures in outcome.cases().items()
-    )
 
 
 def with_tables(page: str, text: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _measure import machine_facts, markdown_table, timed
+from measure import machine_facts, markdown_table, timed
 
 from distckpt import ShardedTensor
 from distckpt._base.memory import paused_garbage_collection

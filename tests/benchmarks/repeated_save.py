@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from _measure import machine_facts, markdown_table
+from measure import machine_facts, markdown_table
 
 import distckpt
 from distckpt import ShardedTensor

@@ -1,12 +1,22 @@
-"""Save and load a Llama with Adam at tensor parallel 2, beside the other ways to do it.
+"""Save and load a Llama with the moments of Adam, divided by tensor parallelism, beside the other ways to do it.
 
-    python tests/benchmarks/save_load.py [--gb 2] [--ranks 2] [--runs 5] [--dir DIR] [--json FILE] [--only NAME ...]
+    python tests/benchmarks/save_load.py [--dir DIR] [--gb 2] [--ranks 2] [--runs 5] [--only NAME ...] [--cases ...]
 
-Prints a table for docs/performance.md. Weights are bf16, the two moments of Adam fp32. In every round each contestant
-saves (its data is on disk when it returns) and loads what it saved (files in the page cache, into tensors that are
-there already); what is loaded in the first round, which is not counted, is compared with what was saved. Seconds go
-from a barrier to the end of the last rank, medians over the rounds. A round after the last measures memory.
-`distckpt bench DIR` measures more cases of the same contestants, without memory.
+Prints the tables of docs/performance.md. Every contestant saves and loads in turn, round after round, in another order
+each time; medians count, a first round does not, in which what is loaded is compared with what was saved. Seconds go
+from a barrier to the end of the last rank. Raw is as many bytes in requests of 16 MiB, read straight into the tensors.
+`--dir` may be a URL such as s3://bucket/prefix. The cases:
+
+- save: until all data is on disk. DCP calls fsync itself; the files of its Hugging Face writer and of save_file are
+  synced within the time measured. Megatron writes in forked processes, whose memory is not counted.
+- save_unsynced: until the operating system has the data.
+- warm_load: the same layout, files in the page cache, into tensors that are there already.
+- cold_load: the same, files dropped from the page cache: with posix_fadvise, or, as root, drop_caches.
+- reshard_axis: tensors that were divided along axis 0, divided along axis 1.
+- reshard_one: rank 0 alone loads whole tensors.
+
+`--peaks` adds a round that measures memory that became resident beyond what was before; files that are mapped (by
+safetensors readers) count while their pages are resident. `distckpt bench DIR` measures distckpt alone.
 """
 
 from __future__ import annotations
@@ -17,54 +27,68 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _contest import CASES, by_contestant, tables
-from _measure import machine_facts
+from contest.contestants import ALONE
+from contest.figures import Outcome, tables, titles, to_json
+from contest.picture import draw
+from contest.rounds import Settings, run_rank
+from contest.state import MAX_RANKS, llama_sizes
 
-from distckpt._bench.figures import Outcome, to_json
-from distckpt._bench.run import run_benchmark
-from distckpt._bench.state import llama_sizes
+from distckpt._base.memory import estimate_available_memory
+from distckpt._cli.bench import scratch_folder
+from distckpt._ranks.processes import run_ranks
+from distckpt._storage import locations
+
+RANK_BYTES = 500_000_000
+"""Memory of a process that has imported torch and the other libraries."""
+STATE_COPIES = 5
+"""State, targets, and what the hungriest contestant takes."""
 
 
 def main() -> None:
     """Run the contest and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the state, all ranks together")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again")
-    parser.add_argument("--json", help="also write all figures here, as `distckpt bench` does")
-    parser.add_argument("--only", nargs="+", help="contestants whose name begins with one of these")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the state, all ranks together")
+    parser.add_argument("--ranks", type=int, default=2, help="a power of two")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants whose name begins with one of these")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="default: all")
+    parser.add_argument("--peaks", action="store_true", help="also measure memory")
+    parser.add_argument("--json", help="also write all figures here, for page.py")
+    parser.add_argument("--svg", help="also draw them here")
     arguments = parser.parse_args()
-    only = tuple(arguments.only) if arguments.only else None
-    outcome = run_benchmark(
-        arguments.dir, arguments.gb, arguments.ranks, arguments.runs, CASES, only, with_peaks=True,
-        tell=lambda text: print(text, file=sys.stderr),
-    )  # fmt: skip
-    print(report(outcome, arguments))
+    folder = locations.normalize(arguments.dir)
+    sizes = llama_sizes(arguments.gb)
+    known = titles(is_store=not locations.is_local(folder))
+    cases = tuple(case for case in known if not arguments.cases or case in arguments.cases)
+    if not cases or set(arguments.cases or ()) - known.keys():
+        parser.error(f"the cases are {', '.join(known)}")
+    if arguments.ranks > MAX_RANKS or arguments.ranks & (arguments.ranks - 1):
+        parser.error(f"--ranks must be a power of two up to {MAX_RANKS}")
+    needed = (STATE_COPIES + (ALONE in cases)) * sizes.num_bytes + arguments.ranks * RANK_BYTES
+    if estimate_available_memory() < needed:
+        parser.error(f"{needed / 1e9:.1f} GB of memory are needed: use a smaller --gb or fewer --ranks")
+    with scratch_folder(folder) as scratch:
+        settings = Settings(sizes.num_bytes, arguments.runs, cases, scratch, arguments.peaks)
+        outcome: Outcome = run_ranks(run_rank, arguments.ranks, sizes, arguments.only, settings)
+    print(report(outcome, arguments.gb))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(to_json(outcome), indent=1) + "\n")
+    if arguments.svg:
+        Path(arguments.svg).write_text(draw(outcome))
 
 
-def report(outcome: Outcome, arguments: argparse.Namespace) -> str:
+def report(outcome: Outcome, gigabytes: float) -> str:
     """Lay out the figures as Markdown."""
-    sizes = llama_sizes(arguments.gb)
+    sizes = llama_sizes(gigabytes)
     facts = (
         f"{outcome.num_bytes / 1e9:.2f} GB: a Llama of hidden size {sizes.hidden}, {sizes.num_layers} layers, "
         f"vocabulary {sizes.vocabulary}, bf16 with fp32 moments. "
-        f"{arguments.ranks} gloo ranks, TP{arguments.ranks}, median of {arguments.runs} rounds."
+        f"{outcome.num_ranks} gloo ranks, TP{outcome.num_ranks}, median of {outcome.num_runs} rounds."
     )
-    command = f"`{' '.join(['python', *sys.argv])}`: {machine_facts(arguments.dir)}."
-    missing = [f"{name}: {why}." for name, why in {**outcome.left_out, **outcome.failed}.items()]
-    return "\n\n".join([command, facts, tables(by_contestant(outcome.figures), outcome.num_bytes), NOTES, *missing])
-
-
-NOTES = """\
-All saves end with the data on disk. DCP calls fsync itself (`sync_files=True`, its default; up to 8 KB in the stream's
-buffer and the directory are not synced). So does HuggingFaceStorageWriter; its files and directory, and those of
-save_file, are synced once more within the time measured. Megatron writes in forked processes, whose memory is not
-counted. Raw: as many bytes from one buffer in requests of 16 MiB (after fallocate where buffered), then fsync; reads go
-straight into the tensors. Extra peak memory is what became resident beyond what was before; files that are mapped (by
-safetensors readers) count while their pages are resident."""
+    command = f"`{' '.join(['python', *sys.argv])}`: {outcome.machine}."
+    missing = [f"{name}: {why}." for name, why in outcome.left_out.items()]
+    return "\n\n".join([command, facts, tables(outcome), *missing])
 
 
 if __name__ == "__main__":

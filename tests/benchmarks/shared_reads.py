@@ -20,11 +20,12 @@ from typing import Any
 import fsspec
 import torch
 import torch.distributed as dist
-from _measure import machine_facts, markdown_table, run_ranks, time_together
 from fsspec.implementations.local import LocalFileSystem
+from measure import machine_facts, markdown_table, time_together
 
 import distckpt
 from distckpt import ShardedTensor
+from distckpt._ranks.processes import run_ranks
 
 MODES = ("off", "on", "auto")
 TENSOR_BYTES = 32 << 20

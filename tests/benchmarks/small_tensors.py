@@ -13,7 +13,6 @@ import cProfile
 import json
 import pstats
 import shutil
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -21,9 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _contest import at_rest, measure, tables
-from _contestants import Contestant, Part, State, contestants, local_bytes
-from _measure import machine_facts, run_ranks
+from contest.contestants import SAVE, WARM, Contestant, chosen, contestants, saving_case
+from contest.figures import table_of
+from contest.rounds import Settings, Targets, measure
+from contest.state import Part, State, local_bytes
+from measure import at_rest, machine_facts
+
+from distckpt._ranks.processes import run_ranks
 
 NAMES = ("distckpt", "DCP FileSystemWriter", "safetensors")
 
@@ -54,26 +57,25 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         for i in range(arguments.tensors)
     }
     targets = {key: Part(torch.zeros_like(part.local), 0) for key, part in state.items()}
-    taking_part = [c for c in contestants() if c.name.startswith(tuple(arguments.only))]
-    results = measure(taking_part, state, targets, arguments.runs, folder)
+    # Only durable saves, and the loads of what they have written.
+    measured = [one for one in chosen(contestants(), arguments.only) if saving_case(one) == SAVE]
+    num_bytes = local_bytes(state) * dist.get_world_size()
+    settings = Settings(num_bytes, arguments.runs, (SAVE, WARM), folder, with_peaks=True)
+    figures, _ = measure(measured, state, Targets(targets, {}, None), settings)
     if rank == 0:
-        num_bytes = local_bytes(state) * dist.get_world_size()
         ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
         print(
             f"\n{ranks}, each with {len(state):,} tensors of {arguments.kib} KiB; median of {arguments.runs} rounds.\n"
         )
-        print(tables(results, num_bytes))
-        each = [
-            f"{result.name} {statistics.median(result.save_seconds) / len(state) * 1e6:.0f} to save, "
-            f"{statistics.median(result.load_seconds) / len(state) * 1e6:.0f} to load"
-            for result in results
-        ]
-        print(f"\nMicroseconds per tensor: {'; '.join(each)}.", flush=True)
+        for case, title in ((SAVE, "durable save"), (WARM, "warm load")):
+            of_case = [figure for figure in figures if figure.case == case]
+            each = [f"{figure.name} {figure.median / len(state) * 1e6:.0f}" for figure in of_case]
+            print(table_of(title, of_case) + f"\n\nMicroseconds per tensor: {', '.join(each)}.\n", flush=True)
         if arguments.json:
-            figures = [result._asdict() for result in results]
-            Path(arguments.json).with_suffix(f".{dist.get_world_size()}.json").write_text(json.dumps(figures, indent=1))
+            content = json.dumps([figure._asdict() for figure in figures], indent=1)
+            Path(arguments.json).with_suffix(f".{dist.get_world_size()}.json").write_text(content)
     if arguments.profile:
-        profile(taking_part[0], state, targets, f"{folder}/profiled")
+        profile(measured[0], state, targets, f"{folder}/profiled")
 
 
 def profile(contestant: Contestant, state: State, targets: State, location: str) -> None:

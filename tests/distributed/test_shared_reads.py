@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import RankFailedError, ShardedTensor
-from distckpt._bench.measure import peak_memory_bytes
 from distckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
+from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.hooked_store import hooked_reads
 from tests.support.layouts import (

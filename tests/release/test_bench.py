@@ -1,4 +1,4 @@
-"""`distckpt bench`: figures that add up, and nothing left behind however it ends."""
+"""`distckpt bench`: figures that add up, and nothing left behind however it ends; the scripts that compare."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import signal
 import statistics
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.cli_command import call, call_error
 from tests.support.s3_server import (
     Fault,
     FaultyProxy,
@@ -28,35 +28,18 @@ from tests.support.s3_server import (
 )
 
 ROOT = Path(__file__).parents[2]
-HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY = 256, 704, 64, 256
-# Of the smallest model that --gb can ask for: one layer, embedding and output, two bytes and two moments of four.
-BYTES = 10 * (2 * HIDDEN * (HIDDEN + KEY_VALUE) + 3 * HIDDEN * INTERMEDIATE + 2 * VOCABULARY * HIDDEN + 3 * HIDDEN)
-CASES = ["save", "save_unsynced", "warm_load", "cold_load", "reshard_axis", "reshard_one"]
+TENSOR_BYTES = 16 << 20
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-FAKE_MEGATRON = """
-import os, signal
-import torch.distributed as dist
-
-class ShardedTensor:
-    from_rank_offsets = staticmethod(lambda *args, **kwargs: None)
-
-def save(*args):
-    if dist.get_rank() == 1:
-        {failure}
-    dist.barrier()  # never reached by rank 1
-
-load = save
-"""
+# Every benchmark starts processes that import torch: that takes as long as a busy machine needs for it.
+pytestmark = pytest.mark.timeout(1200)
 
 
-def start(folder, *arguments, path=()):
-    """Start a small benchmark."""
-    places = os.pathsep.join(map(str, [*path, ROOT]))
-    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "distckpt", "bench", str(folder), "--gb", "0.005", "--runs", "1", *arguments]
+def start(folder, *arguments):
+    """Start a benchmark of the smallest size, one tensor per rank."""
     return subprocess.Popen(
-        line,
-        env=environment,
+        [sys.executable, "-m", "distckpt", "bench", str(folder), "--gb", "0.001", "--runs", "1", *arguments],
+        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -66,12 +49,20 @@ def start(folder, *arguments, path=()):
     )
 
 
-def run(folder, *arguments, code=0, path=()):
-    """Run a small benchmark to its end; return what it printed on stdout and stderr."""
-    process = start(folder, *arguments, path=path)
-    output, errors = process.communicate(timeout=240)
+def run(folder, *arguments, code=0):
+    """Run a benchmark to its end; return what it printed on stdout and stderr."""
+    process = start(folder, *arguments)
+    output, errors = process.communicate()
     assert process.returncode == code, errors
     return output, errors
+
+
+def start_and_wait_for_ranks(folder):
+    """Start a benchmark that would take for ever; return it when its ranks have begun."""
+    process = start(folder, "--runs", "1000000")
+    while not process.stderr.readline().startswith("round 1 of"):
+        assert process.poll() is None
+    return process
 
 
 @pytest.fixture
@@ -80,18 +71,6 @@ def storage(tmp_path):
     (tmp_path / "storage").mkdir()
     yield tmp_path / "storage"
     assert list((tmp_path / "storage").iterdir()) == []
-
-
-def fake_megatron(folder, failure):
-    """Write a package that takes the place of Megatron Core and whose second rank fails."""
-    package = folder / "megatron" / "core" / "dist_checkpointing"
-    (package / "strategies").mkdir(parents=True)
-    for place in (folder / "megatron", folder / "megatron" / "core", package / "strategies"):
-        (place / "__init__.py").write_text("")
-    (package / "__init__.py").write_text(FAKE_MEGATRON.format(failure=failure))
-    (package / "serialization.py").write_text("get_default_save_sharded_strategy = object")
-    (package / "strategies" / "fully_parallel.py").write_text("FullyParallelSaveStrategyWrapper = bool")
-    return folder
 
 
 @pytest.fixture
@@ -110,95 +89,119 @@ def place(server):
     assert uploads_in(server, bucket) == []
 
 
-def test_all_contestants_and_cases(storage, tmp_path):
-    files = (tmp_path / "figures.json", tmp_path / "figures.svg")
-    output, _ = run(storage, "--json", str(files[0]), "--svg", str(files[1]))
-    outcome = json.loads(files[0].read_text())
-    assert outcome["failed"] == {}
-    assert (outcome["num_bytes"], outcome["num_ranks"], outcome["num_runs"]) == (BYTES, 2, 1)
-    figures = {(figure["case"], figure["name"]): figure for figure in outcome["figures"]}
-    names = {name for _, name in figures}
-    expected = {"distckpt", "DCP FileSystemWriter", "safetensors save_file per rank", "raw O_DIRECT", "raw buffered"}
-    assert names >= expected
-    cases = [case for case in CASES if case != "cold_load" or outcome["cold"]]
-    assert list(dict.fromkeys(case for case, _ in figures)) == cases
-    for case in cases:
-        of_case = [figure for figure in outcome["figures"] if figure["case"] == case]
-        raw = min(statistics.median(f["seconds"]) for f in of_case if not f["is_checkpoint"])
-        for figure in of_case:
-            median = statistics.median(figure["seconds"])
-            assert len(figure["seconds"]) == 1
-            assert figure["gb_per_second"] == pytest.approx(figure["num_bytes"] / median / 1e9)
-            assert figure["of_raw"] == pytest.approx(raw / median)
-            row = next(
-                line for line in output.split(figure["title"])[1].splitlines() if line.startswith(figure["name"])
-            )
-            assert f"{figure['gb_per_second']:.2f}" in row
-    # Along axis 0 lie embedding and output, query, key, value, gate and up.
-    along = 2 * VOCABULARY * HIDDEN + HIDDEN * (HIDDEN + 2 * KEY_VALUE) + 2 * INTERMEDIATE * HIDDEN
-    assert figures["reshard_axis", "distckpt"]["num_bytes"] == 10 * along
-    assert figures["reshard_one", "distckpt"]["num_bytes"] == BYTES
-    texts = [text.text for text in ElementTree.parse(files[1]).iter("{http://www.w3.org/2000/svg}text")]
-    assert all(texts.count(name) == sum(name == other for _, other in figures) for name in names)
+def check_figures(figures, num_bytes, num_runs):
+    for figure in figures:
+        own, raw = (statistics.median(figure[name]) for name in ("seconds", "raw_seconds"))
+        assert (len(figure["seconds"]), len(figure["raw_seconds"])) == (num_runs, num_runs)
+        assert figure["median_seconds"] == own
+        assert figure["gb_per_second"] == pytest.approx(num_bytes / own / 1e9)
+        assert figure["raw_gb_per_second"] == pytest.approx(num_bytes / raw / 1e9)
+        assert figure["of_raw"] == pytest.approx(raw / own)
 
 
-def test_an_object_store(place):
-    output, _ = run(place, "--json")
-    outcome = json.loads(output)
-    assert (outcome["failed"], outcome["is_store"], outcome["num_bytes"]) == ({}, True, BYTES)
-    assert "s3 store" in outcome["machine"]
+def test_a_local_storage(storage):
+    outcome = json.loads(run(storage, "--ranks", "3", "--runs", "2", "--json")[0])
+    assert (outcome["location"], outcome["num_ranks"]) == (str(storage), 3)
+    assert outcome["num_bytes"] == 3 * TENSOR_BYTES
+    cases = [figure["case"] for figure in outcome["figures"]]
+    # Not every file system lets go of what is in the page cache.
+    assert cases in (["save", "save_unsynced", "warm_load", "cold_load"], ["save", "save_unsynced", "warm_load"])
+    check_figures(outcome["figures"], outcome["num_bytes"], num_runs=2)
     section = (ROOT / "docs" / "command-line.md").read_text().partition("\n## bench\n")[2].partition("\n## ")[0]
     documented = set(re.findall(r"`(\w+)`", section.partition("JSON: ")[2]))
     assert outcome.keys() | outcome["figures"][0].keys() == documented
-    names = {case: [figure["name"] for figure in outcome["figures"] if figure["case"] == case] for case in CASES}
-    own, others = ["distckpt", "distckpt, verify=none"], ["DCP FsspecWriter", "raw pipe_file / cat_file"]
-    loads = dict.fromkeys(["warm_load", "reshard_axis", "reshard_one"], own + others)
-    assert names == {"save": own[:1] + others, "save_unsynced": [], "cold_load": [], **loads}
-    titles = {figure["case"]: figure["title"] for figure in outcome["figures"]}
-    assert (titles["save"], titles["warm_load"]) == ("save", "load, same layout")
-    for figure in outcome["figures"]:
-        assert figure["gb_per_second"] == pytest.approx(figure["num_bytes"] / figure["seconds"][0] / 1e9)
 
 
-def test_a_contestant_that_a_store_fails_is_left_out(server, place):
-    proxy = FaultyProxy(server, Fault("PUT", r"/checkpoint/\.metadata", "404", count=1000))
+def test_the_table(storage, capsys):
+    output = call(capsys, "bench", storage, "--gb", "0.001", "--runs", "1", "--ranks", "1")
+    assert output.startswith("0.02 GB in tensors of 16 MiB on 1 rank, median of 1 round\n")
+    assert re.search(r"^ +seconds +GB/s +raw GB/s +of raw$", output, re.M)
+    assert re.search(r"^durable save +(\d+\.\d+ *){4}$", output, re.M)
+
+
+def test_an_object_store(place):
+    outcome = json.loads(run(place, "--json")[0])
+    assert [(figure["case"], figure["title"]) for figure in outcome["figures"]] == [
+        ("save", "save"),
+        ("warm_load", "load"),
+    ]
+    check_figures(outcome["figures"], 2 * TENSOR_BYTES, num_runs=1)
+
+
+def test_a_rank_that_fails_ends_the_benchmark_with_one_line(server, place):
+    proxy = FaultyProxy(server, Fault("PUT", r"/checkpoint/metadata", "404", count=1000))
     with proxy.running() as url, reached_at(url):
-        output, _ = run(place, "--only", "DCP", "raw", "--cases", "save")
+        output, errors = run(place, code=1)
     assert proxy.happened
-    assert "FAILED: DCP FsspecWriter: " in output
-    assert "raw pipe_file / cat_file" in output
+    assert re.search(r"^error: rank \d failed: .*metadata", errors, re.M)
+    assert (output, "Traceback" in errors) == ("", False)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_benchmark_leaves_nothing_on_a_store(server, place, number, code):
-    process = start(place, "--only", "distckpt", "DCP", "--cases", "save", "--runs", "1000")
-    while not process.stderr.readline().startswith("warming up: DCP"):
-        assert process.poll() is None
-    assert len(keys_in(server, place)) > 1
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
+    process = start_and_wait_for_ranks(tmp_path)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert sum("spawn_main" in " ".join(child.cmdline()) for child in children) == 2
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate()
     assert process.returncode == code
+    assert psutil.wait_procs(children, timeout=600)[1] == []
+    # Who is killed cannot put away.
+    assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []
 
 
-def test_what_a_store_cannot_do_is_refused_in_one_line(server, place):
-    output, errors = run(place, "--cases", "save", "cold_load", code=1)
-    assert "an object store has no case 'cold_load'" in errors
-    assert (output, errors.count("\n")) == ("", 1)
-    output, errors = run("s3://nowhere-at-all/place", code=1)
-    assert "s3://nowhere-at-all/place" in errors
-    assert (output, errors.count("\n")) == ("", 1)
+def test_an_interrupted_benchmark_leaves_nothing_on_a_store(server, place):
+    process = start_and_wait_for_ranks(place)
+    assert len(keys_in(server, place)) > 1
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("folder", "arguments", "message"),
+    [
+        (".", ["--gb", "1e4"], "GB of memory are needed"),
+        (".", ["--gb", "1e-9", "--ranks", "100000"], "GB of memory are needed"),
+        ("nowhere", [], "is not a directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(storage, capsys, folder, arguments, message):
+    assert message in call_error(capsys, "bench", storage / folder, *arguments)
+
+
+def test_a_bucket_that_does_not_exist_is_refused_in_one_line(server, capsys):
+    assert "s3://nowhere-at-all/place" in call_error(capsys, "bench", "s3://nowhere-at-all/place")
+
+
+# --- The scripts in tests/benchmarks ----------------------------------------------------------------------------------
+
+
+def run_script(name, *arguments):
+    line = [sys.executable, str(ROOT / "tests" / "benchmarks" / name), *map(str, arguments)]
+    return subprocess.run(line, env={**os.environ, **ENVIRONMENT}, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_comparison_runs(storage, tmp_path):
+    options = ["--gb", "0.005", "--runs", "1", "--only", "distckpt", "raw", "--cases", "save", "warm_load"]
+    printed = run_script("save_load.py", "--dir", storage, *options, "--json", tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert {(figure["case"], figure["name"]) for figure in figures} >= {
+        ("save", "distckpt"),
+        ("save", "raw O_DIRECT"),
+        ("warm_load", "distckpt"),
+        ("warm_load", "raw buffered"),
+    }
+    assert all(f"| {figure['name']} " in printed for figure in figures)
 
 
 def test_the_page_shows_the_committed_figures(tmp_path):
     docs = ROOT / "docs"
-    for name in ("figures/save_load.json", "performance.md", "storage.svg"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(docs / name, tmp_path / name)
+    (tmp_path / "figures").mkdir()
+    shutil.copyfile(docs / "figures" / "save_load.json", tmp_path / "figures" / "save_load.json")
     page = (docs / "performance.md").read_text()
     (tmp_path / "performance.md").write_text(re.sub(r"\d\.\d{3} - ", "0.000 - ", page))
-    (tmp_path / "storage.svg").unlink()
-    line = [sys.executable, str(ROOT / "tests" / "benchmarks" / "page.py"), "--docs", str(tmp_path)]
-    subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=120)
+    run_script("page.py", "--docs", tmp_path)
     for name in ("performance.md", "storage.svg"):
         assert (tmp_path / name).read_text() == (docs / name).read_text(), f"run tests/benchmarks/page.py for {name}"
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")[:4]) for line in page.splitlines()]
@@ -206,70 +209,3 @@ def test_the_page_shows_the_committed_figures(tmp_path):
         median, num_bytes = statistics.median(figure["seconds"]), figure["num_bytes"]
         spread = f"{min(figure['seconds']):.3f} - {max(figure['seconds']):.3f}"
         assert (figure["name"], f"{median:.3f}", spread, f"{num_bytes / median / 1e9:.2f}") in rows
-
-
-def test_one_rank_some_contestants_one_case(storage, tmp_path):
-    output, _ = run(storage, "--ranks", "1", "--only", "distckpt", "raw", "--cases", "save", "warm_load")
-    assert "warm load, same layout" in output
-    assert "cold" not in output
-    assert "DCP" not in output
-
-
-@pytest.mark.parametrize(
-    ("failure", "why"),
-    [
-        ("raise RuntimeError('this one needs a GPU')", "RuntimeError: this one needs a GPU"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "ended with exit code -9"),
-    ],
-    ids=["error", "death"],
-)
-def test_a_contestant_that_fails_is_left_out(storage, tmp_path, failure, why):
-    package = fake_megatron(tmp_path / "fake", failure)
-    wanted = ["--only", "Megatron", "safetensors", "raw buffered", "--cases", "save"]
-    output, errors = run(storage, *wanted, path=[package])
-    assert f"FAILED: Megatron Core fully parallel: {why}" in output
-    assert "safetensors save_file per rank" in output
-    assert "Traceback" not in output + errors
-
-
-def test_a_library_that_cannot_be_imported_is_left_out(storage, tmp_path):
-    package = fake_megatron(tmp_path / "fake", "pass")
-    (package / "megatron" / "core" / "dist_checkpointing" / "__init__.py").write_text("raise RuntimeError('no driver')")
-    output, _ = run(storage, "--only", "safetensors", "Megatron", "--cases", "warm_load", path=[package])
-    assert "left out: Megatron Core fully parallel: cannot be imported: RuntimeError: no driver" in output
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
-    process = start(tmp_path, "--only", "raw", "--cases", "save", "--runs", "1000")
-    while not process.stderr.readline().startswith("warming up: raw buffered"):
-        assert process.poll() is None
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert sum("spawn_main" in " ".join(child.cmdline()) for child in children) == 2
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == code
-    assert psutil.wait_procs(children, timeout=30)[1] == []
-    # Who is killed cannot put away.
-    assert number == signal.SIGKILL or list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gb", "1e4"], "free, this needs"),
-        (["--ranks", "3"], "power of two"),
-        (["--only", "nobody"], "No contestant is left"),
-        (["--json", "/nowhere/figures.json"], "cannot be written"),
-    ],
-    ids=["room", "ranks", "nobody", "json"],
-)
-def test_what_cannot_be_measured_is_refused_in_one_line(storage, arguments, message):
-    output, errors = run(storage, *arguments, code=1)
-    assert message in errors
-    assert output == ""
-    assert errors.count("\n") == 1
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    assert "is no directory" in run(tmp_path / "nowhere", code=1)[1]

@@ -125,7 +125,7 @@ COMMAND_LINE = blocks("sh", "console", page="command-line")
 def test_commands_of_the_command_line_page(block: Block, places: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(places, tmp_path / "data")
     if block.language == "sh":
-        # A benchmark of the size that is shown takes minutes; test_bench.py runs a small one.
+        # A benchmark of this size takes minutes; test_bench.py runs small ones.
         lines = [line for line in lines_of(block.text) if not line.startswith("distckpt bench ")]
         run(run_lines, 1, directory, lines, backend=None)
         return

@@ -49,7 +49,6 @@ LAYERS = [
     "dcp",
     "interop",
     "__init__",
-    "_bench",
     "_cli",
     "cli",
     "__main__",
@@ -144,8 +143,7 @@ def test_what_is_known_in_one_place_only(library, sole_importer):
     importers = {
         module for module in TREES if any(f"{name}.".startswith(f"{library}.") for name, _ in imports_of(module))
     }
-    # The benchmark measures these libraries beside distckpt; nothing imports it but the command line.
-    assert {module for module in importers if not module.startswith("_bench.")} == {sole_importer}
+    assert importers == {sole_importer}
 
 
 @pytest.mark.parametrize("library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"])

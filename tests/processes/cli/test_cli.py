@@ -44,7 +44,7 @@ def test_the_package_needs_neither_the_command_line_nor_rich():
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = ended.stdout.split()
     assert "distckpt.serialization" in loaded
-    unwanted = ("rich", "distckpt.cli", "distckpt._cli", "distckpt._bench")
+    unwanted = ("rich", "distckpt.cli", "distckpt._cli")
     assert [name for name in loaded if name.startswith(unwanted)] == []
 
 

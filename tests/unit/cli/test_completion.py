@@ -36,7 +36,6 @@ def test_bash_completes_verbs_options_choices_and_files(tmp_path, capsys):
     assert complete("verify", "check") == ["checkpoints"]
     assert complete("inspect", "x", "--svg", "dist") == ["distckpt.bash"]
     assert complete("bench", "check") == ["checkpoints"]
-    assert complete("bench", "x", "--json", "dist") == ["distckpt.bash"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import distckpt
 from distckpt import ShardedObject, ShardedTensor, rules
 from distckpt.cli import main
-from tests.benchmarks._measure import peak_memory_bytes
+from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.cli_command import call, call_error, call_json, interrupt_at_first_progress
 
 

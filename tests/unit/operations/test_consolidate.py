@@ -25,7 +25,7 @@ from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatch
 from distckpt.core import CheckpointingException
 from distckpt.hf import consolidate_safetensors_files
 from distckpt.rules import Drop, Rename, Split, Trim, Unstack
-from tests.benchmarks._measure import peak_memory_bytes
+from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.disk import header_of, tree_of
 from tests.support.harness import ask_parent, launched, run
 from tests.support.hf_folders import (

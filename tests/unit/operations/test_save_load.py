@@ -19,9 +19,9 @@ from distckpt import (
     ShardedTensor,
     StrictHandling,
 )
-from distckpt._bench.measure import peak_memory_bytes
 from distckpt.core import RankFailedError
 from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
+from tests.benchmarks.measure import peak_memory_bytes
 
 
 def tensor(key, value=1.0, shape=(4,), **kwargs):

@@ -11,8 +11,8 @@ from typing import Any
 import fsspec
 import torch.distributed as dist
 
-from distckpt._bench.contestants import ACROSS, SAVE, WARM, Contestant, Tensors, ours, random_bytes, torch_contestant
-from distckpt._bench.state import State, local_bytes
+from contest.contestants import ACROSS, SAVE, WARM, Contestant, Tensors, ours, random_bytes, torch_contestant
+from contest.state import State, local_bytes
 
 
 def store_contestants(left_out: dict[str, str]) -> Iterator[Contestant]:

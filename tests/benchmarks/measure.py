@@ -9,12 +9,13 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from distckpt._cli.storage_speed import drop_from_page_cache
 from distckpt._storage import locations
 
 _T = TypeVar("_T")
@@ -30,7 +31,7 @@ def timed(function: Callable[[], _T]) -> tuple[_T, float]:
 
 
 def time_together(function: Callable[[], Any]) -> float:
-    """Return the seconds from a barrier to the moment the last rank is done. Every rank calls.
+    """Return the seconds from a barrier to the moment the last rank is done. All ranks must call it.
 
     Without a process group, the seconds of this process.
     """
@@ -70,7 +71,7 @@ def _status_bytes(field: str) -> int:
 def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
     """Wait until nothing is being written to disk any more, and all files in a folder are in the page cache.
 
-    Every rank calls. On an object store there is neither, and nothing to wait for but the other ranks.
+    Collective operation: all ranks must call it. On an object store it waits for the other ranks only.
 
     Args:
         folder: with everything that was written.
@@ -88,42 +89,23 @@ def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
 
 
 def empty_cache(folder: str) -> str:
-    """Take the files of a folder, which are on disk, out of the page cache.
+    """Drop the files of a folder, which are on disk, from the page cache.
 
     Returns:
-        How: "posix_fadvise" or, as root, "drop_caches" (which empties the whole cache); empty when the files are in
-        memory still.
+        How: "posix_fadvise" or, as root, "drop_caches" (which empties the whole cache); empty when they stay.
     """
-    paths = list(_files(folder))
-    for path in paths:
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if not any(map(_is_cached, paths)):
+    if drop_from_page_cache(folder):
         return "posix_fadvise"
     with contextlib.suppress(OSError):
         with open("/proc/sys/vm/drop_caches", "w", encoding="ascii") as file:
             file.write("1")
-        if not any(map(_is_cached, paths)):
+        if drop_from_page_cache(folder):
             return "drop_caches"
     return ""
 
 
-def _is_cached(path: str) -> bool:
-    """Tell whether parts of a file are in the page cache, as far as some samples show."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        for position in range(0, size, max(4096, size // 64)):
-            try:
-                # Reads what needs no waiting; what is in the cache does not.
-                os.preadv(file.fileno(), [bytearray(1)], position, os.RWF_NOWAIT)
-            except BlockingIOError:
-                continue
-            return True
-    return False
-
-
 def sync_file(path: str) -> None:
-    """Have what was written to a file on disk."""
+    """Write the content of a file to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -168,3 +150,18 @@ def _file_system(folder: str) -> str:
 def _text(path: str) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read()
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a table whose columns after the first are numbers."""
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    aligned = [
+        "| "
+        + " | ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in [heads, *rows]
+    ]
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths))
+    return "\n".join(f"{line} |" if line is not rule else f"{line}|" for line in [aligned[0], rule, *aligned[1:]])

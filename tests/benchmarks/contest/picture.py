@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from distckpt._bench.figures import Figure, Outcome, is_own, raw_seconds
+from contest.figures import Figure, Outcome, is_own, raw_seconds
 
 _WIDTH, _LEFT, _BAR_WIDTH = 900, 250, 440
 _ROW, _BAR, _HEAD, _GAP = 24, 16, 30, 18
@@ -18,7 +18,7 @@ def draw(outcome: Outcome) -> str:
     """Draw an SVG picture."""
     y = 34
     parts = [
-        _text(20, y, "distckpt bench", 'font-size="18" font-weight="bold"'),
+        _text(20, y, "Save and load", 'font-size="18" font-weight="bold"'),
         _text(20, y + 22, f"{outcome.num_bytes / 1e9:.2f} GB, {outcome.num_ranks} ranks, median of {outcome.num_runs}; "
               "longer is faster; in brackets: share of the raw storage's speed", 'fill="#57606a"'),
         _text(20, y + 40, outcome.machine, 'fill="#57606a"'),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from measure import MAX_SETTLE_SECONDS, at_rest, empty_cache, machine_facts, peak_memory_bytes, time_together
 
-from distckpt._bench.contestants import (
+from contest.contestants import (
     ACROSS,
     ALONE,
     COLD,
@@ -24,14 +26,12 @@ from distckpt._bench.contestants import (
     Contestant,
     chosen,
     contestants,
+    has_case,
     loading_cases,
     saving_case,
-    takes_part,
 )
-from distckpt._bench.figures import Figure
-from distckpt._bench.measure import MAX_SETTLE_SECONDS, at_rest, empty_cache, peak_memory_bytes, time_together
-from distckpt._bench.ranks import send
-from distckpt._bench.state import (
+from contest.figures import Figure, Outcome
+from contest.state import (
     Part,
     Sizes,
     State,
@@ -42,7 +42,7 @@ from distckpt._bench.state import (
     local_bytes,
     whole,
 )
-from distckpt._bench.stores import store_contestants
+from contest.stores import store_contestants
 from distckpt._storage import locations
 
 COLD_METHODS = ("", "posix_fadvise", "drop_caches")
@@ -52,22 +52,18 @@ class Settings(NamedTuple):
     """What to measure.
 
     Attributes:
-        sizes: of the model whose state is saved.
+        num_bytes: size of the state.
         num_runs: rounds that count.
         cases: of `contestants.CASES`.
-        only: beginnings of names of contestants; None for all.
-        without: names of contestants that have failed.
         folder: where checkpoints go, one at a time: a path or URL.
         with_peaks: whether one more round measures memory.
     """
 
-    sizes: Sizes
+    num_bytes: int
     num_runs: int
     cases: tuple[str, ...]
-    only: tuple[str, ...] | None
-    without: tuple[str, ...]
     folder: str
-    with_peaks: bool
+    with_peaks: bool = False
 
 
 class Targets(NamedTuple):
@@ -82,28 +78,31 @@ class Targets(NamedTuple):
         return {ACROSS: self.across, ALONE: self.alone}.get(case, self.same)
 
 
-def run_rank(rank: int, settings: Settings) -> None:
-    """Measure everything in one rank; rank 0 sends the figures."""
+def run_rank(rank: int, sizes: Sizes, only: Sequence[str] | None, settings: Settings) -> Outcome:
+    """Measure a Llama of some sizes in one rank; `only` are beginnings of names of contestants."""
     os.dup2(2, 1)  # libraries that print do not print among the results
     warnings.simplefilter("ignore")
     left_out: dict[str, str] = {}
-    every = contestants(left_out) if locations.is_local(settings.folder) else store_contestants(left_out)
-    taking_part = [
-        contestant
-        for contestant in chosen(every, settings.only)
-        if contestant.name not in settings.without and takes_part(contestant, settings.cases)
-    ]
-    state = llama_state(settings.sizes)
+    is_local = locations.is_local(settings.folder)
+    every = contestants(left_out) if is_local else store_contestants(left_out)
+    measured = [one for one in chosen(every, only) if has_case(one, settings.cases)]
+    state = llama_state(sizes)
     figures: list[Figure] = []
-    # The less memory is free, the sooner the system makes a writer wait for the disk. Saves that do not ask for that
+    cold = ""
+    # The less memory is free, the sooner the system makes a writer wait for the disk. Saves that do not wait for it
     # are measured before there is anything to load into.
     for is_unsynced in (True, False):
-        group = [one for one in taking_part if (saving_case(one) == SAVE_UNSYNCED) == is_unsynced]
+        group = [one for one in measured if (saving_case(one) == SAVE_UNSYNCED) == is_unsynced]
         cases = [case for case in settings.cases if (case == SAVE_UNSYNCED) == is_unsynced]
         if group:
-            figures += measure(group, state, make_targets(state, cases), settings)
-    if rank == 0:
-        send(("figures", sorted(figures, key=lambda figure: settings.cases.index(figure.case)), left_out))
+            of_group, cold = measure(group, state, make_targets(state, cases), settings)
+            figures += of_group
+    figures.sort(key=lambda figure: settings.cases.index(figure.case))
+    place = os.path.dirname(settings.folder) if is_local else settings.folder
+    return Outcome(
+        machine_facts(place), sizes.num_bytes, dist.get_world_size(), settings.num_runs, not is_local, cold, figures,
+        left_out,
+    )  # fmt: skip
 
 
 def make_targets(state: State, cases: Sequence[str]) -> Targets:
@@ -116,20 +115,26 @@ def make_targets(state: State, cases: Sequence[str]) -> Targets:
     )
 
 
-def measure(taking_part: Sequence[Contestant], state: State, targets: Targets, settings: Settings) -> list[Figure]:
-    """Save and load with every contestant in turn.
+def measure(
+    measured: Sequence[Contestant], state: State, targets: Targets, settings: Settings
+) -> tuple[list[Figure], str]:
+    """Save and load with every contestant in turn; return the figures, and how files left the page cache.
 
-    Round 0 does not count; what is loaded in it is compared with what was saved. Collective: every rank calls.
+    Round 0 does not count; what is loaded in it is compared with what was saved. Collective operation: all ranks must
+    call it.
     """
     alone_group = dist.new_group([0])
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     peaks: dict[tuple[str, str], int] = {}
+    cold_methods: set[str] = set()
     for round_number in range(settings.num_runs + 1 + settings.with_peaks):
-        # The same on all ranks.
-        for contestant in random.Random(round_number).sample(taking_part, len(taking_part)):
-            send(("at", contestant.name, round_number))
-            is_for_peaks = round_number > settings.num_runs
-            turn = _Turn(contestant, state, targets, settings, alone_group, round_number == 0)
+        is_for_peaks = round_number > settings.num_runs
+        # The same order on all ranks.
+        for contestant in random.Random(round_number).sample(measured, len(measured)):
+            if dist.get_rank() == 0:
+                what = f"round {round_number} of {settings.num_runs}" if round_number else "warming up"
+                print(f"{'memory' if is_for_peaks else what}: {contestant.name}", file=sys.stderr, flush=True)
+            turn = _Turn(contestant, state, targets, settings, alone_group, round_number == 0, cold_methods)
             for case, value in turn.run(peak_memory_bytes if is_for_peaks else time_together).items():
                 if is_for_peaks:
                     peak = torch.tensor(value)
@@ -138,13 +143,14 @@ def measure(taking_part: Sequence[Contestant], state: State, targets: Targets, s
                 elif round_number:
                     seconds[contestant.name, case].append(value)
     sizes = _bytes_of_cases(state, targets)
-    return [
+    figures = [
         Figure(case, name, one.is_checkpoint, sizes.get(case, sizes[""]), seconds[name, case], peaks.get((name, case)))
-        for one in taking_part
+        for one in measured
         for name in [one.name]
         for case in settings.cases
         if (name, case) in seconds
     ]
+    return figures, min(cold_methods, default="")
 
 
 def _bytes_of_cases(state: State, targets: Targets) -> dict[str, int]:
@@ -163,6 +169,7 @@ class _Turn(NamedTuple):
     settings: Settings
     alone_group: Any
     is_compared: bool
+    cold_methods: set[str]
 
     def run(self, gauge: Callable[[Callable[[], Any]], Any]) -> dict[str, Any]:
         """Save, load in all cases, delete; return what `gauge` measured, by case."""
@@ -194,14 +201,13 @@ class _Turn(NamedTuple):
         method = torch.zeros(1, dtype=torch.int64)
         if dist.get_rank() == 0:
             method[0] = COLD_METHODS.index(empty_cache(location))
-            send(("cold", COLD_METHODS[int(method)]))
-            send(("at", self.contestant.name, None))
         dist.broadcast(method, 0)
+        self.cold_methods.add(COLD_METHODS[int(method)])
         return bool(method)
 
     def _settle_seconds(self) -> float:
         # Little is soon done.
-        return min(MAX_SETTLE_SECONDS, self.settings.sizes.num_bytes / 1e9)
+        return min(MAX_SETTLE_SECONDS, self.settings.num_bytes / 1e9)
 
     def _loading(self, case: str, is_alone: bool, location: str) -> Callable[[], Any]:
         target = self.targets.of(case)

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from measure import markdown_table
+
 TITLES = {
     "save": "durable save",
     "save_unsynced": "save without fsync",
@@ -71,8 +73,7 @@ class Outcome(NamedTuple):
         is_store: whether it was an object store.
         cold: how files were taken out of the page cache; empty when they were not.
         figures: by case.
-        failed: contestants that failed, and why.
-        left_out: contestants that are not there, and why.
+        left_out: contestants that cannot be measured here, and why.
     """
 
     machine: str
@@ -82,7 +83,6 @@ class Outcome(NamedTuple):
     is_store: bool
     cold: str
     figures: Sequence[Figure]
-    failed: Mapping[str, str]
     left_out: Mapping[str, str]
 
     def title(self, case: str) -> str:
@@ -105,6 +105,21 @@ def raw_seconds(figures: Sequence[Figure]) -> float | None:
 def own_seconds(figures: Sequence[Figure]) -> float | None:
     """Return the time of distckpt in one case: that of its defaults, where they take part."""
     return next((figure.median for figure in figures if figure.name.startswith("distckpt")), None)
+
+
+def tables(outcome: Outcome) -> str:
+    """Lay out the figures of each case as a Markdown table."""
+    return "\n\n".join(table_of(outcome.title(case), figures) for case, figures in outcome.cases().items())
+
+
+def table_of(title: str, figures: Sequence[Figure]) -> str:
+    """Lay out the figures of one case as a Markdown table, with peaks of memory where they were measured."""
+    heads, rows = [title, *HEADS[1:]], rows_of(figures)
+    if any(figure.peak_bytes is not None for figure in figures):
+        heads.append("extra peak MB per rank")
+        for row, figure in zip(rows, figures, strict=True):
+            row.append(f"{(figure.peak_bytes or 0) / 1e6:.0f}" if figure.is_checkpoint else "")
+    return markdown_table(heads, rows)
 
 
 def rows_of(figures: Sequence[Figure]) -> list[list[str]]:
@@ -144,4 +159,4 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
             }
             for figure in of_case
         ]
-    return {**outcome._asdict(), "failed": dict(outcome.failed), "left_out": dict(outcome.left_out), "figures": figures}
+    return {**outcome._asdict(), "left_out": dict(outcome.left_out), "figures": figures}

@@ -23,12 +23,12 @@ import safetensors
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from measure import sync_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distckpt
-from distckpt._bench.measure import sync_file
-from distckpt._bench.state import State, local_bytes
+from contest.state import State, local_bytes
 
 # Its names are not all declared for type checkers.
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -54,7 +54,7 @@ class Contestant(NamedTuple):
         save: takes what was prepared, and a location: a directory or a URL.
         load: the same, filling the tensors of the state.
         is_checkpoint: False for raw bytes, whose meaning does not count.
-        cases: that it takes part in. The first is how it saves.
+        cases: in which it is measured. The first is how it saves.
         load_alone: fills whole tensors in rank 0: takes them by key, the location, and a group of rank 0 alone.
     """
 
@@ -362,8 +362,8 @@ def chosen(every: Iterable[Contestant], names: Sequence[str] | None) -> list[Con
     return [contestant for contestant in every if not names or contestant.name.startswith(tuple(names))]
 
 
-def takes_part(contestant: Contestant, cases: Sequence[str]) -> bool:
-    """Tell whether a contestant has anything to do in some cases."""
+def has_case(contestant: Contestant, cases: Sequence[str]) -> bool:
+    """Tell whether a contestant is measured in any of some cases."""
     alone = (ALONE,) if contestant.load_alone else ()
     return bool({*contestant.cases, *alone}.intersection(cases))
 

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank holds of a tensor: `axis` is the one that is divided evenly over the ranks, None for a copy."""
+    """The piece of a tensor that a rank holds: `axis` is divided evenly over the ranks, None for a copy."""
 
     local: torch.Tensor
     axis: int | None
@@ -127,7 +127,7 @@ def local_bytes(state: State) -> int:
 def differing_keys(state: State, axes: Mapping[str, int | None], loaded: State | None) -> list[str]:
     """Compare what was loaded under any layout with what was saved, by sums over the blocks that two ranks share.
 
-    Collective: every rank calls.
+    Collective operation: all ranks must call it.
 
     Args:
         state: what this rank has saved.

@@ -1,0 +1,40 @@
+"""Fresh processes that form a process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.processes import run_ranks
+from distckpt.core import CheckpointingException
+
+# They import torch, which takes as long as a busy machine needs for it.
+pytestmark = pytest.mark.timeout(1200)
+
+
+def sum_of_ranks(rank: int, start: int) -> int:
+    return start + int(Ranks().all_gather_numbers([rank]).sum()) + torch.get_num_threads()
+
+
+def fail_in_rank_1(rank: int, how: str) -> None:
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        raise OSError("no space left")
+    Ranks().all_gather_numbers([rank])
+
+
+def test_the_result_of_rank_0_is_returned():
+    assert run_ranks(sum_of_ranks, 3, 10) == 10 + (0 + 1 + 2) + 1
+
+
+@pytest.mark.parametrize(("how", "cause"), [("raises", "no space left"), ("killed", "SIGKILL")])
+def test_a_rank_that_fails_ends_all(how, cause):
+    with pytest.raises(CheckpointingException, match=r"^rank \d failed: ") as caught:
+        run_ranks(fail_in_rank_1, 2, how)
+    # The other rank may be the first to say that it lost its connection.
+    assert cause in str(caught.value) or "Lost contact" in str(caught.value)
