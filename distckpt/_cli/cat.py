@@ -20,10 +20,10 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb
-from distckpt._foreign import sources
+from distckpt._foreign.opening import open_checkpoint
 from distckpt._foreign.stored_values import read_encoded, read_region
 from distckpt._format import codec
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, cut_region
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
@@ -43,30 +43,29 @@ class Selection(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape without the dropped axes."""
+        """Return the shape without the dropped axes."""
         return tuple(n for axis, n in enumerate(self.region.shape) if axis not in self.dropped)
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, to be read."""
 
-    location: str
-    manifest: Manifest
+    stored: StoredCheckpoint
     key: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its global shape."""
-        return self.manifest.global_shapes[self.manifest.key_index[self.key]]
+        """Return its global shape."""
+        return self.stored.global_shape(self.key)
 
     @property
     def dtype(self) -> str:
-        """Its safetensors dtype, or `OBJECT`."""
-        return self.manifest.dtypes[self.manifest.key_index[self.key]]
+        """Return the safetensors name of its dtype."""
+        return self.stored.dtype_name(self.key)
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Region) -> np.ndarray[Any, Any]:
         """Read a region."""
-        return read_region(self.location, self.manifest, self.key, region)
+        return to_numpy(read_region(self.stored, self.key, region))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -84,44 +83,44 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print or save values."""
-    location = locations.normalize(arguments.path)
-    manifest = sources.open_manifest(location)
-    key, index = split_key(location, manifest, arguments.key)
-    stored = Stored(location, manifest, key)
-    if stored.dtype == OBJECT:
+    stored = open_checkpoint(locations.normalize(arguments.path))
+    key, index = split_key(stored, arguments.key)
+    if stored.is_object(key):
         if arguments.npy or index is not None:
             raise ValueError(f"{key!r} is an object: it has no slices and is no numpy array")
-        _show_object(stored, output)
+        _show_object(stored, key, output)
         return 0
-    selection = parse_index(index or "", stored.shape)
+    tensor = StoredTensor(stored, key)
+    selection = parse_index(index or "", tensor.shape)
     if arguments.npy:
-        _save(stored, selection, arguments.npy, output)
+        _save(tensor, selection, arguments.npy, output)
     elif output.as_json:
-        values = to_numpy(stored.read(selection.region)).reshape(selection.shape)
-        output.json({**_facts(stored, selection), "values": plain(values.tolist())})
+        values = tensor.read(selection.region).reshape(selection.shape)
+        output.json({**_facts(tensor, selection), "values": plain(values.tolist())})
     else:
-        values_text = printed(stored, selection)
-        output.line(f"{_title(stored, selection)}\n{values_text}")
+        values_text = printed(tensor, selection)
+        output.line(f"{_title(tensor, selection)}\n{values_text}")
     return 0
 
 
-# --- What is asked for ------------------------------------------------------------------------------------------------
+# --- Arguments --------------------------------------------------------------------------------------------------------
 
 
-def split_key(location: str, manifest: Manifest, text: str) -> tuple[str, str | None]:
+def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
     """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets themselves.
 
     Raises:
         LoadMismatchError: there is no such key.
     """
-    if text in manifest.key_index:
+    known = stored.manifest.key_index
+    if text in known:
         return text, None
     match = re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)
     key = match[1] if match else text
-    if key not in manifest.key_index:
+    if key not in known:
         if key == COMMON_KEY:
-            raise LoadMismatchError(f"There is no common state in {location!r}: name a key")
-        raise LoadMismatchError(f"Not in {location!r}: key {key!r}{did_you_mean(key, manifest.key_index)}")
+            raise LoadMismatchError(f"There is no common state in {stored.location!r}: name a key")
+        raise LoadMismatchError(f"Not in {stored.location!r}: key {key!r}{did_you_mean(key, known)}")
     return key, match[2] if match else None
 
 
@@ -159,23 +158,23 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
-def printed(stored: Stored, selection: Selection) -> str:
+def printed(tensor: StoredTensor, selection: Selection) -> str:
     """Print values as numpy does; of a large tensor only what is printed is read."""
     region = selection.region
     if region.num_elements <= _SUMMARIZED:
-        array = to_numpy(stored.read(region)).reshape(selection.shape)
+        array = tensor.read(region).reshape(selection.shape)
         return np.array2string(array, separator=", ", max_line_width=_WIDTH)
-    # Along each long axis the first and the last indices, and one in between that stands for the others.
+    # Along each long axis the first and the last indices, and one in between for all others.
     short = tuple(min(size, 2 * _EDGE + 1) for size in region.shape)
-    array = np.zeros(short, _numpy_dtype(stored.dtype))
+    array = np.zeros(short, _numpy_dtype(tensor.dtype))
     for source, place in _corners(region, short):
-        array[place.slices()] = to_numpy(stored.read(source))
+        array[place.slices()] = tensor.read(source)
     array = array.reshape([n for axis, n in enumerate(short) if axis not in selection.dropped])
     return np.array2string(array, separator=", ", max_line_width=_WIDTH, threshold=0, edgeitems=_EDGE)
 
 
 def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
-    """Yield the corners of a region, each with its place in the shortened tensor."""
+    """Yield the parts of a region that lie at its corners, each with its place in the shortened tensor."""
     pairs = [(Region((), ()), Region((), ()))]
     for start, size, kept in zip(region.offset, region.shape, short, strict=True):
         spans = [(0, 0, size)] if size == kept else [(0, 0, _EDGE), (size - _EDGE, kept - _EDGE, _EDGE)]
@@ -190,37 +189,37 @@ def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, R
     yield from pairs
 
 
-def _save(stored: Stored, selection: Selection, path: str, output: Output) -> None:
+def _save(tensor: StoredTensor, selection: Selection, path: str, output: Output) -> None:
     """Write a .npy file, a window at a time; it appears when it is complete."""
     temporary = f"{path}.tmp-{secrets.token_hex(8)}"
     try:
         with open(temporary, "xb") as file, output.progress("saving") as progress:
-            for part, done in _npy_parts(stored, selection):
+            for part, done in _npy_parts(tensor, selection):
                 file.write(part)
-                progress(done, selection.region.num_elements * _numpy_dtype(stored.dtype).itemsize)
+                progress(done, selection.region.num_elements * _numpy_dtype(tensor.dtype).itemsize)
         os.replace(temporary, path)
     except BaseException:
         locations.remove_file(temporary)
         raise
-    saved = _numpy_dtype(stored.dtype)
-    is_exact = torch.from_numpy(np.empty(0, saved)).dtype == FROM_NAME[stored.dtype]
-    output.json({**_facts(stored, selection), "file": path, "saved_as": str(saved)})
+    saved = _numpy_dtype(tensor.dtype)
+    is_exact = torch.from_numpy(np.empty(0, saved)).dtype == FROM_NAME[tensor.dtype]
+    output.json({**_facts(tensor, selection), "file": path, "saved_as": str(saved)})
     output.line(
-        f"{_title(stored, selection)}, saved in {path}"
-        + ("" if is_exact else f" as {saved}, since numpy has no {stored.dtype}")
+        f"{_title(tensor, selection)}, saved in {path}"
+        + ("" if is_exact else f" as {saved}, since numpy has no {tensor.dtype}")
     )
 
 
-def _npy_parts(stored: Stored, selection: Selection) -> Iterator[tuple[bytes, int]]:
+def _npy_parts(tensor: StoredTensor, selection: Selection) -> Iterator[tuple[bytes, int]]:
     """Yield the bytes of a .npy file, and how many bytes of values are complete with them."""
     header = io.BytesIO()
-    saved = _numpy_dtype(stored.dtype)
+    saved = _numpy_dtype(tensor.dtype)
     fields = {"descr": np.lib.format.dtype_to_descr(saved), "fortran_order": False, "shape": selection.shape}
     np.lib.format.write_array_header_1_0(header, fields)
     yield header.getvalue(), 0
     done = 0
     for region in cut_region(selection.region, _WINDOW_ELEMENTS):
-        values = to_numpy(stored.read(region))
+        values = tensor.read(region)
         done += values.nbytes
         yield values.tobytes(), done
 
@@ -229,31 +228,31 @@ def _numpy_dtype(dtype: str) -> np.dtype[Any]:
     return to_numpy(torch.empty(0, dtype=FROM_NAME[dtype])).dtype
 
 
-def _facts(stored: Stored, selection: Selection) -> dict[str, Any]:
+def _facts(tensor: StoredTensor, selection: Selection) -> dict[str, Any]:
     return {
-        "key": stored.key,
-        "dtype": stored.dtype,
-        "global_shape": stored.shape,
+        "key": tensor.key,
+        "dtype": tensor.dtype,
+        "global_shape": tensor.shape,
         "offset": selection.region.offset,
         "shape": selection.shape,
     }
 
 
-def _title(stored: Stored, selection: Selection) -> str:
-    region = str(selection.region) if stored.shape else ""
-    return f"{stored.key}{region}: {'x'.join(map(str, selection.shape)) or '()'} {stored.dtype}"
+def _title(tensor: StoredTensor, selection: Selection) -> str:
+    region = str(selection.region) if tensor.shape else ""
+    return f"{tensor.key}{region}: {'x'.join(map(str, selection.shape)) or '()'} {tensor.dtype}"
 
 
 # --- Objects ----------------------------------------------------------------------------------------------------------
 
 
-def _show_object(stored: Stored, output: Output) -> None:
-    cells = read_encoded(stored.location, stored.manifest, stored.key, "read")
-    values = {offset: plain(codec.decode(blob)) for offset, blob in sorted(cells.items())}
-    output.json({"key": stored.key, "parts": [{"offset": offset, "value": value} for offset, value in values.items()]})
+def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
+    parts = read_encoded(stored, key)
+    values = {offset: plain(codec.decode(blob)) for offset, blob in sorted(parts.items())}
+    output.json({"key": key, "parts": [{"offset": offset, "value": value} for offset, value in values.items()]})
     for offset, value in values.items():
         if len(values) > 1:
-            output.line(f"{stored.key}{list(offset)}:")
+            output.line(f"{key}{list(offset)}:")
         output.line(json.dumps(value, indent=2, ensure_ascii=False))
 
 

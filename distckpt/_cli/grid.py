@@ -9,7 +9,8 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from distckpt._cli.output import printable
-from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#86bcb6")
 _LIGHT_COLOURS = ("#f28e2b", "#76b7b2", "#edc948", "#ff9da7", "#86bcb6")
@@ -38,11 +39,11 @@ def rank_of_file(name: str) -> int | None:
     return int(match[1]) - 1 if match else None
 
 
-def chunks_of(manifest: Manifest, key_id: int) -> list[Chunk]:
+def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
     """List the chunks of a key."""
-    rows = manifest.chunk_rows(key_id)
+    manifest = stored.manifest
     found = []
-    for row in range(rows.start, rows.stop):
+    for row in stored.chunks_of(key):
         region = manifest.chunk_region(row)
         file = manifest.files[int(manifest.file_ids[row])].name
         rank = rank_of_file(file)
@@ -54,7 +55,7 @@ def chunks_of(manifest: Manifest, key_id: int) -> list[Chunk]:
 
 def region_text(chunk: Chunk) -> str:
     """Write a region as a slice."""
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.offset, chunk.shape, strict=True)) + "]"
+    return str(Region(chunk.offset, chunk.shape))
 
 
 def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:

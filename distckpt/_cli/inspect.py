@@ -19,8 +19,9 @@ from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.verb import Verb
 from distckpt._cli.verify import strays_text
 from distckpt._commit.conditional_put import stray_files
-from distckpt._foreign import sources
+from distckpt._foreign.opening import open_checkpoint
 from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
@@ -50,13 +51,13 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print the summary of a checkpoint, or the chunks of one key."""
     if arguments.svg and arguments.key is None:
         raise ValueError("--svg draws the chunks of one tensor: name it with --key")
-    location = locations.normalize(arguments.path)
-    manifest = sources.open_manifest(location)
+    stored = open_checkpoint(locations.normalize(arguments.path))
+    manifest = stored.manifest
     if arguments.key is not None:
-        return _show_key(location, manifest, arguments.key, arguments.svg, output)
+        return _show_key(stored, arguments.key, arguments.svg, output)
     groups, files = group_keys(manifest), list_files(manifest)
-    facts = summary(location, manifest)
-    strays = stray_files(location, {file.name for file in manifest.files})
+    facts = summary(stored)
+    strays = stray_files(stored.location, {file.name for file in manifest.files})
     output.json(
         {
             **facts,
@@ -73,11 +74,12 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-# --- The whole checkpoint ---------------------------------------------------------------------------------------------
+# --- The checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def summary(location: str, manifest: Manifest) -> dict[str, Any]:
+def summary(stored: StoredCheckpoint) -> dict[str, Any]:
     """Count what a checkpoint holds."""
+    manifest = stored.manifest
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
     of_tensors = is_tensor[manifest.key_ids] if len(manifest.keys) else np.zeros(0, bool)
     items = [
@@ -86,7 +88,7 @@ def summary(location: str, manifest: Manifest) -> dict[str, Any]:
         if dtype != OBJECT
     ]
     return {
-        "location": location,
+        "location": stored.location,
         "num_tensors": int(is_tensor.sum()),
         "num_elements": sum(items),
         "tensor_bytes": int(manifest.num_bytes[of_tensors].sum()),
@@ -244,22 +246,22 @@ def _segments(pattern: str) -> list[str]:
 # --- One key ----------------------------------------------------------------------------------------------------------
 
 
-def _show_key(location: str, manifest: Manifest, key: str, svg: str | None, output: Output) -> int:
-    key_id = manifest.key_index.get(key)
-    if key_id is None:
-        raise LoadMismatchError(f"{location!r} has no key {key!r}{did_you_mean(key, manifest.key_index)}")
-    shape, dtype = manifest.global_shapes[key_id], manifest.dtypes[key_id]
-    chunks = grid.chunks_of(manifest, key_id)
+def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Output) -> int:
+    known = stored.manifest.key_index
+    if key not in known:
+        raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{did_you_mean(key, known)}")
+    shape, dtype, stored_key = stored.global_shape(key), stored.dtype_name(key), stored.manifest.keys[known[key]]
+    chunks = grid.chunks_of(stored, key)
     output.json(
         {
             "key": key,
-            "stored_as": manifest.keys[key_id],
+            "stored_as": stored_key,
             "dtype": dtype,
             "shape": shape,
             "chunks": [chunk._asdict() for chunk in chunks],
         }
     )
-    tied = "" if manifest.keys[key_id] == key else f", tied to {manifest.keys[key_id]}"
+    tied = "" if stored_key == key else f", tied to {stored_key}"
     output.line(f"{key}: {'x'.join(map(str, shape)) or '()'} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = [
         [grid.region_text(chunk), chunk.owner, chunk.file, f"{chunk.first_byte:,}", f"{chunk.num_bytes:,}"]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
-from distckpt._foreign.pieces import StoredPiece, find_fault, find_outside, group_by_key, tabulate, to_manifest
+from distckpt._foreign.pieces import StoredPiece, build_manifest
+from distckpt._foreign.reader import Reader
 from distckpt._format import safetensors_file
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import file_size, read_file
@@ -40,21 +39,25 @@ class Header(NamedTuple):
     entries: list[safetensors_file.StoredEntry]
 
 
-def holds_safetensors(location: str) -> bool:
-    """Tell whether a directory holds safetensors files at its top level (a distckpt manifest is none of them)."""
-    names = locations.list_names(location) if locations.isdir(location) else []
-    return any(name.endswith(SUFFIX) and not is_manifest_name(name) for name in names)
+class HuggingFaceReader(Reader):
+    """Reads folders with safetensors files at their top level."""
+
+    name = "huggingface"
+
+    def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
+        if marker is not None or not locations.isdir(location):
+            return False
+        # A directory with a manifest but no marker is an incomplete checkpoint.
+        return any(name.endswith(SUFFIX) and not is_manifest_name(name) for name in locations.list_names(location))
+
+    def manifest(self, location: str) -> Manifest:
+        return read_directory(location)
 
 
 def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
     """Read the headers of a folder of safetensors files.
 
-    Args:
-        location: the folder.
-        require_sharding_info: refuse files that do not say where in the global tensors their entries lie.
-
-    Returns:
-        A manifest without checksums.
+    With `require_sharding_info`, files are refused that do not say where in the global tensors their entries lie.
 
     Raises:
         CorruptCheckpointError: a file is damaged or missing, or the pieces of a tensor overlap, leave gaps or differ
@@ -78,7 +81,7 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
         )
     if weight_map is not None:
         pieces = _indexed(location, pieces, weight_map)
-    return _to_manifest(location, files, pieces)
+    return build_manifest(HuggingFaceReader.name, location, pieces, list(files.values()))
 
 
 def _safetensors_names(location: str) -> list[str]:
@@ -173,70 +176,3 @@ def _indexed(location: str, pieces: Sequence[StoredPiece], weight_map: Mapping[s
         ignored = summarize_keys(piece.key for piece in pieces if weight_map.get(piece.key) != piece.file)
         logger.warning("%s: not in the index and therefore ignored: %s", location, ignored)
     return kept
-
-
-def _to_manifest(location: str, files: Mapping[str, ShardFile], pieces: Sequence[StoredPiece]) -> Manifest:
-    groups = group_by_key(pieces)
-    table = tabulate(groups, [_global_shape(location, group) for group in groups.values()])
-    outside = find_outside(table)
-    if outside is not None:
-        raise CorruptCheckpointError(
-            f"Key {outside.key!r} in {location!r}: {outside.region} in {outside.file!r} lies outside of the global "
-            f"shape {outside.global_shape} that the file names: it is damaged. Restore it from a copy."
-        )
-    found = find_fault(location, table)
-    if found is not None:
-        key_id, fault = found
-        _raise_fault(location, groups[table.keys[key_id]], table.shapes[key_id], fault.element)
-    return to_manifest(table, list(files.values()))
-
-
-def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
-    first = pieces[0]
-    for other in pieces[1:]:
-        same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
-        if not same_kind or other.global_shape != first.global_shape:
-            raise CorruptCheckpointError(
-                f"Key {first.key!r} in {location!r} is {_kind(first)} in {first.file!r} and {_kind(other)} in "
-                f"{other.file!r}, which do not fit together: the files are of different saves. Remove those that do "
-                "not belong here."
-            )
-    # Not stored by torch and Automodel: as far as the pieces reach.
-    ends = [tuple(map(operator.add, *piece.region)) for piece in pieces]
-    reached = tuple(map(max, zip(*ends, strict=True))) if len(ends) > 1 else ends[0]
-    if math.prod([n + 1 for n in reached]) > _MAX_ELEMENTS:
-        farthest = max(zip(ends, pieces, strict=True), key=lambda pair: max(pair[0]))[1]
-        raise CorruptCheckpointError(
-            f"Key {first.key!r} in {location!r} would have the global shape {reached}: its offset "
-            f"{farthest.region.offset} in {farthest.file!r} is damaged. Restore the file from a copy."
-        )
-    if first.global_shape is not None and math.prod([n + 1 for n in first.global_shape]) > _MAX_ELEMENTS:
-        raise CorruptCheckpointError(
-            f"Key {first.key!r} in {location!r} has the global shape {first.global_shape} in {first.file!r}, which is "
-            "damaged. Restore the file from a copy."
-        )
-    return reached if first.global_shape is None else first.global_shape
-
-
-def _kind(piece: StoredPiece) -> str:
-    whole = "" if piece.global_shape is None else f" of {piece.global_shape}"
-    return f"{piece.dtype} {piece.region.shape}{whole}"
-
-
-def _raise_fault(
-    location: str, pieces: Sequence[StoredPiece], shape: tuple[int, ...], element: tuple[int, ...]
-) -> None:
-    def holds(region: Region) -> bool:
-        return all(o <= e < o + n for o, n, e in zip(region.offset, region.shape, element, strict=True))
-
-    name = f"Key {pieces[0].key!r} (global shape {shape}) in {location!r}"
-    holders = [piece for piece in pieces if holds(piece.region)]
-    if holders:
-        places = " and ".join(f"{piece.region} in {piece.file!r}" for piece in holders[:3])
-        raise CorruptCheckpointError(
-            f"{name}: element {element} is in several files: {places}. Some are of an earlier save; remove those."
-        )
-    found = ", ".join(f"{piece.region} in {piece.file!r}" for piece in pieces[:6])
-    raise CorruptCheckpointError(
-        f"{name}: element {element} is in no file. A shard file is missing or not visible yet; there are {found}."
-    )

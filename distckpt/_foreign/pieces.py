@@ -1,19 +1,36 @@
-"""What the files of others hold: pieces of tensors, checked to make up the tensors, as a manifest."""
+"""Describing files of any format: pieces of tensors and objects, checked to make up the tensors, become a manifest."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
-from distckpt._geometry.region import IntArray, Region, TilingFault, find_tiling_faults, regions_to_arrays
+from distckpt._format.manifest import OBJECT, ChunkTable, Manifest, ShardFile
+from distckpt._format.marker import file_size
+from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays
+from distckpt._storage import locations
+
+_MAX_ELEMENTS = 1 << 62
 
 
 class StoredPiece(NamedTuple):
-    """A region of a tensor, or an object, and the bytes that hold it; `global_shape` is None where no file tells it."""
+    """A region of a tensor, or a part of an object, and the bytes that hold it.
+
+    Attributes:
+        key: name of the tensor or object.
+        dtype: safetensors name of the dtype, such as "F32" or "BF16"; `OBJECT` for an object.
+        region: offset and shape inside the global tensor. The bytes hold it in row-major order. The parts of an object
+            are the cells of a grid: `Region((0,), (1,))` is the only part of one that is not divided.
+        global_shape: of the tensor, or of the object's grid; None when it ends where its pieces do.
+        file: name of the file, relative to the checkpoint, with `/` between folders.
+        first_byte: where in the file the bytes begin.
+        num_bytes: how many there are.
+    """
 
     key: str
     dtype: str
@@ -24,19 +41,55 @@ class StoredPiece(NamedTuple):
     num_bytes: int
 
 
-class PieceTable(NamedTuple):
-    """Pieces by key; `key_ids`, in order, `offsets` and `extents` have a row for each of `pieces`."""
+def build_manifest(
+    format_name: str,
+    location: str,
+    pieces: Iterable[StoredPiece],
+    files: Sequence[ShardFile] | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Build the manifest of a checkpoint from the pieces in its files.
 
-    keys: list[str]
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
-    pieces: list[StoredPiece]
-    key_ids: IntArray
-    offsets: IntArray
-    extents: IntArray
+    Args:
+        format_name: `name` of the `Reader` that reads the format.
+        location: path or URL of the checkpoint.
+        pieces: of all tensors and objects, in any order.
+        files: what is known about the files; their sizes are looked up when it is None.
+        fields: values that JSON can hold, to find again in `manifest.origin`.
+
+    Returns:
+        A manifest without checksums.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, or the pieces of a tensor overlap, leave gaps or differ in dtype;
+            naming file and key.
+    """
+    groups = _group_by_key(pieces)
+    shapes = [_global_shape(location, group) for group in groups.values()]
+    in_order = [piece for group in groups.values() for piece in group]
+    key_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
+    offsets, extents = regions_to_arrays([piece.region for piece in in_order])
+    dtypes = [group[0].dtype for group in groups.values()]
+    _check_inside(location, in_order, key_ids, offsets + extents, shapes)
+    _check_tiling(location, list(groups.values()), shapes, (key_ids, offsets, extents))
+    if files is None:
+        files = [_look_up(location, name) for name in dict.fromkeys(piece.file for piece in in_order)]
+    file_ids = {file.name: i for i, file in enumerate(files)}
+    chunks = ChunkTable(
+        files=list(files),
+        key_ids=key_ids,
+        file_ids=np.array([file_ids[piece.file] for piece in in_order], np.int64),
+        first_bytes=np.array([piece.first_byte for piece in in_order], np.int64),
+        num_bytes=np.array([piece.num_bytes for piece in in_order], np.int64),
+        offsets=offsets,
+        shapes=extents,
+        block_checksums=np.zeros(0, np.uint64),
+    )
+    origin = {**(fields or {}), "format": format_name}
+    return Manifest(list(groups), dtypes, shapes, chunks, {}, has_checksums=False, origin=origin)
 
 
-def group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
+def _group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
     """Return the pieces of each key, in the order of their offsets."""
     groups: dict[str, list[StoredPiece]] = {}
     for piece in pieces:
@@ -47,57 +100,107 @@ def group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:
     return groups
 
 
-def tabulate(groups: Mapping[str, list[StoredPiece]], shapes: Sequence[tuple[int, ...]]) -> PieceTable:
-    """Put pieces by key into one table; `shapes` are the global shapes of the keys."""
-    pieces = [piece for group in groups.values() for piece in group]
-    key_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
-    dtypes = [group[0].dtype for group in groups.values()]
-    return PieceTable(
-        list(groups), dtypes, list(shapes), pieces, key_ids, *regions_to_arrays([piece.region for piece in pieces])
-    )
+def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
+    """Return the global shape of a tensor, after checking that all its pieces agree on it."""
+    first = pieces[0]
+    for other in pieces[1:]:
+        same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
+        if not same_kind or other.global_shape != first.global_shape:
+            raise CorruptCheckpointError(
+                f"Key {first.key!r} in {location!r} is {_kind(first)} in {first.file!r} and {_kind(other)} in "
+                f"{other.file!r}, which do not fit together: the files are of different saves. Remove those that do "
+                "not belong here."
+            )
+    if first.global_shape is not None:
+        if math.prod([n + 1 for n in first.global_shape]) > _MAX_ELEMENTS:
+            raise CorruptCheckpointError(
+                f"Key {first.key!r} in {location!r} has the global shape {first.global_shape} in {first.file!r}, which "
+                "is damaged. Restore the file from a copy."
+            )
+        return first.global_shape
+    ends = [tuple(map(operator.add, *piece.region)) for piece in pieces]
+    reached = tuple(map(max, zip(*ends, strict=True))) if len(ends) > 1 else ends[0]
+    if math.prod([n + 1 for n in reached]) > _MAX_ELEMENTS:
+        farthest = max(zip(ends, pieces, strict=True), key=lambda pair: max(pair[0]))[1]
+        raise CorruptCheckpointError(
+            f"Key {first.key!r} in {location!r} would have the global shape {reached}: its offset "
+            f"{farthest.region.offset} in {farthest.file!r} is damaged. Restore the file from a copy."
+        )
+    return reached
 
 
-def find_outside(table: PieceTable) -> StoredPiece | None:
-    """Find a piece that reaches past the end of its tensor."""
-    bounds = np.ones((len(table.keys), table.offsets.shape[1]), np.int64)
-    for key_id, shape in enumerate(table.shapes):
+def _kind(piece: StoredPiece) -> str:
+    whole = "" if piece.global_shape is None else f" of {piece.global_shape}"
+    return f"{piece.dtype} {piece.region.shape}{whole}"
+
+
+def _check_inside(
+    location: str,
+    pieces: Sequence[StoredPiece],
+    key_ids: IntArray,
+    ends: IntArray,
+    shapes: Sequence[tuple[int, ...]],
+) -> None:
+    bounds = np.ones((len(shapes), ends.shape[1]), np.int64)
+    for key_id, shape in enumerate(shapes):
         bounds[key_id, : len(shape)] = shape
-    rows = np.flatnonzero((table.offsets + table.extents > bounds[table.key_ids]).any(axis=1))
-    return table.pieces[rows[0]] if len(rows) else None
+    rows = np.flatnonzero((ends > bounds[key_ids]).any(axis=1))
+    if len(rows):
+        piece = pieces[rows[0]]
+        raise CorruptCheckpointError(
+            f"Key {piece.key!r} in {location!r}: {piece.region} in {piece.file!r} lies outside of the global shape "
+            f"{piece.global_shape}: the files are damaged. Restore them from a copy."
+        )
 
 
-def find_fault(location: str, table: PieceTable) -> tuple[int, TilingFault] | None:
-    """Find a tensor that its pieces, none of which lies outside, do not tile; returns its key id with the fault.
-
-    Raises:
-        CorruptCheckpointError: there are too many axes to tell.
-    """
-    ndims = np.array([len(shape) for shape in table.shapes], np.int64)
-    for ndim in sorted(set(ndims.tolist())):
+def _check_tiling(
+    location: str,
+    groups: Sequence[Sequence[StoredPiece]],
+    shapes: Sequence[tuple[int, ...]],
+    columns: tuple[IntArray, IntArray, IntArray],
+) -> None:
+    """Check that the pieces of each tensor cover it exactly once; parts of objects may be missing."""
+    key_ids, offsets, extents = columns
+    ndims = np.array([-1 if g[0].dtype == OBJECT else len(s) for g, s in zip(groups, shapes, strict=True)], np.int64)
+    for ndim in sorted(set(ndims.tolist()) - {-1}):
         members = np.flatnonzero(ndims == ndim)
-        rows = np.flatnonzero(ndims[table.key_ids] == ndim)
-        ids = np.searchsorted(members, table.key_ids[rows])
-        shapes = np.array([table.shapes[i] for i in members.tolist()], np.int64).reshape(len(members), ndim)
+        rows = np.flatnonzero(ndims[key_ids] == ndim)
+        ids = np.searchsorted(members, key_ids[rows])
+        bounds = np.array([shapes[i] for i in members.tolist()], np.int64).reshape(len(members), ndim)
         try:
-            faults = find_tiling_faults(ids, table.offsets[rows, :ndim], table.extents[rows, :ndim], shapes)
+            faults = find_tiling_faults(ids, offsets[rows, :ndim], extents[rows, :ndim], bounds)
         except ValueError as error:
             raise CorruptCheckpointError(f"The tensors with {ndim} axes in {location!r}: {error}.") from error
-        for fault in faults[:1]:
-            return int(members[fault.tensor]), fault
-    return None
+        if faults:
+            key_id = int(members[faults[0].tensor])
+            raise _tiling_error(location, groups[key_id], shapes[key_id], faults[0].element)
 
 
-def to_manifest(table: PieceTable, files: Sequence[ShardFile], origin: Mapping[str, Any] | None = None) -> Manifest:
-    """Make a manifest without checksums."""
-    file_ids = {file.name: i for i, file in enumerate(files)}
-    chunks = ChunkTable(
-        files=list(files),
-        key_ids=table.key_ids,
-        file_ids=np.array([file_ids[piece.file] for piece in table.pieces], np.int64),
-        first_bytes=np.array([piece.first_byte for piece in table.pieces], np.int64),
-        num_bytes=np.array([piece.num_bytes for piece in table.pieces], np.int64),
-        offsets=table.offsets,
-        shapes=table.extents,
-        block_checksums=np.zeros(0, np.uint64),
+def _tiling_error(
+    location: str, pieces: Sequence[StoredPiece], shape: tuple[int, ...], element: tuple[int, ...]
+) -> CorruptCheckpointError:
+    def holds(region: Region) -> bool:
+        return all(o <= e < o + n for o, n, e in zip(region.offset, region.shape, element, strict=True))
+
+    name = f"Key {pieces[0].key!r} (global shape {shape}) in {location!r}: element {element}"
+    holders = [piece for piece in pieces if holds(piece.region)]
+    places = [f"{piece.region} in {piece.file!r}" for piece in holders or pieces]
+    if holders:
+        return CorruptCheckpointError(
+            f"{name} is stored {len(holders)} times: {' and '.join(places[:3])}. The files are damaged, or some are of "
+            "an earlier save: remove those."
+        )
+    return CorruptCheckpointError(
+        f"{name} is in no file. A file is missing or not visible yet, or shards were missing when it was saved; there "
+        f"are {', '.join(places[:6])}."
     )
-    return Manifest(table.keys, table.dtypes, table.shapes, chunks, {}, has_checksums=False, origin=origin)
+
+
+def _look_up(location: str, name: str) -> ShardFile:
+    path = locations.join(location, *name.split("/"))
+    if not locations.is_inner_name(name):
+        raise CorruptCheckpointError(f"{location!r} places tensors in {name!r:.300}, which leads elsewhere.")
+    try:
+        return ShardFile(name, file_size(path), 0, 0)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{path!r} is missing: restore it, or finish copying the directory.") from error

@@ -1,60 +1,85 @@
-"""Parts of a checkpoint, whoever wrote it, read by one process for itself: regions of tensors, and objects."""
+"""Reading parts of a checkpoint of any format by one process: regions of tensors, and objects."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._foreign.torch_dist.load import load_common_state, load_objects
+from distckpt._base.errors import CheckpointingException
+from distckpt._foreign.opening import find_reader
 from distckpt._format import codec
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._io.read import read_chunks, read_copies
-from distckpt._plan.load import Request, plan_load
+from distckpt._plan.load import Request, object_chunk, plan_load
 from distckpt._state.common_state import COMMON_KEY
+from distckpt.mapping import ShardedObject
 
 
-def read_region(location: str, manifest: Manifest, key: str, region: Region) -> torch.Tensor:
+def read_region(stored: StoredCheckpoint, key: str, region: Region) -> torch.Tensor:
     """Read a region of a tensor, and nothing else of it.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
         LoadMismatchError: the region was not saved completely.
     """
-    key_id = manifest.key_index[key]
-    values = torch.empty(region.shape, dtype=FROM_NAME[manifest.dtypes[key_id]])
-    copies = plan_load(manifest, [Request(key, manifest.global_shapes[key_id], region)], location)
-    read_copies(location, manifest, copies, [values], "read")
+    values = torch.empty(region.shape, dtype=FROM_NAME[stored.dtype_name(key)])
+    read_copies(stored, plan_load(stored, [Request(key, stored.global_shape(key), region)]), [values])
     return values
 
 
-def object_keys(manifest: Manifest) -> list[str]:
-    """Return the keys of all objects, common state included."""
-    return [key for key, dtype in zip(manifest.keys, manifest.dtypes, strict=True) if dtype == OBJECT]
+def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
+    """Load parts of objects, common state among them (an empty dict where there is none)."""
+    reader = find_reader(stored)
+    has_common = reader is None and COMMON_KEY in stored.manifest.key_index
+    is_part = [has_common or shard.key != COMMON_KEY for shard in shards]
+    chunks = [object_chunk(stored, shard) for shard, is_wanted in zip(shards, is_part, strict=True) if is_wanted]
+    if reader is None:
+        parts = iter([_decode(stored, *pair) for pair in zip(chunks, read_chunks(stored, chunks), strict=True)])
+    else:
+        parts = iter(reader.load_objects(stored, chunks))
+    return [next(parts) if is_wanted else load_common_state(stored) for is_wanted in is_part]
 
 
-def read_encoded(location: str, manifest: Manifest, key: str, verify: str) -> dict[tuple[int, ...], bytes]:
-    """Read the cells of an object.
+def load_common_state(stored: StoredCheckpoint) -> Any:
+    """Load the common state; an empty dict where there is none."""
+    reader = find_reader(stored)
+    if reader is not None:
+        return reader.load_common_state(stored)
+    if COMMON_KEY not in stored.manifest.key_index:
+        return {}
+    return load_objects(stored, [ShardedObject(COMMON_KEY, None, (1,), (0,))])[0]
 
-    Args:
-        location: of the checkpoint.
-        manifest: of the checkpoint.
-        key: of the object.
-        verify: as in `distckpt.load`.
 
-    Returns:
-        For the offset of each cell what `_codec.decode` takes.
+def object_keys(stored: StoredCheckpoint) -> list[str]:
+    """Return the keys of all objects, and of the common state, which there is in any case."""
+    keys = [key for key in stored.manifest.keys if stored.is_object(key)]
+    return keys if COMMON_KEY in keys else [COMMON_KEY, *keys]
+
+
+def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], bytes]:
+    """Read the parts of an object, encoded as `codec.decode` takes them, by offset.
 
     Raises:
-        CorruptCheckpointError: a cell is damaged.
-        UnsupportedObjectError: others wrote the checkpoint, and a cell is of a class that is not read from pickles.
+        CorruptCheckpointError: a part is damaged.
+        UnsupportedObjectError: a part of another format is of a class that is not read from pickles.
     """
-    rows = manifest.chunk_rows(manifest.key_index[key])
-    chunks = {manifest.chunk_region(row).offset: row for row in range(rows.start, rows.stop)}
-    if manifest.origin is None:
-        return dict(zip(chunks, read_chunks(location, manifest, list(chunks.values()), verify), strict=True))
-    if key == COMMON_KEY:
-        return {(0,): codec.encode(load_common_state(location, manifest))}
-    names = {str(offset): offset for offset in chunks}
-    loaded = load_objects(location, manifest, {str(offset): row for offset, row in chunks.items()})
-    return {names[name]: codec.encode(value) for name, value in loaded.items()}
+    reader = find_reader(stored)
+    if key == COMMON_KEY and (reader is not None or key not in stored.manifest.key_index):
+        return {(0,): codec.encode(load_common_state(stored))}
+    chunks = stored.chunks_of(key)
+    offsets = [stored.manifest.chunk_region(chunk).offset for chunk in chunks]
+    if reader is None:
+        return dict(zip(offsets, read_chunks(stored, chunks), strict=True))
+    return dict(zip(offsets, map(codec.encode, reader.load_objects(stored, chunks)), strict=True))
+
+
+def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
+    try:
+        return codec.decode(blob)
+    except CheckpointingException as error:
+        where = f"The object {stored.key_of(chunk)!r:.300} in {stored.path_of(chunk)!r}"
+        raise type(error)(f"{where}: {error}") from error

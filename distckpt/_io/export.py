@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format import safetensors_file
-from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, flat_range_regions
 from distckpt._io.read import read_chunks_into, read_copies
 from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
@@ -25,54 +24,36 @@ _COUNTED_AT_ONCE = 1 << 17
 """Elements; counting makes several temporary tensors of 8 bytes an element."""
 
 
-class Source(NamedTuple):
-    """Where an export reads: the location, its manifest, and how reads are verified."""
-
-    location: str
-    manifest: Manifest
-    verify: str
-
-
 def write_output_file(
-    source: Source,
+    stored: StoredCheckpoint,
     file: OutputFile,
     location: str,
     num_threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, int]:
-    """Write one output file.
+    """Write one output file at a location that does not exist yet.
 
-    Args:
-        source: what to read.
-        file: what it holds.
-        location: must not exist.
-        num_threads: each uses up to four windows of `UNIT_BYTES`.
-        progress: told the number of bytes whenever some have been written, from several threads.
-
-    Returns:
-        For each tensor in which values did not fit the dtype they were converted to, how many.
+    Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes, from several
+    threads. Returns how many values did not fit the dtype they were converted to, for tensors that have such values.
     """
     entries = [safetensors_file.Entry(t.name, t.dtype, t.mapped.shape, t.num_bytes) for t in file.tensors]
     order = safetensors_file.layout_order(entries)
     tensors, entries = [file.tensors[i] for i in order], [entries[i] for i in order]
     header, _ = safetensors_file.build_header(entries, {"format": "pt"})
     overflows = np.zeros(len(tensors), np.int64)
-    fill = filling(source, tensors, overflows)
+    fill = filling(stored, tensors, overflows)
     sizes = [entry.num_bytes for entry in entries]
     settings = WriteSettings(with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress)
     write_files([NewFile(location, header, sizes, fill)], settings)
     return {tensors[i].name: int(overflows[i]) for i in np.flatnonzero(overflows).tolist()}
 
 
-def filling(source: Source, tensors: Sequence[OutputTensor], overflows: IntArray) -> Fill:
-    """Return what fills a file.
+def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows: IntArray) -> Fill:
+    """Return the function that fills a file whose chunks are `tensors`.
 
-    Args:
-        source: what to read.
-        tensors: the chunks of the file, one after the other.
-        overflows: for each of them, added to: the values that did not fit the dtype they were converted to.
+    It adds to `overflows`, for each of them, the number of values that did not fit the dtype they were converted to.
     """
-    chunks = _whole_chunks(source.manifest, tensors)
+    chunks = _complete_chunks(stored, tensors)
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         filled = scratch[: sum(part.num_bytes for part in unit)]
@@ -87,26 +68,23 @@ def filling(source: Source, tensors: Sequence[OutputTensor], overflows: IntArray
                 plain.append((chunk, memory))
             else:
                 others.append((part, memory))
-        read_chunks_into(source.location, source.manifest, *_columns(plain), source.verify, num_threads=1)
-        _read_ranges(source, tensors, [pair for pair in others if not _is_cast(tensors[pair[0].chunk])])
+        read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
+        _read_ranges(stored, tensors, [pair for pair in others if not _is_cast(tensors[pair[0].chunk])])
         for part, memory in others:
             if _is_cast(tensors[part.chunk]):
-                overflows[part.chunk] += _read_and_cast(source, tensors, part, memory)
+                overflows[part.chunk] += _read_and_cast(stored, tensors, part, memory)
         return [filled]
 
     return fill
-
-
-def _columns(pairs: Sequence[tuple[int, Bytes]]) -> tuple[list[int], list[Bytes]]:
-    return [chunk for chunk, _ in pairs], [memory for _, memory in pairs]
 
 
 def _is_cast(tensor: OutputTensor) -> bool:
     return tensor.dtype != tensor.mapped.dtype
 
 
-def _whole_chunks(manifest: Manifest, tensors: Sequence[OutputTensor]) -> list[int | None]:
+def _complete_chunks(stored: StoredCheckpoint, tensors: Sequence[OutputTensor]) -> list[int | None]:
     """Return for each tensor the chunk whose bytes are exactly its own, None when there is no such chunk."""
+    manifest = stored.manifest
     rows, num_bytes = manifest.key_starts.tolist(), manifest.num_bytes.tolist()
     chunks: list[int | None] = []
     for tensor in tensors:
@@ -124,7 +102,9 @@ def _whole_chunks(manifest: Manifest, tensors: Sequence[OutputTensor]) -> list[i
     return chunks
 
 
-def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Span, Bytes]]) -> None:
+def _read_ranges(
+    stored: StoredCheckpoint, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Span, Bytes]]
+) -> None:
     """Read ranges of output tensors, in the dtype they are stored in, into the memory beside each."""
     requests: list[Request] = []
     targets: list[torch.Tensor] = []
@@ -136,33 +116,31 @@ def _read_ranges(source: Source, tensors: Sequence[OutputTensor], ranges: Sequen
             memory[:] = 0
         first, last = part.start // dtype.itemsize, part.stop // dtype.itemsize
         done = 0
-        for run in flat_range_regions(mapped.shape, first, last):
-            view = values[done : done + run.num_elements].view(run.shape)
-            done += run.num_elements
-            for place, piece in resolve(mapped, run):
-                shape = source.manifest.global_shapes[source.manifest.key_index[piece.key]]
-                requests.append(Request(piece.key, shape, piece.source))
+        for region in flat_range_regions(mapped.shape, first, last):
+            view = values[done : done + region.num_elements].view(region.shape)
+            done += region.num_elements
+            for place, piece in resolve(mapped, region):
+                requests.append(Request(piece.key, stored.global_shape(piece.key), piece.source))
                 targets.append(target_view(view[place.slices()], piece))
-    copies = plan_load(source.manifest, requests, source.location)
-    read_copies(source.location, source.manifest, copies, targets, source.verify, num_threads=1)
+    read_copies(stored, plan_load(stored, requests), targets, num_threads=1)
 
 
-def _read_and_cast(source: Source, tensors: Sequence[OutputTensor], part: Span, memory: Bytes) -> int:
+def _read_and_cast(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], part: Span, memory: Bytes) -> int:
     """Read a range, convert it, and count the values that do not fit."""
     tensor = tensors[part.chunk]
-    stored, wanted = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
+    source, wanted = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
     first, last = part.start // wanted.itemsize, part.stop // wanted.itemsize
-    step = UNIT_BYTES // stored.itemsize
+    step = UNIT_BYTES // source.itemsize
     overflows = 0
     converted = torch.from_numpy(memory).view(wanted)
     for begin in range(first, last, step):
         end = min(begin + step, last)
-        wide = bounce_buffer("cast", (end - begin) * stored.itemsize)
-        bytes_of = Span(part.chunk, begin * stored.itemsize, end * stored.itemsize)
-        _read_ranges(source, tensors, [(bytes_of, wide)])
-        values, target = torch.from_numpy(wide).view(stored), converted[begin - first : end - first]
+        wide = bounce_buffer("cast", (end - begin) * source.itemsize)
+        bytes_of = Span(part.chunk, begin * source.itemsize, end * source.itemsize)
+        _read_ranges(stored, tensors, [(bytes_of, wide)])
+        values, target = torch.from_numpy(wide).view(source), converted[begin - first : end - first]
         target.copy_(values)
-        if not is_lossless_cast(stored, wanted):
+        if not is_lossless_cast(source, wanted):
             for low in range(0, len(values), _COUNTED_AT_ONCE):
                 high = low + _COUNTED_AT_ONCE
                 overflows += _count_overflows(values[low:high], target[low:high])

@@ -10,102 +10,75 @@ import numpy as np
 import torch
 
 from distckpt._base.device import Copier
-from distckpt._base.dtypes import FROM_NAME, as_integers
+from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, run_threads
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import Manifest
 from distckpt._format.marker import file_size
-from distckpt._geometry.region import IntArray, flat_start, num_outer_axes
-from distckpt._io.read_parts import READ_UNIT_BYTES, Part, direct_parts, divide_copy, regions_within, with_gaps
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import flat_start, num_outer_axes
+from distckpt._io.read_parts import READ_UNIT_BYTES, ReadPart, direct_parts, divide_copy, regions_within, with_gaps
 from distckpt._io.sparse_read import holds_runs, read_sparse_region
 from distckpt._plan.load import Copy
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 
 REQUEST_BYTES = 16 << 20
-"""One request of an object store asks for this much: enough that its answer takes longer than the way there."""
-
-
-class _Reading(NamedTuple):
-    """What threads need to know to read parts."""
-
-    location: str
-    manifest: Manifest
-    verify: str
-    copier: Copier
-    files: OpenFiles
+"""Size of a request of an object store: enough that its answer takes longer than the way there."""
 
 
 def read_copies(
-    location: str,
-    manifest: Manifest,
+    stored: StoredCheckpoint,
     copies: Sequence[Copy],
     targets: Sequence[torch.Tensor],
-    verify: str,
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Fill requested regions from chunks.
 
-    Args:
-        location: of the checkpoint.
-        manifest: its manifest.
-        copies: what to read.
-        targets: for each request a tensor of its region's shape, of any strides, device and dtype.
-        verify: "none", "read" (every block that is read whole) or "full" (widen reads to whole blocks). No block is
-            read in two pieces: reads are cut between blocks.
-        num_threads: that read at the same time, each with a buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`.
-        progress: told the number of bytes whenever some have arrived, from several threads.
+    `targets` has for each request a tensor of its region's shape, of any strides, device and dtype. Each thread has a
+    buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called with numbers of bytes, from several
+    threads.
 
     Raises:
         CorruptCheckpointError: naming file, key, region and bytes.
     """
-    if not manifest.has_checksums:
-        verify = "none"
     # Checksums are of blocks: where there are some to verify, what lies between the runs is needed as well.
-    exact = locations.is_local(location) and verify == "none"
+    exact = locations.is_local(stored.location) and not stored.verifies
     copier = Copier(targets)
-    unit_bytes = _unit_bytes(location)
+    unit_bytes = _unit_bytes(stored.location)
     parts = [
-        part
-        for copy in copies
-        for part in divide_copy(manifest, copy, targets[copy.request], verify, exact, copier, unit_bytes)
+        part for copy in copies for part in divide_copy(stored, copy, targets[copy.request], exact, copier, unit_bytes)
     ]
-    _check_files(location, manifest, [part.chunk for part in parts])
-    _read_parts(location, manifest, parts, verify, copier, num_threads, progress)
+    _check_files(stored, [part.chunk for part in parts])
+    _read_parts(stored, parts, copier, num_threads, progress)
 
 
-def read_chunks(location: str, manifest: Manifest, chunks: Sequence[int], verify: str) -> list[bytes]:
-    """Return the whole content of some chunks (encoded objects)."""
-    # Before memory is asked for: sizes may be damaged.
-    _check_files(location, manifest, chunks)
-    contents = [np.empty(int(manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
-    _read_parts(location, manifest, _whole_chunks(manifest, chunks, contents), verify, Copier(()))
+def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
+    """Return the content of some chunks (encoded objects)."""
+    # Before memory is allocated: sizes may be damaged.
+    _check_files(stored, chunks)
+    contents = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
+    _read_parts(stored, _complete_chunks(stored, chunks, contents), Copier(()))
     return [content.tobytes() for content in contents]
 
 
 def read_chunks_into(
-    location: str,
-    manifest: Manifest,
-    chunks: Sequence[int],
-    memories: Sequence[Bytes],
-    verify: str,
-    num_threads: int = NUM_THREADS,
+    stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes], num_threads: int = NUM_THREADS
 ) -> None:
-    """Read whole chunks into memory of their size."""
-    _check_files(location, manifest, chunks)
-    _read_parts(location, manifest, _whole_chunks(manifest, chunks, memories), verify, Copier(()), num_threads)
+    """Read complete chunks into memory of their size."""
+    _check_files(stored, chunks)
+    _read_parts(stored, _complete_chunks(stored, chunks, memories), Copier(()), num_threads)
 
 
-def _whole_chunks(manifest: Manifest, chunks: Sequence[int], memories: Sequence[Bytes]) -> list[Part]:
-    parts: list[Part] = []
+def _complete_chunks(stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes]) -> list[ReadPart]:
+    parts: list[ReadPart] = []
     for chunk, memory in zip(chunks, memories, strict=True):
         if 0 < len(memory) <= READ_UNIT_BYTES:
-            parts.append(Part(chunk, 0, len(memory), memory))
+            parts.append(ReadPart(chunk, 0, len(memory), memory))
         else:
-            parts.extend(direct_parts(chunk, 0, len(memory), memory, manifest.block_bytes))
+            parts.extend(direct_parts(chunk, 0, len(memory), memory, stored.manifest.block_bytes))
     return parts
 
 
@@ -113,44 +86,51 @@ def _unit_bytes(location: str) -> int:
     return READ_UNIT_BYTES if locations.is_local(location) else REQUEST_BYTES
 
 
+class _Reading(NamedTuple):
+    """What all threads use that read parts."""
+
+    stored: StoredCheckpoint
+    copier: Copier
+    files: OpenFiles
+
+
 def _read_parts(
-    location: str,
-    manifest: Manifest,
-    parts: Sequence[Part],
-    verify: str,
+    stored: StoredCheckpoint,
+    parts: Sequence[ReadPart],
     copier: Copier,
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    if not manifest.has_checksums:
-        verify = "none"
+    manifest = stored.manifest
     chunks = np.array([part.chunk for part in parts], np.int64)
     files = manifest.file_ids[chunks]
     positions = manifest.first_bytes[chunks] + np.array([part.start for part in parts], np.int64)
     order = np.lexsort((positions, files))
     in_order = [parts[i] for i in order.tolist()]
-    units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(location))
+    units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(stored.location))
     with OpenFiles() as open_files:
-        reading = _Reading(location, manifest, verify, copier, open_files)
+        reading = _Reading(stored, copier, open_files)
 
-        def read(unit: list[Part]) -> None:
+        def read_unit(unit: list[ReadPart]) -> None:
             _read_unit(reading, unit)
             if progress is not None:
-                progress(sum(len(p.memory) if p.memory is not None else _region_bytes(manifest, p) for p in unit))
+                progress(sum(_useful_bytes(stored, part) for part in unit))
 
-        run_threads(read, units, num_threads)
+        run_threads(read_unit, units, num_threads)
 
 
-def _region_bytes(manifest: Manifest, part: Part) -> int:
-    item = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
-    return sum(region.num_elements for region in regions_within(manifest, part)) * item
+def _useful_bytes(stored: StoredCheckpoint, part: ReadPart) -> int:
+    if part.memory is not None:
+        return len(part.memory)
+    item = stored.dtype_of(part.chunk).itemsize
+    return sum(region.num_elements for region in regions_within(stored, part)) * item
 
 
 def _units(
-    parts: Sequence[Part], files: Sequence[int], positions: Sequence[int], unit_bytes: int
-) -> Iterator[list[Part]]:
+    parts: Sequence[ReadPart], files: Sequence[int], positions: Sequence[int], unit_bytes: int
+) -> Iterator[list[ReadPart]]:
     """Join parts that go straight to memory and follow one another in a file: one call reads them all."""
-    unit: list[Part] = []
+    unit: list[ReadPart] = []
     room, next_file, next_position = 0, -1, -1
     for part, file, position in zip(parts, files, positions, strict=True):
         num_bytes = part.stop - part.start
@@ -167,142 +147,129 @@ def _units(
         yield unit
 
 
-def _read_unit(reading: _Reading, unit: list[Part]) -> None:
+def _read_unit(reading: _Reading, unit: list[ReadPart]) -> None:
+    stored, copier, _ = reading
     first = unit[0]
     if first.sparse:
         if not _read_sparse(reading, first):
-            for part in with_gaps(first, reading.manifest.block_bytes):
+            for part in with_gaps(first, stored.manifest.block_bytes):
                 _read_unit(reading, [part])
         return
     if first.memory is not None:
         buffers = [part.memory for part in unit if part.memory is not None]
     else:
-        buffers = [bounce_buffer("read", first.stop - first.start, reading.copier.layer)]
+        buffers = [bounce_buffer("read", first.stop - first.start, copier.layer)]
     _read_into(reading, first, buffers)
     for part, buffer in zip(unit, buffers, strict=True):
-        if reading.verify != "none":
-            _verify(reading.location, reading.manifest, part, buffer)
+        if stored.verifies:
+            _verify(stored, part, buffer)
         if part.memory is None:
-            _deliver(reading.manifest, part, buffer, reading.copier)
+            _deliver(stored, part, buffer, copier)
 
 
-def _read_sparse(reading: _Reading, part: Part) -> bool:
-    """Read the runs of a part only; False when the system cannot."""
-    location, manifest, _, copier, _ = reading
+def _read_sparse(reading: _Reading, part: ReadPart) -> bool:
+    """Read the runs of a part only; return False when the system cannot."""
+    stored, copier, _ = reading
     assert part.region is not None
     assert part.target is not None
     region, target = part.region, part.target
-    shape = manifest.chunk_region(part.chunk).shape
-    dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]]
+    shape = stored.manifest.chunk_region(part.chunk).shape
+    dtype = stored.dtype_of(part.chunk)
     goal = target
     if target.dtype != dtype or copier.is_away(target) or not holds_runs(target, num_outer_axes(shape, region)):
-        values = torch.from_numpy(bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer)).view(dtype)
-        goal = values.view(region.shape)
-    file, first_byte = _file_location(location, manifest, part.chunk), int(manifest.first_bytes[part.chunk])
-    end = read_sparse_region(file, first_byte, shape, region, goal)
+        values = torch.from_numpy(bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer))
+        goal = values.view(dtype).view(region.shape)
+    path, first_byte = stored.path_of(part.chunk), int(stored.manifest.first_bytes[part.chunk])
+    end = read_sparse_region(path, first_byte, shape, region, goal)
     if end is None:
         return False
     if end < first_byte + part.stop:
-        raise _cut_off(manifest, part, file, end)
+        raise _cut_off(stored, part, end)
     if goal is not target:
         _copy(goal, target, copier)
         copier.wait()
     return True
 
 
-def _deliver(manifest: Manifest, part: Part, buffer: Bytes, copier: Copier) -> None:
+def _deliver(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes, copier: Copier) -> None:
     """Copy what a part holds of its region to where it belongs."""
     assert part.region is not None
     assert part.target is not None
-    shape = manifest.chunk_region(part.chunk).shape
-    dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]]
+    shape = stored.manifest.chunk_region(part.chunk).shape
+    dtype = stored.dtype_of(part.chunk)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     values = torch.from_numpy(buffer).view(dtype)
-    for piece in regions_within(manifest, part):
-        begin = flat_start(shape, piece) - part.start // dtype.itemsize
-        target = part.target[piece.relative_to(part.region.offset).slices()] if shape else part.target
-        _copy(values.as_strided(piece.shape, strides, begin), target, copier)
+    for region in regions_within(stored, part):
+        begin = flat_start(shape, region) - part.start // dtype.itemsize
+        target = part.target[region.relative_to(part.region.offset).slices()] if shape else part.target
+        _copy(values.as_strided(region.shape, strides, begin), target, copier)
     copier.wait()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype where it differs; `copier.wait` tells when it is done."""
+    """Copy values out of scratch memory, converting the dtype where it differs; it is done after `copier.wait`."""
     if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
         source, target = as_integers(source), as_integers(target)
     copier.copy(target, source)
 
 
-def _verify(location: str, manifest: Manifest, part: Part, buffer: Bytes) -> None:
-    block, size = manifest.block_bytes, int(manifest.num_bytes[part.chunk])
-    first_block = int(manifest.block_starts[part.chunk])
+def _verify(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes) -> None:
+    manifest, chunk = stored.manifest, part.chunk
+    block, size = manifest.block_bytes, int(manifest.num_bytes[chunk])
+    first_block = int(manifest.block_starts[chunk])
     for index in range(-(-part.start // block), -(-part.stop // block)):
         low, high = index * block, min((index + 1) * block, size)
         if high > part.stop:
             return
         if checksum(buffer[low - part.start : high - part.start]) != int(manifest.block_checksums[first_block + index]):
-            file = _file_location(location, manifest, part.chunk)
-            start = int(manifest.first_bytes[part.chunk])
+            start = int(manifest.first_bytes[chunk])
             raise CorruptCheckpointError(
-                f"Checksum mismatch in {file!r}, bytes {start + low} to {start + high}: chunk "
-                f"{manifest.chunk_region(part.chunk)} of key {_key(manifest, part.chunk)!r} was "
-                "damaged or replaced after the save. Restore the file from a copy or load another checkpoint."
+                f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start + low} to {start + high}: chunk "
+                f"{manifest.chunk_region(chunk)} of key {stored.key_of(chunk)!r} was damaged or replaced after "
+                "the save. Restore the file from a copy or load another checkpoint."
             )
 
 
-def _read_into(reading: _Reading, first: Part, buffers: list[Bytes]) -> None:
-    location, manifest = reading.location, reading.manifest
-    file = _file_location(location, manifest, first.chunk)
-    position = int(manifest.first_bytes[first.chunk]) + first.start
-    wanted = sum(len(buffer) for buffer in buffers)
-    if locations.is_local(file):
-        got = reading.files.read_into(file, buffers, position)
+def _read_into(reading: _Reading, first: ReadPart, buffers: list[Bytes]) -> None:
+    stored = reading.stored
+    path = stored.path_of(first.chunk)
+    position = int(stored.manifest.first_bytes[first.chunk]) + first.start
+    if locations.is_local(path):
+        num_read = reading.files.read_into(path, buffers, position)
     else:
-        got = locations.read_remote_into(file, position, buffers)
-    if got != wanted:
-        raise _cut_off(manifest, first, file, position + got)
+        num_read = locations.read_remote_into(path, position, buffers)
+    if num_read != sum(len(buffer) for buffer in buffers):
+        raise _cut_off(stored, first, position + num_read)
 
 
-def _cut_off(manifest: Manifest, part: Part, file: str, end: int) -> CorruptCheckpointError:
+def _cut_off(stored: StoredCheckpoint, part: ReadPart, end: int) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{file!r} ends at byte {end}, but the manifest says that key {_key(manifest, part.chunk)!r} goes on after it: "
-        "the file was cut off. Restore it from a copy or load another checkpoint."
+        f"{stored.path_of(part.chunk)!r} ends at byte {end}, but the manifest says that key "
+        f"{stored.key_of(part.chunk)!r} goes on after it: the file was cut off. Restore it from a copy or load another "
+        "checkpoint."
     )
 
 
-def _distinct(file_ids: IntArray) -> list[int]:
-    # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
-    distinct: list[int] = np.flatnonzero(np.bincount(file_ids)).tolist()
-    return distinct
-
-
-def _check_files(location: str, manifest: Manifest, chunks: Sequence[int]) -> None:
+def _check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     """Check that the files of some chunks have the sizes that the manifest says."""
     # On an object store each takes a request.
-    num_threads = 1 if locations.is_local(location) else NUM_REQUESTS
-    file_ids = _distinct(manifest.file_ids[np.array(chunks, np.int64)])
-    run_threads(lambda file_id: _check_file(location, manifest, file_id), file_ids, num_threads)
+    num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
+    # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
+    file_ids = np.flatnonzero(np.bincount(stored.manifest.file_ids[np.array(chunks, np.int64)])).tolist()
+    run_threads(lambda file_id: _check_file(stored, file_id), file_ids, num_threads)
 
 
-def _check_file(location: str, manifest: Manifest, file_id: int) -> None:
-    file = locations.join(location, *manifest.files[file_id].name.split("/"))
-    expected = manifest.files[file_id].num_bytes
+def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
+    path, expected = stored.path_of_file(file_id), stored.manifest.files[file_id].num_bytes
     try:
-        actual = file_size(file)
+        actual = file_size(path)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{file!r} is missing, but the manifest of {location!r} needs it: it was deleted, or is not visible on "
-            "this machine yet. Restore it from a copy, or check that all machines see the same directory."
+            f"{path!r} is missing, but the manifest of {stored.location!r} needs it: it was deleted, or is not visible "
+            "on this machine yet. Restore it from a copy, or check that all machines see the same directory."
         ) from error
     if actual != expected:
         raise CorruptCheckpointError(
-            f"{file!r} has {actual} bytes, but the manifest of {location!r} says {expected}: the file was cut off, "
-            "extended or replaced. Restore it from a copy or load another checkpoint."
+            f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says {expected}: the file was cut "
+            "off, extended or replaced. Restore it from a copy or load another checkpoint."
         )
-
-
-def _file_location(location: str, manifest: Manifest, chunk: int) -> str:
-    return locations.join(location, *manifest.files[int(manifest.file_ids[chunk])].name.split("/"))
-
-
-def _key(manifest: Manifest, chunk: int) -> str:
-    return manifest.keys[int(manifest.key_ids[chunk])]

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 
 from distckpt._base.device import Copier
-from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.memory import Bytes, is_plain_memory, tensor_bytes
-from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
     Region,
     covering_elements,
@@ -34,7 +33,7 @@ LONG_RUN_BYTES = 128 << 10
 """Runs at least this long are read by one call each; shorter ones together with what lies between them."""
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """Bytes [start, stop) of a chunk, and where they go.
 
     Either straight into `memory`; or what they hold of `region` (of the chunk) goes to its place in `target` (of the
@@ -51,55 +50,52 @@ class Part(NamedTuple):
 
 
 def divide_copy(
-    manifest: Manifest, copy: Copy, target: torch.Tensor, verify: str, exact: bool, copier: Copier, unit_bytes: int
-) -> Iterator[Part]:
+    stored: StoredCheckpoint, copy: Copy, target: torch.Tensor, exact: bool, copier: Copier, unit_bytes: int
+) -> Iterator[ReadPart]:
     """Divide a copy into parts of at most `unit_bytes`, or `READ_UNIT_BYTES` where they can be joined again.
 
-    Args:
-        manifest: of the checkpoint.
-        copy: to be divided.
-        target: what the copy's request fills.
-        verify: with "full", reads that go through a bounce buffer are widened to whole blocks.
-        exact: read nothing that lies between the runs of a region when they are long or far apart.
-        copier: knows which targets are not in host memory.
-        unit_bytes: of a part that goes through a bounce buffer; one block at least.
+    `target` is what the copy's request fills. With `exact` nothing is read that lies between the runs of a region when
+    they are long or far apart. `unit_bytes` holds one block at least.
     """
-    chunk = copy.chunk
-    dtype = FROM_NAME[manifest.dtypes[manifest.key_ids[chunk]]]
-    item, block, size = dtype.itemsize, manifest.block_bytes, int(manifest.num_bytes[chunk])
+    chunk, block = copy.chunk, stored.manifest.block_bytes
+    dtype, size = stored.dtype_of(chunk), int(stored.manifest.num_bytes[chunk])
+    item = dtype.itemsize
+    widens = stored.verifies and stored.verify == "full"
+
+    def is_direct(memory: torch.Tensor) -> bool:
+        return memory.dtype == dtype and is_plain_memory(memory) and not copier.is_away(memory)
+
     goal = target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
-    is_whole = copy.source.num_elements * item == size
-    if is_whole and goal.dtype == dtype and is_plain_memory(goal) and not copier.is_away(goal):
+    if copy.source.num_elements * item == size and is_direct(goal):
         yield from direct_parts(chunk, 0, size, tensor_bytes(goal), block)
         return
-    shape = manifest.chunk_region(chunk).shape
+    shape = stored.manifest.chunk_region(chunk).shape
     if exact and is_worthwhile(shape, copy.source, item):
         yield from _sparse_parts(chunk, shape, copy.source, item, goal)
         return
     for piece in step_over(copy.source, _num_separate_axes(shape, copy.source, item, exact, unit_bytes)):
         piece_goal = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
-        first = flat_start(shape, piece) * item
-        last = first + covering_elements(shape, piece) * item
+        first, last = _byte_range(shape, piece, item)
         is_aligned = first % block == 0 and (last % block == 0 or last == size)
-        if (
-            num_outer_axes(shape, piece) == 0
-            and piece_goal.dtype == dtype
-            and is_plain_memory(piece_goal)
-            and not copier.is_away(piece_goal)
-            and (is_aligned or verify != "full")
-        ):
+        if num_outer_axes(shape, piece) == 0 and is_direct(piece_goal) and (is_aligned or not widens):
             yield from direct_parts(chunk, first, last, tensor_bytes(piece_goal), block)
             continue
-        if verify == "full":
+        if widens:
             first, last = first // block * block, min(-(-last // block) * block, size)
         for start, stop in _cut_between_blocks(first, last, block, unit_bytes):
-            yield Part(chunk, start, stop, None, piece, piece_goal)
+            yield ReadPart(chunk, start, stop, None, piece, piece_goal)
 
 
-def direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) -> Iterator[Part]:
+def direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) -> Iterator[ReadPart]:
     """Divide bytes [first, last) of a chunk that go straight into memory of their number."""
     for start, stop in _cut_between_blocks(first, last, block, READ_UNIT_BYTES):
-        yield Part(chunk, start, stop, memory[start - first : stop - first])
+        yield ReadPart(chunk, start, stop, memory[start - first : stop - first])
+
+
+def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int, int]:
+    """Return where in a row-major tensor the first element of a region begins and the last one ends."""
+    first = flat_start(shape, region) * item
+    return first, first + covering_elements(shape, region) * item
 
 
 def _cut_between_blocks(first: int, last: int, block: int, unit_bytes: int) -> Iterator[tuple[int, int]]:
@@ -124,24 +120,25 @@ def _num_separate_axes(shape: tuple[int, ...], region: Region, item: int, exact:
     return sum(2 * math.prod(shape[axis + 1 :]) > unit_bytes // item for axis in range(outer))
 
 
-def _sparse_parts(chunk: int, shape: tuple[int, ...], region: Region, item: int, goal: torch.Tensor) -> Iterator[Part]:
+def _sparse_parts(
+    chunk: int, shape: tuple[int, ...], region: Region, item: int, goal: torch.Tensor
+) -> Iterator[ReadPart]:
     for piece in cut_region(region, max_elements(shape, region, item)):
-        start = flat_start(shape, piece) * item
-        stop = start + covering_elements(shape, piece) * item
-        yield Part(chunk, start, stop, None, piece, goal[piece.relative_to(region.offset).slices()], sparse=True)
+        target = goal[piece.relative_to(region.offset).slices()]
+        yield ReadPart(chunk, *_byte_range(shape, piece, item), None, piece, target, sparse=True)
 
 
-def with_gaps(part: Part, block: int) -> Iterator[Part]:
+def with_gaps(part: ReadPart, block: int) -> Iterator[ReadPart]:
     """Divide a sparse part into ones that are read together with what lies between its runs."""
     for start, stop in _cut_between_blocks(part.start, part.stop, block, READ_UNIT_BYTES):
         yield part._replace(start=start, stop=stop, sparse=False)
 
 
-def regions_within(manifest: Manifest, part: Part) -> Iterator[Region]:
+def regions_within(stored: StoredCheckpoint, part: ReadPart) -> Iterator[Region]:
     """Yield what of a part's region lies between its first and its last byte."""
     assert part.region is not None
-    shape = manifest.chunk_region(part.chunk).shape
-    item = FROM_NAME[manifest.dtypes[manifest.key_ids[part.chunk]]].itemsize
+    shape = stored.manifest.chunk_region(part.chunk).shape
+    item = stored.dtype_of(part.chunk).itemsize
     for run in flat_range_regions(shape, part.start // item, part.stop // item):
         piece = intersect(run, part.region)
         if piece is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._commit import posix
-from distckpt._foreign.sources import BACKEND
+from distckpt._foreign.opening import BACKEND
 from distckpt._format.marker import CONFIG_FNAME, maybe_load_config, read_marker
 from distckpt._operations.verify import verify
 from distckpt._storage import locations

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._commit import posix
-from distckpt._foreign import sources
+from distckpt._foreign import opening
 from distckpt._format.marker import read_marker
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
@@ -36,7 +36,7 @@ def find_checkpoint(
     location = locations.normalize(checkpoint_dir)
     with ranks.phase("find the checkpoint", decision=True):
         if ranks.is_coordinator:
-            marker = sources.identify(location, marker)
+            marker = opening.identify(location, marker)
     return location, json.loads(ranks.broadcast(json.dumps(marker).encode()))
 
 

@@ -17,10 +17,10 @@ from distckpt._base.dtypes import FROM_NAME, as_integers, to_numpy
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, UnsupportedObjectError
 from distckpt._base.messages import natural_order
 from distckpt._commit import posix
-from distckpt._foreign import sources
+from distckpt._foreign.opening import find_reader, open_checkpoint
 from distckpt._foreign.stored_values import object_keys, read_encoded, read_region
 from distckpt._format import codec
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, cut_region, whole
 from distckpt._io import background
 from distckpt._plan.export import matches, renamed
@@ -73,7 +73,7 @@ class ObjectDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class DiffReport:
-    """How two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
         a: location of the first.
@@ -106,24 +106,24 @@ class DiffReport:
 
 
 class _Side(NamedTuple):
-    """One of the two, and for each tensor that is compared the name it has there, by the name that counts."""
+    """One of the two, with the stored name of each tensor to compare, by its name after renaming."""
 
-    location: str
-    manifest: Manifest
+    stored: StoredCheckpoint
     names: dict[str, str]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return self.manifest.global_shapes[self.manifest.key_index[self.names[key]]]
+        return self.stored.global_shape(self.names[key])
 
     def dtype(self, key: str) -> str:
-        return self.manifest.dtypes[self.manifest.key_index[self.names[key]]]
+        return self.stored.dtype_name(self.names[key])
 
     def read(self, key: str, region: Region) -> torch.Tensor:
-        return read_region(self.location, self.manifest, self.names[key], region)
+        return read_region(self.stored, self.names[key], region)
 
     @property
     def holds_objects(self) -> bool:
-        return self.manifest.has_checksums or self.manifest.origin is not None
+        reader = find_reader(self.stored)
+        return reader is None or reader.holds_objects
 
 
 def diff(
@@ -168,16 +168,18 @@ def diff(
     sides = (_open(a, keys, rename or {}), _open(b, keys, {}))
     first, second = sides
     if keys is not None and not (first.names or second.names):
-        raise LoadMismatchError(f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}.")
+        raise LoadMismatchError(
+            f"No tensor of {first.stored.location!r} or {second.stored.location!r} matches {keys!r}."
+        )
     common = sorted(first.names.keys() & second.names.keys(), key=natural_order)
     comparable = [key for key in common if first.shape(key) == second.shape(key)]
     num_bytes = sum(_num_bytes(side, key) for side in sides for key in comparable)
-    told = counting(progress, num_bytes)
-    found = [_diff_tensor(first, second, key, atol, rtol, told) for key in common]
+    count = counting(progress, num_bytes)
+    found = [_diff_tensor(first, second, key, atol, rtol, count) for key in common]
     objects_compared = keys is None and first.holds_objects and second.holds_objects
     return DiffReport(
-        first.location,
-        second.location,
+        first.stored.location,
+        second.stored.location,
         tuple(sorted(first.names.keys() - second.names.keys(), key=natural_order)),
         tuple(sorted(second.names.keys() - first.names.keys(), key=natural_order)),
         tuple(difference for difference in found if difference is not None),
@@ -192,16 +194,16 @@ def diff(
 def _open(checkpoint_dir: str | os.PathLike[str], keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> _Side:
     location = locations.normalize(checkpoint_dir)
     background.wait_for_location(posix.resolve(location))
-    manifest = sources.open_manifest(location)
+    stored = open_checkpoint(location)
     names: dict[str, str] = {}
-    for name, key_id in manifest.key_index.items():
+    for name in stored.manifest.key_index:
         new = renamed(name, rename)
-        if manifest.dtypes[key_id] == OBJECT or not (keys is None or matches(new, keys)):
+        if stored.is_object(name) or not (keys is None or matches(new, keys)):
             continue
         if new in names:
             raise CheckpointingException(f"{name!r} and {names[new]!r} would both be {new!r}: change rename.")
         names[new] = name
-    return _Side(location, manifest, names)
+    return _Side(stored, names)
 
 
 def _num_bytes(side: _Side, key: str) -> int:
@@ -212,7 +214,7 @@ def _num_bytes(side: _Side, key: str) -> int:
 
 
 def _diff_tensor(
-    first: _Side, second: _Side, key: str, atol: float, rtol: float, told: Callable[[int], None] | None
+    first: _Side, second: _Side, key: str, atol: float, rtol: float, count: Callable[[int], None] | None
 ) -> TensorDifference | None:
     shapes, dtypes = (first.shape(key), second.shape(key)), (first.dtype(key), second.dtype(key))
     if shapes[0] != shapes[1]:
@@ -222,8 +224,8 @@ def _diff_tensor(
     spans: list[list[int]] = []
     for window in cut_region(whole(shapes[0]), WINDOW_ELEMENTS):
         left, right = first.read(key, window), second.read(key, window)
-        if told is not None:
-            told(left.nbytes + right.nbytes)
+        if count is not None:
+            count(left.nbytes + right.nbytes)
         if left.dtype == right.dtype and torch.equal(as_integers(left), as_integers(right)):
             continue
         differs, distance = _compare(left, right, atol, rtol)
@@ -263,7 +265,7 @@ def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) 
 
 
 def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], window: Region) -> list[list[int]]:
-    """Let the first and last + 1 index along each axis take in the elements of a window that differ."""
+    """Widen the ranges of indices along each axis to the elements of a window that differ."""
     extended = []
     for axis, offset in enumerate(window.offset):
         others = tuple(other for other in range(differs.ndim) if other != axis)
@@ -277,12 +279,12 @@ def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], window: Regi
 
 
 def _diff_objects(first: _Side, second: _Side) -> Iterator[ObjectDifference]:
-    keys = [set(object_keys(side.manifest)) for side in (first, second)]
+    keys = [set(object_keys(side.stored)) for side in (first, second)]
     for key in sorted(keys[0] | keys[1], key=natural_order):
         if key not in keys[0] or key not in keys[1]:
             yield ObjectDifference(key, None, "", "a" if key in keys[0] else "b")
             continue
-        cells = [read_encoded(side.location, side.manifest, key, "read") for side in (first, second)]
+        cells = [read_encoded(side.stored, key) for side in (first, second)]
         for offset in sorted(cells[0].keys() | cells[1].keys()):
             blobs = [cell.get(offset) for cell in cells]
             if blobs[0] is None or blobs[1] is None:

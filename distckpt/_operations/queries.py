@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from distckpt._commit import posix
-from distckpt._foreign import sources
+from distckpt._foreign import opening
 from distckpt._io import background
 from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
@@ -111,7 +111,7 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     """
     location = locations.normalize(checkpoint_dir)
     background.wait_for_location(posix.resolve(location))
-    load_strategy(None, sources.identify(location), location).remove_sharded_tensors(location, key_prefix)
+    load_strategy(None, opening.identify(location), location).remove_sharded_tensors(location, key_prefix)
 
 
 def _ask(
@@ -123,6 +123,6 @@ def _ask(
     location = locations.normalize(checkpoint_dir)
 
     def read(marker: dict[str, Any] | None) -> _Answer:
-        return question(load_strategy(given, sources.identify(location, marker), location), location)
+        return question(load_strategy(given, opening.identify(location, marker), location), location)
 
     return read_unchanged(Ranks.alone(), location, read)

@@ -18,15 +18,15 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.threads import NUM_THREADS
 from distckpt._commit import posix
-from distckpt._foreign import sources
+from distckpt._foreign.opening import BACKEND, VERSION, open_checkpoint
 from distckpt._foreign.stored_values import object_keys, read_encoded
-from distckpt._format import codec
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import crop
 from distckpt._geometry.region import IntArray, Region, whole
 from distckpt._io import background
-from distckpt._io.export import Source, filling
+from distckpt._io.export import filling
 from distckpt._io.save import object_files_of
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
@@ -132,10 +132,10 @@ def reshard(
     posix.check_target(target, overwrite)
 
     # 1. What is written.
-    manifest = sources.open_manifest(location)
-    outputs = _plan_outputs(manifest, keys, rules, rename or {}, dtype)
-    aliases = {} if rules else _aliases(manifest, keys, rename or {})
-    objects = _read_objects(location, manifest, verify)
+    stored = open_checkpoint(location, verify)
+    outputs = _plan_outputs(stored.manifest, keys, rules, rename or {}, dtype)
+    aliases = {} if rules else _aliases(stored.manifest, keys, rename or {})
+    objects = _read_objects(stored)
 
     # 2. Who writes it.
     shards, holders = _divide(outputs, objects, num_ranks, grids or {})
@@ -147,10 +147,10 @@ def reshard(
         num_threads=min(NUM_THREADS, num_export_threads(max_inflight_bytes)),
         progress=counting(progress, num_bytes),
     )
-    files, overflows = _files_of(Source(location, manifest, verify), outputs, planned, object_files)
+    files, overflows = _files_of(stored, outputs, planned, object_files)
     chunks = chunk_table(planned)
     rewrite = SafetensorsSave(lambda: files, [], ChunkTable.empty(), new_manifest, [chunks], settings, num_bytes)
-    config = CheckpointingConfig(sources.BACKEND, sources.VERSION)
+    config = CheckpointingConfig(BACKEND, VERSION)
     save = PlannedSave(target, SaveSettings(overwrite=overwrite), config, rewrite, PhaseTimer())
     write_and_commit(Ranks.alone(), save)
     return ReshardReport(
@@ -193,15 +193,13 @@ def _aliases(manifest: Manifest, keys: str | Sequence[str] | None, rename: Mappi
     }
 
 
-def _read_objects(location: str, manifest: Manifest, verify: str) -> list[ShardedObject]:
+def _read_objects(stored: StoredCheckpoint) -> list[ShardedObject]:
     """Read the encoded objects; there is common state in any case."""
     shards = []
-    for key in object_keys(manifest):
-        shape = (1,) if key == COMMON_KEY else manifest.global_shapes[manifest.key_index[key]]
-        cells = read_encoded(location, manifest, key, verify)
+    for key in object_keys(stored):
+        shape = (1,) if key == COMMON_KEY else stored.global_shape(key)
+        cells = read_encoded(stored, key)
         shards += [ShardedObject(key, data, shape, offset) for offset, data in cells.items()]
-    if COMMON_KEY not in manifest.key_index:
-        shards.append(ShardedObject(COMMON_KEY, codec.encode({}), (1,), (0,)))
     return shards
 
 
@@ -287,7 +285,7 @@ def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
 
 
 def _files_of(
-    source: Source,
+    stored: StoredCheckpoint,
     outputs: Sequence[OutputTensor],
     planned: Sequence[PlannedFile],
     object_files: Mapping[str, NewFile],
@@ -302,7 +300,7 @@ def _files_of(
             continue
         tensors = [_cropped(by_name[chunk.key], chunk) for chunk in file.chunks]
         overflows.append(([tensor.name for tensor in tensors], np.zeros(len(tensors), np.int64)))
-        fill = filling(source, tensors, overflows[-1][1])
+        fill = filling(stored, tensors, overflows[-1][1])
         files.append(NewFile(file.name, file.header, file.chunk_bytes, fill))
     return files, overflows
 

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._commit.conditional_put import stray_files
-from distckpt._foreign import sources
+from distckpt._foreign import opening
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -133,16 +134,17 @@ def _verify(
     progress: Callable[[int, int], object] | None,
 ) -> VerifyReport:
     started = time.perf_counter()
-    manifest = _open(location, marker)
-    if isinstance(manifest, Problem):
-        return VerifyReport(location, mode, (manifest,), True, 0, 0, 0, 0, time.perf_counter() - started)
+    stored = _open(location, marker)
+    if isinstance(stored, Problem):
+        return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started)
+    manifest = stored.manifest
 
     # 1. Files are there, have their sizes, and begin with the headers that were written.
-    problems, num_bytes = _check_files(location, manifest, num_threads)
+    problems, num_bytes = _check_files(stored, num_threads)
 
     # 2. Blocks have their checksums.
     if mode == "full":
-        found, num_read = _check_blocks(location, manifest, num_threads, progress)
+        found, num_read = _check_blocks(stored, num_threads, progress)
         problems += found
         num_bytes += num_read
     strays = stray_files(location, {file.name for file in manifest.files})
@@ -160,11 +162,11 @@ def _verify(
     )
 
 
-def _open(location: str, marker: dict[str, Any] | None) -> Manifest | Problem:
+def _open(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Problem:
     """Open what is at a location, or say which of the files that describe it is damaged."""
     file = locations.join(location, CONFIG_FNAME)
     try:
-        marker = sources.identify(location, marker)
+        marker = opening.identify(location, marker)
         load_strategy(None, marker, location)
         named = marker.get("manifest", {})
         if named is None:
@@ -172,7 +174,7 @@ def _open(location: str, marker: dict[str, Any] | None) -> Manifest | Problem:
             file = location
         elif isinstance(named, dict) and is_manifest_name(named.get("name")):
             file = locations.join(location, named["name"])
-        return Manifest.from_bytes(sources.manifest_bytes(location, marker), location)
+        return opening.decode_manifest(location, opening.manifest_bytes(location, marker))
     except CheckpointNotFoundError:
         raise
     except CheckpointingException as error:
@@ -182,16 +184,16 @@ def _open(location: str, marker: dict[str, Any] | None) -> Manifest | Problem:
 # --- Files and headers ------------------------------------------------------------------------------------------------
 
 
-def _check_files(location: str, manifest: Manifest, num_threads: int) -> tuple[list[Problem], int]:
+def _check_files(stored: StoredCheckpoint, num_threads: int) -> tuple[list[Problem], int]:
     """Compare sizes and headers; return problems and the bytes that were read."""
     with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
-        found = pool.map(lambda file_id: _check_file(location, manifest, file_id), range(len(manifest.files)))
+        found = pool.map(lambda file_id: _check_file(stored, file_id), range(len(stored.manifest.files)))
         problems = [problem for problem in found if problem is not None]
-    return problems, sum(file.header_bytes for file in manifest.files)
+    return problems, sum(file.header_bytes for file in stored.manifest.files)
 
 
-def _check_file(location: str, manifest: Manifest, file_id: int) -> Problem | None:
-    expected, path = manifest.files[file_id], _path(location, manifest, file_id)
+def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
+    expected, path = stored.manifest.files[file_id], stored.path_of_file(file_id)
     try:
         num_bytes = file_size(path)
         header = locations.read_range(path, 0, expected.header_bytes) if num_bytes == expected.num_bytes else b""
@@ -205,7 +207,7 @@ def _check_file(location: str, manifest: Manifest, file_id: int) -> Problem | No
         how = "cut off" if num_bytes < expected.num_bytes else "extended or replaced"
         message = f"the file was {how}: it has {num_bytes} bytes, {expected.num_bytes} were saved"
         return Problem(path, message, None, None, min(num_bytes, expected.num_bytes), expected.num_bytes)
-    if manifest.has_checksums and checksum(header) != expected.header_checksum:
+    if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
         return Problem(path, "checksum mismatch in the header", None, None, 0, expected.header_bytes)
     return None
 
@@ -224,21 +226,21 @@ class _Blocks(NamedTuple):
 
 
 def _check_blocks(
-    location: str, manifest: Manifest, num_threads: int, progress: Callable[[int, int], object] | None
+    stored: StoredCheckpoint, num_threads: int, progress: Callable[[int, int], object] | None
 ) -> tuple[list[Problem], int]:
     """Read all blocks and compare their checksums; return problems and the bytes that were read."""
-    blocks = _list_blocks(manifest)
+    blocks = _list_blocks(stored.manifest)
     total_bytes = int((blocks.stops - blocks.starts).sum())
     bad: list[tuple[int, str]] = []
     num_bytes = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
         # An interrupt ends the iteration, which cancels what has not begun.
-        for found, num_read in pool.map(lambda unit: _check_unit(location, manifest, blocks, unit), _units(blocks)):
+        for found, num_read in pool.map(lambda unit: _check_unit(stored, blocks, unit), _units(blocks)):
             bad += found
             num_bytes += num_read
             if progress is not None:
                 progress(num_bytes, total_bytes)
-    return _describe(location, manifest, blocks, bad), num_bytes
+    return _describe(stored, blocks, bad), num_bytes
 
 
 def _list_blocks(manifest: Manifest) -> _Blocks:
@@ -263,9 +265,9 @@ def _units(blocks: _Blocks) -> Iterator[range]:
             first = index
 
 
-def _check_unit(location: str, manifest: Manifest, blocks: _Blocks, unit: range) -> tuple[list[tuple[int, str]], int]:
+def _check_unit(stored: StoredCheckpoint, blocks: _Blocks, unit: range) -> tuple[list[tuple[int, str]], int]:
     """Read some blocks at once; return the bad ones, each with a message, and the bytes read."""
-    path = _path(location, manifest, int(blocks.file_ids[unit[0]]))
+    path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
     try:
         data = _read(path, begin, end)
@@ -274,7 +276,7 @@ def _check_unit(location: str, manifest: Manifest, blocks: _Blocks, unit: range)
     except OSError as error:
         if len(unit) > 1:
             # Narrow it down: one by one.
-            parts = [_check_unit(location, manifest, blocks, range(index, index + 1)) for index in unit]
+            parts = [_check_unit(stored, blocks, range(index, index + 1)) for index in unit]
             return [entry for found, _ in parts for entry in found], sum(num_read for _, num_read in parts)
         missing = isinstance(error, FileNotFoundError)
         return [(unit[0], "" if missing else f"a chunk cannot be read: {error.strerror or error}")], 0
@@ -288,7 +290,7 @@ def _check_unit(location: str, manifest: Manifest, blocks: _Blocks, unit: range)
     return bad, len(data)
 
 
-def _describe(location: str, manifest: Manifest, blocks: _Blocks, bad: Sequence[tuple[int, str]]) -> list[Problem]:
+def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int, str]]) -> list[Problem]:
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
     chunk_before = -1
@@ -301,9 +303,8 @@ def _describe(location: str, manifest: Manifest, blocks: _Blocks, bad: Sequence[
             problems[-1] = problems[-1]._replace(stop_byte=stop)
             continue
         chunk_before = chunk
-        key = manifest.keys[int(manifest.key_ids[chunk])]
-        path = _path(location, manifest, int(blocks.file_ids[index]))
-        problems.append(Problem(path, message, key, str(manifest.chunk_region(chunk)), start, stop))
+        region = str(stored.manifest.chunk_region(chunk))
+        problems.append(Problem(stored.path_of(chunk), message, stored.key_of(chunk), region, start, stop))
     return problems
 
 
@@ -331,7 +332,3 @@ def _read(path: str, start: int, stop: int) -> _Bytes:
     finally:
         os.close(fd)
     return buffer[:got]
-
-
-def _path(location: str, manifest: Manifest, file_id: int) -> str:
-    return locations.join(location, *manifest.files[file_id].name.split("/"))

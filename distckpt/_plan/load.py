@@ -1,23 +1,28 @@
-"""Planning a load: which part of which chunk goes where in each requested region. Pure functions over the manifest."""
+"""Planning a load: whether requests fit what is stored, and which parts of chunks fill them. Pure functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
+from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray, Region, find_tiling_faults, intersect_many, regions_to_arrays
+from distckpt.mapping import ShardedObject
 
 MAX_PAIRS = 1 << 18
 """So many pairs of a request and a chunk are compared at a time: some 50 MB."""
 
 
 class Copy(NamedTuple):
-    """The unit of reading: `source` lies in a chunk, `target`, of the same shape, in a requested region."""
+    """The unit of reading: `source` is a region of a chunk, `target` the equal one of a requested region."""
 
     chunk: int
     source: Region
@@ -26,7 +31,7 @@ class Copy(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A region of a key that a rank wants.
+    """A region of a key to load.
 
     With `allow_shape_mismatch` the global shape may differ from the stored one and what is not stored stays unread.
     """
@@ -37,47 +42,100 @@ class Request(NamedTuple):
     allow_shape_mismatch: bool = False
 
 
-def plan_load(manifest: Manifest, requests: Sequence[Request], location: str) -> list[Copy]:
-    """Find the parts of chunks that make up the requested regions.
+# --- Keys, dtypes and objects -----------------------------------------------------------------------------------------
 
-    Args:
-        manifest: what is on disk.
-        requests: what this rank wants; every key is in the manifest.
-        location: of the checkpoint, for messages.
 
-    Returns:
-        Copies, grouped by request. Together the targets cover each request exactly.
+def check_keys(stored: StoredCheckpoint, keys: Iterable[str]) -> None:
+    """Refuse keys that are not stored."""
+    known = stored.manifest.key_index
+    absent = sorted({key for key in keys if key not in known})
+    if absent:
+        raise LoadMismatchError(
+            f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{did_you_mean(absent[0], known)}. "
+            "Correct the keys, or choose a StrictHandling that leaves unexpected keys out.",
+            unexpected=absent,
+        )
+
+
+def check_dtype(stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool) -> None:
+    """Refuse a tensor that is stored as an object, or in a dtype whose values would change."""
+    if stored.is_object(key):
+        raise LoadMismatchError(
+            f"Key {key!r} is an object in {stored.location!r} and was requested as a tensor.", unexpected=[key]
+        )
+    dtype = FROM_NAME[stored.dtype_name(key)]
+    if not (allow_cast or is_lossless_cast(dtype, requested)):
+        raise LoadMismatchError(
+            f"Key {key!r} is stored in {stored.location!r} as {dtype} and was requested as {requested}, which would "
+            "change values. Request the stored dtype or a wider one, or pass allow_dtype_cast=True.",
+            unexpected=[key],
+        )
+
+
+def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
+    """Find the chunk that holds a part of an object."""
+    if not stored.is_object(shard.key):
+        raise LoadMismatchError(
+            f"Key {shard.key!r} is a tensor in {stored.location!r} and was requested as an object.",
+            unexpected=[shard.key],
+        )
+    stored_shape = stored.global_shape(shard.key)
+    if stored_shape != tuple(shard.global_shape):
+        raise LoadMismatchError(
+            f"The object {shard.key!r} was saved in {stored_shape} parts and is requested in {shard.global_shape} "
+            f"(checkpoint {stored.location!r}): objects cannot be resharded. Such per-rank state (RNG, data loader "
+            "position) belongs to the number of ranks it was saved with: leave the key out, or load all stored parts "
+            "(see load_sharded_metadata) and merge them yourself.",
+            unexpected=[shard.unique_key],
+        )
+    chunks = stored.chunks_of(shard.key)
+    offsets = stored.manifest.offsets[chunks.start : chunks.stop, : len(stored_shape)]
+    hits = np.flatnonzero((offsets == np.array(shard.global_offset, np.int64)).all(axis=1))
+    if len(hits):
+        return chunks[int(hits[0])]
+    raise LoadMismatchError(
+        f"Part {shard.global_offset} of the object {shard.key!r} is not in {stored.location!r}.",
+        unexpected=[shard.unique_key],
+    )
+
+
+# --- Regions of tensors -----------------------------------------------------------------------------------------------
+
+
+def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Copy]:
+    """Find the parts of chunks that make up the requested regions, whose keys are all stored.
+
+    Returns copies grouped by request. Together their targets cover each request exactly.
 
     Raises:
         LoadMismatchError: the stored tensor has another global shape, or does not cover a requested region.
         CorruptCheckpointError: an element of a requested region is stored twice.
     """
-    key_ids = [manifest.key_index[request.key] for request in requests]
-    for request, key_id in zip(requests, key_ids, strict=True):
-        _check_shape(request, manifest.global_shapes[key_id], location)
-    common = _common_regions(manifest, [request.region for request in requests], np.array(key_ids, np.int64))
-    extents = [_stored_extent(manifest, request) for request in requests]
+    for request in requests:
+        _check_shape(stored, request)
+    common = _intersect_chunks(stored.manifest, requests)
+    extents = [_stored_extent(stored, request) for request in requests]
     found = np.zeros(len(requests), np.int64)
     np.add.at(found, common.requests, np.prod(common.shapes, axis=1))
     for request, extent, num_found in zip(requests, extents, found.tolist(), strict=True):
-        wanted = math.prod(extent)
-        if num_found > wanted:
-            raise _stored_twice(request, location)
-        if num_found < wanted:
+        num_stored = math.prod(extent)
+        if num_found > num_stored:
+            raise _stored_twice(stored, request)
+        if num_found < num_stored:
             raise LoadMismatchError(
-                f"Region {request.region} of key {request.key!r} is not stored completely in {location!r}: it was "
-                "saved with gaps (validate_access_integrity=False). Ask for a region that was saved.",
+                f"Region {request.region} of key {request.key!r} is not stored completely in {stored.location!r}: it "
+                "was saved with gaps (validate_access_integrity=False). Request a region that was saved.",
                 unexpected=[request.key],
             )
-    # Of as many elements as are wanted, one that is found twice leaves another one unread.
+    # The numbers agree: an element that is found twice leaves another one unread.
     twice = _find_overlap(common, extents)
     if twice is not None:
-        raise _stored_twice(requests[twice], location)
-    return _copies_of(common, [len(request.region.shape) for request in requests])
+        raise _stored_twice(stored, requests[twice])
+    return _to_copies(common, [len(request.region.shape) for request in requests])
 
 
-class _CommonRegions(NamedTuple):
-    """The regions that requests have in common with chunks, sorted by both: n rows, all padded to as many axes.
+class _Intersections(NamedTuple):
+    """What requests have in common with chunks, sorted by both: n rows, all padded to as many axes.
 
     `chunks` and `requests` are (n,); `in_chunks`, `in_requests` (offsets inside of either) and `shapes` (n, ndim).
     """
@@ -89,33 +147,31 @@ class _CommonRegions(NamedTuple):
     shapes: IntArray
 
 
-def _common_regions(manifest: Manifest, regions: Sequence[Region], key_ids: IntArray) -> _CommonRegions:
-    """Intersect regions with the chunks of their keys, many pairs at once."""
-    offsets, shapes = regions_to_arrays(regions, manifest.offsets.shape[1])
+def _intersect_chunks(manifest: Manifest, requests: Sequence[Request]) -> _Intersections:
+    """Intersect requested regions with the chunks of their keys, many pairs at once."""
+    offsets, shapes = regions_to_arrays([request.region for request in requests], manifest.offsets.shape[1])
+    key_ids = np.array([manifest.key_index[request.key] for request in requests], np.int64)
     first_chunks = manifest.key_starts[key_ids]
     counts = manifest.key_starts[key_ids + 1] - first_chunks
     ends = np.cumsum(counts)
-    parts: list[_CommonRegions] = []
+    batches: list[_Intersections] = []
     start = 0
-    while start < len(regions):
+    while start < len(requests):
         done = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, done + MAX_PAIRS, "right")))
-        requests = np.repeat(np.arange(start, stop), counts[start:stop])
-        number = np.arange(done, int(ends[stop - 1])) - (ends - counts)[requests]
-        chunks = first_chunks[requests] + number
-        begin, wanted = manifest.offsets[chunks], offsets[requests]
-        hits, low, extent = intersect_many(begin, manifest.shapes[chunks], wanted, shapes[requests])
-        parts.append(_CommonRegions(chunks[hits], requests[hits], low - begin[hits], low - wanted[hits], extent))
+        rows = np.repeat(np.arange(start, stop), counts[start:stop])
+        chunks = first_chunks[rows] + np.arange(done, int(ends[stop - 1])) - (ends - counts)[rows]
+        in_tensor, requested = manifest.offsets[chunks], offsets[rows]
+        hits, low, extent = intersect_many(in_tensor, manifest.shapes[chunks], requested, shapes[rows])
+        batches.append(_Intersections(chunks[hits], rows[hits], low - in_tensor[hits], low - requested[hits], extent))
         start = stop
-    if not parts:
+    if not batches:
         none = np.zeros(0, np.int64)
-        return _CommonRegions(none, none, offsets, offsets, shapes)
-    if len(parts) == 1:
-        return parts[0]
-    return _CommonRegions(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return _Intersections(none, none, offsets, offsets, shapes)
+    return _Intersections(*map(np.concatenate, zip(*batches, strict=True))) if len(batches) > 1 else batches[0]
 
 
-def _copies_of(common: _CommonRegions, ndims: Sequence[int]) -> list[Copy]:
+def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
     copies = []
     for chunk, request, source, target, shape in zip(*(column.tolist() for column in common), strict=True):
         ndim = ndims[request]
@@ -124,49 +180,49 @@ def _copies_of(common: _CommonRegions, ndims: Sequence[int]) -> list[Copy]:
     return copies
 
 
-def _find_overlap(common: _CommonRegions, extents: Sequence[tuple[int, ...]]) -> int | None:
-    """Find a request of which an element is stored twice, given regions of as many elements as it has."""
+def _find_overlap(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> int | None:
+    """Find a request of which an element is stored twice, when as many elements are stored as it has."""
     counts = np.bincount(common.requests, minlength=len(extents))
     divided = np.flatnonzero(counts > 1)
     if not len(divided):
         return None
     rows = np.flatnonzero(counts[common.requests] > 1)
     ndim = common.shapes.shape[1]
-    wanted = [extents[index] + (1,) * (ndim - len(extents[index])) for index in divided.tolist()]
+    shapes = [extents[index] + (1,) * (ndim - len(extents[index])) for index in divided.tolist()]
     faults = find_tiling_faults(
         np.searchsorted(divided, common.requests[rows]),
         common.in_requests[rows],
         common.shapes[rows],
-        np.array(wanted, np.int64).reshape(len(divided), ndim),
+        np.array(shapes, np.int64).reshape(len(divided), ndim),
     )
     return int(divided[faults[0].tensor]) if faults else None
 
 
-def _stored_extent(manifest: Manifest, request: Request) -> tuple[int, ...]:
+def _stored_extent(stored: StoredCheckpoint, request: Request) -> tuple[int, ...]:
     """Return the shape of that part of a request which lies inside of the stored tensor."""
     if not request.allow_shape_mismatch:
         return request.region.shape
-    stored_shape = manifest.global_shapes[manifest.key_index[request.key]]
-    spans = zip(request.region.offset, request.region.shape, stored_shape, strict=True)
+    spans = zip(*request.region, stored.global_shape(request.key), strict=True)
     return tuple(max(min(o + n, size) - o, 0) for o, n, size in spans)
 
 
-def _stored_twice(request: Request, location: str) -> CorruptCheckpointError:
+def _stored_twice(stored: StoredCheckpoint, request: Request) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"Some of region {request.region} of key {request.key!r} is stored twice in {location!r}, which no save does: "
-        "the manifest is damaged. Load another checkpoint."
+        f"Some of region {request.region} of key {request.key!r} is stored twice in {stored.location!r}, which no save "
+        "does: the manifest is damaged. Load another checkpoint."
     )
 
 
-def _check_shape(request: Request, stored_shape: tuple[int, ...], location: str) -> None:
-    if len(request.global_shape) != len(stored_shape):
+def _check_shape(stored: StoredCheckpoint, request: Request) -> None:
+    shape = stored.global_shape(request.key)
+    if len(request.global_shape) != len(shape):
         difference = "number of axes"
-    elif request.global_shape != stored_shape and not request.allow_shape_mismatch:
+    elif request.global_shape != shape and not request.allow_shape_mismatch:
         difference = "global shape"
     else:
         return
     raise LoadMismatchError(
-        f"Key {request.key!r} is stored in {location!r} with global shape {stored_shape} and was asked for with "
+        f"Key {request.key!r} is stored in {stored.location!r} with global shape {shape} and was requested with "
         f"{request.global_shape}: the {difference} differs. Correct the sharded state dict, or set "
         "allow_shape_mismatch=True on the ShardedTensor if it is padded (a vocabulary, say).",
         unexpected=[request.key],

@@ -14,17 +14,17 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.memory import Bytes
-from distckpt._foreign import sources
-from distckpt._foreign.torch_dist.load import load_common_state, load_objects
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._foreign import opening
+from distckpt._foreign.stored_values import load_common_state, load_objects
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import counting
@@ -74,74 +74,65 @@ def convert(
     location, data = locations.normalize(source_dir), b""
     with ranks.phase("open the source", decision=True):
         if ranks.is_coordinator:
-            data = sources.manifest_bytes(location, sources.identify(location))
+            data = opening.manifest_bytes(location, opening.identify(location))
     data = ranks.broadcast(data)
     with ranks.phase("prepare to convert"):
-        manifest = Manifest.from_bytes(data, location)
-        if manifest.has_checksums:
+        stored = opening.decode_manifest(location, data, "none")
+        if stored.manifest.has_checksums:
             raise CheckpointingException(f"{location!r} is a checkpoint of distckpt already: copy it.")
         if common_state is None:
-            common_state = _common_state(location, manifest)
-        shards = _share(location, manifest, ranks.rank, ranks.size)
+            common_state = _common_state(stored)
+        shards = _share(stored, ranks.rank, ranks.size)
     # Under a name that no common state has; an empty list would be common state itself.
     state = {**common_state, **({uuid.uuid4().hex: shards} if shards else {})}
     tensors = [shard.data for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None]
-    told = counting(progress, sum(tensor.nbytes for tensor in tensors))
-    return save(state, checkpoint_dir, overwrite=overwrite, process_group=process_group, progress=told)
+    count = counting(progress, sum(tensor.nbytes for tensor in tensors))
+    return save(state, checkpoint_dir, overwrite=overwrite, process_group=process_group, progress=count)
 
 
-def _common_state(location: str, manifest: Manifest) -> CommonStateDict:
-    if COMMON_KEY not in manifest.key_index:
-        return {}
-    common = load_common_state(location, manifest)
+def _common_state(stored: StoredCheckpoint) -> CommonStateDict:
+    common = load_common_state(stored)
     if not isinstance(common, dict):
-        raise CorruptCheckpointError(f"The common state of {location!r} is a {type(common).__name__}, not a dict.")
+        raise CorruptCheckpointError(
+            f"The common state of {stored.location!r} is a {type(common).__name__}, not a dict."
+        )
     return common
 
 
-def _rows(manifest: Manifest, key: str) -> range:
-    rows = manifest.chunk_rows(manifest.key_index[key])
-    return range(rows.start, rows.stop)
-
-
-def _share(location: str, manifest: Manifest, rank: int, num_ranks: int) -> list[ShardedTensor | ShardedObject]:
+def _share(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[ShardedTensor | ShardedObject]:
     """Return the chunks that one rank converts: a run of about as many bytes as the others have."""
-    chunks = [(key, row) for key in manifest.key_index if key != COMMON_KEY for row in _rows(manifest, key)]
-    ends = np.cumsum([int(manifest.num_bytes[row]) + 1 for _, row in chunks])
+    manifest = stored.manifest
+    chunks = [(key, chunk) for key in manifest.key_index if key != COMMON_KEY for chunk in stored.chunks_of(key)]
+    ends = np.cumsum([int(manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
-    mine = [chunk for chunk, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
-    tensors = [(key, row) for key, row in mine if not _is_object(manifest, row)]
-    objects = [(key, row) for key, row in mine if _is_object(manifest, row)]
-    contents = _tensor_contents(location, manifest, [row for _, row in tensors])
+    mine = [pair for pair, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
+    tensors = [(key, chunk) for key, chunk in mine if not stored.is_object(key)]
+    objects = [
+        ShardedObject(key, None, stored.global_shape(key), manifest.chunk_region(chunk).offset)
+        for key, chunk in mine
+        if stored.is_object(key)
+    ]
+    contents = _tensor_contents(stored, [chunk for _, chunk in tensors])
     shards: list[ShardedTensor | ShardedObject] = []
-    for key, row in tensors:
-        dtype = FROM_NAME[manifest.dtypes[int(manifest.key_ids[row])]]
-        region, shape = manifest.chunk_region(row), manifest.global_shapes[int(manifest.key_ids[row])]
-        data = torch.from_numpy(contents[row]).view(dtype).reshape(region.shape)
-        shards.append(ShardedTensor(key, data, dtype, region.shape, shape, region.offset, None))
-    values = load_objects(location, manifest, {str(row): row for _, row in objects})
-    for key, row in objects:
-        shape = manifest.global_shapes[int(manifest.key_ids[row])]
-        shards.append(ShardedObject(key, values[str(row)], shape, manifest.chunk_region(row).offset))
+    for key, chunk in tensors:
+        region, dtype = manifest.chunk_region(chunk), stored.dtype_of(chunk)
+        data = torch.from_numpy(contents[chunk]).view(dtype).reshape(region.shape)
+        shards.append(ShardedTensor(key, data, dtype, region.shape, stored.global_shape(key), region.offset, None))
+    for shard, value in zip(objects, load_objects(stored, objects), strict=True):
+        shards.append(replace(shard, data=value))
     return shards
 
 
-def _is_object(manifest: Manifest, row: int) -> bool:
-    return manifest.dtypes[int(manifest.key_ids[row])] == OBJECT
-
-
-def _tensor_contents(location: str, manifest: Manifest, rows: list[int]) -> Mapping[int, Bytes]:
+def _tensor_contents(stored: StoredCheckpoint, chunks: list[int]) -> Mapping[int, Bytes]:
     """Return the bytes of chunks: parts of mapped files, of which nothing is read yet, or all of them from a URL."""
-    if not locations.is_local(location):
-        blobs = read_chunks(location, manifest, rows, "none")
-        return {row: np.frombuffer(bytearray(blob), np.uint8) for row, blob in zip(rows, blobs, strict=True)}
-    files = {}
-    for file_id in sorted({int(manifest.file_ids[row]) for row in rows}):
-        path = locations.join(location, *manifest.files[file_id].name.split("/"))
-        # Private, as torch wants memory that it may write to.
-        files[file_id] = np.memmap(path, np.uint8, mode="c")
+    if not locations.is_local(stored.location):
+        blobs = read_chunks(stored, chunks)
+        return {chunk: np.frombuffer(bytearray(blob), np.uint8) for chunk, blob in zip(chunks, blobs, strict=True)}
+    manifest = stored.manifest
+    # Private, as torch requires memory that it may write to.
+    files = {path: np.memmap(path, np.uint8, mode="c") for path in sorted({stored.path_of(chunk) for chunk in chunks})}
     contents = {}
-    for row in rows:
-        first = int(manifest.first_bytes[row])
-        contents[row] = files[int(manifest.file_ids[row])][first : first + int(manifest.num_bytes[row])]
+    for chunk in chunks:
+        first = int(manifest.first_bytes[chunk])
+        contents[chunk] = files[stored.path_of(chunk)][first : first + int(manifest.num_bytes[chunk])]
     return contents

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._foreign import sources
-from distckpt._foreign.sources import BACKEND, VERSION
-from distckpt._foreign.torch_dist import source
+from distckpt._foreign.opening import BACKEND, READERS, VERSION, identify
 from distckpt._storage import locations
 from distckpt.strategies.base import (
     LoadShardedStrategy,
@@ -22,8 +20,9 @@ from distckpt.strategies.safetensors import SafetensorsLoadStrategy, Safetensors
 
 register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SafetensorsSaveStrategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, SafetensorsLoadStrategy())
-# Programs that name the format of their Megatron checkpoints go on to work.
-register_default_strategy(StrategyAction.LOAD_SHARDED, source.MARKER_BACKEND, 1, SafetensorsLoadStrategy())
+for _name in READERS:
+    # Programs may name the format of the checkpoints that they load.
+    register_default_strategy(StrategyAction.LOAD_SHARDED, _name, 1, SafetensorsLoadStrategy())
 
 
 def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
@@ -75,4 +74,4 @@ def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VER
 def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadShardedStrategy:
     """Return the strategy that reads a checkpoint, or the built-in format when none is given."""
     location = "" if checkpoint_dir is None else locations.normalize(checkpoint_dir)
-    return load_strategy(None, sources.identify(location) if location else {"sharded_backend": BACKEND}, location)
+    return load_strategy(None, identify(location) if location else {"sharded_backend": BACKEND}, location)

@@ -18,10 +18,11 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._commit import posix
-from distckpt._foreign import hugging_face, sources
+from distckpt._foreign import hugging_face, opening
 from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.manifest import Manifest
-from distckpt._io.export import Source, write_output_file
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.export import write_output_file
 from distckpt._plan.export import (
     DEFAULT_MAX_FILE_BYTES,
     OutputFile,
@@ -123,14 +124,14 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
                 data = self._manifest_bytes(location)
         data = ranks.broadcast(data)
         with ranks.phase("plan the export"):
-            source = Source(location, Manifest.from_bytes(data, location), self.verify)
-            files = self._plan(source.manifest, is_speaker=ranks.is_coordinator)
+            stored = opening.decode_manifest(location, data, self.verify)
+            files = self._plan(stored.manifest, is_speaker=ranks.is_coordinator)
 
         # 2. Write beside the target.
         nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
         staging = posix.staging_location(target, nonce)
         try:
-            overflows = self._write_all(ranks, source, files, staging)
+            overflows = self._write_all(ranks, stored, files, staging)
 
             # 3. Read back what stands in the headers, write the index, commit.
             report: dict[str, Any] = {}
@@ -153,7 +154,9 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
         return ExportReport(files=names, overflows=overflows, seconds=time.perf_counter() - started, **report)
 
-    def _write_all(self, ranks: Ranks, source: Source, files: Sequence[OutputFile], staging: str) -> dict[str, int]:
+    def _write_all(
+        self, ranks: Ranks, stored: StoredCheckpoint, files: Sequence[OutputFile], staging: str
+    ) -> dict[str, int]:
         """Write this rank's share of the files; return what did not fit its dtype in those of all ranks."""
         overflows: dict[str, int] = {}
         with ranks.phase("write output files"):
@@ -162,7 +165,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             told = counting(self.progress, sum(file.num_bytes for file in mine))
             for file in mine:
                 path = locations.join(staging, file.name)
-                overflows.update(write_output_file(source, file, path, self._threads(), told))
+                overflows.update(write_output_file(stored, file, path, self._threads(), told))
             locations.sync_directory(staging)
         for other in ranks.all_gather(json.dumps(overflows).encode()):
             overflows.update(json.loads(other))
@@ -187,7 +190,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     def _manifest_bytes(self, location: str) -> bytes:
         if self.require_sharding_info:
             return hugging_face.read_directory(location, require_sharding_info=True).to_bytes()
-        return sources.manifest_bytes(location, sources.identify(location))
+        return opening.manifest_bytes(location, opening.identify(location))
 
     def _plan(self, manifest: Manifest, is_speaker: bool) -> list[OutputFile]:
         tensors = select_tensors(manifest, self.keys, write_tied=self.tied == "write")

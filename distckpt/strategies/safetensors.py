@@ -15,15 +15,16 @@ from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
 from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._base.threads import direct_unit_within, num_requests_within, num_threads_within
 from distckpt._commit import posix
-from distckpt._foreign import sources
-from distckpt._foreign.sources import BACKEND, VERSION
-from distckpt._foreign.torch_dist.load import load_common_state, load_objects
+from distckpt._foreign import opening
+from distckpt._foreign.opening import BACKEND, VERSION
+from distckpt._foreign.stored_values import load_objects
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
+from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-from distckpt._io.read import read_chunks, read_copies
+from distckpt._io.read import read_copies
 from distckpt._io.remove_tensors import remove_tensors
 from distckpt._io.save import make_plan, object_files_of, tensor_files_of, write_manifest
 from distckpt._io.shared_read import Sharing, read_sharing
@@ -31,8 +32,7 @@ from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, write_files
 from distckpt._plan.cache import PlanCache, structure_of
 from distckpt._plan.layout import chunk_table
-from distckpt._plan.load import Copy, Request, plan_load
-from distckpt._plan.matching import check_dtype, check_known, object_chunk
+from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
 from distckpt._plan.translate import translate
 from distckpt._ranks import collectives
 from distckpt._ranks.collectives import Ranks
@@ -242,7 +242,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     ranks: Ranks = field(default_factory=Ranks.alone)
     backend: str = BACKEND
     version: int = VERSION
-    _opened: dict[str, tuple[Any, Manifest]] = field(default_factory=dict, init=False, repr=False)
+    _opened: dict[str, tuple[Any, StoredCheckpoint]] = field(default_factory=dict, init=False, repr=False)
 
     def configure(self, options: Options) -> SafetensorsLoadStrategy:
         """Return this strategy with the settings of one call."""
@@ -251,163 +251,124 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
         """Read tensors in place and decode objects.
 
-        Collective: every rank of the configured group calls; rank 0 reads the manifest and sends it to all.
+        Collective operation: all ranks of the configured group must call it; rank 0 reads the manifest and sends it to
+        all.
 
         Raises:
-            LoadMismatchError: a key, shape, dtype or object grid is not stored as asked for.
+            LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
             CorruptCheckpointError: files contradict the manifest or their checksums.
         """
-        manifest = self._open_together(checkpoint_dir)
-        # Files that others wrote have no common state.
-        without = {n for n, s in sharded_state_dict.items() if s.key == COMMON_KEY and s.key not in manifest.key_index}
-        wanted = {name: shard for name, shard in sharded_state_dict.items() if name not in without}
-        tensors = {name: s for name, s in wanted.items() if isinstance(s, ShardedTensor)}
-        objects = {name: s for name, s in wanted.items() if isinstance(s, ShardedObject)}
-        loaded: dict[str, Any] = {
-            **{name: {} for name in without},
-            **self._load_tensors(manifest, tensors, checkpoint_dir),
-            **self._load_objects(manifest, objects, checkpoint_dir),
-        }
+        stored = self._open_together(checkpoint_dir)
+        tensors = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedTensor)}
+        objects = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedObject)}
+        loaded: dict[str, Any] = {**self._load_tensors(stored, tensors)}
+        check_keys(stored, [shard.key for shard in objects.values() if shard.key != COMMON_KEY])
+        loaded.update(zip(objects, load_objects(stored, list(objects.values())), strict=True))
         return {name: loaded[name] for name in sharded_state_dict}
 
-    def _load_tensors(
-        self, manifest: Manifest, tensors: Mapping[str, ShardedTensor], checkpoint_dir: str
-    ) -> dict[str, torch.Tensor]:
-        group = 0
+    def _load_tensors(self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
+        options, group = self.options, 0
         with self.ranks.phase("plan the reads"):
-            filled, copies, targets = self._plan_tensors(manifest, tensors, checkpoint_dir)
-            if self.options.exchange_group is not None:
-                group = collectives.lowest_global_rank(self.options.exchange_group)
-        sharing = Sharing(
-            self.ranks,
-            self.options.parallel_load,
-            group,
-            locations.is_local(checkpoint_dir),
-            self.options.max_inflight_bytes,
-        )
+            filled, copies, targets = self._plan_tensors(stored, tensors)
+            if options.exchange_group is not None:
+                group = collectives.lowest_global_rank(options.exchange_group)
+        is_local = locations.is_local(stored.location)
+        sharing = Sharing(self.ranks, options.parallel_load, group, is_local, options.max_inflight_bytes)
+        num_threads = (num_threads_within if is_local else num_requests_within)(options.max_inflight_bytes)
 
-        def read(part: Sequence[Copy]) -> None:
-            within = num_threads_within if locations.is_local(checkpoint_dir) else num_requests_within
-            threads = within(self.options.max_inflight_bytes)
-            read_copies(checkpoint_dir, manifest, part, targets, self.options.verify, threads, self.options.progress)
+        def read_share(share: Sequence[Copy]) -> None:
+            read_copies(stored, share, targets, num_threads, options.progress)
 
-        read_sharing(sharing, manifest, copies, targets, read)
+        read_sharing(sharing, stored.manifest, copies, targets, read_share)
         return {name: shard.data for name, shard in filled.items() if shard.data is not None}
 
     def _plan_tensors(
-        self, manifest: Manifest, tensors: Mapping[str, ShardedTensor], checkpoint_dir: str
+        self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]
     ) -> tuple[dict[str, ShardedTensor], list[Copy], Sequence[torch.Tensor]]:
         """Return the shards with their tensors, and what to read into which parts of those."""
-        wanted = [(name, region) for name, shard in tensors.items() for region in shard_regions(shard)]
+        regions = [(name, region) for name, shard in tensors.items() for region in shard_regions(shard)]
         requests = [
             Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
-            for shard, region in ((tensors[name], region) for name, region in wanted)
+            for shard, region in ((tensors[name], region) for name, region in regions)
         ]
         copies: list[Copy] = []
         if not self.options.rules:
-            # Before memory is asked for: what is not stored may be of any size.
-            dtypes = [_dtype_of(tensors[name]) for name, _ in wanted]
-            copies = self._plan(manifest, requests, dtypes, checkpoint_dir)
+            # Before memory is allocated: what is not stored may be of any size.
+            copies = self._plan(stored, requests, [_dtype_of(tensors[name]) for name, _ in regions])
         filled = {name: _with_data(shard) for name, shard in tensors.items()}
-        targets = [region_view(filled[name], region) for name, region in wanted]
+        targets = [region_view(filled[name], region) for name, region in regions]
         if self.options.rules:
             requests, targets = translate(self.options.rules, requests, targets)
-            copies = self._plan(manifest, requests, [target.dtype for target in targets], checkpoint_dir)
+            copies = self._plan(stored, requests, [target.dtype for target in targets])
         for request, target in zip(requests, targets, strict=True):
             if request.allow_shape_mismatch:
                 target.zero_()
         return filled, copies, targets
 
-    def _plan(
-        self, manifest: Manifest, requests: Sequence[Request], dtypes: Sequence[torch.dtype], checkpoint_dir: str
-    ) -> list[Copy]:
+    def _plan(self, stored: StoredCheckpoint, requests: Sequence[Request], dtypes: Sequence[torch.dtype]) -> list[Copy]:
         """Find what fills the requests, whose targets have the given dtypes."""
-        check_known(manifest, [request.key for request in requests], checkpoint_dir)
+        check_keys(stored, [request.key for request in requests])
         for key, dtype in dict.fromkeys(zip((request.key for request in requests), dtypes, strict=True)):
-            check_dtype(manifest, key, dtype, checkpoint_dir, self.options.allow_dtype_cast)
-        return plan_load(manifest, requests, checkpoint_dir)
-
-    def _load_objects(
-        self, manifest: Manifest, objects: Mapping[str, ShardedObject], checkpoint_dir: str
-    ) -> dict[str, object]:
-        check_known(manifest, [shard.key for shard in objects.values()], checkpoint_dir)
-        if manifest.origin is not None:
-            common = {name for name, shard in objects.items() if shard.key == COMMON_KEY}
-            rest = {n: object_chunk(manifest, s, checkpoint_dir) for n, s in objects.items() if n not in common}
-            loaded = load_objects(checkpoint_dir, manifest, rest)
-            return {**loaded, **{name: load_common_state(checkpoint_dir, manifest) for name in common}}
-        chunks = [object_chunk(manifest, shard, checkpoint_dir) for shard in objects.values()]
-        blobs = read_chunks(checkpoint_dir, manifest, chunks, self.options.verify)
-        found = zip(objects, chunks, blobs, strict=True)
-        return {name: _decode(checkpoint_dir, manifest, chunk, blob) for name, chunk, blob in found}
+            check_dtype(stored, key, dtype, self.options.allow_dtype_cast)
+        return plan_load(stored, requests)
 
     def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:
-        """Describe every stored tensor as one whole, without data, by key. Any rank may call, alone."""
-        manifest = self._open(checkpoint_dir)
+        """Describe every stored tensor, undivided and without data, by key. Any rank may call, alone."""
+        stored = self._open(checkpoint_dir)
         described = {}
-        for key, key_id in manifest.key_index.items():
-            dtype, shape = manifest.dtypes[key_id], manifest.global_shapes[key_id]
-            if dtype != OBJECT:
+        for key in stored.manifest.key_index:
+            if not stored.is_object(key):
+                shape, dtype = stored.global_shape(key), FROM_NAME[stored.dtype_name(key)]
                 zeros, ones = (0,) * len(shape), (1,) * len(shape)
-                described[key] = ShardedTensor(key, None, FROM_NAME[dtype], shape, shape, zeros, ones)
+                described[key] = ShardedTensor(key, None, dtype, shape, shape, zeros, ones)
         return described
 
     def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
         """Describe every stored tensor, by key, and every stored object, by unique key. Any rank may call, alone."""
-        manifest = self._open(checkpoint_dir)
+        stored = self._open(checkpoint_dir)
         described: dict[str, ShardedTensor | ShardedObject] = {**self.load_tensors_metadata(checkpoint_dir)}
-        for key_id, key in enumerate(manifest.keys):
-            if manifest.dtypes[key_id] == OBJECT:
-                rows = manifest.chunk_rows(key_id)
-                for row in range(rows.start, rows.stop):
-                    offset = manifest.chunk_region(row).offset
-                    shard = ShardedObject(key, None, manifest.global_shapes[key_id], offset)
-                    described[shard.unique_key] = shard
+        for key in filter(stored.is_object, stored.manifest.keys):
+            for chunk in stored.chunks_of(key):
+                offset = stored.manifest.chunk_region(chunk).offset
+                shard = ShardedObject(key, None, stored.global_shape(key), offset)
+                described[shard.unique_key] = shard
         return described
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint is complete throughout."""
+        """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint stays complete."""
         config = CheckpointingConfig(self.backend, self.version)
-        manifest = self._open(checkpoint_dir)
+        manifest = self._open(checkpoint_dir).manifest
         if not manifest.has_checksums:
             raise CheckpointingException(f"{checkpoint_dir!r} was not written by distckpt: convert it first.")
         removed = remove_tensors(posix.resolve(checkpoint_dir), manifest, key_prefix, config)
         if not removed:
             logger.warning("no tensor in %s has a key that begins with %r: nothing removed", checkpoint_dir, key_prefix)
 
-    def _open(self, checkpoint_dir: str) -> Manifest:
+    def _open(self, checkpoint_dir: str) -> StoredCheckpoint:
         """Read the manifest, unless the same one was read before."""
         marker = self._marker(checkpoint_dir)
         known = self._opened.get(checkpoint_dir)
         if known is None or known[0] != marker or not marker.get("manifest"):
-            data = sources.manifest_bytes(checkpoint_dir, marker)
-            known = self._opened[checkpoint_dir] = (marker, Manifest.from_bytes(data, checkpoint_dir))
+            data = opening.manifest_bytes(checkpoint_dir, marker)
+            stored = opening.decode_manifest(checkpoint_dir, data, self.options.verify)
+            known = self._opened[checkpoint_dir] = (marker, stored)
         return known[1]
 
-    def _open_together(self, checkpoint_dir: str) -> Manifest:
+    def _open_together(self, checkpoint_dir: str) -> StoredCheckpoint:
         if self.ranks.size == 1:
             return self._open(checkpoint_dir)
         data = b""
         with self.ranks.phase("read the manifest", decision=True):
             if self.ranks.is_coordinator:
-                data = sources.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
-        return Manifest.from_bytes(self.ranks.broadcast(data), checkpoint_dir)
+                data = opening.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
+        return opening.decode_manifest(checkpoint_dir, self.ranks.broadcast(data), self.options.verify)
 
     def _marker(self, checkpoint_dir: str) -> Mapping[str, Any]:
-        return sources.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
+        return opening.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
 
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:
     return shard.dtype if shard.data is None else shard.data.dtype
-
-
-def _decode(checkpoint_dir: str, manifest: Manifest, chunk: int, blob: bytes) -> object:
-    try:
-        return codec.decode(blob)
-    except CheckpointingException as error:
-        file = locations.join(checkpoint_dir, manifest.files[int(manifest.file_ids[chunk])].name)
-        key = manifest.keys[int(manifest.key_ids[chunk])]
-        raise type(error)(f"The object {key!r:.300} in {file!r}: {error}") from error
 
 
 def _with_data(shard: ShardedTensor) -> ShardedTensor:

@@ -24,6 +24,7 @@ from measure import machine_facts, markdown_table, timed
 from distckpt import ShardedTensor
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.save import find_aliases, plan_owners
@@ -149,9 +150,10 @@ def write_and_open_a_manifest(num_chunks: int) -> dict[str, Any]:
         Request(key, shape, Region((0, shape[1] // 4), (shape[0], shape[1] // 4)))
         for key, shape in list(zip(opened.keys, opened.global_shapes, strict=True))[:1000]
     ]
+    stored = StoredCheckpoint("checkpoint", opened)
     with paused_garbage_collection():  # as `load` does
-        _, first = timed(lambda: plan_load(opened, requests[:1], "checkpoint"))
-        copies, planning = timed(lambda: plan_load(opened, requests, "checkpoint"))
+        _, first = timed(lambda: plan_load(stored, requests[:1]))
+        copies, planning = timed(lambda: plan_load(stored, requests))
     return {
         "write, s (bar: 3)": writing,
         "open, s (bar: 0.5)": opening,

@@ -28,13 +28,14 @@ import torch.distributed.checkpoint as dcp
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor, core
 from distckpt._cli import inspect
-from distckpt._foreign import hugging_face, sources
+from distckpt._foreign import hugging_face, opening
 from distckpt._foreign.torch_dist import metadata as torch_dist_metadata
-from distckpt._foreign.torch_dist import source
 from distckpt._foreign.torch_dist.objects import read_object
+from distckpt._foreign.torch_dist.reader import TorchDistReader
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format import codec, safetensors_file
 from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
 
@@ -138,12 +139,12 @@ def use_manifest(data: bytes) -> None:
             region = manifest.chunk_region(row)
             shape = manifest.global_shapes[manifest.key_ids[row]]
             assert all(0 <= o <= o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True))
-        inspect.summary("here", manifest)
+        inspect.summary(StoredCheckpoint("here", manifest))
         inspect.group_keys(manifest)
         inspect.list_files(manifest)
         for key, key_id in list(manifest.key_index.items())[:20]:
             shape = manifest.global_shapes[key_id]
-            copies = plan_load(manifest, [Request(key, shape, whole(shape))], "here")
+            copies = plan_load(StoredCheckpoint("here", manifest), [Request(key, shape, whole(shape))])
             assert sum(copy.target.num_elements for copy in copies) == whole(shape).num_elements
 
 
@@ -290,7 +291,7 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
         path.write_bytes(data)
         with documented_errors(folder):
             distckpt.check_is_distributed_checkpoint(folder / "c")
-            assert sources.open_manifest(str(folder / "c")).keys
+            assert opening.open_checkpoint(str(folder / "c")).manifest.keys
             assert distckpt.load_common_state_dict(folder / "c") == {"step": 7}
 
     return [marker, megatron, marker.replace(b'"manifest"', b'"manager": {"step": 3}, "manifest"')], run
@@ -386,7 +387,7 @@ def _dcp_directory(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         with documented_errors(folder):
-            assert source.read_directory(str(folder / "dcp")).keys
+            assert TorchDistReader().manifest(str(folder / "dcp")).keys
             distckpt.load_common_state_dict(folder / "dcp")
 
     return [data], run

@@ -16,7 +16,7 @@ from distckpt._base.errors import CorruptCheckpointError, InvalidShardingError, 
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
-from distckpt._foreign.pieces import StoredPiece, find_fault, find_outside, group_by_key, tabulate, to_manifest
+from distckpt._foreign.pieces import StoredPiece, build_manifest
 from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
 from distckpt._foreign.torch_dist.objects import StoredTensor, locate_tensor
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
@@ -29,27 +29,18 @@ from distckpt.mapping import ShardedObject
 
 METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
-MARKER_BACKEND = "torch_dist"
-"""Backend that the marker of Megatron names."""
 
 _MEGATRON_COMMON_KEY = "common_state"
 _MAX_RUNS = 1 << 20
 """Contiguous runs that one stored tensor is divided into at most."""
 
 
-def holds_metadata(location: str) -> bool:
-    """Tell whether a directory has the `.metadata` file of torch.distributed.checkpoint."""
-    return locations.exists(locations.join(location, METADATA_NAME))
-
-
 @paused_garbage_collection()
-def read_directory(location: str) -> Manifest:
+def read_directory(location: str, format_name: str) -> Manifest:
     """Describe a checkpoint of torch.distributed.checkpoint.
 
-    Reads `.metadata`, and of every stored tensor the few bytes that say where its elements lie.
-
-    Returns:
-        A manifest without checksums; its `origin` says how objects are stored.
+    Reads `.metadata`, and of every stored tensor the few bytes that say where its elements lie. The manifest's `origin`
+    has the paths in the state dict of PyTorch's objects, one for each.
 
     Raises:
         CorruptCheckpointError: a file is damaged, missing or hostile, or the pieces of a tensor overlap or leave
@@ -60,15 +51,16 @@ def read_directory(location: str) -> Manifest:
     items = [(entry.key, item) for entry in metadata.tensors for _, item in entry.parts]
     sizes = _file_sizes(location, [*items, *metadata.objects.items()])
     pieces = _tensor_pieces(location, metadata.tensors)
-    origin: dict[str, Any] = {"format": MARKER_BACKEND if is_megatron else "dcp"}
+    fields: dict[str, Any] = {}
     if is_megatron:
         pieces += _megatron_objects(location, metadata.objects, sizes)
     else:
         names = sorted(metadata.objects)
-        origin["paths"] = [metadata.paths.get(name, (name,)) for name in names]
+        fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
         cells = [((index,), (len(names),), metadata.objects[name]) for index, name in enumerate(names)]
         pieces += [_object_piece(COMMON_KEY, *cell) for cell in cells]
-    return _to_manifest(location, pieces, sizes, origin)
+    files = [ShardFile(name, size, 0, 0) for name, size in sizes.items()]
+    return build_manifest(format_name, location, pieces, files, fields)
 
 
 # ---- files
@@ -131,7 +123,6 @@ def _tensor_pieces(location: str, entries: Sequence[TensorEntry]) -> list[Stored
     without = {entry.key for entry in entries} - {piece.key for piece in pieces}
     if without:
         raise CorruptCheckpointError(f"{METADATA_NAME} of {location!r} places nothing of {summarize_keys(without)}.")
-    _check_tiling(location, pieces)
     return pieces
 
 
@@ -145,15 +136,15 @@ def _pieces_of_part(location: str, entry: TensorEntry, region: Region, item: Sto
     if stored.dtype != entry.dtype or stored.shape != region.shape:
         raise ValueError(f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} {region.shape}")
     dtype, first = TO_NAME[entry.dtype], item.first_byte + stored.first_byte
-    parts: Iterator[tuple[Region, int]]
+    regions: Iterator[tuple[Region, int]]
     if entry.original_shape is None:
-        shape, parts = entry.shape, _runs(stored, region)
+        shape, regions = entry.shape, _runs(stored, region)
     else:
-        shape, parts = entry.original_shape, _unflattened(entry, stored, region)
-    for part, start in parts:
+        shape, regions = entry.original_shape, _unflattened(entry, stored, region)
+    for piece, start in regions:
         yield StoredPiece(
-            entry.key, dtype, part, shape, item.file, first + start * entry.dtype.itemsize,
-            part.num_elements * entry.dtype.itemsize,
+            entry.key, dtype, piece, shape, item.file, first + start * entry.dtype.itemsize,
+            piece.num_elements * entry.dtype.itemsize,
         )  # fmt: skip
 
 
@@ -184,7 +175,7 @@ def _runs(stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
 
 
 def _unflattened(entry: TensorEntry, stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
-    """Find the regions of a flattened shard.
+    """Divide a flattened shard into regions of the tensor.
 
     Such a tensor is stored as an array of one more axis: the first axes number the shards of a regular grid, the last
     one counts the elements of each, flattened.
@@ -203,33 +194,9 @@ def _unflattened(entry: TensorEntry, stored: StoredTensor, region: Region) -> It
     cell = tuple(index * n for index, n in zip(region.offset, local, strict=False))
     first = region.offset[-1]
     position = 0
-    for run in flat_range_regions(local, first, first + region.shape[-1]):
-        yield Region(tuple(a + b for a, b in zip(cell, run.offset, strict=True)), run.shape), position
-        position += run.num_elements
-
-
-def _check_tiling(location: str, pieces: Sequence[StoredPiece]) -> None:
-    groups = group_by_key(pieces)
-    table = tabulate(groups, _shapes(groups))
-    outside = find_outside(table)
-    if outside is not None:
-        raise CorruptCheckpointError(
-            f"Key {outside.key!r} in {location!r}: {outside.region} in {outside.file!r} lies outside of the global "
-            f"shape {outside.global_shape}. {METADATA_NAME} is damaged: restore it from a copy."
-        )
-    found = find_fault(location, table)
-    if found is not None:
-        key_id, fault = found
-        raise CorruptCheckpointError(
-            f"Key {table.keys[key_id]!r} (global shape {table.shapes[key_id]}) in {location!r}: element "
-            f"{fault.element} is stored {fault.num_covers} times, not once. {METADATA_NAME} is damaged, or shards were "
-            "missing when the checkpoint was saved: load another one."
-        )
-
-
-def _shapes(groups: Mapping[str, Sequence[StoredPiece]]) -> list[tuple[int, ...]]:
-    shapes = [group[0].global_shape for group in groups.values()]
-    return [shape for shape in shapes if shape is not None]
+    for piece in flat_range_regions(local, first, first + region.shape[-1]):
+        yield Region(tuple(a + b for a, b in zip(cell, piece.offset, strict=True)), piece.shape), position
+        position += piece.num_elements
 
 
 # ---- objects
@@ -276,17 +243,3 @@ def _grid(
     (shape,) = shapes
     for offset, _, item in cells:
         yield offset, shape, item
-
-
-# ---- manifest
-
-
-def _to_manifest(
-    location: str, pieces: Sequence[StoredPiece], sizes: Mapping[str, int], origin: Mapping[str, Any]
-) -> Manifest:
-    groups = group_by_key(pieces)
-    mixed = [key for key, group in groups.items() if len({piece.dtype for piece in group}) > 1]
-    if mixed:
-        raise CorruptCheckpointError(f"Both a tensor and an object in {location!r}: {summarize_keys(mixed)}.")
-    files = [ShardFile(name, size, 0, 0) for name, size in sizes.items()]
-    return to_manifest(tabulate(groups, _shapes(groups)), files, origin)

@@ -110,9 +110,9 @@ def test_a_tensor_that_is_not_stored_is_an_error_with_the_nearest_name(tmp_path)
 
 def test_a_tensor_is_no_object_and_an_object_no_tensor(tmp_path):
     distckpt.save({"t": tensor("t"), "o": obj("o", 1)}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match=r"'o' is an object in .* and was asked for as a tensor"):
+    with pytest.raises(LoadMismatchError, match=r"'o' is an object in .* and was requested as a tensor"):
         distckpt.load({"x": tensor("o")}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match=r"'t' is a tensor in .* and was asked for as an object"):
+    with pytest.raises(LoadMismatchError, match=r"'t' is a tensor in .* and was requested as an object"):
         distckpt.load({"x": obj("t")}, tmp_path / "c")
 
 
@@ -145,7 +145,7 @@ def test_objects_come_back_each_to_its_place(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_another_number_of_objects_is_an_error_that_says_so(tmp_path, count):
     distckpt.save({i: obj("rng", i, 3, i) for i in range(3)}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match=rf"'rng' was saved in \(3,\) parts and is asked for in \({count},\)"):
+    with pytest.raises(LoadMismatchError, match=rf"'rng' was saved in \(3,\) parts and is requested in \({count},\)"):
         distckpt.load({"mine": obj("rng", None, count, 0)}, tmp_path / "c")
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, flat_start, whole
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.share import (
@@ -135,7 +136,7 @@ def test_nothing_to_share():
 )
 def test_large_copies_are_divided_between_checksum_blocks(shape, num_units):
     manifest = manifest_of({"w": (shape, [whole(shape)])})
-    copies = plan_load(manifest, [Request("w", shape, whole(shape))], "")
+    copies = plan_load(StoredCheckpoint("", manifest), [Request("w", shape, whole(shape))])
     units, copy_of = divide(manifest, copies)
     assert len(units) == num_units
     assert set(copy_of.tolist()) == {0}
@@ -149,7 +150,7 @@ def test_units_of_a_strided_copy_keep_their_place_in_the_target():
     shape = (4096, 1024)
     manifest = manifest_of({"w": (shape, [whole(shape)])})
     wanted = Region((96, 100), (4000, 600))
-    copies = plan_load(manifest, [Request("w", shape, wanted)], "")
+    copies = plan_load(StoredCheckpoint("", manifest), [Request("w", shape, wanted)])
     units, _ = divide(manifest, copies)
     assert len(units) == 10
     covered = np.zeros(wanted.shape, np.int64)
@@ -165,7 +166,7 @@ def test_units_are_equal_when_chunk_region_and_dtype_are():
 
     def rows_of(key, region, dtype):
         request = Request(key, manifest.global_shapes[manifest.key_index[key]], region)
-        units, _ = divide(manifest, plan_load(manifest, [request], ""))
+        units, _ = divide(manifest, plan_load(StoredCheckpoint("", manifest), [request]))
         return describe_units(manifest, units, [dtype], 0, 0)
 
     base = rows_of("a", whole((6, 4)), torch.int64)

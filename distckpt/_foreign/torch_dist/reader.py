@@ -1,4 +1,4 @@
-"""Loading the objects of checkpoints of torch.distributed.checkpoint: sharded objects, and common state."""
+"""Reader of checkpoints of torch.distributed.checkpoint, as PyTorch and Megatron Core (`torch_dist`) write them."""
 
 from __future__ import annotations
 
@@ -6,58 +6,61 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
+from distckpt._foreign.reader import Reader
 from distckpt._foreign.torch_dist.objects import read_object
-from distckpt._foreign.torch_dist.source import COMMON_NAME
+from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME, read_directory
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format.codec import HOLE
 from distckpt._format.manifest import Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
-
-def load_objects(location: str, manifest: Manifest, chunks: Mapping[str, int]) -> dict[str, Any]:
-    """Read sharded objects.
-
-    Args:
-        location: of the checkpoint.
-        manifest: of a checkpoint that `_dcp_source` described.
-        chunks: for each object that is wanted the chunk that holds it, by any name.
-
-    Returns:
-        The objects by those names.
-
-    Raises:
-        UnsupportedObjectError: an object is of a class that is not read from pickles.
-        CorruptCheckpointError: an object is damaged.
-    """
-    blobs = read_chunks(location, manifest, list(chunks.values()), "none")
-    pairs = zip(chunks.items(), blobs, strict=True)
-    return {name: _decode(location, manifest, chunk, blob) for (name, chunk), blob in pairs}
+_MAX_LIST = 1 << 20
 
 
-def load_common_state(location: str, manifest: Manifest) -> Any:
-    """Read the common state: Megatron's whole, PyTorch's from the values that are stored one by one."""
-    rows = manifest.chunk_rows(manifest.key_index[COMMON_KEY])
-    chunks = list(range(rows.start, rows.stop))
-    values = list(load_objects(location, manifest, {str(chunk): chunk for chunk in chunks}).values())
-    paths = (manifest.origin or {}).get("paths")
-    if paths is None:
-        return values[0]
-    if len(paths) != len(values) or not all(isinstance(path, list) and path for path in paths):
-        raise CorruptCheckpointError(f"The manifest of {location!r} does not say where its values belong.")
-    tree: dict[Any, Any] = {}
-    for path, value in zip(paths, values, strict=True):
-        _put(tree, path, value, location)
-    return tree
+class TorchDistReader(Reader):
+    """Reads directories with a `.metadata` file, and those whose marker names Megatron's `torch_dist`."""
+
+    name = "torch_dist"
+
+    def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
+        if marker is not None:
+            return bool(marker["sharded_backend"] == self.name)
+        return locations.exists(locations.join(location, METADATA_NAME))
+
+    def manifest(self, location: str) -> Manifest:
+        return read_directory(location, self.name)
+
+    def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
+        return [_decode(stored, *pair) for pair in zip(chunks, read_chunks(stored, chunks), strict=True)]
+
+    def load_common_state(self, stored: StoredCheckpoint) -> Any:
+        """Load Megatron's common state, which is one object; PyTorch's from the values that are stored one by one."""
+        if COMMON_KEY not in stored.manifest.key_index:
+            return {}
+        values = self.load_objects(stored, stored.chunks_of(COMMON_KEY))
+        paths = _paths(stored)
+        if paths is None:
+            return values[0]
+        if len(paths) != len(values) or not all(isinstance(path, list) and path for path in paths):
+            raise CorruptCheckpointError(f"The manifest of {stored.location!r} does not say where its values belong.")
+        tree: dict[Any, Any] = {}
+        for path, value in zip(paths, values, strict=True):
+            _put(tree, path, value, stored.location)
+        return tree
 
 
-def _decode(location: str, manifest: Manifest, chunk: int, blob: bytes) -> Any:
-    file = manifest.files[int(manifest.file_ids[chunk])].name
-    key = manifest.keys[int(manifest.key_ids[chunk])]
-    first = int(manifest.first_bytes[chunk])
+def _paths(stored: StoredCheckpoint) -> Any:
+    """Return where in the state dict each value of PyTorch's common state belongs; None for Megatron's."""
+    return (stored.manifest.origin or {}).get("paths")
+
+
+def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
+    key, first = stored.key_of(chunk), int(stored.manifest.first_bytes[chunk])
     where = (
-        f"{'Common state' if key == COMMON_KEY else f'The object {key!r}'} in {locations.join(location, file)!r}, "
+        f"{'Common state' if key == COMMON_KEY else f'The object {key!r}'} in {stored.path_of(chunk)!r}, "
         f"bytes {first} to {first + len(blob)},"
     )
     try:
@@ -73,8 +76,8 @@ def _decode(location: str, manifest: Manifest, chunk: int, blob: bytes) -> Any:
         raise CorruptCheckpointError(
             f"{where} is damaged or of an unknown form ({error!s:.300}): restore the file from a copy."
         ) from error
-    is_megatron = (manifest.origin or {}).get("paths") is None
-    if not is_megatron or file == COMMON_NAME:
+    file_name = stored.manifest.files[int(stored.manifest.file_ids[chunk])].name
+    if _paths(stored) is not None or file_name == COMMON_NAME:
         return value
     # Megatron stores a list of the objects that share a name, which is one.
     if type(value) is not list or not value:
@@ -97,6 +100,3 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
         if known is HOLE:
             node[part] = known = fresh
         node = known
-
-
-_MAX_LIST = 1 << 20

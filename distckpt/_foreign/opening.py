@@ -1,0 +1,115 @@
+"""Opening whatever is at a location: a distckpt checkpoint, or one of a format that has a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distckpt import validation
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._foreign.hugging_face import HuggingFaceReader
+from distckpt._foreign.reader import Reader
+from distckpt._foreign.torch_dist.reader import TorchDistReader
+from distckpt._format.checksum import checksum
+from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
+from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._storage import locations
+
+BACKEND = "safetensors"
+VERSION = 1
+
+READERS: dict[str, Reader] = {}
+"""Readers by name. Those that were registered last look first at what is at a location."""
+
+
+def register_reader(reader: Reader) -> None:
+    """Read checkpoints of one more format. Call it on every rank.
+
+    Args:
+        reader: takes the place of an earlier one of the same name, and looks at checkpoints before all others do.
+    """
+    READERS.pop(reader.name, None)
+    READERS[reader.name] = reader
+
+
+register_reader(TorchDistReader())
+register_reader(HuggingFaceReader())
+
+
+def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the marker of a checkpoint; for one of a foreign format a marker that names its reader.
+
+    Pass the marker when it was read already: on an object store each look takes a request.
+
+    Raises:
+        CheckpointNotFoundError: nothing that can be read is there.
+        CorruptCheckpointError: the marker is damaged or of a newer version.
+    """
+    if marker is None:
+        marker = read_marker(location)
+    if marker is not None:
+        validation.check_marker(marker, location)
+    if marker is None or marker["sharded_backend"] != BACKEND:
+        for reader in reversed(READERS.values()):
+            if reader.detect(location, marker):
+                config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
+                return {**config, "manifest": None, "reader": reader.name}
+    return validation.check_marker(marker, location)
+
+
+def find_reader(stored: StoredCheckpoint) -> Reader | None:
+    """Return the reader of a checkpoint's format, None for distckpt's own.
+
+    Raises:
+        CheckpointingException: the reader is registered on another rank, but not on this one.
+    """
+    origin = stored.manifest.origin
+    return None if origin is None else _reader_named(origin.get("format"), stored.location)
+
+
+def _reader_named(name: Any, location: str) -> Reader:
+    reader = READERS.get(name)
+    if reader is None:
+        raise CheckpointingException(
+            f"{location!r} is of the format {name!r:.100}, for which no reader is registered here: call "
+            "register_reader on every rank."
+        )
+    return reader
+
+
+def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
+    """Read the manifest that a marker names; for a foreign format let its reader make one.
+
+    Raises:
+        CorruptCheckpointError: naming the file.
+    """
+    expected = marker.get("manifest", {})
+    if expected is None:
+        return _reader_named(marker.get("reader"), location).manifest(location).to_bytes()
+    if not isinstance(expected, dict) or not is_manifest_name(expected.get("name")):
+        raise CorruptCheckpointError(
+            f"The marker of {location!r} names no {MANIFEST_NAME}: it was not written by the {BACKEND!r} backend, or "
+            "was damaged."
+        )
+    path = locations.join(location, expected["name"])
+    try:
+        data = read_file(path, MAX_TABLE_BYTES)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"The manifest {path!r} is missing: restore it from a copy.") from error
+    if len(data) != expected.get("bytes") or f"{checksum(data):016x}" != expected.get("checksum"):
+        raise CorruptCheckpointError(
+            f"The manifest {path!r} is not the one that was saved (size or checksum differs from {CONFIG_FNAME}): "
+            "restore both from a copy, or load another checkpoint."
+        )
+    return data
+
+
+def open_checkpoint(location: str, verify: str = "read") -> StoredCheckpoint:
+    """Open what is at a location."""
+    return decode_manifest(location, manifest_bytes(location, identify(location)), verify)
+
+
+def decode_manifest(location: str, data: bytes, verify: str = "read") -> StoredCheckpoint:
+    """Open a checkpoint whose manifest was read already."""
+    return StoredCheckpoint(location, Manifest.from_bytes(data, location), verify)

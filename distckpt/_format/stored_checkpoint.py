@@ -1,0 +1,65 @@
+"""A checkpoint on disk, in one value for everything that reads it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._storage import locations
+
+
+class StoredCheckpoint(NamedTuple):
+    """Where a checkpoint lies, what it holds, and how its reads are verified.
+
+    Chunks are given as rows of the manifest's table, keys by name.
+
+    Attributes:
+        location: path or URL.
+        manifest: of whatever format; files that distckpt did not write have one made for them.
+        verify: "none", "read" (every block that is read completely) or "full" (reads are widened to complete blocks).
+    """
+
+    location: str
+    manifest: Manifest
+    verify: str = "read"
+
+    @property
+    def verifies(self) -> bool:
+        """Tell whether reads are compared with checksums; not all formats have some."""
+        return self.verify != "none" and self.manifest.has_checksums
+
+    def path_of_file(self, file_id: int) -> str:
+        """Return the location of a file."""
+        return locations.join(self.location, *self.manifest.files[file_id].name.split("/"))
+
+    def path_of(self, chunk: int) -> str:
+        """Return the location of the file that holds a chunk."""
+        return self.path_of_file(int(self.manifest.file_ids[chunk]))
+
+    def key_of(self, chunk: int) -> str:
+        """Return the key that a chunk belongs to."""
+        return self.manifest.keys[int(self.manifest.key_ids[chunk])]
+
+    def dtype_of(self, chunk: int) -> torch.dtype:
+        """Return the dtype of a tensor's chunk."""
+        return FROM_NAME[self.manifest.dtypes[int(self.manifest.key_ids[chunk])]]
+
+    def chunks_of(self, key: str) -> range:
+        """Return the chunks of a key."""
+        rows = self.manifest.chunk_rows(self.manifest.key_index[key])
+        return range(rows.start, rows.stop)
+
+    def global_shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, or of the grid of an object's parts."""
+        return self.manifest.global_shapes[self.manifest.key_index[key]]
+
+    def dtype_name(self, key: str) -> str:
+        """Return the safetensors name of a tensor's dtype; `OBJECT` for objects."""
+        return self.manifest.dtypes[self.manifest.key_index[key]]
+
+    def is_object(self, key: str) -> bool:
+        """Tell whether a key holds encoded objects instead of a tensor."""
+        return self.dtype_name(key) == OBJECT
