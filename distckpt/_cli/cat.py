@@ -21,7 +21,7 @@ from distckpt._base.messages import did_you_mean
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb
 from distckpt._foreign.opening import open_checkpoint
-from distckpt._foreign.stored_values import read_encoded, read_region
+from distckpt._foreign.stored_values import holds_objects, read_encoded, read_region
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, cut_region
@@ -85,7 +85,7 @@ def run(arguments: Namespace, output: Output) -> int:
     """Print or save values."""
     stored = open_checkpoint(locations.normalize(arguments.path))
     key, index = split_key(stored, arguments.key)
-    if stored.is_object(key):
+    if key == COMMON_KEY or stored.is_object(key):
         if arguments.npy or index is not None:
             raise ValueError(f"{key!r} is an object: it has no slices and is no numpy array")
         _show_object(stored, key, output)
@@ -113,7 +113,7 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
         LoadMismatchError: there is no such key.
     """
     known = stored.manifest.key_index
-    if text in known:
+    if text in known or (text == COMMON_KEY and holds_objects(stored)):
         return text, None
     match = re.fullmatch(r"(.*)\[([^\[\]]*)\]", text, re.DOTALL)
     key = match[1] if match else text

@@ -74,6 +74,7 @@ def build_manifest(
     _check_tiling(location, list(groups.values()), shapes, (key_ids, offsets, extents))
     if files is None:
         files = [_look_up(location, name) for name in dict.fromkeys(piece.file for piece in in_order)]
+    _check_positions(location, in_order, {file.name: file.num_bytes for file in files})
     file_ids = {file.name: i for i, file in enumerate(files)}
     chunks = ChunkTable(
         files=list(files),
@@ -176,6 +177,16 @@ def _check_tiling(
             raise _tiling_error(location, groups[key_id], shapes[key_id], faults[0].element)
 
 
+def _check_positions(location: str, pieces: Sequence[StoredPiece], sizes: Mapping[str, int]) -> None:
+    for piece in pieces:
+        if piece.first_byte + piece.num_bytes > sizes[piece.file]:
+            raise CorruptCheckpointError(
+                f"{locations.join(location, piece.file)!r} has {sizes[piece.file]} bytes, but {piece.region} of key "
+                f"{piece.key!r} ends at byte {piece.first_byte + piece.num_bytes}: the file was cut off. Restore it "
+                "from a copy."
+            )
+
+
 def _tiling_error(
     location: str, pieces: Sequence[StoredPiece], shape: tuple[int, ...], element: tuple[int, ...]
 ) -> CorruptCheckpointError:
@@ -187,12 +198,12 @@ def _tiling_error(
     places = [f"{piece.region} in {piece.file!r}" for piece in holders or pieces]
     if holders:
         return CorruptCheckpointError(
-            f"{name} is stored {len(holders)} times: {' and '.join(places[:3])}. The files are damaged, or some are of "
+            f"{name} is stored several times: {' and '.join(places[:3])}. The files are damaged, or some are of "
             "an earlier save: remove those."
         )
     return CorruptCheckpointError(
-        f"{name} is in no file. A file is missing or not visible yet, or shards were missing when it was saved; there "
-        f"are {', '.join(places[:6])}."
+        f"{name} is in no file. A shard file is missing or not visible yet, or shards were missing during the save; "
+        f"there are {', '.join(places[:6])}."
     )
 
 

@@ -54,6 +54,12 @@ def load_common_state(stored: StoredCheckpoint) -> Any:
     return load_objects(stored, [ShardedObject(COMMON_KEY, None, (1,), (0,))])[0]
 
 
+def holds_objects(stored: StoredCheckpoint) -> bool:
+    """Tell whether checkpoints of this format hold objects and common state at all."""
+    reader = find_reader(stored)
+    return reader is None or reader.holds_objects
+
+
 def object_keys(stored: StoredCheckpoint) -> list[str]:
     """Return the keys of all objects, and of the common state, which there is in any case."""
     keys = [key for key in stored.manifest.keys if stored.is_object(key)]

@@ -17,8 +17,8 @@ from distckpt._base.dtypes import FROM_NAME, as_integers, to_numpy
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, UnsupportedObjectError
 from distckpt._base.messages import natural_order
 from distckpt._commit import posix
-from distckpt._foreign.opening import find_reader, open_checkpoint
-from distckpt._foreign.stored_values import object_keys, read_encoded, read_region
+from distckpt._foreign.opening import open_checkpoint
+from distckpt._foreign.stored_values import holds_objects, object_keys, read_encoded, read_region
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, cut_region, whole
@@ -120,11 +120,6 @@ class _Side(NamedTuple):
     def read(self, key: str, region: Region) -> torch.Tensor:
         return read_region(self.stored, self.names[key], region)
 
-    @property
-    def holds_objects(self) -> bool:
-        reader = find_reader(self.stored)
-        return reader is None or reader.holds_objects
-
 
 def diff(
     a: str | os.PathLike[str],
@@ -176,7 +171,7 @@ def diff(
     num_bytes = sum(_num_bytes(side, key) for side in sides for key in comparable)
     count = counting(progress, num_bytes)
     found = [_diff_tensor(first, second, key, atol, rtol, count) for key in common]
-    objects_compared = keys is None and first.holds_objects and second.holds_objects
+    objects_compared = keys is None and all(holds_objects(side.stored) for side in sides)
     return DiffReport(
         first.stored.location,
         second.stored.location,

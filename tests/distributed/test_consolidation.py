@@ -129,7 +129,7 @@ def save_twice_with_torch(rank, folder):
 def test_what_torch_left_of_an_earlier_save_is_noticed(tmp_path):
     for error in run(save_twice_with_torch, 2, str(tmp_path / "sharded")):
         assert isinstance(error, CorruptCheckpointError)
-        assert re.search(r"'\S+' .*in several files.*-model-00001-of-00001\.", str(error))
+        assert re.search(r"'\S+' .*is stored several times.*-model-00001-of-00001\.", str(error))
         assert re.search(r"-model-0000\d-of-00002\.", str(error))
     assert os.listdir(tmp_path) == ["sharded"]
 

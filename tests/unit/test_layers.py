@@ -33,6 +33,7 @@ LAYERS = [
     "_plan",
     "_io",
     "_foreign",
+    "readers",
     "_models",
     "modules",
     "factories",

@@ -202,15 +202,15 @@ def no_sharding_info(folder):
 DO_NOT_BELONG = [
     (without_rank(1), "rows|columns", shard_name(2), "missing"),
     (without_rank(2), "rows|columns", shard_name(3), "missing"),
-    (left_by_more_ranks, "rows", shard_name(4), "in several files"),
-    (left_by_another_mapping, "norm", shard_name(1, 2, 2), "in several files"),
+    (left_by_more_ranks, "rows", shard_name(4), "is stored several times"),
+    (left_by_another_mapping, "norm", shard_name(1, 2, 2), "is stored several times"),
     (other_dtype, "rows", shard_name(3), "F64.*different saves"),
     (other_number_of_axes, "rows", shard_name(3), "different saves"),
     (gap, "rows", shard_name(2), r"element \(4, 0\) is in no file"),
     (narrower, "rows", shard_name(2), r"element \(4, 4\) is in no file"),
-    (overlap, "rows", shard_name(2), r"element \(3, 0\) is in several files"),
-    (whole_beside_its_parts, "rows", shard_name(9), "in several files"),
-    (twice_without_axes, "step", shard_name(3), "in several files"),
+    (overlap, "rows", shard_name(2), r"element \(3, 0\) is stored several times"),
+    (whole_beside_its_parts, "rows", shard_name(9), "is stored several times"),
+    (twice_without_axes, "step", shard_name(3), "is stored several times"),
 ]
 
 

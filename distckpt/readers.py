@@ -1,0 +1,44 @@
+"""The seam for reading other formats: describe where a checkpoint's bytes lie, and every function of distckpt reads it.
+
+A `Reader` recognises the directories of its format and describes which bytes of which files hold which regions of
+tensors:
+
+    class RawReader(Reader):
+        name = "raw"
+
+        def detect(self, location, marker):
+            return location.endswith(".raw")
+
+        def manifest(self, location):
+            piece = StoredPiece("w", "F32", Region((0, 0), (4, 8)), (4, 8), file="w.bin", first_byte=0, num_bytes=128)
+            return build_manifest(self.name, location, [piece])
+
+    register_reader(RawReader())
+
+`distckpt.load` with any parallel layout, `consolidate`, `reshard`, `verify`, `diff` and the command line then take such
+directories. Hugging Face folders and checkpoints of `torch.distributed.checkpoint` are read in the same way.
+"""
+
+from __future__ import annotations
+
+from distckpt._base.public import set_public_home
+from distckpt._foreign.opening import register_reader
+from distckpt._foreign.pieces import StoredPiece, build_manifest
+from distckpt._foreign.reader import Reader
+from distckpt._format.manifest import OBJECT
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
+from distckpt._io.read import read_chunks
+
+__all__ = [
+    "OBJECT",
+    "Reader",
+    "Region",
+    "StoredCheckpoint",
+    "StoredPiece",
+    "build_manifest",
+    "read_chunks",
+    "register_reader",
+]
+
+set_public_home(globals())

@@ -1,0 +1,197 @@
+"""A format that a program brings itself: registered in a few lines, then read like any other."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import distckpt
+from distckpt import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError, ShardedObject
+from distckpt.cli import main
+from distckpt.readers import OBJECT, Reader, Region, StoredPiece, build_manifest, read_chunks, register_reader
+from tests.support.harness import run
+
+WEIGHT = torch.arange(32.0).view(4, 8)
+BIAS = torch.arange(8, dtype=torch.bfloat16)
+SAMPLER = {"epoch": 3, "seen": [1, 2]}
+
+
+# --- The format: an index, and raw files ------------------------------------------------------------------------------
+
+
+class ToyReader(Reader):
+    """Reads a directory with `index.toy.json`, which lists pieces of tensors and objects in `.bin` files."""
+
+    name = "toy"
+
+    def detect(self, location, marker):
+        return os.path.exists(f"{location}/index.toy.json")
+
+    def manifest(self, location):
+        with open(f"{location}/index.toy.json") as file:
+            index = json.load(file)
+        pieces = [
+            StoredPiece(
+                p["key"], p["dtype"], Region(tuple(p["offset"]), tuple(p["shape"])), None, p["file"], *p["bytes"]
+            )
+            for p in index["pieces"]
+        ]
+        return build_manifest(self.name, location, pieces, fields={"step": index["step"]})
+
+    def load_objects(self, stored, chunks):
+        return [json.loads(content) for content in read_chunks(stored, chunks)]
+
+    def load_common_state(self, stored):
+        return {"step": stored.manifest.origin["step"]}
+
+
+def write_toy(path, sampler=SAMPLER):
+    path.mkdir()
+    left, right, bias = WEIGHT[:, :3].numpy(), WEIGHT[:, 3:].numpy(), BIAS.view(torch.int16).numpy()
+    text = json.dumps(sampler).encode()
+    (path / "a.bin").write_bytes(left.tobytes() + bias.tobytes())
+    (path / "b.bin").write_bytes(text + right.tobytes())
+    pieces = [
+        ("w", "F32", [0, 0], [4, 3], "a.bin", [0, 48]),
+        ("w", "F32", [0, 3], [4, 5], "b.bin", [len(text), 80]),
+        ("bias", "BF16", [0], [8], "a.bin", [48, 16]),
+        ("sampler", OBJECT, [0], [1], "b.bin", [0, len(text)]),
+    ]
+    fields = ("key", "dtype", "offset", "shape", "file", "bytes")
+    index = {"step": 7, "pieces": [dict(zip(fields, piece, strict=True)) for piece in pieces]}
+    (path / "index.toy.json").write_text(json.dumps(index))
+    return path
+
+
+# --- What reads it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register_reader(ToyReader())
+
+
+@pytest.fixture
+def toy(tmp_path):
+    return write_toy(tmp_path / "toy")
+
+
+def sampler_shard(rank=0):
+    return ShardedObject("sampler", None, (1,), (0,), replica_id=rank)
+
+
+def test_load_gives_any_region_objects_and_common_state(toy):
+    target = torch.zeros(4, 4)
+    shard = distckpt.ShardedTensor("w", target, torch.float32, (4, 4), (4, 8), (0, 2), None)
+    state = distckpt.load({"half": shard, "sampler": sampler_shard()}, toy)
+    assert torch.equal(state["half"], WEIGHT[:, 2:6])
+    assert state["sampler"] == SAMPLER
+    assert state["step"] == 7
+    assert distckpt.load_common_state_dict(toy) == {"step": 7}
+    plain = distckpt.load_plain_tensors(toy)
+    assert torch.equal(plain["w"], WEIGHT)
+    assert torch.equal(plain["bias"], BIAS)
+    described = distckpt.load_sharded_metadata(toy)
+    assert {shard.key for shard in described.values()} == {"w", "bias", "sampler"}
+
+
+def load_columns(rank, path):
+    register_reader(ToyReader())
+    shard = distckpt.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 4), (1, rank, 2))
+    state = distckpt.load({"w": shard, "sampler": sampler_shard(rank)}, path)
+    return torch.equal(state["w"], WEIGHT.chunk(2, 1)[rank]), state["sampler"], state["step"]
+
+
+def test_load_on_two_ranks(toy):
+    assert run(load_columns, 2, str(toy)) == [(True, SAMPLER, 7)] * 2
+
+
+def load_with_a_reader_on_rank_0(rank, path):
+    if rank == 0:
+        register_reader(ToyReader())
+    with pytest.raises(distckpt.RankFailedError, match="'toy', for which no reader is registered here"):
+        distckpt.load({"sampler": sampler_shard(rank)}, path)
+
+
+def test_a_reader_that_another_rank_lacks_is_named(toy):
+    run(load_with_a_reader_on_rank_0, 2, str(toy))
+
+
+def test_consolidate_and_reshard(toy, tmp_path):
+    distckpt.consolidate(toy, tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(exported["w"], WEIGHT)
+    assert torch.equal(exported["bias"], BIAS)
+    distckpt.reshard(toy, tmp_path / "resharded", num_ranks=2, grids={"w": (2, 1)})
+    assert distckpt.verify(tmp_path / "resharded").has_checksums
+    assert distckpt.diff(toy, tmp_path / "resharded").is_same
+    assert distckpt.load_common_state_dict(tmp_path / "resharded") == {"step": 7}
+
+
+def test_verify_and_diff(toy, tmp_path):
+    report = distckpt.verify(toy)
+    assert (report.is_whole, report.has_checksums, report.num_keys) == (True, False, 3)
+    other = write_toy(tmp_path / "other", {"epoch": 3, "seen": [1, 5]})
+    differences = distckpt.diff(toy, other)
+    assert (differences.tensors, differences.objects_compared) == ((), True)
+    assert [(d.key, d.path) for d in differences.objects] == [("sampler", "seen[1]")]
+    os.truncate(toy / "b.bin", 30)
+    with pytest.raises(CorruptCheckpointError, match=r"b\.bin"):
+        distckpt.load_plain_tensors(toy)
+
+
+def test_the_command_line(toy, capsys):
+    assert main(["inspect", str(toy)]) == 0
+    assert "2 tensors, 40 elements" in capsys.readouterr().out
+    assert main(["cat", str(toy), "w[1, 2:4]"]) == 0
+    assert "[10., 11.]" in capsys.readouterr().out.replace("  ", " ")
+    assert main(["cat", str(toy)]) == 0
+    assert '"step": 7' in capsys.readouterr().out
+
+
+# --- What a reader may do wrong ---------------------------------------------------------------------------------------
+
+
+def piece(offset, shape, first_byte=0, key="w", file="a.bin", dtype="F32"):
+    return StoredPiece(key, dtype, Region(offset, shape), None, file, first_byte, 4 * int(np.prod(shape)))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([piece((0,), (4,)), piece((3,), (2,), 16)], r"'w'.*\(3,\) is stored several times: \[0:4\] in 'a.bin' and"),
+        ([piece((0,), (4,)), piece((5,), (2,), 16)], r"'w'.*\(4,\) is in no file"),
+        ([piece((0,), (4,)), piece((4,), (2,), 16, dtype="I32")], "do not fit together"),
+        ([piece((0,), (4,), file="absent.bin")], "absent.bin' is missing"),
+        ([piece((0,), (4,), file="../a.bin")], "leads elsewhere"),
+    ],
+)
+def test_pieces_must_make_up_tensors(toy, pieces, message):
+    with pytest.raises(CorruptCheckpointError, match=message):
+        build_manifest("toy", str(toy), pieces)
+
+
+class WithoutObjects(ToyReader):
+    name = "without"
+    load_objects = Reader.load_objects
+
+
+def test_objects_that_nobody_loads_are_named(toy, monkeypatch):
+    register_reader(WithoutObjects())
+    try:
+        with pytest.raises(CheckpointingException, match="WithoutObjects describes objects"):
+            distckpt.load({"sampler": sampler_shard()}, toy)
+    finally:
+        from distckpt._foreign.opening import READERS
+
+        del READERS["without"]
+
+
+def test_what_no_reader_detects_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        distckpt.load({}, tmp_path)
