@@ -6,6 +6,7 @@ leaf, tuples included. A *position* is the tuple of dict keys and list indices t
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -38,23 +39,12 @@ def extract_matching_values(
     Raises:
         ValueError: `x` is neither a dict nor a list.
     """
-    if isinstance(x, dict):
-        return _extract_from_dict(x, predicate, return_lists_as_dicts)
-    if not isinstance(x, list):
+    if not isinstance(x, dict | list):
         raise ValueError(f"expected a dict or a list at the top, got {type(x).__name__}")
-    matching, other = _extract_from_list(x, predicate, return_lists_as_dicts)
-    if return_lists_as_dicts:
-        return matching, other
-    return list(matching.values()), list(other.values())
-
-
-def _extract_from_dict(
-    x: dict[Any, Any], predicate: Callable[[Any], bool], return_lists_as_dicts: bool
-) -> tuple[dict[Any, Any], dict[Any, Any]]:
     matching: dict[Any, Any] = {}
     other: dict[Any, Any] = {}
-    for key, value in x.items():
-        if isinstance(value, (dict, list)):
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(value, dict | list) and (value or isinstance(x, dict)):
             inner_matching, inner_other = extract_matching_values(value, predicate, return_lists_as_dicts)
             if inner_matching:
                 matching[key] = inner_matching
@@ -62,24 +52,9 @@ def _extract_from_dict(
                 other[key] = inner_other
         else:
             (matching if predicate(value) else other)[key] = value
-    return matching, other
-
-
-def _extract_from_list(
-    x: list[Any], predicate: Callable[[Any], bool], return_lists_as_dicts: bool
-) -> tuple[dict[int, Any], dict[int, Any]]:
-    matching: dict[int, Any] = {}
-    other: dict[int, Any] = {}
-    for index, value in enumerate(x):
-        if isinstance(value, (dict, list)) and value:
-            inner_matching, inner_other = extract_matching_values(value, predicate, return_lists_as_dicts)
-            if inner_matching:
-                matching[index] = inner_matching
-            if inner_other:
-                other[index] = inner_other
-        else:
-            (matching if predicate(value) else other)[index] = value
-    return matching, other
+    if isinstance(x, dict) or return_lists_as_dicts:
+        return matching, other
+    return list(matching.values()), list(other.values())
 
 
 def diff(x1: Any, x2: Any, prefix: Position = ()) -> DiffResult:
@@ -114,15 +89,22 @@ def diff(x1: Any, x2: Any, prefix: Position = ()) -> DiffResult:
 
 
 def _diff_dicts(x1: dict[Any, Any], x2: dict[Any, Any], prefix: Position) -> DiffResult:
-    only_left: list[Any] = [(*prefix, key) for key in x1 if key not in x2]
-    only_right: list[Any] = [(*prefix, key) for key in x2 if key not in x1]
+    only_left = [(*prefix, key) for key in x1 if key not in x2]
+    only_right = [(*prefix, key) for key in x2 if key not in x1]
+    common = [(key, x1[key], x2[key]) for key in x1 if key in x2]
+    return _diff_common(only_left, only_right, common, prefix)
+
+
+def _diff_common(
+    only_left: list[Any], only_right: list[Any], common: Iterable[tuple[Any, Any, Any]], prefix: Position
+) -> DiffResult:
+    """Add the differences of values that both sides have, given as (key, left, right), to those found before."""
     mismatch: list[Any] = []
-    for key in x1:
-        if key in x2:
-            left, right, differing = diff(x1[key], x2[key], (*prefix, key))
-            only_left += left
-            only_right += right
-            mismatch += differing
+    for key, left_value, right_value in common:
+        left, right, differing = diff(left_value, right_value, (*prefix, key))
+        only_left += left
+        only_right += right
+        mismatch += differing
     return only_left, only_right, mismatch
 
 
@@ -133,15 +115,9 @@ def _is_sequence(x: Any) -> bool:
 def _diff_sequences(x1: Any, x2: Any, prefix: Position) -> DiffResult:
     if isinstance(x1, np.ndarray) and x1.dtype != object and np.array_equal(x1, x2):
         return [], [], []  # large equal arrays are common, and slow to walk
-    only_left: list[Any] = [(*prefix, i) for i in range(len(x1) - 1, len(x2) - 1, -1)]
-    only_right: list[Any] = [(*prefix, i) for i in range(len(x2) - 1, len(x1) - 1, -1)]
-    mismatch: list[Any] = []
-    for i, (left_item, right_item) in enumerate(zip(x1, x2, strict=False)):
-        left, right, differing = diff(left_item, right_item, (*prefix, i))
-        only_left += left
-        only_right += right
-        mismatch += differing
-    return only_left, only_right, mismatch
+    only_left = [(*prefix, i) for i in range(len(x1) - 1, len(x2) - 1, -1)]
+    only_right = [(*prefix, i) for i in range(len(x2) - 1, len(x1) - 1, -1)]
+    return _diff_common(only_left, only_right, zip(itertools.count(), x1, x2, strict=False), prefix)
 
 
 def _diff_tensors(x1: torch.Tensor, x2: torch.Tensor) -> tuple[Any, ...] | None:

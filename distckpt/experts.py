@@ -23,6 +23,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.public import set_public_home
+from distckpt._geometry.region import with_item
 from distckpt._models.fused import FusedPart, fail, parts_factory
 from distckpt.dict_utils import dict_list_map_outplace
 from distckpt.mapping import (
@@ -226,11 +227,11 @@ def _extend_axis(shard: ShardedTensor | ShardedObject, ep_rank: int, ep_size: in
     num_local = shard.global_shape[axis]
     return replace(
         shard,
-        global_shape=_with_item(shard.global_shape, axis, num_local * ep_size),
-        global_offset=_with_item(shard.global_offset, axis, shard.global_offset[axis] + num_local * ep_rank),
+        global_shape=with_item(shard.global_shape, axis, num_local * ep_size),
+        global_offset=with_item(shard.global_offset, axis, shard.global_offset[axis] + num_local * ep_rank),
         axis_fragmentations=None
         if fragmentations is None
-        else _with_item(fragmentations, axis, fragmentations[axis] * ep_size),
+        else with_item(fragmentations, axis, fragmentations[axis] * ep_size),
     )
 
 
@@ -257,10 +258,6 @@ def _with_last(replica_id: ReplicaId, value: int | None) -> ReplicaId:
     if value is None:
         return replica_id
     return (*replica_id[:-1], value) if isinstance(replica_id, tuple | list) else value
-
-
-def _with_item(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])
 
 
 def _with_inserted(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from distckpt._base.public import set_public_home
+from distckpt._geometry.region import with_item
 from distckpt._models.fused import FusedPart, fail, parts_factory
 from distckpt.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -154,10 +155,10 @@ def _along(shard: ShardedTensor, dim: int, runs: Iterable[_Run], stored_size: in
     no_offset = (0,) * len(shard.local_shape)
     parts = [
         FusedPart(
-            _with_item(no_offset, dim, run.start),
-            _with_item(shard.local_shape, dim, run.size),
-            _with_item(shard.global_offset, axis, run.stored_start),
-            _with_item(shard.global_shape, axis, stored_size),
+            with_item(no_offset, dim, run.start),
+            with_item(shard.local_shape, dim, run.size),
+            with_item(shard.global_offset, axis, run.stored_start),
+            with_item(shard.global_shape, axis, stored_size),
             run.suffix,
             run.copy,
         )
@@ -220,7 +221,3 @@ def _global_axis(shard: ShardedTensor, dim: int) -> int:
     if not 0 <= dim < len(shard.local_shape):
         fail(shard.key, f"there is no dim {dim} in local shape {shard.local_shape}")
     return shard.prepend_axis_num + dim
-
-
-def _with_item(values: Sequence[int], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])

@@ -30,16 +30,18 @@ from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.public import set_public_home
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
 from distckpt._models.optimizer_blank import BlankStates
-from distckpt._models.optimizer_settings import (
+from distckpt._models.optimizer_state import (
     ParamState,
     by_param,
     describe,
+    make_sharded_optimizer_tensor,
     options_of,
+    param_name,
     restored_value,
     set_options,
+    state_shard,
     unite,
 )
-from distckpt._models.optimizer_shards import make_sharded_optimizer_tensor, param_name, state_shard
 from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import (

@@ -25,6 +25,7 @@ from distckpt._geometry.region import (
     intersect_many,
     regions_to_arrays,
     whole,
+    with_item,
 )
 
 
@@ -166,17 +167,15 @@ def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
     end = 0
     for piece in pieces:
         for part in piece.parts:
-            offset = list(part.target.offset)
-            offset[axis] += end
-            parts.append(part._replace(target=Region(tuple(offset), part.target.shape)))
+            offset = with_item(part.target.offset, axis, part.target.offset[axis] + end)
+            parts.append(part._replace(target=Region(offset, part.target.shape)))
         end += piece.shape[axis]
-    shape = (*pieces[0].shape[:axis], end, *pieces[0].shape[axis + 1 :])
     trimmed = tuple(cut for piece in pieces for cut in piece.trimmed)
-    return MappedTensor(shape, pieces[0].dtype, tuple(parts), trimmed)
+    return MappedTensor(with_item(pieces[0].shape, axis, end), pieces[0].dtype, tuple(parts), trimmed)
 
 
 def invert(mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorInfo]) -> dict[str, MappedTensor]:
-    """Turn a mapping round: make the source tensors out of the target tensors.
+    """Invert a mapping: make the source tensors out of the target tensors.
 
     Args:
         mapped: target tensors by name, as `apply_rules` returns them.
@@ -287,8 +286,7 @@ def _inverse(name: str, part: Part) -> Part:
 
 
 def _along(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
-    offset = tuple(start if a == axis else 0 for a in range(len(shape)))
-    return Region(offset, tuple(stop - start if a == axis else size for a, size in enumerate(shape)))
+    return Region(with_item((0,) * len(shape), axis, start), with_item(shape, axis, stop - start))
 
 
 def _pick(values: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...]:

@@ -50,6 +50,11 @@ def whole(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), tuple(shape))
 
 
+def with_item(values: Sequence[int], position: int, value: int) -> tuple[int, ...]:
+    """Replace one of several numbers."""
+    return (*values[:position], value, *values[position + 1 :])
+
+
 def intersect(first: Region, second: Region) -> Region | None:
     """Return the elements that two regions share as a region, None when they share none."""
     start = tuple(map(max, first.offset, second.offset))
@@ -66,8 +71,7 @@ def intersect_many(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Intersect n regions with others: as many, one with one, or the same one with all.
 
-    Returns:
-        `(rows, offsets, shapes)`: the indices of those that share elements, and what they have in common.
+    Returns `(rows, offsets, shapes)`: the indices of those that share elements, and what they have in common.
     """
     others = np.asarray(other_offsets, np.int64)
     start = np.maximum(offsets, others)
@@ -168,8 +172,7 @@ def cut_region(
     step = max(1, max_elements // (math.prod(region.shape[axis + 1 :]) * num_rows)) * num_rows
     edges = [first, *(range((first // step + 1) * step, end, step) if can_cut else ()), end]
     for low, high in itertools.pairwise(edges):
-        offset = (*region.offset[:axis], low, *region.offset[axis + 1 :])
-        piece = Region(offset, (*region.shape[:axis], high - low, *region.shape[axis + 1 :]))
+        piece = Region(with_item(region.offset, axis, low), with_item(region.shape, axis, high - low))
         if high - low == 1:
             yield from cut_region(piece, max_elements, shape=shape, multiple=multiple)
         else:
@@ -208,70 +211,62 @@ class TilingFault(NamedTuple):
 def find_tiling_faults(
     tensor_ids: IntArray, offsets: IntArray, shapes: IntArray, global_shapes: IntArray
 ) -> list[TilingFault]:
-    """Find every tensor whose regions do not cover each of its elements exactly once.
+    """Find every tensor whose regions do not cover each of its elements exactly once, in the order of their ids.
+
+    `tensor_ids` (n,) are indices into `global_shapes` (t, ndim); `offsets` and `shapes` (n, ndim) are of regions that
+    lie inside their tensors. ValueError when so many axes are divided that the corners would not fit memory.
 
     A region is the sum of signed steps at its 2^ndim corners, and this sum is unique. So regions tile a tensor exactly
     when their signed corners, added up, equal those of the whole tensor: one sort, whatever the grid (regular,
     irregular, with empty pieces), in O(n 2^ndim log n). The first corner that is left over, in row-major order, is
     an element covered the wrong number of times.
-
-    Args:
-        tensor_ids: (n,) index into `global_shapes` of the tensor that each region belongs to.
-        offsets: (n, ndim) first element of each region; all regions lie inside their tensors.
-        shapes: (n, ndim) extent of each region.
-        global_shapes: (t, ndim) shapes of the tensors.
-
-    Returns:
-        One fault for each tensor that is not tiled, in the order of their ids.
-
-    Raises:
-        ValueError: tensors are divided along so many axes that the corners would not fit memory.
     """
-    ndim = global_shapes.shape[1]
-    whole_ids = np.arange(len(global_shapes), dtype=np.int64)
-    ids = np.concatenate([tensor_ids, whole_ids])
+    num_tensors = len(global_shapes)
+    ids = np.concatenate([tensor_ids, np.arange(num_tensors, dtype=np.int64)])
     low = np.concatenate([offsets, np.zeros_like(global_shapes)])
     high = low + np.concatenate([shapes, global_shapes])
-    weight = np.concatenate([np.ones(len(tensor_ids), np.int64), np.full(len(whole_ids), -1, np.int64)])
+    weight = np.repeat(np.array([1, -1]), [len(tensor_ids), num_tensors])
     weight[(high <= low).any(axis=1)] = 0
-
     # Where nothing is divided, the corners at both ends say the same: those at the beginning will do.
     is_divided = (shapes != global_shapes[tensor_ids]).any(axis=0)
-    divided = np.flatnonzero(is_divided).tolist()
-    if len(divided) > _MAX_DIVIDED_AXES and len(ids) << len(divided) > _MAX_CORNERS:
-        raise ValueError(f"{len(tensor_ids)} regions divide tensors along {len(divided)} axes, too many to compare")
-
+    num_divided = int(is_divided.sum())
+    if num_divided > _MAX_DIVIDED_AXES and len(ids) << num_divided > _MAX_CORNERS:
+        raise ValueError(f"{len(tensor_ids)} regions divide tensors along {num_divided} axes, too many to compare")
     # Corners lie in 0..size, hence the strides of a tensor one larger along every axis.
     places = np.where(is_divided, global_shapes + 1, 1)
     strides = np.ones_like(global_shapes)
-    for axis in range(ndim - 2, -1, -1):
+    for axis in range(global_shapes.shape[1] - 2, -1, -1):
         strides[:, axis] = strides[:, axis + 1] * places[:, axis + 1]
-    row_strides = strides[ids]
-    position = np.zeros(len(ids), np.int64)[:, None]
-    sign = weight[:, None]
-    for axis in divided:
-        at_low = position + (low[:, axis] * row_strides[:, axis])[:, None]
-        at_high = position + (high[:, axis] * row_strides[:, axis])[:, None]
-        position = np.concatenate([at_low, at_high], axis=1)
-        sign = np.concatenate([sign, -sign], axis=1)
 
+    corner_ids, positions, sums = _sum_corners(ids, low * strides[ids], high * strides[ids], weight, is_divided)
+    wrong = np.flatnonzero(sums)
+    _, firsts = np.unique(corner_ids[wrong], return_index=True)
+    faults = []
+    for corner in wrong[firsts].tolist():
+        tensor = int(corner_ids[corner])
+        sizes = zip(strides[tensor].tolist(), places[tensor].tolist(), strict=True)
+        element = tuple(int(positions[corner]) // stride % size for stride, size in sizes)
+        faults.append(TilingFault(tensor, element, 1 + int(sums[corner])))
+    return faults
+
+
+def _sum_corners(
+    ids: IntArray, low: IntArray, high: IntArray, weight: IntArray, is_divided: npt.NDArray[np.bool_]
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Add up the signed corners of regions, whose edges are given as flat positions, per axis.
+
+    Returns the distinct corners: `(ids, flat positions, sums)`, sorted by id and position.
+    """
+    position, sign = np.zeros((len(ids), 1), np.int64), weight[:, None]
+    for axis in np.flatnonzero(is_divided).tolist():
+        position = np.concatenate([position + low[:, axis, None], position + high[:, axis, None]], axis=1)
+        sign = np.concatenate([sign, -sign], axis=1)
     corner_ids = np.repeat(ids, position.shape[1])
     flat_position, flat_sign = position.reshape(-1), sign.reshape(-1)
     order = np.lexsort((flat_position, corner_ids))
-    corner_ids, flat_position, flat_sign = corner_ids[order], flat_position[order], flat_sign[order]
-    is_new = np.empty(len(order), dtype=bool)
-    is_new[:1] = True
+    corner_ids, flat_position = corner_ids[order], flat_position[order]
+    is_new = np.ones(len(order), np.bool_)
     is_new[1:] = (corner_ids[1:] != corner_ids[:-1]) | (flat_position[1:] != flat_position[:-1])
     starts = np.flatnonzero(is_new)
-    left_over = np.add.reduceat(flat_sign, starts) if len(starts) else np.zeros(0, np.int64)
-    wrong = starts[left_over != 0]
-    _, firsts = np.unique(corner_ids[wrong], return_index=True)
-    faults = []
-    for index in firsts:
-        tensor = int(corner_ids[wrong[index]])
-        position_in_tensor = int(flat_position[wrong[index]])
-        sizes = zip(strides[tensor].tolist(), places[tensor].tolist(), strict=True)
-        element = tuple(position_in_tensor // stride % size for stride, size in sizes)
-        covers = 1 + int(left_over[left_over != 0][index])
-        faults.append(TilingFault(tensor, element, covers))
-    return faults
+    sums = np.add.reduceat(flat_sign[order], starts) if len(starts) else np.zeros(0, np.int64)
+    return corner_ids[starts], flat_position[starts], sums

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distckpt._geometry.region import with_item
 from distckpt._mapping.base import ReplicaId, ShardedBase, fail, integers
 
 
@@ -343,9 +344,9 @@ class ShardedTensor(ShardedBase):
             self._fail(f"narrow: needs shards of one size along axis {dim}, but not all have size {size} there")
         scaled = replace(
             self.without_data(),
-            local_shape=_with_item(self.local_shape, dim, length),
-            global_shape=_with_item(self.global_shape, axis, global_size // max(size, 1) * length),
-            global_offset=_with_item(self.global_offset, axis, global_offset // max(size, 1) * length),
+            local_shape=with_item(self.local_shape, dim, length),
+            global_shape=with_item(self.global_shape, axis, global_size // max(size, 1) * length),
+            global_offset=with_item(self.global_offset, axis, global_offset // max(size, 1) * length),
         )
         if self.flattened_range is not None:
             return self._narrow_runs(scaled, dim, start)
@@ -366,10 +367,6 @@ class ShardedTensor(ShardedBase):
                 moved = i * kept_row - kept_first
                 shards.append(replace(scaled, data=data, flattened_range=slice(lo + moved, hi + moved)))
         return shards
-
-
-def _with_item(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])
 
 
 def _grid_from_ranks(

@@ -11,10 +11,9 @@ from distckpt._base.errors import CheckpointingException
 
 
 class BlankStates:
-    """Makes blank states; the optimizer is asked once for all parameters of one kind.
+    """Makes blank states; a step of the optimizer is tried once for all parameters of one kind.
 
-    Args:
-        optimizer: any torch optimizer whose `step` needs no closure. Neither it nor its parameters are changed.
+    The `step` of the optimizer must need no closure. Neither the optimizer nor its parameters are changed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -22,18 +21,10 @@ class BlankStates:
         self._prototypes: dict[Any, dict[str, Any]] = {}
 
     def make(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """Return what the optimizer would keep for a parameter, with zeros in place of the values.
+        """Return what the optimizer would keep for a parameter of a group, by name, with zeros in place of the values.
 
-        Args:
-            group: the parameter group of the parameter.
-            param: the parameter.
-
-        Returns:
-            By name new tensors like those that the optimizer makes; numbers and 0-D tensors are those after a first
-            step.
-
-        Raises:
-            CheckpointingException: the optimizer cannot make a step with gradients of zero.
+        Numbers and 0-D tensors are those after a first step. CheckpointingException when the optimizer cannot make a
+        step with gradients of zero.
         """
         mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
         kind = (id(group), tuple(param.shape), param.stride(), param.dtype, param.device, mesh, placements)
@@ -63,7 +54,7 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         shadow.step()
     except Exception as error:
         raise CheckpointingException(
-            f"{type(optimizer).__name__} does not tell what it keeps for a parameter of shape {tuple(param.shape)}: a "
+            f"{type(optimizer).__name__} does not show what it keeps for a parameter of shape {tuple(param.shape)}: a "
             f"step with gradients of zero failed ({type(error).__name__}: {error}). Have it make a step of its own "
             "before calling sharded_optimizer_state_dict, for saving and for loading."
         ) from error

@@ -1,31 +1,34 @@
-"""What an optimizer keeps besides large tensors: the options of parameter groups, and numbers such as `step`.
+"""The state of an optimizer: shards of its tensors, and settings (options of groups, numbers such as `step`).
 
 Parameters with the same options and numbers, which are nearly always all of a group, share one entry:
 
     {"options": {"lr": 0.001, ...}, "values": {"step": 100.0}, "tensors": ["exp_avg", "exp_avg_sq"], "has_state": True,
      "params": ["embedding.weight", "norm.weight", ...]}
 
-A list of such entries is small, and is stored once, as an object. Parameters go by name, so that the number of
-groups and their order may change.
+The list of these entries, the settings, is small, and is stored once, as an object. Parameters go by name, so that
+the number of groups and their order may change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from distckpt._base.errors import LoadMismatchError
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._models.dtensor import local_part
+from distckpt._models.dtensor import Grid, is_dtensor, local_part, shard_of_dtensor
 from distckpt._ranks.collectives import Ranks
+from distckpt.dict_utils import nested_values
+from distckpt.mapping import ShardedTensor, ShardedTensorFactory
 
 Entry: TypeAlias = dict[str, Any]
 
 _NOT_STORED = ("params", "param_names")
-# How to compute, and on which device numbers live: for the one who computes to say.
+# How to compute, and on which device numbers live: the choice of the program that loads.
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -83,7 +86,7 @@ def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:
 def unite(ranks: Ranks, entries: list[Entry]) -> list[Entry]:
     """Return the entries of all ranks together, the same on each; nothing but a hash is sent where they are the same.
 
-    Where ranks disagree about a parameter, one for which it has a state is believed, and then the lowest.
+    Where ranks disagree about a parameter, the lowest rank that has a state for it decides, else the lowest.
     """
     if ranks.size == 1:
         return entries
@@ -122,8 +125,7 @@ def by_param(entries: Iterable[Entry]) -> dict[str, Entry]:
 def options_of(entries: Iterable[Entry], names: Sequence[str]) -> dict[str, Any] | None:
     """Return the stored options of a group with these parameters; None when none of them was stored.
 
-    Raises:
-        LoadMismatchError: they were in groups with different options.
+    LoadMismatchError when they were in groups with different options.
     """
     wanted = set(names)
     found: dict[bytes, tuple[dict[str, Any], str]] = {}
@@ -160,3 +162,93 @@ def set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 def restored_value(own: Any, value: Any) -> Any:
     """Return a stored value in the form that the optimizer uses: a tensor like its own, or as it is."""
     return torch.full_like(own, value) if isinstance(own, torch.Tensor) else value
+
+
+def make_sharded_optimizer_tensor(
+    model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
+) -> ShardedTensor | ShardedTensorFactory:
+    """Wrap an optimizer tensor the way the parameter that it belongs to is wrapped.
+
+    Args:
+        model_param: shard or factory of the parameter.
+        optim_param: tensor of the shape of the parameter's shard (1-D if that is flat), of any dtype.
+        prefix: put before the parameter's key, with a dot between them.
+
+    Returns:
+        A shard or factory like `model_param`, of the new key, with `optim_param` as its data.
+
+    Raises:
+        InvalidShardingError: the shapes differ.
+    """
+    data = local_part(optim_param)
+    key = f"{prefix}.{model_param.key}"
+    if isinstance(model_param, ShardedTensorFactory):
+        return replace(model_param, key=key, data=data)
+    return replace(model_param, key=key, data=data, dtype=data.dtype)
+
+
+def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
+    """Name a parameter, whatever the layout: by its key and, where layers share that, its place among them."""
+    part: Any = shard
+    if isinstance(shard, ShardedTensorFactory):
+        part = next((s for s in nested_values([shard.build()]) if isinstance(s, ShardedTensor)), None)
+    if part is None or not part.prepend_axis_num:
+        return shard.key
+    return f"{shard.key}[{','.join(map(str, part.global_offset[: part.prepend_axis_num]))}]"
+
+
+def state_shard(
+    shard: ShardedTensor | ShardedTensorFactory, param: torch.Tensor, tensor: torch.Tensor, name: str, prefix: str
+) -> ShardedTensor | ShardedTensorFactory:
+    """Describe a tensor in the state of a parameter, given the parameter's shard; it has the key `<prefix>.<key>`."""
+    place = (tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
+    if place == (tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)):
+        return make_sharded_optimizer_tensor(shard, tensor, prefix)
+    if isinstance(shard, ShardedTensor) and shard.flattened_range is None:
+        if is_dtensor(tensor) and is_dtensor(param):
+            outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
+            outer = outer[: max(0, len(outer) - param.device_mesh.ndim)]  # type: ignore[attr-defined]
+            num_prepended = shard.prepend_axis_num
+            prepended = zip(shard.global_offset[:num_prepended], shard.global_shape[:num_prepended], strict=True)
+            if shard.global_shape[num_prepended:] == tuple(param.shape):
+                return shard_of_dtensor(f"{prefix}.{shard.key}", tensor, Grid(tuple(prepended)), outer)
+        elif not is_dtensor(tensor) and (found := _reduced(shard, tensor, prefix)) is not None:
+            return found
+    if tuple(local_part(tensor).shape) == tuple(local_part(param).shape):
+        return make_sharded_optimizer_tensor(shard, tensor, prefix)
+    raise InvalidShardingError(
+        f"The optimizer's {name!r} for the parameter {shard.key!r} has shape {tuple(tensor.shape)}, the parameter "
+        f"{tuple(param.shape)}, of which this rank has a part: how it is divided cannot be told. Keep it in a shape "
+        "with size 1 along the axes that it lacks, or make a ShardedTensor of it yourself."
+    )
+
+
+def _reduced(shard: ShardedTensor, tensor: torch.Tensor, prefix: str) -> ShardedTensor | None:
+    """Describe a tensor that lacks some axes of a parameter's part (has size 1 there); None when it is none."""
+    num_prepended, shape = shard.prepend_axis_num, tuple(tensor.shape)
+    if shape == shard.local_shape:
+        return None
+    sizes, offset = shard.global_shape[num_prepended:], shard.global_offset[num_prepended:]
+    parts = shard.axis_fragmentations and shard.axis_fragmentations[num_prepended:]
+    pairs = zip(shape, shard.local_shape, strict=False)
+    if shard.local_shape == sizes:
+        place = [(size, 0, 1) for size in shape]
+    elif parts is None or len(shape) != len(sizes) or any(n not in (1, m) for n, m in pairs):
+        return None
+    else:
+        # Where the parameter is divided along an axis that is missing here, each part has a value of its own.
+        place = [
+            (size, start, count) if n == local else (count, start // local, count)
+            for n, local, size, start, count in zip(shape, shard.local_shape, sizes, offset, parts, strict=True)
+        ]
+    prepended = shard.global_shape[:num_prepended]
+    return replace(
+        shard,
+        key=f"{prefix}.{shard.key}",
+        data=tensor,
+        dtype=tensor.dtype,
+        local_shape=shape,
+        global_shape=prepended + tuple(size for size, _, _ in place),
+        global_offset=shard.global_offset[:num_prepended] + tuple(start for _, start, _ in place),
+        axis_fragmentations=prepended + tuple(count for _, _, count in place),
+    )
