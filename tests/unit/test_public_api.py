@@ -8,8 +8,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -322,34 +320,3 @@ def test_errors_are_found_under_the_standard_ones_too():
     errors = [getattr(distckpt, name) for name in distckpt.__all__ if name.endswith("Error")]
     assert len(errors) == 7
     assert all(issubclass(error, distckpt.CheckpointingException) for error in errors)
-
-
-def modules_loaded_by(code):
-    command = [sys.executable, "-W", "error", "-c", f"import sys; {code}; print(*sys.modules)"]
-    return set(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.split())
-
-
-def test_importing_loads_nothing_before_it_is_used():
-    new = modules_loaded_by("import distckpt") - modules_loaded_by("import importlib, typing")
-    assert {name for name in new if name not in sys.stdlib_module_names} == {"distckpt"}
-
-
-def test_saving_and_loading_need_little():
-    """No part of torch that is not needed, nothing that is not a dependency, no client of an object store."""
-    loaded = modules_loaded_by("import distckpt; distckpt.save, distckpt.load, distckpt.CheckpointManager")
-    assert "distckpt.serialization" in loaded
-    loaded -= modules_loaded_by("import torch, torch.distributed, numpy")
-    unwanted = (
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "safetensors.torch",
-        "aiohttp",
-        "s3fs",
-        "multiprocessing",
-        "rich",
-        "psutil",
-        "megatron",
-        "transformers",
-        "pandas",
-    )
-    assert {name for name in loaded if f"{name}.".startswith(tuple(f"{start}." for start in unwanted))} == set()

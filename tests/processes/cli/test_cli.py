@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from tests.support.cli_command import ROOT, call, command, run, shown_on_terminal
+from tests.support.cli_command import call, command, run, shown_on_terminal
 
 GRID = torch.arange(60, dtype=torch.float32).view(6, 10)
 
@@ -37,15 +36,6 @@ def test_without_a_verb_usage_is_shown():
     ended = run(code=2)
     assert ended.stdout == ""
     assert "usage: distckpt" in ended.stderr
-
-
-def test_the_package_needs_neither_the_command_line_nor_rich():
-    code = "import sys, distckpt; distckpt.save, distckpt.CheckpointManager; print(*sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = ended.stdout.split()
-    assert "distckpt.serialization" in loaded
-    unwanted = ("rich", "distckpt.cli", "distckpt._cli")
-    assert [name for name in loaded if name.startswith(unwanted)] == []
 
 
 def test_a_traceback_on_demand(tmp_path):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -147,89 +144,6 @@ def test_blocks_of_a_checkpoint_are_read_whole_where_they_are_verified(tmp_path)
         with pytest.raises(CorruptCheckpointError, match="Checksum mismatch"):
             load(verify)
     assert load("none") == 1
-
-
-# ---- systems that do not offer it
-
-LOAD_A_HALF = """
-import ctypes, struct, sys, torch, distckpt
-from distckpt import ShardedTensor
-from distckpt._io import aio
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.syscall.restype = ctypes.c_long
-
-def forbid(number, error):  # with a seccomp filter, as containers do
-    statements = struct.pack("HBBI" * 4,
-        0x20, 0, 0, 0,  # load the number of the call
-        0x15, 0, 1, number,  # is it this one?
-        0x06, 0, 0, 0x00050000 | error,  # then fail
-        0x06, 0, 0, 0x7FFF0000)  # else go on
-    memory = ctypes.create_string_buffer(statements)
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(memory)))
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
-
-folder, name, error = sys.argv[1:]
-if name:
-    forbid(getattr(aio._CALLS, name), int(error))
-target = torch.zeros(96, 2048, dtype=torch.int32)
-distckpt.load({"w": ShardedTensor.from_rank_offsets("w", target, (1, 1, 2))}, folder)
-expected = torch.arange(96 * 4096, dtype=torch.int32).view(96, 4096)[:, 2048:]
-print("available" if aio.is_available() else "unavailable", torch.equal(target, expected))
-"""
-
-
-def outcome_of(program, *arguments):
-    """Run a program in a process of its own and return what it prints."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    return done.stdout.strip() or done.stderr
-
-
-@needs_batches
-@pytest.mark.skipif(platform.system() != "Linux", reason="seccomp is of Linux")
-@pytest.mark.parametrize(
-    ("name", "error", "outcome"),
-    [
-        pytest.param("", 0, "available True", id="offered"),
-        pytest.param("setup", errno.ENOSYS, "unavailable True", id="no system calls"),
-        pytest.param("setup", errno.EPERM, "unavailable True", id="forbidden"),
-        pytest.param("setup", errno.EAGAIN, "unavailable True", id="used up by other processes"),
-        pytest.param("submit", errno.EPERM, "available True", id="forbidden later"),
-        pytest.param("submit", errno.EINVAL, "available True", id="not for this file system"),
-        pytest.param("submit", errno.EAGAIN, "available True", id="no room for requests"),
-    ],
-)
-def test_a_system_that_does_not_offer_reads_in_batches(tmp_path, name, error, outcome):
-    write_plain(tmp_path / "model.safetensors", {"w": numbered(96, 4096)})
-    assert outcome_of(LOAD_A_HALF, tmp_path, name, error) == outcome
-
-
-LOAD_IN_A_CHILD = """
-import os, sys, torch, distckpt
-from distckpt import ShardedTensor
-from distckpt._io import aio
-
-torch.set_num_threads(1)  # torch's own threads do not survive a fork
-
-def load():
-    target = torch.zeros(96, 2048, dtype=torch.int32)
-    distckpt.load({"w": ShardedTensor.from_rank_offsets("w", target, (1, 1, 2))}, sys.argv[1])
-    return torch.equal(target, torch.arange(96 * 4096, dtype=torch.int32).view(96, 4096)[:, 2048:])
-
-assert load()
-child = os.fork()
-if child == 0:
-    os._exit(0 if load() and aio.is_available() else 3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), load())
-"""
-
-
-@needs_batches
-def test_a_forked_process_reads_for_itself(tmp_path):
-    write_plain(tmp_path / "model.safetensors", {"w": numbered(96, 4096)})
-    assert outcome_of(LOAD_IN_A_CHILD, tmp_path) == "0 True"
 
 
 # ---- files that fail

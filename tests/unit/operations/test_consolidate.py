@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
-import itertools
 import json
 import logging
 import os
@@ -25,9 +23,7 @@ from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatch
 from distckpt.core import CheckpointingException
 from distckpt.hf import consolidate_safetensors_files
 from distckpt.rules import Drop, Rename, Split, Trim, Unstack
-from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.disk import header_of, tree_of
-from tests.support.harness import ask_parent, launched, run
 from tests.support.hf_folders import (
     INDEX,
     parts_along,
@@ -797,83 +793,4 @@ def test_torchs_function_raises_value_errors_and_leaves_an_earlier_export(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-# ---- limits of a process
-
-
-def export_with_few_files(rank, folder):
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit))
-    distckpt.consolidate(f"{folder}/in", f"{folder}/out")
-    return same_bytes(distckpt.load_plain_tensors(f"{folder}/in"), read_export(f"{folder}/out"))
-
-
-def test_more_shard_files_than_may_be_open(tmp_path):
-    tensor = torch.arange(1100 * 3, dtype=torch.float32).view(1100, 3)
-    write_folder(tmp_path / "in", {"w": tensor}, 0, 1100)
-    assert len(os.listdir(tmp_path / "in")) == 1100
-    assert run(export_with_few_files, 1, str(tmp_path), backend=None) == [True]
-    assert same_bytes(read_export(tmp_path / "out"), {"w": tensor})
-
-
-BUDGETS = [32 << 20, 128 << 20]
-EXPORTS = {
-    "folder": {},
-    "folder to bfloat16": {"dtype": torch.bfloat16},
-    "checkpoint": {},
-    "checkpoint to 8 bits": {"dtype": torch.float8_e4m3fn},
-}
-
-
-def memory_of_exports(rank, folder):
-    torch.set_num_threads(1)
-    peaks = {}
-    for budget, (name, options) in itertools.product(BUDGETS, EXPORTS.items()):
-        source, target = f"{folder}/{name.split()[0]}", f"{folder}/out"
-        settings = {"max_inflight_bytes": budget, "overwrite": True, **options}
-        peaks[budget, name] = peak_memory_bytes(functools.partial(distckpt.consolidate, source, target, **settings))
-    return peaks
-
-
-def test_memory_is_bounded_however_large_a_tensor_is(tmp_path):
-    tensor = torch.zeros(9000, 9000)
-    tensor[::1000] = 1
-    assert tensor.nbytes > 300e6
-    save_folder(tmp_path / "folder", {"w": tensor}, axis=1)
-    save_checkpoint(tmp_path / "checkpoint", {"w": tensor}, axis=1)
-    (peaks,) = run(memory_of_exports, 1, str(tmp_path), backend=None)
-    assert len(peaks) == len(BUDGETS) * len(EXPORTS)
-    for (budget, name), peak in peaks.items():
-        assert peak < budget + (64 << 20), f"{name}: {peak / 2**20:.0f} MiB of {budget >> 20} MiB"
-
-
 # ---- a process that is killed
-
-
-def export_until_killed(rank, folder, num_reads):
-    reads = itertools.count(1)
-
-    def stop(path, first, last):
-        if first and next(reads) == num_reads:
-            ask_parent()
-
-    with hooked_reads(stop):
-        distckpt.consolidate(
-            f"hooked://{folder}/in", f"{folder}/out", overwrite=True, max_file_bytes=1200, max_inflight_bytes=1
-        )
-
-
-@pytest.mark.parametrize("num_reads", [1, 3, 5])
-def test_a_process_killed_in_the_middle_leaves_the_earlier_export(tmp_path, num_reads):
-    earlier, later = ({f"w{i}": torch.full((4, 60), float(i + start)) for i in range(3)} for start in (0, 100))
-    distckpt.consolidate(save_folder(tmp_path / "old", earlier), tmp_path / "out", max_file_bytes=2000)
-    (tmp_path / "out" / "config.json").write_text("{}")
-    before = tree_of(tmp_path / "out")
-    save_folder(tmp_path / "in", later, axis=1)
-    with launched(export_until_killed, 1, str(tmp_path), num_reads, backend=None) as launch:
-        launch.wait_for_signal(0)
-        assert any(name.startswith(".out.") for name in os.listdir(tmp_path)), "it was in the middle"
-        launch.kill(0)
-    assert tree_of(tmp_path / "out") == before
-    assert same_bytes(read_export(tmp_path / "out"), earlier)
-    distckpt.consolidate(tmp_path / "in", tmp_path / "out", overwrite=True)
-    assert same_bytes(read_export(tmp_path / "out"), later)
