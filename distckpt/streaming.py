@@ -16,11 +16,10 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
-from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._commit import posix
 from distckpt._format import hf_names
-from distckpt._format.safetensors_file import Entry, build_header, layout_order, stored_shape
-from distckpt._io.stream_files import Layout, LocalFiles, Place, RemoteFiles
+from distckpt._format.safetensors_file import Entry, stored_shape
+from distckpt._io.stream_files import Layout, LocalFiles, RemoteFiles, lay_out, write_stream
 from distckpt._storage import locations
 from distckpt.tensors import as_torch_dtype
 
@@ -91,12 +90,12 @@ def save_safetensors_streaming(
         if not rename:
             raise ValueError(f"rename=False needs a local path; {destination!r} can only be written in place")
         _refuse([location] if locations.exists(location) else [])
-        _stream(RemoteFiles([location], layout), layout, tensor_iter)
+        write_stream(RemoteFiles([location], layout), layout, tensor_iter)
         return destination
     _refuse([location] if os.path.isdir(location) else [])
     parent, name = locations.split(location)
     temporary = locations.join(parent, f".{name}.{secrets.token_hex(8)}")
-    _stream(LocalFiles([temporary], layout), layout, tensor_iter)
+    write_stream(LocalFiles([temporary], layout), layout, tensor_iter)
     if not rename:
         return temporary
     try:
@@ -150,7 +149,7 @@ def save_safetensors_streaming_sharded(
     output = LocalFiles(files, layout) if locations.is_local(location) else RemoteFiles(files, layout)
     try:
         locations.make_directories(staging)
-        _stream(output, layout, tensor_iter)
+        write_stream(output, layout, tensor_iter)
         if len(names) > 1:
             index = locations.join(staging, hf_names.index_filename(hf_names.BASE_PREFIX))
             locations.write_bytes(index, _index(metas.values(), layout, names))
@@ -162,9 +161,6 @@ def save_safetensors_streaming_sharded(
             locations.remove_tree(staging)
         raise
     return [locations.join(os.fspath(output_dir), name) for name in names]
-
-
-# --- what was announced -----------------------------------------------------------------------------------------------
 
 
 def _read_meta(state_dict_meta: StateDictMeta) -> list[TensorMeta]:
@@ -195,82 +191,19 @@ def _is_text(value: object) -> bool:
 
 
 def _lay_out(groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None) -> Layout:
-    """Lay out one file for each group."""
     texts = {"format": "pt", **(metadata or {})}
     bad = [key for key, value in texts.items() if not (_is_text(key) and _is_text(value))]
     if bad:
         raise ValueError(f"header metadata holds texts only, {bad[0]!r} is not one")
-    layout = Layout([], [], {})
-    for number, group in enumerate(groups):
-        entries = [Entry(meta.name, meta.dtype, meta.shape, meta.num_bytes) for meta in group]
-        order = _aligned_order(entries)
-        header, first_bytes = build_header([entries[i] for i in order], texts)
-        layout.headers.append(header)
-        layout.num_bytes.append(len(header) + sum(entry.num_bytes for entry in entries))
-        layout.places.update(
-            (group[i].name, Place(entries[i], number, first)) for i, first in zip(order, first_bytes, strict=True)
-        )
-    return layout
-
-
-def _aligned_order(entries: Sequence[Entry]) -> Sequence[int]:
-    """Keep the order of the announcement, in which tensors mostly come, unless items would stand unaligned."""
-    position = 0
-    for entry in entries:
-        if position % DTYPE_ELEMENT_SIZE[entry.dtype]:
-            return layout_order(entries)
-        position += entry.num_bytes
-    return range(len(entries))
+    return lay_out([[Entry(*meta, meta.num_bytes) for meta in group] for group in groups], texts)
 
 
 def _index(metas: Iterable[TensorMeta], layout: Layout, names: Sequence[str]) -> bytes:
     total_bytes = sum(meta.num_bytes for meta in metas)
     total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
     return hf_names.index_json(
-        {key: names[place.file] for key, place in layout.places.items()}, total_bytes, total_parameters
+        {key: names[file] for key, (file, _) in layout.places.items()}, total_bytes, total_parameters
     )
-
-
-# --- what comes -------------------------------------------------------------------------------------------------------
-
-
-def _stream(output: LocalFiles | RemoteFiles, layout: Layout, tensor_iter: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write every tensor that comes; all that was announced must come. Removes the files otherwise."""
-    try:
-        output.create()
-        awaited = dict.fromkeys(layout.places)
-        for name, tensor in tensor_iter:
-            _check(layout, awaited, name, tensor)
-            output.write(layout.places[name], tensor.detach())
-            del awaited[name]
-            # Its memory is needed for the next one.
-            del tensor
-        if awaited:
-            raise ValueError(
-                f"{len(awaited)} of {len(layout.places)} announced tensors did not come: {summarize_keys(awaited)}"
-            )
-        output.finish()
-    except BaseException:
-        output.remove()
-        raise
-
-
-def _check(layout: Layout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor) -> None:
-    place = layout.places.get(name)
-    if place is None:
-        raise ValueError(f"the tensor {name!r} came but was not announced{did_you_mean(str(name), layout.places)}")
-    if name not in awaited:
-        raise ValueError(f"the tensor {name!r} came twice")
-    if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
-        raise ValueError(f"{name!r} came as a {type(tensor).__name__}: give plain tensors (of a DTensor full_tensor())")
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"the tensor {name!r} came as {tensor.dtype} in {tensor.layout} on {tensor.device}: not dense")
-    came = (TO_NAME.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-    if came != place.entry[1:3]:
-        raise ValueError(
-            f"the tensor {name!r} came as {came[0]} {came[1]}, but was announced as "
-            f"{place.entry.dtype} {place.entry.shape}"
-        )
 
 
 def _in_the_way(location: str) -> list[str]:

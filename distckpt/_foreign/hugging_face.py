@@ -36,7 +36,7 @@ class Header(NamedTuple):
     num_bytes: int
     header_bytes: int
     metadata: dict[str, str]
-    entries: list[safetensors_file.StoredEntry]
+    entries: list[safetensors_file.Entry]
 
 
 class HuggingFaceReader(Reader):
@@ -152,7 +152,7 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPi
     return ShardFile(name, size, header_bytes, 0), info is not None, pieces
 
 
-def _counts(entry: safetensors_file.StoredEntry, values: Any) -> tuple[int, ...]:
+def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check an offset or a shape that stands in the metadata, which is not trusted."""
     if type(values) is list and len(values) == len(entry.shape):
         for number in values:

@@ -24,15 +24,7 @@ def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
 
 
 def unpack(data: bytes, parse: Callable[[bytes], Any] = json.loads) -> tuple[Any, dict[str, Column]]:
-    """Decode what `pack` made.
-
-    Args:
-        data: what `pack` returned.
-        parse: makes the value of its JSON.
-
-    Raises:
-        ValueError: the bytes are not such a table.
-    """
+    """Decode what `pack` made; a ValueError says that it is not such a table. `parse` makes the value of its JSON."""
     try:
         columns = safetensors.numpy.load(data)
         text = columns.pop(_JSON)

@@ -1,15 +1,16 @@
 """The safetensors byte layout: `[u64 header length][JSON header, padded with spaces][data]`.
 
-The only module that knows it. Data starts at a multiple of `DATA_ALIGNMENT`, entries follow one another without gaps
-in descending order of item size, so that every entry is aligned to its items. Small files of bytes, which are made and
-read whole (`join_file`, `split_header` and `split_data`), are padded no further than the format asks for.
+No other module has it. Data starts at a multiple of `DATA_ALIGNMENT`, entries follow one another without gaps in
+descending order of item size, so that every entry is aligned to its items. Small files of bytes, which are made and
+read as one (`join_file`, `split_header` and `split_data`), are padded no further than the format prescribes.
+
+What is read is not trusted: functions that read raise `ValueError` for what contradicts the format or itself.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import operator
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,17 +26,17 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 GLOBAL_SHAPES = "distckpt_global_shapes"
 """Header metadata entry of our shard files: the global shapes of the entries."""
 
-
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor to be laid out: its name, safetensors dtype name, shape in torch items and size."""
+    """One tensor in a file: its name, safetensors dtype name, shape in torch items, size, and where it begins."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    first_byte: int = -1
 
 
 def shard_file_name(rank: int, index: int, count: int) -> str:
@@ -56,26 +57,16 @@ def layout_order(entries: Sequence[Entry]) -> list[int]:
 def build_header(
     entries: Sequence[Entry], metadata: Mapping[str, str], alignment: int = DATA_ALIGNMENT
 ) -> tuple[bytes, list[int]]:
-    """Lay out a file.
+    """Lay out a file of entries that are in `layout_order`, with data from a multiple of `alignment` on.
 
-    Args:
-        entries: in the order of `layout_order`.
-        metadata: what goes under `__metadata__`.
-        alignment: the data start at a multiple of it, in bytes.
-
-    Returns:
-        `(header, first_bytes)`: all bytes before the data, and where in the file each entry begins. The file ends
-        with its last entry.
-
-    Raises:
-        ValueError: the header would be longer than readers accept.
+    Returns the header (all bytes before the data) and where in the file each entry begins; the file ends with the last.
     """
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     members = [f'"__metadata__":{encode(dict(metadata))}']
     offsets = []
     position = 0
     # Put together by hand, in half the time: there are thousands of entries.
-    for name, dtype, shape, num_bytes in entries:
+    for name, dtype, shape, num_bytes, _ in entries:
         offsets.append(position)
         sizes = ",".join(map(str, stored_shape(dtype, shape)))
         end = position + num_bytes
@@ -90,66 +81,28 @@ def build_header(
 
 
 def join_file(entries: Mapping[str, bytes | bytearray | memoryview], metadata: Mapping[str, str]) -> bytes:
-    """Make a whole file of entries that are bytes (U8), in the order given.
+    """Make a file of entries that are bytes (U8), in the order given; the same arguments give the same bytes.
 
     The safetensors library is of no use here: it writes metadata in random order and copies the data twice.
-
-    Args:
-        entries: name -> bytes.
-        metadata: what goes under `__metadata__`.
-
-    Returns:
-        The file. The same arguments in the same order give the same bytes.
-
-    Raises:
-        ValueError: the header would be longer than readers accept.
     """
     described = [Entry(name, "U8", (len(raw),), len(raw)) for name, raw in entries.items()]
     header, _ = build_header(described, metadata, alignment=8)
     return b"".join([header, *entries.values()])
 
 
-class StoredEntry(NamedTuple):
-    """One tensor in a file: like `Entry`, and where in the file it begins."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    first_byte: int
-    num_bytes: int
-
-
-_PLACE = operator.itemgetter(3, 4)
-
-
-def header_length(head: bytes, file_bytes: int) -> int:
-    """Return how many bytes at the beginning of a file are not data.
-
-    Raises:
-        ValueError: the file is too short, or claims a header that readers refuse.
-    """
+def header_length(head: bytes | memoryview, file_bytes: int) -> int:
+    """Return how many bytes at the beginning of a file are not data; `head` has at least 8 of them."""
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > min(file_bytes - 8, MAX_HEADER_BYTES):
         raise ValueError("the header is cut off")
     return 8 + length
 
 
-def parse_header(header: bytes, file_bytes: int) -> tuple[dict[str, str], list[StoredEntry]]:
-    """Read the header of a file of tensors, which is not trusted.
-
-    Args:
-        header: the first `header_length` bytes.
-        file_bytes: size of the whole file.
-
-    Returns:
-        `(metadata, entries)`, entries in the order in which they stand in the file.
-
-    Raises:
-        ValueError: the header contradicts itself or the size of the file, or a dtype is unknown.
-    """
+def parse_header(header: bytes, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
+    """Return the metadata, and the entries in the order of their bytes, from the first `header_length` bytes."""
     metadata, described, _ = split_header(memoryview(header))
     entries = [_stored_entry(name, entry, len(header)) for name, entry in described.items()]
-    entries.sort(key=_PLACE)
+    entries.sort(key=lambda entry: (entry.first_byte, entry.num_bytes))
     position = len(header)
     for entry in entries:
         if entry.first_byte != position:
@@ -161,40 +114,19 @@ def parse_header(header: bytes, file_bytes: int) -> tuple[dict[str, str], list[S
 
 
 def split_header(blob: memoryview) -> tuple[dict[str, str], dict[str, Any], memoryview]:
-    """Take the header off a whole file.
-
-    Args:
-        blob: the file as bytes. It is not trusted.
-
-    Returns:
-        `(metadata, described, data)`: what stands under `__metadata__`; name -> what the header says of each entry,
-        unchecked, for `split_data`; and a view of the data.
-
-    Raises:
-        ValueError: the header is cut off, too long, or no JSON object with metadata of texts.
-    """
-    header_bytes = int.from_bytes(blob[:8], "little")
-    if len(blob) < 8 or header_bytes > min(len(blob) - 8, MAX_HEADER_BYTES):
-        raise ValueError("the header is cut off")
-    header = parse_json(str(blob[8 : 8 + header_bytes], "utf-8"))
+    """Split a file into its metadata, the description of each entry by name, unchecked, and a view of the data."""
+    header_bytes = header_length(blob[:8], len(blob))
+    header = parse_json(str(blob[8:header_bytes], "utf-8"))
     metadata = header.pop("__metadata__", {}) if type(header) is dict else None
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("the header is no JSON object with metadata of texts")
-    return metadata, header, blob[8 + header_bytes :]
+    return metadata, header, blob[header_bytes:]
 
 
 def split_data(described: Mapping[str, Any], data: memoryview) -> dict[str, memoryview]:
-    """Cut the data of a file of bytes into its entries.
+    """Cut data into views of its entries by name, in their order; all are bytes (U8) and leave no gap.
 
-    Args:
-        described: name -> what the header says of the entry, as `split_header` gives it.
-        data: the bytes after the header.
-
-    Returns:
-        Name -> view of the entry's bytes, in the order in which they stand in the file.
-
-    Raises:
-        ValueError: an entry is not of bytes (U8), or the entries do not cover the data without gap or overlap.
+    Both arguments are results of `split_header`.
     """
     ranges = {name: _byte_range(name, entry) for name, entry in described.items()}
     entries = {}
@@ -210,11 +142,7 @@ def split_data(described: Mapping[str, Any], data: memoryview) -> dict[str, memo
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON as the format demands it: without names that an object has twice, and without NaN and infinities.
-
-    Raises:
-        ValueError: the text is not such JSON, or nests too deeply.
-    """
+    """Parse JSON as the format demands it: without names that an object has twice, and without NaN and infinities."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct_pairs)
     except RecursionError as error:
@@ -233,14 +161,14 @@ def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape as the format counts it: packed types count elements along the last axis, torch counts items."""
+    """Return the shape as the format counts it: elements of packed types along the last axis, where torch has items."""
     packed = PACKED_PER_ITEM.get(dtype, 1)
     if packed == 1:
         return shape
     return (*shape[:-1], shape[-1] * packed) if shape else (packed,)
 
 
-def _stored_entry(name: str, entry: Any, data_start: int) -> StoredEntry:
+def _stored_entry(name: str, entry: Any, data_start: int) -> Entry:
     dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     for number in (first, end, *shape):
         if type(number) is int and 0 <= number < 2**62:
@@ -255,7 +183,7 @@ def _stored_entry(name: str, entry: Any, data_start: int) -> StoredEntry:
         shape = [*shape[:-1], shape[-1] // packed]
     if len(shape) > MAX_NDIM or math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
         raise ValueError(f"the entry {name[:50]!r} of shape {shape!s:.100} and dtype {dtype} has {end - first} bytes")
-    return StoredEntry(name, dtype, tuple(shape), data_start + first, end - first)
+    return Entry(name, dtype, tuple(shape), end - first, data_start + first)
 
 
 def _byte_range(name: str, entry: object) -> tuple[int, int]:

@@ -1,36 +1,53 @@
-"""Files whose layout is known before their tensors come: on local disks in any order, on object stores in order."""
+"""Writing files from tensors that come one at a time: on local disks in any order, on object stores in order."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from distckpt._base.memory import tensor_bytes
+from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.memory import Bytes, tensor_bytes
+from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.threads import UNIT_BYTES
-from distckpt._format.safetensors_file import Entry
+from distckpt._format.safetensors_file import Entry, build_header, layout_order
+from distckpt._io.write import create_file, write_all
 from distckpt._storage import locations as storage_locations
-from distckpt._storage.open_files import allocate
 from distckpt.tensors import chunk_tensor_by_memory, to_plain_memory
 
 
-class Place(NamedTuple):
-    """Where a tensor goes: number of its file, and its first byte there."""
-
-    entry: Entry
-    file: int
-    first_byte: int
-
-
 class Layout(NamedTuple):
-    """The layout of all files: header and size of each, and tensor name -> place, in the order of the bytes."""
+    """The layout of all files: header and size of each, and by name the file and entry of each tensor, in order."""
 
     headers: list[bytes]
     num_bytes: list[int]
-    places: dict[str, Place]
+    places: dict[str, tuple[int, Entry]]
+
+
+def lay_out(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> Layout:
+    """Lay out one file for each group of tensors."""
+    layout = Layout([], [], {})
+    for number, group in enumerate(groups):
+        entries = _aligned(group)
+        header, first_bytes = build_header(entries, metadata)
+        layout.headers.append(header)
+        layout.num_bytes.append(len(header) + sum(entry.num_bytes for entry in entries))
+        for entry, first_byte in zip(entries, first_bytes, strict=True):
+            layout.places[entry.name] = number, entry._replace(first_byte=first_byte)
+    return layout
+
+
+def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Keep the order of the announcement, in which tensors mostly come, unless items would be unaligned."""
+    position = 0
+    for entry in entries:
+        if position % FROM_NAME[entry.dtype].itemsize:
+            return [entries[i] for i in layout_order(entries)]
+        position += entry.num_bytes
+    return entries
 
 
 class LocalFiles:
@@ -44,31 +61,31 @@ class LocalFiles:
 
     def create(self) -> None:
         """Create every file at its full size, so that a full disk is found before the first tensor comes."""
-        for location, header, num_bytes in zip(
-            self._locations, self._layout.headers, self._layout.num_bytes, strict=True
-        ):
-            with _opened(location, os.O_CREAT | os.O_EXCL) as fd:
-                self._created.append(location)
-                allocate(fd, num_bytes)
-                _write_at(fd, memoryview(header), 0)
+        headers, sizes = self._layout.headers, self._layout.num_bytes
+        for location, header, num_bytes in zip(self._locations, headers, sizes, strict=True):
+            create_file(location, header, num_bytes)
+            self._created.append(location)
 
-    def write(self, place: Place, tensor: torch.Tensor) -> None:
-        location = self._locations[place.file]
-        if self._open_file != place.file:
+    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
+        """Write a tensor."""
+        if self._open_file != file:
             self._close()
-            self._fd, self._open_file = os.open(location, os.O_WRONLY | os.O_CLOEXEC), place.file
-        with storage_locations.naming(location):
-            for position, window in _windows(tensor, place.first_byte):
-                _write_at(self._fd, window, position)
+            self._fd, self._open_file = os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC), file
+        position = entry.first_byte
+        with storage_locations.naming(self._locations[file]):
+            for window in _windows(tensor):
+                write_all(self._fd, [window], position)
+                position += len(window)
 
     def finish(self) -> None:
         """Bring everything to disk."""
         self._close()
         for location in self._locations:
-            with _opened(location, 0) as fd:
-                os.fsync(fd)
+            with storage_locations.naming(location), open(location, "r+b", 0) as file:
+                os.fsync(file)
 
     def remove(self) -> None:
+        """Remove the files."""
         with contextlib.suppress(OSError):
             self._close()
         for location in self._created:
@@ -92,25 +109,29 @@ class RemoteFiles:
         self._file: Any = None
 
     def create(self) -> None:
+        """Begin the first file."""
         self._begin_next()
 
-    def write(self, place: Place, tensor: torch.Tensor) -> None:
-        expected = next(self._next_places)
-        if place != expected:
+    def write(self, file: int, entry: Entry, tensor: torch.Tensor) -> None:
+        """Write the tensor that is next."""
+        expected_file, expected = next(self._next_places)
+        if entry != expected:
             raise ValueError(
-                f"the tensor {place.entry.name!r} came where {expected.entry.name!r} has its place; "
-                f"{self._locations[expected.file]!r} can only be written in order: give the tensors in this order, or "
+                f"the tensor {entry.name!r} came where {expected.name!r} has its place; "
+                f"{self._locations[expected_file]!r} can only be written in order: give the tensors in this order, or "
                 "write to a local file"
             )
-        if place.file == len(self._created):
+        if file == len(self._created):
             self._begin_next()
-        for _, window in _windows(tensor, place.first_byte):
-            self._file.write(window)
+        for window in _windows(tensor):
+            self._file.write(memoryview(window))
 
     def finish(self) -> None:
+        """Complete the last file."""
         self._close()
 
     def remove(self) -> None:
+        """Remove the files."""
         # An open file becomes visible when it is closed, at the latest by the garbage collector: close, then remove.
         with contextlib.suppress(Exception):
             self._close()
@@ -130,25 +151,47 @@ class RemoteFiles:
             file.close()
 
 
-def _windows(tensor: torch.Tensor, first_byte: int) -> Iterator[tuple[int, memoryview]]:
-    """Divide a tensor into its bytes, a window at a time, each with its place in the file."""
+def write_stream(
+    output: LocalFiles | RemoteFiles, layout: Layout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write every tensor that comes, and remove the files unless all that were announced have come."""
+    try:
+        output.create()
+        awaited = dict.fromkeys(layout.places)
+        for name, tensor in tensor_iter:
+            _check(layout, awaited, name, tensor)
+            output.write(*layout.places[name], tensor.detach())
+            del awaited[name]
+            # Its memory is needed for the next one.
+            del tensor
+        if awaited:
+            raise ValueError(
+                f"{len(awaited)} of {len(layout.places)} announced tensors did not come: {summarize_keys(awaited)}"
+            )
+        output.finish()
+    except BaseException:
+        output.remove()
+        raise
+
+
+def _check(layout: Layout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor) -> None:
+    if name not in layout.places:
+        raise ValueError(f"the tensor {name!r} came but was not announced{did_you_mean(str(name), layout.places)}")
+    if name not in awaited:
+        raise ValueError(f"the tensor {name!r} came twice")
+    if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
+        raise ValueError(f"{name!r} came as a {type(tensor).__name__}: give plain tensors (of a DTensor full_tensor())")
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"the tensor {name!r} came as {tensor.dtype} in {tensor.layout} on {tensor.device}: not dense")
+    _, entry = layout.places[name]
+    dtype, shape = TO_NAME.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+    if (dtype, shape) != (entry.dtype, entry.shape):
+        raise ValueError(
+            f"the tensor {name!r} came as {dtype} {shape}, but was announced as {entry.dtype} {entry.shape}"
+        )
+
+
+def _windows(tensor: torch.Tensor) -> Iterator[Bytes]:
+    """Divide a tensor into its bytes, a window at a time."""
     for chunk in chunk_tensor_by_memory(tensor, UNIT_BYTES):
-        window = memoryview(tensor_bytes(to_plain_memory(chunk)))
-        yield first_byte, window
-        first_byte += len(window)
-
-
-@contextlib.contextmanager
-def _opened(location: str, flags: int) -> Iterator[int]:
-    with storage_locations.naming(location):
-        fd = os.open(location, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
-
-def _write_at(fd: int, data: memoryview, position: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, position)
-        data, position = data[written:], position + written
+        yield tensor_bytes(to_plain_memory(chunk))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from distckpt._base.device import Copier, DeviceLayer
 from distckpt._base.dtypes import as_integers
 from distckpt._base.memory import ALIGNMENT, Bytes, bounce_buffer, is_plain_memory, tensor_bytes
 from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
-from distckpt._format.checksum import BLOCK_BYTES, checksum
+from distckpt._format.checksum import BLOCK_BYTES
 from distckpt._geometry.region import flat_range_regions
 from distckpt._storage import locations
 from distckpt._storage.open_files import allocate
@@ -99,12 +100,11 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
     written, where the file system can tell.
     """
     outputs = [_Output(file, settings) for file in files]
-    local = [output for output in outputs if locations.is_local(output.file.location)]
+    local = [output for output in outputs if output.is_local]
     try:
         for output in local:
-            output.create()
-        # A file without chunks has one unit, empty, so that it is finished like the others.
-        units = [(output, unit) for output in local for unit in output.units or [[]]]
+            create_file(output.file.location, output.file.header, output.num_bytes)
+        units = [(output, number) for output in local for number in range(len(output.units))]
         # Writers through the page cache would wait for each other: the system lets one at a time into a file.
         pays = any(output.may_be_direct or output.file.device for output in local)
         run_threads(lambda item: item[0].write_unit(item[1]), units, settings.num_threads if pays else 1)
@@ -113,9 +113,9 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
             # What was written completely is closed. An error of closing others would hide the one that matters.
             with contextlib.suppress(OSError):
                 output.close()
-    remote = [output.outgoing() for output in outputs if output not in local]
+    remote = [output.outgoing() for output in outputs if not output.is_local]
     upload_files(remote, settings.num_requests, settings.progress)
-    return np.concatenate([np.zeros(0, np.uint64), *(output.checksums for output in outputs)])
+    return np.array([digest for output in outputs for unit in output.checksums for digest in unit], np.uint64)
 
 
 def in_folder(name: str, suffix: str) -> str:
@@ -130,41 +130,29 @@ class _Output:
     def __init__(self, file: NewFile, settings: WriteSettings) -> None:
         self.file = file
         self.settings = settings
-        is_direct = self.may_be_direct and locations.is_local(file.location)
-        self._unit_bytes = settings.direct_unit_bytes if is_direct else UNIT_BYTES
+        self.is_local = locations.is_local(file.location)
+        self._unit_bytes = settings.direct_unit_bytes if self.is_local and self.may_be_direct else UNIT_BYTES
         self.units = list(units_of(file.chunk_bytes, self._unit_bytes))
-        self.checksums = np.zeros(0, np.uint64)
-        counts = [-(-size // BLOCK_BYTES) for size in file.chunk_bytes]
-        self._first_block = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        if settings.with_checksums:
-            self.checksums = np.zeros(int(self._first_block[-1]), np.uint64)
-        self._first_bytes = np.concatenate([[0], np.cumsum(file.chunk_bytes, dtype=np.int64)]) + len(file.header)
+        if self.is_local and not self.units:
+            # So that a file without data is finished like the others.
+            self.units = [[]]
+        self.checksums: list[list[int]] = [[] for _ in self.units]
+        self._sizes = [sum(span.num_bytes for span in unit) for unit in self.units]
+        self._starts = list(itertools.accumulate(self._sizes, initial=len(file.header)))
+        self.num_bytes = self._starts[-1]
         self._lock = threading.Lock()
-        self._num_pending = max(1, len(self.units))
+        self._num_pending = len(self.units)
         self._fd = -1
         self._direct_fd = -1
 
-    def create(self) -> None:
-        """Create the file with its full size, so that a full disk is found early, and write the header."""
-        with locations.naming(self.file.location):
-            fd = os.open(self.file.location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-            try:
-                allocate(fd, int(self._first_bytes[-1]))
-                _write_all(fd, [np.frombuffer(self.file.header, np.uint8)], 0)
-            finally:
-                os.close(fd)
-
-    def write_unit(self, unit: Sequence[Span]) -> None:
-        """Write some spans, and finish the file when they are the last that were missing."""
+    def write_unit(self, number: int) -> None:
+        """Write a unit, and finish the file when it is the last that was missing."""
         with locations.naming(self.file.location):
             self._open()
-            num_bytes = sum(span.num_bytes for span in unit)
-            if unit:
-                position = int(self._first_bytes[unit[0].chunk]) + unit[0].start
-                if self._direct_fd >= 0:
-                    self._write_direct(unit, position, num_bytes)
-                else:
-                    _write_all(self._fd, self._buffers_of(unit, self._scratch(self._unit_bytes)), position)
+            if self._direct_fd >= 0 and self.units[number]:
+                self._write_direct(number)
+            else:
+                write_all(self._fd, self._buffers_of(number), self._starts[number])
             with self._lock:
                 self._num_pending -= 1
                 is_last = self._num_pending == 0
@@ -173,16 +161,11 @@ class _Output:
                     os.fsync(self._fd)
                 self.close()
             if self.settings.progress is not None:
-                self.settings.progress(num_bytes)
+                self.settings.progress(self._sizes[number])
 
     def outgoing(self) -> OutgoingFile:
         """Describe the file for an object store."""
-        sizes = [sum(span.num_bytes for span in unit) for unit in self.units]
-
-        def read(number: int) -> list[Bytes]:
-            return self._buffers_of(self.units[number], self._scratch(self._unit_bytes))
-
-        return OutgoingFile(self.file.location, self.file.header, sizes, read)
+        return OutgoingFile(self.file.location, self.file.header, self._sizes, self._buffers_of)
 
     def close(self) -> None:
         """Close what is open."""
@@ -218,27 +201,26 @@ class _Output:
                 return -1
             raise
 
-    def _scratch(self, num_bytes: int) -> Bytes:
-        return bounce_buffer("write", num_bytes, self.file.device)
-
-    def _buffers_of(self, unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        buffers = self.file.fill(unit, scratch)
+    def _buffers_of(self, number: int) -> list[Bytes]:
+        unit = self.units[number]
+        buffers = self.file.fill(unit, bounce_buffer("write", self._unit_bytes, self.file.device))
         if self.settings.with_checksums:
-            _compute_checksums(unit, buffers, self._first_block, self.checksums)
+            self.checksums[number] = _block_checksums(unit, buffers)
         return buffers
 
-    def _write_direct(self, unit: Sequence[Span], position: int, num_bytes: int) -> None:
+    def _write_direct(self, number: int) -> None:
         """Write through an aligned window; what is left at its edges goes through the page cache."""
+        unit, position, num_bytes = self.units[number], self._starts[number], self._sizes[number]
         phase = position % ALIGNMENT
-        window = self._scratch(self._unit_bytes + ALIGNMENT)[phase : phase + num_bytes]
+        window = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)[phase : phase + num_bytes]
         gather(self.file.fill(unit, window), window)
         if self.settings.with_checksums:
-            _compute_checksums(unit, [window], self._first_block, self.checksums)
+            self.checksums[number] = _block_checksums(unit, [window])
         first = min(-position % ALIGNMENT, num_bytes)
         last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
         written = first + _write_aligned(self._direct_fd, window[first:last], position + first)
-        _write_all(self._fd, [window[:first]], position)
-        _write_all(self._fd, [window[written:]], position + written)
+        write_all(self._fd, [window[:first]], position)
+        write_all(self._fd, [window[written:]], position + written)
 
 
 def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]) -> NewFile:
@@ -261,7 +243,22 @@ def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[to
     return NewFile(location, header, sizes, fill, copier.layer)
 
 
-def _write_all(fd: int, buffers: list[Bytes], position: int) -> None:
+def create_file(location: str, header: bytes, num_bytes: int) -> None:
+    """Create a local file with its full size, so that a full disk is found early, and write its header."""
+    with locations.naming(location):
+        fd = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            allocate(fd, num_bytes)
+            write_all(fd, [np.frombuffer(header, np.uint8)], 0)
+        except BaseException:
+            os.unlink(location)
+            raise
+        finally:
+            os.close(fd)
+
+
+def write_all(fd: int, buffers: list[Bytes], position: int) -> None:
+    """Write buffers one after the other."""
     for start in range(0, len(buffers), MAX_BUFFERS):
         batch = buffers[start : start + MAX_BUFFERS]
         total = sum(len(buffer) for buffer in batch)
@@ -350,35 +347,19 @@ def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copi
         filled += region.num_elements
 
 
-def _compute_checksums(
-    unit: Sequence[Span],
-    buffers: Sequence[Bytes],
-    first_block: npt.NDArray[np.int64],
-    checksums: npt.NDArray[np.uint64],
-) -> None:
-    """Compute the checksums of the blocks of a unit, whose bytes may come in other runs than its spans."""
+def _block_checksums(unit: Sequence[Span], buffers: Sequence[Bytes]) -> list[int]:
+    """Return the checksums of the blocks of a unit, whose bytes may come in other runs than its spans."""
     runs = list(reversed(buffers))
+    checksums = []
     for span in unit:
-        block = int(first_block[span.chunk]) + span.start // BLOCK_BYTES
         for start in range(span.start, span.stop, BLOCK_BYTES):
-            size = min(BLOCK_BYTES, span.stop - start)
-            if len(runs[-1]) >= size:
-                checksums[block] = checksum(runs[-1][:size])
-                runs[-1] = runs[-1][size:]
-            else:
-                checksums[block] = _digest_of_runs(runs, size)
-            if not len(runs[-1]):
-                runs.pop()
-            block += 1
-
-
-def _digest_of_runs(runs: list[Bytes], size: int) -> int:
-    hasher = xxhash.xxh3_64()
-    while True:
-        taken = runs[-1][:size]
-        hasher.update(taken)
-        runs[-1] = runs[-1][len(taken) :]
-        size -= len(taken)
-        if not size:
-            return hasher.intdigest()
-        runs.pop()
+            missing = min(BLOCK_BYTES, span.stop - start)
+            hasher = xxhash.xxh3_64()
+            while missing:
+                run = runs.pop()
+                hasher.update(run[:missing])
+                if len(run) > missing:
+                    runs.append(run[missing:])
+                missing -= min(missing, len(run))
+            checksums.append(hasher.intdigest())
+    return checksums
