@@ -19,21 +19,10 @@ from distckpt._storage import locations
 
 
 def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: CheckpointingConfig) -> list[str]:
-    """Remove the tensors whose keys begin with a prefix.
+    """Remove the tensors whose keys begin with a prefix; returns the removed keys, and changes nothing without any.
 
-    Files without such tensors are linked, the others written anew, verified while they are copied.
-
-    Args:
-        location: of the checkpoint, on a local file system.
-        manifest: of the checkpoint.
-        key_prefix: of the keys to remove.
-        config: goes into the marker.
-
-    Returns:
-        The removed keys; nothing is touched when there are none.
-
-    Raises:
-        CorruptCheckpointError: a file to be written anew is not what was saved. The checkpoint stays as it was.
+    Files without such tensors are linked, the others written anew, verified while they are copied: when one has a
+    checksum mismatch the checkpoint stays as it was.
     """
     is_tensor = {key: manifest.dtypes[key_id] != OBJECT for key, key_id in manifest.key_index.items()}
     removed = [key for key in is_tensor if is_tensor[key] and key.startswith(key_prefix)]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
+from distckpt._base.memory import is_plain_memory, tensor_bytes
+from distckpt._format import codec
+from distckpt._format.checksum import checksum
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.write import NewFile, file_of_tensors, in_folder
 from distckpt._plan.cache import SavePlan
@@ -24,7 +29,52 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view
 from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
-from distckpt.mapping import ShardedObject, ShardedTensor
+from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+
+
+def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
+    """Check that a tensor can be read; replace the value of a main object (and of copies) by its encoding."""
+    if isinstance(shard, ShardedTensor):
+        _check_tensor(shard)
+        return shard
+    if not (encode_copies or is_main_replica(shard.replica_id)):
+        return shard
+    try:
+        return replace(shard, data=codec.encode(shard.data))
+    except UnsupportedObjectError as error:
+        raise UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _check_tensor(shard: ShardedTensor) -> None:
+    data = shard.data
+    if data is None or data.is_meta:
+        problem = "has no data, and needs its tensor to be saved"
+    elif type(data) not in _PLAIN_TENSORS and hasattr(data, "to_local"):
+        problem = "holds a distributed tensor: give its local part (to_local()) with the offsets of that part"
+    elif data.layout != torch.strided or data.is_quantized:
+        problem = f"has layout {data.layout} and dtype {data.dtype}: only dense tensors can be saved"
+    else:
+        if data.dtype != shard.dtype or data.shape != shard.local_shape:
+            # A flat shard, or one that has been given another tensor since it was made.
+            shard.validate_metadata_integrity()
+        return
+    raise CheckpointingException(f"Key {shard.key!r} at offset {shard.global_offset} {problem}.")
+
+
+def add_digests(table: ShardTable, shards: Sequence[Shard]) -> None:
+    """Add hashes of the contents of shards to the table that describes them; never 0, which means not hashed."""
+    for row, shard_id in enumerate(table.shard_ids.tolist()):
+        shard = shards[shard_id]
+        if isinstance(shard, ShardedObject):
+            content = shard.data
+        else:
+            view = region_view(shard, table.row_region(row))
+            plain = view if is_plain_memory(view) else view.cpu().resolve_conj().resolve_neg().contiguous()
+            content = tensor_bytes(plain)
+        table.digests[row] = max(1, checksum(content))
 
 
 def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:

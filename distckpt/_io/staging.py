@@ -32,14 +32,10 @@ class StagingMemory:
         self._num_used = 0
 
     def take(self, sizes: Sequence[int], layer: DeviceLayer | None = None, timeout: float | None = None) -> list[Bytes]:
-        """Return a buffer of each size, after waiting while `MAX_SETS` sets are in use.
+        """Return a buffer of each size, after waiting up to `timeout` seconds while `MAX_SETS` sets are in use.
 
-        What a device copies to is memory that its layer allocates.
-
-        Buffers that were kept are freed when they do not fit: the structure has changed.
-
-        Raises:
-            CheckpointingException: no set came free within `timeout` seconds.
+        Memory that a device copies to is allocated by its layer. Buffers that were kept are freed when they do not
+        fit: the structure has changed.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_used < MAX_SETS, timeout):
@@ -53,7 +49,9 @@ class StagingMemory:
         if fitting:
             return fitting[0]
         try:
-            return [_allocate(size, layer) for size in sizes]
+            if layer is None:
+                return [np.empty(size, np.uint8) for size in sizes]
+            return [layer.pinned_memory(size).numpy() for size in sizes]
         except BaseException:
             self._end_use()
             raise
@@ -133,9 +131,9 @@ class Staging:
             if len(chunks) < len(file.chunk_bytes):
                 staged.append(file._replace(fill=_filling(copies, file.fill, self._note_copied)))
             else:
-                # Nothing of the original is referred to any more.
+                # This refers to nothing of the original, which may be freed.
                 staged.append(file._replace(fill=_filling(copies), device=None))
-        run_threads(_copy_unit, units, self._num_threads)
+        run_threads(lambda unit: gather(unit[0](*unit[1:]), unit[2]), units, self._num_threads)
         if not self._num_uncopied:
             self.staged.set()
         return staged
@@ -161,8 +159,7 @@ class Staging:
 def threads_to_copy_with(num_ranks: int) -> int:
     """Return how many threads may copy on each rank, when all ranks of this machine copy at the same time.
 
-    Args:
-        num_ranks: of the group; all are taken to be on this machine unless the launcher says how many are.
+    All ranks of the group count as on this machine, unless the launcher says how many are.
     """
     num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -188,11 +185,6 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
     return chosen[::-1]
 
 
-def _copy_unit(item: tuple[Fill, Sequence[Span], Bytes]) -> None:
-    fill, unit, window = item
-    gather(fill(unit, window), window)
-
-
 def _filling(
     copies: Mapping[int, Bytes], rest: Fill | None = None, note_copied: Callable[[int], None] | None = None
 ) -> Fill:
@@ -214,10 +206,3 @@ def _filling(
         return buffers
 
     return fill
-
-
-def _allocate(num_bytes: int, layer: DeviceLayer | None) -> Bytes:
-    if layer is None or not num_bytes:
-        return np.empty(num_bytes, np.uint8)
-    memory: Bytes = layer.pinned_memory(num_bytes).numpy()
-    return memory

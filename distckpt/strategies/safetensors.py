@@ -11,22 +11,18 @@ from typing import Any, TypeVar
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
-from distckpt._base.memory import is_plain_memory, tensor_bytes
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import direct_unit_within, num_requests_within, num_threads_within
 from distckpt._commit import posix
 from distckpt._foreign import opening
 from distckpt._foreign.opening import BACKEND, VERSION
 from distckpt._foreign.stored_values import load_objects
-from distckpt._format import codec
-from distckpt._format.checksum import checksum
 from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region
 from distckpt._io.read import read_copies
 from distckpt._io.remove_tensors import remove_tensors
-from distckpt._io.save import make_plan, object_files_of, tensor_files_of, write_manifest
+from distckpt._io.save import add_digests, make_plan, object_files_of, ready_to_save, tensor_files_of, write_manifest
 from distckpt._io.shared_read import Sharing, read_sharing
 from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, write_files
@@ -37,9 +33,9 @@ from distckpt._plan.translate import translate
 from distckpt._ranks import collectives
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import Shard, ShardTable, describe, region_view, shard_regions
+from distckpt._state.shards import Shard, describe, region_view, shard_regions
 from distckpt._storage import locations
-from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict, is_main_replica
+from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
@@ -72,7 +68,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any]:
         """Write all shards and the manifest into a directory.
 
-        Collective: every rank of the process group calls.
+        Collective operation: all ranks of the process group must call it.
 
         Returns:
             On the coordinator the marker fields that name the manifest, elsewhere nothing.
@@ -86,8 +82,8 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
     def prepare(self, sharded_state_dict: ShardedStateDict) -> SafetensorsSave:
         """Give every byte an owner and a place in a file.
 
-        Collective: every rank of the process group calls. Ranks agree on whether a kept plan fits; only when it does
-        not on any of them, descriptions go to rank 0, and pieces to write come from it.
+        Collective operation: all ranks of the process group must call it. They compare whether a kept plan fits; only
+        when it does not on any of them, descriptions go to rank 0, and pieces to write come from it.
 
         Raises:
             InvalidShardingError: shards overlap, leave gaps or disagree.
@@ -96,7 +92,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         ranks = Ranks(options.process_group)
         known = None
         with ranks.phase("describe the shards"):
-            shards = [_ready(shard, options.validate_replicas) for shard in sharded_state_dict.values()]
+            shards = [ready_to_save(shard, options.validate_replicas) for shard in sharded_state_dict.values()]
             group = 0
             if options.exchange_group is not None:
                 group = collectives.lowest_global_rank(options.exchange_group)
@@ -107,7 +103,9 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             plan = known
         else:
             with ranks.phase("describe the shards"):
-                table = self._describe(shards)._replace(exchange_group=group)
+                table = describe(shards)._replace(exchange_group=group)
+                if options.validate_replicas:
+                    add_digests(table, shards)
             plan = make_plan(ranks, table, not options.validate_access_integrity)
         self._plans.keep(structure, plan)
         settings = WriteSettings(
@@ -129,13 +127,6 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             num_bytes=sum(sum(file.chunk_bytes) for file in [*plan.files, *planned]),
             plan_reused=plan is known,
         )
-
-    def _describe(self, shards: Sequence[Shard]) -> ShardTable:
-        table = describe(shards)
-        if self.options.validate_replicas:
-            for row, shard_id in enumerate(table.shard_ids.tolist()):
-                table.digests[row] = _content_digest(shards[shard_id], table.row_region(row))
-        return table
 
 
 @dataclass
@@ -186,47 +177,6 @@ class SafetensorsSave(PreparedSave):
                     checkpoint_dir, self.manifest, tables, self.folder_suffix, self.settings.durable
                 )
         return fields
-
-
-def _ready(shard: Shard, encode_copies: bool) -> Shard:
-    """Check that a tensor can be read; replace the value of a main object (and of copies) by its encoding."""
-    if isinstance(shard, ShardedTensor):
-        _check_tensor(shard)
-        return shard
-    if not (encode_copies or is_main_replica(shard.replica_id)):
-        return shard
-    try:
-        return replace(shard, data=codec.encode(shard.data))
-    except UnsupportedObjectError as error:
-        raise UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-def _check_tensor(shard: ShardedTensor) -> None:
-    data = shard.data
-    if data is None or data.is_meta:
-        problem = "has no data, and needs its tensor to be saved"
-    elif type(data) not in _PLAIN_TENSORS and hasattr(data, "to_local"):
-        problem = "holds a distributed tensor: give its local part (to_local()) with the offsets of that part"
-    elif data.layout != torch.strided or data.is_quantized:
-        problem = f"has layout {data.layout} and dtype {data.dtype}: only dense tensors can be saved"
-    else:
-        if data.dtype != shard.dtype or data.shape != shard.local_shape:
-            # A flat shard, or one that has been given another tensor since it was made.
-            shard.validate_metadata_integrity()
-        return
-    raise CheckpointingException(f"Key {shard.key!r} at offset {shard.global_offset} {problem}.")
-
-
-def _content_digest(shard: Shard, region: Region) -> int:
-    """Hash the content of a region; never 0, which means not hashed."""
-    if isinstance(shard, ShardedObject):
-        return max(1, checksum(shard.data))
-    view = region_view(shard, region)
-    plain = view if is_plain_memory(view) else view.cpu().resolve_conj().resolve_neg().contiguous()
-    return max(1, checksum(tensor_bytes(plain)))
 
 
 @dataclass
