@@ -30,11 +30,20 @@ def state(step: int) -> dict:
 
 def show(title: str, url: str) -> None:
     """Print what is in the store."""
-    files, path = fsspec.core.url_to_fs(url)
-    files.invalidate_cache()
     print(f"\n{title}")
-    for name in sorted(files.find(path)):
-        print(f"  {files.size(name):>9,}  {name[len(path.rstrip('/')) + 1 :]}")
+    for name, size in sorted(sizes_below(url).items()):
+        print(f"  {size:>9,}  {name}")
+
+
+def sizes_below(url: str) -> dict[str, int]:
+    """List a place with the libraries that distckpt reaches it through."""
+    if url.startswith("memory://"):
+        files, path = fsspec.core.url_to_fs(url)
+        return {name.removeprefix(f"{path}/"): files.size(name) for name in files.find(path)}
+    import obstore.store
+
+    store = obstore.store.from_url(url, client_options={"allow_http": True})
+    return {entry["path"]: entry["size"] for entry in store.list().collect()}
 
 
 def run(url: str) -> None:

@@ -24,6 +24,7 @@ from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._storage import locations, object_store
+from distckpt._storage.remote import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,7 @@ def stray_files(location: str, named: Container[str]) -> list[str]:
 def remove_unfinished(location: str) -> None:
     """Remove the files of saves from a location without a marker; nobody may be saving there."""
     object_store.remove_all([locations.join(location, name) for name in _files_of_saves(location)])
-    for upload in object_store.list_uploads(location):
-        object_store.abort(upload)
+    object_store.abort_uploads(location)
 
 
 class Transaction:
@@ -74,12 +74,12 @@ class Transaction:
     def __init__(self, location: str, nonce: str, overwrite: bool, has_folders: bool) -> None:
         self._location = location
         self._has_folders = has_folders
-        self._marker = locations.join(location, CONFIG_FNAME)
+        self._remote = object_store.at(location)
+        self._marker = object_store.at(locations.join(location, CONFIG_FNAME))
         self._nonce = nonce
-        self._version = object_store.version(self._marker)
+        self._version = self._marker.version()
         self._earlier = set(_files_of_saves(location))
-        has_condition = object_store.has_create if self._version is None else object_store.has_replace
-        self._is_conditional = has_condition(location)
+        self._is_conditional = self._marker.has_create if self._version is None else self._marker.has_replace
         self._may_be_committed = False
         if self._version is not None and not (overwrite and has_folders):
             advice = "pass overwrite=True" if has_folders else "save with another strategy: this one cannot replace it"
@@ -117,17 +117,17 @@ class Transaction:
         with _only_logging(f"remove what the checkpoint in {self._location} does not need"):
             object_store.remove_all(locations.join(self._location, name) for name in strays)
             for upload in uploads:
-                object_store.abort(upload)
+                self._remote.abort(upload)
 
     def _put(self, content: bytes) -> bool:
         """Put the marker; False when it is not what it was when the save began."""
         if self._is_conditional and self._version is None:
-            return object_store.create(self._marker, content)
+            return self._marker.create(content)
         if self._is_conditional and self._version is not None:
-            return object_store.replace(self._marker, content, self._version)
-        is_unchanged = object_store.version(self._marker) == self._version
+            return self._marker.replace(content, self._version)
+        is_unchanged: bool = self._marker.version() == self._version
         if is_unchanged:
-            object_store.write(self._marker, content)
+            self._marker.write(content)
         return is_unchanged
 
     def abandon(self) -> None:
@@ -138,7 +138,7 @@ class Transaction:
             own = [name for name in _files_of_saves(self._location) if self._is_own(name)]
             object_store.remove_all(locations.join(self._location, name) for name in own)
             for upload in self._uploads(strays=False):
-                object_store.abort(upload)
+                self._remote.abort(upload)
 
     def _warn_about_conditions(self) -> None:
         logger.warning(
@@ -161,9 +161,9 @@ class Transaction:
             return []
         return [name for name in _files_of_saves(self._location) if name != named and not self._is_own(name)]
 
-    def _uploads(self, strays: bool) -> list[object_store.Upload]:
+    def _uploads(self, strays: bool) -> list[Upload]:
         """Return unfinished uploads: of this save, and with `strays` of others that cannot win any more."""
-        uploads = object_store.list_uploads(self._location)
+        uploads = self._remote.list_uploads()
         names = [(upload, upload.location[len(self._location) + 1 :]) for upload in uploads]
         every = strays and self._is_conditional and self._has_folders
         return [upload for upload, name in names if _OURS.fullmatch(name) and (every or self._is_own(name))]
@@ -175,7 +175,7 @@ class Transaction:
         folders: set[bytes] = set()
         if name == MANIFEST_NAME:
             with contextlib.suppress(FileNotFoundError):
-                folders.update(_FOLDER.findall(object_store.read(locations.join(self._location, name))))
+                folders.update(_FOLDER.findall(locations.read_bytes(locations.join(self._location, name))))
         if folders:
             return self._nonce.encode() in folders
         # Of a strategy that does not know of folders.
@@ -183,7 +183,7 @@ class Transaction:
 
 
 def _files_of_saves(location: str) -> list[str]:
-    return [name for name in object_store.list_files(location) if _OURS.fullmatch(name)]
+    return [name for name in object_store.at(location).list_files() if _OURS.fullmatch(name)]
 
 
 def _manifest_named_by(marker: Mapping[str, Any]) -> str:

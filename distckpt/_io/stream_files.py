@@ -137,6 +137,8 @@ class RemoteFiles:
             self._close()
         for location in self._created:
             storage_locations.remove_file(location)
+            # Of this very file; its parts, if closing has failed.
+            storage_locations.remove_tree(location)
 
     def _begin_next(self) -> None:
         self._close()

@@ -70,7 +70,7 @@ def exists(location: str) -> bool:
     """Tell whether a file or directory is there (never answered from a listing cache)."""
     if is_local(location):
         return _mode_of(location, follow_symlinks=False) is not None
-    return object_store.exists(location)
+    return object_store.at(location).kind() is not None
 
 
 def isdir(location: str) -> bool:
@@ -78,7 +78,7 @@ def isdir(location: str) -> bool:
     if is_local(location):
         mode = _mode_of(location, follow_symlinks=True)
         return mode is not None and stat.S_ISDIR(mode)
-    return object_store.isdir(location)
+    return object_store.at(location).kind() == "directory"
 
 
 def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
@@ -93,7 +93,7 @@ def list_names(location: str) -> list[str]:
     """Return the sorted names directly inside a directory."""
     if is_local(location):
         return sorted(os.listdir(location))
-    return object_store.list_names(location)
+    return object_store.at(location).list_names()
 
 
 def file_size(location: str) -> int:
@@ -111,7 +111,7 @@ def file_size(location: str) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "a directory, pipe or device", location)
         return status.st_size
-    return object_store.size(location)
+    return object_store.at(location).size()
 
 
 def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
@@ -122,7 +122,7 @@ def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
         OSError: with errno EFBIG, when it has more than `max_bytes`; EINVAL as for `file_size`.
     """
     if not is_local(location):
-        return object_store.read(location, max_bytes)
+        return object_store.at(location).read(max_bytes)
     # A file can be large without taking space on the disk.
     if max_bytes is not None and file_size(location) > max_bytes:
         raise OSError(errno.EFBIG, f"more than {max_bytes} bytes", location)
@@ -138,18 +138,18 @@ def read_range(location: str, start: int, stop: int) -> bytes:
             file.seek(start)
             return file.read(stop - start)
     buffer = np.empty(stop - start, np.uint8)
-    return buffer[: object_store.read_into(location, start, [buffer])].tobytes()
+    return buffer[: object_store.at(location).read_into(start, [buffer])].tobytes()
 
 
 def read_remote_into(location: str, position: int, buffers: Sequence[npt.NDArray[np.uint8]]) -> int:
     """Fill buffers from a position of a remote file on; returns how many bytes there were."""
-    return object_store.read_into(location, position, buffers)
+    return object_store.at(location).read_into(position, buffers)
 
 
 def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
     """Write a whole small file so that it is there entirely or not at all, and, when durable, on disk on return."""
     if not is_local(location):
-        object_store.write(location, data)
+        object_store.at(location).write(data)
         return
     parent, name = os.path.split(location)
     temporary = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
@@ -171,14 +171,14 @@ def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
 def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
     """Write a small file like `write_bytes`; False when a remote one is there, with other content."""
     if not is_local(location):
-        return object_store.create(location, data)
+        return object_store.at(location).create(data)
     write_bytes(location, data, durable)
     return True
 
 
 def open_remote_for_writing(location: str) -> Any:
     """Open a remote file for streaming writes; it becomes visible when it is closed."""
-    return object_store.open_for_writing(location)
+    return object_store.at(location).open_for_writing()
 
 
 def make_directories(location: str, durable: bool = True) -> None:
@@ -227,7 +227,7 @@ def remove_file(location: str) -> None:
         if is_local(location):
             os.unlink(location)
         else:
-            object_store.remove(location)
+            object_store.at(location).remove()
 
 
 def remove_tree(location: str) -> None:
@@ -240,9 +240,8 @@ def remove_tree(location: str) -> None:
             else:
                 os.unlink(location)
         return
-    object_store.remove_all(join(location, name) for name in object_store.list_files(location))
-    for upload in object_store.list_uploads(location):
-        object_store.abort(upload)
+    object_store.remove_all(join(location, name) for name in object_store.at(location).list_files())
+    object_store.abort_uploads(location)
 
 
 def link_tree(source: str, target: str) -> None:

@@ -1,30 +1,24 @@
-"""Uploads: files whose bytes come in units, put into an object store in parts, several at the same time."""
+"""Uploading files whose bytes come in units, several requests at the same time."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from distckpt._base.memory import Bytes
-from distckpt._base.threads import run_threads
 from distckpt._storage import object_store
-
-UNITS_PER_PART = 2
-"""As long as the file is not so large that it would have too many parts; a file of one part is put with one request."""
+from distckpt._storage.remote import PART_BYTES
 
 
 class OutgoingFile(NamedTuple):
-    """A file for an object store.
+    """A file for an object store: `header`, followed by units of `unit_bytes` bytes.
 
-    Attributes:
-        location: a URL.
-        header: its first bytes.
-        unit_bytes: the sizes of its units, which follow. A unit but for the last has at least 5 MiB.
-        read: given the number of a unit, returns its bytes, which are the thread's until it asks again. It may ask for
-            one several times.
+    `read` returns the bytes of a unit, given its number. They are the calling thread's until it calls again; it may
+    ask for a unit several times.
     """
 
     location: str
@@ -36,96 +30,82 @@ class OutgoingFile(NamedTuple):
 def upload_files(
     files: Sequence[OutgoingFile], num_requests: int, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Upload files. One pool of threads takes the parts of all of them in order.
+    """Upload files, making `num_requests` requests at a time; nothing of a file that failed stays behind.
 
-    No part of a file that was not completed stays behind, whatever happened.
-
-    Args:
-        files: what to upload.
-        num_requests: that are made at the same time, each with a copy of a part.
-        progress: told the number of bytes whenever some have been put, from several threads.
-
-    Raises:
-        OSError: naming the file.
+    `progress` is given numbers of bytes as they are handed over, from several threads.
     """
-    uploads = [_Upload(file) for file in files]
-    parts = [(upload, number) for upload in uploads for number in range(upload.num_parts)]
+    if not files:
+        return
+    num_at_once = min(num_requests, len(files))
+    stop = threading.Event()
+    with (
+        ThreadPoolExecutor(num_requests, thread_name_prefix="distckpt-io") as readers,
+        ThreadPoolExecutor(num_at_once, thread_name_prefix="distckpt-upload") as uploaders,
+    ):
+        uploads = [_Upload(file, num_requests // num_at_once, readers, stop, progress) for file in files]
+        running = [uploaders.submit(upload.run) for upload in uploads]
+        try:
+            wait(running, return_when="FIRST_EXCEPTION")
+        finally:
+            # One has failed, or Ctrl-C has reached this thread: the others must not go on to their end.
+            if not all(future.done() for future in running):
+                stop.set()
+    errors = [error for future in running if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, _Stopped)), errors[0])
 
-    def put(item: tuple[_Upload, int]) -> None:
-        upload, number = item
-        num_bytes = upload.put(number)
-        if progress is not None:
-            progress(num_bytes)
 
-    try:
-        run_threads(put, parts, num_requests)
-    except BaseException:
-        for upload in uploads:
-            # What cannot be aborted now is listed, and aborted, by whoever clears up the checkpoint.
-            with contextlib.suppress(OSError):
-                upload.abort()
-        raise
+class _Stopped(Exception):
+    """Ends an upload because another one has failed."""
 
 
 class _Upload:
-    """A file while it is being uploaded."""
+    def __init__(
+        self, file: OutgoingFile, num_requests: int, readers: ThreadPoolExecutor, stop: threading.Event,
+        progress: Callable[[int], None] | None,
+    ) -> None:  # fmt: skip
+        self._file, self._num_requests = file, num_requests
+        self._readers, self._stop = readers, stop
+        self._progress = progress or (lambda num_bytes: None)
+        self._num_reported = 0
 
-    def __init__(self, file: OutgoingFile) -> None:
-        num_units = len(file.unit_bytes)
-        step = max(UNITS_PER_PART, -(-num_units // object_store.MAX_PARTS))
-        self._file = file
-        self._parts = [range(i, min(i + step, num_units)) for i in range(0, num_units, step)] or [range(0)]
-        self._is_stream = len(self._parts) > 1 and not object_store.takes_parts(file.location)
-        if self._is_stream:
-            self._parts = [range(num_units)]
-        self._tags = [""] * len(self._parts)
-        self._num_missing = len(self._parts)
-        self._lock = threading.Lock()
-        self._upload: object_store.Upload | None = None
+    def run(self) -> None:
+        num_units = len(self._file.unit_bytes)
+        num_bytes = len(self._file.header) + sum(self._file.unit_bytes)
+        remote = object_store.at(self._file.location)
+        if num_bytes <= PART_BYTES:
+            self._check()
+            remote.write(self._file.header + b"".join(self._read(number) for number in range(num_units)))
+            self._progress(sum(self._file.unit_bytes))
+        else:
+            remote.write_stream(self._pieces, num_bytes, self._num_requests)
 
-    @property
-    def num_parts(self) -> int:
-        return len(self._parts)
+    def _pieces(self) -> Iterator[bytes]:
+        """Yield the header and the units, some of which are read ahead."""
+        yield self._file.header
+        ahead: deque[Future[bytes]] = deque()
+        num_units = len(self._file.unit_bytes)
+        for number in range(num_units + self._num_requests):
+            if number < num_units:
+                ahead.append(self._readers.submit(self._read, number))
+            if number >= self._num_requests:
+                self._check()
+                yield ahead.popleft().result()
+                # In another thread: this one drives obstore's requests, and the callback may make some of its own.
+                self._readers.submit(self._report, number - self._num_requests).result()
 
-    def put(self, number: int) -> int:
-        """Put one part, and complete the file when it is the last that was missing; returns its size."""
-        num_bytes = sum(self._file.unit_bytes[unit] for unit in self._parts[number])
-        if self._is_stream:
-            # The division into requests is left to the backend of fsspec.
-            object_store.write_stream(self._file.location, self._pieces)
-            return num_bytes
-        content = self._content(number)
-        if self.num_parts == 1:
-            object_store.write(self._file.location, content)
-            return num_bytes
-        with self._lock:
-            if self._upload is None:
-                self._upload = object_store.begin_upload(self._file.location)
-        self._tags[number] = object_store.put_part(self._upload, number + 1, content)
-        with self._lock:
-            self._num_missing -= 1
-            is_last = self._num_missing == 0
-        if is_last:
-            object_store.complete(self._upload, self._tags, len(self._file.header) + sum(self._file.unit_bytes))
-            self._upload = None
-        return num_bytes
-
-    def abort(self) -> None:
-        upload, self._upload = self._upload, None
-        if upload is not None:
-            object_store.abort(upload)
-
-    def _content(self, number: int) -> bytes:
+    def _read(self, number: int) -> bytes:
         content = io.BytesIO()
-        if number == 0:
-            content.write(self._file.header)
-        for unit in self._parts[number]:
-            for buffer in self._file.read(unit):
-                content.write(buffer)
+        content.writelines(self._file.read(number))
         # Without a copy: nothing else refers to it.
         return content.getvalue()
 
-    def _pieces(self) -> Iterator[bytes | Bytes]:
-        yield self._file.header
-        for unit in self._parts[0]:
-            yield from self._file.read(unit)
+    def _report(self, number: int) -> None:
+        # A stream that failed begins again.
+        if number == self._num_reported:
+            self._num_reported += 1
+            self._progress(self._file.unit_bytes[number])
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped

@@ -30,6 +30,8 @@ def test_saving_and_loading_need_little():
         "safetensors.torch",
         "aiohttp",
         "s3fs",
+        "obstore",
+        "boto3",
         "multiprocessing",
         "rich",
         "psutil",

@@ -59,7 +59,8 @@ LAYERS = [
 # What one module alone imports, so that it is known in one place.
 SOLE_IMPORTERS = {
     "torch.distributed": "_ranks.collectives",
-    "fsspec": "_storage.object_requests",
+    "fsspec": "_storage.fsspec_urls",
+    "obstore": "_storage.cloud",
     "safetensors": "_format.columns",
 }
 
@@ -82,6 +83,18 @@ def imports_of(module: str) -> list[tuple[str, int]]:
             assert node.level == 0, f"distckpt.{module} line {node.lineno}: relative import"
             found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
     return found
+
+
+def optional_imports_of(module: str) -> list[str]:
+    """Return what a module imports when it is first used: libraries that need not be installed."""
+    return [
+        node.args[0].value
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "import_module"
+        and isinstance(node.args[0], ast.Constant)
+    ]
 
 
 def own_imports(module: str) -> dict[str, int]:
@@ -141,8 +154,9 @@ def test_imports_stand_at_the_top(module):
 
 @pytest.mark.parametrize(("library", "sole_importer"), SOLE_IMPORTERS.items())
 def test_what_is_known_in_one_place_only(library, sole_importer):
+    imported = {module: [*optional_imports_of(module), *(name for name, _ in imports_of(module))] for module in TREES}
     importers = {
-        module for module in TREES if any(f"{name}.".startswith(f"{library}.") for name, _ in imports_of(module))
+        module for module, names in imported.items() if any(f"{name}.".startswith(f"{library}.") for name in names)
     }
     assert importers == {sole_importer}
 
