@@ -144,38 +144,45 @@ def grouped_mlp_sharded_state_dict(
     hidden, features = weight1.shape[0], weight2.shape[0] // num_local_experts
     layers = sorted(sharded_offsets)
     layer, num_layers = tuple(position for _, position, _ in layers), tuple(size for _, _, size in layers)
-    first = parts_factory(
+    first_shape = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
+    projections = [
+        FusedPart(
+            (0, 0, i * features),
+            (num_local_experts, hidden, features),
+            (*layer, 0, (i * tp_size + tp_rank) * features, 0),
+            first_shape,
+        )
+        for i in range(num_projections)
+    ]
+    first = _experts_factory(
         f"{prefix}experts.linear_fc1.weight",
         weight1,
-        [
-            FusedPart(
-                (0, 0, i * features),
-                (num_local_experts, hidden, features),
-                (*layer, 0, (i * tp_size + tp_rank) * features, 0),
-                (*num_layers, num_local_experts, num_projections * features * tp_size, hidden),
-            )
-            for i in range(num_projections)
-        ],
-        local_shape=weight1.shape,
-        view_shape=(num_local_experts, hidden, num_projections * features),
-        axes=(0, 2, 1),
-        prepend_axis_num=len(layers),
-        replica_id=(0, 0, 0),
+        projections,
+        (num_local_experts, hidden, num_projections * features),
+        len(layers),
     )
     local = (num_local_experts, features, hidden)
-    stored = (*num_layers, num_local_experts, hidden, features * tp_size)
-    second = parts_factory(
-        f"{prefix}experts.linear_fc2.weight",
-        weight2,
-        [FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)],
-        local_shape=weight2.shape,
-        view_shape=local,
-        axes=(0, 2, 1),
-        prepend_axis_num=len(layers),
-        replica_id=(0, 0, 0),
-    )
+    second_shape = (*num_layers, num_local_experts, hidden, features * tp_size)
+    part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), second_shape)
+    second = _experts_factory(f"{prefix}experts.linear_fc2.weight", weight2, [part], local, len(layers))
     state = {f"{prefix}weight1": first, f"{prefix}weight2": second}
     return grouped_experts(state, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
+
+
+def _experts_factory(
+    key: str, weight: torch.Tensor, parts: list[FusedPart], view_shape: tuple[int, ...], num_layer_axes: int
+) -> ShardedTensorFactory:
+    """Make the factory of a matrix that is viewed as [experts, in, out] and stored as [experts, out, in]."""
+    return parts_factory(
+        key,
+        weight,
+        parts,
+        local_shape=weight.shape,
+        view_shape=view_shape,
+        axes=(0, 2, 1),
+        prepend_axis_num=num_layer_axes,
+        replica_id=(0, 0, 0),
+    )
 
 
 def _map_shards(node: Any, change: Callable[[Any], Any], expert_dp_rank: int | None) -> Any:

@@ -166,7 +166,7 @@ def _along(shard: ShardedTensor, dim: int, runs: Iterable[_Run], stored_size: in
     ]
     return parts_factory(
         shard.key,
-        shard.data,  # type: ignore[arg-type]  # None stands for a description without data here as there
+        shard.data,  # type: ignore[arg-type]  # None: a description without data
         parts,
         local_shape=shard.local_shape,
         prepend_axis_num=shard.prepend_axis_num,
@@ -178,16 +178,10 @@ def _along(shard: ShardedTensor, dim: int, runs: Iterable[_Run], stored_size: in
 def _stored_heads(
     groups: range, num_queries: int, kv_copies: int, layout: Literal["grouped", "concatenated"]
 ) -> list[tuple[int, int]]:
-    """List the heads of a rank in the order in which they are in memory.
+    """List the heads of a rank as they are in memory: for each its position among the stored heads, and which copy.
 
-    Args:
-        groups: numbers of the rank's groups; with copies, of the parts into which they divide the stored groups.
-        num_queries: query heads of each.
-        kv_copies: number of such parts in a stored group.
-        layout: order in memory.
-
-    Returns:
-        For each head its position among the stored heads, and which copy it is.
+    `groups` are the numbers of the rank's groups, each of `num_queries` query heads; with copies, those of the parts
+    into which the stored groups are divided, `kv_copies` each.
     """
     stored_group = num_queries * kv_copies + 2
     queries, keys, values = [], [], []
@@ -213,7 +207,7 @@ def _join_heads(heads: Sequence[tuple[int, int]]) -> list[_Run]:
             runs[-1] = last._replace(size=last.size + 1)
         else:
             runs.append(_Run(position, 1, stored, copy=copy))
-    # A rank without heads still says what tensor it would hold a part of.
+    # A rank without heads still names the stored tensor.
     return runs or [_Run(0, 0, 0)]
 
 

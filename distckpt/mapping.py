@@ -69,11 +69,7 @@ class LocalNonpersistentObject:
     """A value that stays with this rank: left out when saving, put back as it is when loading."""
 
     def __init__(self, obj: Any) -> None:
-        """Wrap a value.
-
-        Args:
-            obj: the value.
-        """
+        """Wrap a value."""
         self.obj = obj
 
     def unwrap(self) -> Any:
@@ -85,7 +81,7 @@ class LocalNonpersistentObject:
 class ShardedObject(ShardedBase):
     """A local object, and its place in a global array of objects.
 
-    Each rank's object is stored whole. In contrast to tensors the array cannot be divided differently when loading.
+    Each rank's object is stored as it is. In contrast to tensors the array cannot be divided differently when loading.
 
     Attributes:
         key: name of the global object.
@@ -110,7 +106,7 @@ class ShardedObject(ShardedBase):
         """Check that the offset is an index into an array of the global shape.
 
         Raises:
-            InvalidShardingError: it is not. A size of -1 stands for an unknown one, see `empty_from_unique_key`.
+            InvalidShardingError: it is not. A size of -1 means unknown, see `empty_from_unique_key`.
         """
         self._check_identity()
         shape, offset = self.global_shape, self.global_offset
@@ -216,7 +212,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     Args:
         x1: loaded state dict, changed in place.
         x2: the factories, in nested dicts and lists that hold nothing else. They lie at the same
-            positions as in `x1`; a dict with integer keys may stand for a list.
+            positions as in `x1`; a dict with integer keys matches a list, too.
         key: position of both in a larger state dict, for error messages.
 
     Returns:

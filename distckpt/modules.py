@@ -6,7 +6,7 @@
     load_sharded_state_dict(model, distckpt.load(sharded_state_dict(model), "checkpoints/step_100"))
 
 Parallel layouts are read from the tensors: a DTensor (as FSDP2, `parallelize_module` and `distribute_tensor` make
-them) knows its mesh and placements, and other tensors are taken to be whole and the same on every rank. A module with
+them) has a mesh and placements, and other tensors are taken to be complete and the same on every rank. A module with
 tensors that are divided in other ways defines `sharded_state_dict(prefix, sharded_offsets, metadata)`, for which the
 functions with Megatron's names are of use.
 """
@@ -63,7 +63,7 @@ def sharded_state_dict(
 
         state = {"model": sharded_state_dict(model), "step": step}
 
-    Modules below `module` that define `sharded_state_dict` are asked for theirs. That of `module` itself is not called,
+    Modules below `module` that define `sharded_state_dict` are described by it. That of `module` itself is not called,
     so that it may call this function.
 
     A DTensor becomes the part of the global tensor that this rank holds, or several, with a replica id made from its
@@ -75,7 +75,7 @@ def sharded_state_dict(
         prefix: put before every name.
         sharded_offsets: axes in front of those of every tensor, `(axis, position, number of parts)` each: the number
             of a layer or expert among all of them, say.
-        metadata: passed on to the modules that are asked.
+        metadata: passed on to the `sharded_state_dict` of other modules.
         replica_id: which copy of the module this rank has, see `is_main_replica`. Needed where only some ranks
             have it, such as those of a pipeline stage: one of them must have 0. By default all ranks of the default
             process group have copies of tensors that are not DTensors, numbered by rank; and where
@@ -93,7 +93,7 @@ def sharded_state_dict(
     copy = own_rank() if replica_id is None else replica_id
     grid = Grid(prepended_axes(offsets, "sharded_offsets"))
     state: ShardedStateDict = {}
-    entries, asked = _entries(module)
+    entries, delegates = _entries(module)
     for name, (_, value) in entries.items():
         key = prefix + name
         if not _is_tensor_entry(name, value):
@@ -103,7 +103,7 @@ def sharded_state_dict(
                 state[key] = shard_of_dtensor(key, value, grid, replica_id)
         else:
             state[key] = _whole(key, value, grid, copy)
-    for name, child in asked:
+    for name, child in delegates:
         state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata))
     return state
 
@@ -115,7 +115,7 @@ def sharded_state_dict_default(
     metadata: dict[str, Any] | None = None,
     tp_group: Group | None = None,
 ) -> ShardedStateDict:
-    """Ask a module for its sharded state dict, or describe its state as copied on tensor and data parallel ranks.
+    """Call a module's `sharded_state_dict`, or describe its state as copied on tensor and data parallel ranks.
 
     Args:
         module: a module, as a rule below another one that puts its sharded state dict together.
@@ -127,9 +127,9 @@ def sharded_state_dict_default(
     offsets = tuple(sharded_offsets)
     own = getattr(module, "sharded_state_dict", None)
     if callable(own):
-        asked: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
-        return asked
-    entries, below = _entries(module)
+        described: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
+        return described
+    entries, delegates = _entries(module)
     state = make_sharded_tensors_for_checkpoint(
         {name: value for name, (_, value) in entries.items()},
         prefix,
@@ -138,7 +138,7 @@ def sharded_state_dict_default(
         tp_group=tp_group,
         dp_cp_group=(metadata or {}).get("dp_cp_group"),
     )
-    for name, child in below:
+    for name, child in delegates:
         state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata, tp_group))
     return state
 
@@ -165,7 +165,7 @@ def load_sharded_state_dict(
         LoadMismatchError: names differ and `strict` is set, or a tensor has another shape. Nothing is changed by
             the former.
     """
-    entries, _ = _entries(module, ask=False)
+    entries, _ = _entries(module, delegate=False)
     given = {name[len(prefix) :]: value for name, value in loaded.items() if name.startswith(prefix)}
     reached = {id(tensor) for name in given if name in entries and isinstance(tensor := entries[name][1], torch.Tensor)}
     missing = {
@@ -186,7 +186,7 @@ def load_sharded_state_dict(
             else:
                 others[own_name] = value
     if others:
-        # Extra state, and whatever else only the module knows how to take in.
+        # Extra state, and whatever else only the module can load.
         module.load_state_dict(others, strict=False)
     return missing, unexpected
 
@@ -221,25 +221,23 @@ def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _entries(
-    module: torch.nn.Module, ask: bool = True
+    module: torch.nn.Module, delegate: bool = True
 ) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, torch.nn.Module]]]:
-    """Return the state of a module by name, with the name that the module itself uses; and the modules to ask.
+    """Return the state of a module: by name, the module's own name and the value.
 
-    Args:
-        module: the module.
-        ask: whether modules that define `sharded_state_dict` are to be asked: then their state is left out.
+    With `delegate`, modules below that define `sharded_state_dict` are listed instead, with their prefixes.
     """
-    asked = list(_modules_to_ask(module)) if ask else []
+    delegates = list(_delegates(module)) if delegate else []
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
     own = module.state_dict(keep_vars=True)
     entries = {_plain_name(name): (name, value) for name, value in own.items()}
-    if asked:
-        prefixes = {name for name, _ in asked}
+    if delegates:
+        prefixes = {name for name, _ in delegates}
         entries = {name: entry for name, entry in entries.items() if not _lies_below(name, prefixes)}
-    return entries, asked
+    return entries, delegates
 
 
-def _modules_to_ask(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+def _delegates(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the uppermost modules below a module that define `sharded_state_dict`, with the prefixes of their names."""
     # A module that is in two places has two names, so not named_modules().
     for name, child in module._modules.items():
@@ -249,7 +247,7 @@ def _modules_to_ask(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple
         if callable(getattr(child, "sharded_state_dict", None)):
             yield below, child
         else:
-            yield from _modules_to_ask(child, below)
+            yield from _delegates(child, below)
 
 
 def _lies_below(name: str, prefixes: set[str]) -> bool:

@@ -10,7 +10,7 @@ For a torch optimizer, whatever it keeps:
     load_sharded_optimizer_state_dict(optimizer, loaded["optimizer"])
 
 Megatron's functions make shards of an optimizer's own state dict. The tensors in it are divided among ranks as the
-parameters are, so a model's sharded state dict tells all there is to know about them:
+parameters are, so a model's sharded state dict describes them, too:
 
     model_state = model.sharded_state_dict(keep_vars=True)
     id_map = get_param_id_to_sharded_param_map(model_state, model.parameters())
@@ -199,8 +199,8 @@ def sharded_optimizer_state_dict(
     A trainable parameter without a state, because the optimizer is new or it never had a gradient, gets a
     blank one here, and has none again after loading. The optimizer is not changed.
 
-    Collective: every rank of the process group calls, and hashes of the options are exchanged; only where ranks hold
-    different parameters, the options are.
+    Collective operation: all ranks of the process group must call it. Hashes of the options are exchanged; only where
+    ranks hold different parameters, the options are.
 
     Args:
         optimizer: of `torch.optim`, or any that keeps tensors per parameter in `state`. Besides tensors divided
@@ -216,8 +216,8 @@ def sharded_optimizer_state_dict(
         What to put in the state dict for `save` or `load`.
 
     Raises:
-        InvalidShardingError: a parameter without a shard, or a tensor whose place cannot be told from it.
-        CheckpointingException: a parameter has no state, and the optimizer does not tell what that would be.
+        InvalidShardingError: a parameter without a shard, or a tensor whose place is unknown.
+        CheckpointingException: a parameter has no state, and a step of the optimizer with zeros does not show one.
         RankFailedError: on all ranks, when any failed.
     """
     ranks = Ranks(process_group)
@@ -261,7 +261,7 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
 
     States are set, also in a new optimizer that has made no step. Options of groups (learning rate and so on) become
     those that the parameters were saved with, except the choice of an implementation (`foreach`, `fused`,
-    `capturable`, `differentiable`). Parameters that the checkpoint does not know keep what they have.
+    `capturable`, `differentiable`). Parameters that are not in the checkpoint keep what they have.
 
     Args:
         optimizer: the one whose `sharded_optimizer_state_dict` was loaded.

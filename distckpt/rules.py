@@ -5,8 +5,8 @@ list of rules says how one gets from the first form to the second. Rules are app
 before it made, so they combine freely; `apply_rules` returns where every region of every new tensor comes from, and
 `invert` the way back.
 
-Key patterns: `*` stands for one dotted component (one or more characters other than a dot), `**` for one or more
-components. In new names, `{0}` is what the first of them stood for, `{1}` the second and so on.
+Key patterns: `*` matches one dotted component (one or more characters other than a dot), `**` one or more
+components. In new names, `{0}` is what the first of them matched, `{1}` the second and so on.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class Rename(OneKeyRule):
 
 @dataclass(frozen=True)
 class Unstack(OneKeyRule):
-    """Take a stack apart: one tensor for each index of an axis, without that axis.
+    """Divide a stack: one tensor for each index of an axis, without that axis.
 
     Attributes:
         pattern: which tensors.
         to: name of the tensor at index `{i}`.
-        axis: the axis to take apart.
+        axis: the axis of the stack.
         size: the size that the axis must have, where it is known beforehand.
     """
 
@@ -154,7 +154,7 @@ class Split(OneKeyRule):
 
 @dataclass(frozen=True)
 class SplitQKV(OneKeyRule):
-    """Take a fused query-key-value projection apart along axis 0, its weight or its bias.
+    """Divide a fused query-key-value projection along axis 0, its weight or its bias.
 
     The fused axis runs over key-value groups; a group is its `num_heads / num_kv_heads` query heads, then its key
     head, then its value head, each `head_dim` rows (the layout of Megatron).
@@ -200,8 +200,8 @@ class Concat(Rule):
     """Put tensors behind one another along an axis.
 
     Attributes:
-        patterns: which tensors, in order; all have the same number of wildcards, and those that belong together stand
-            for the same text in each.
+        patterns: which tensors, in order; all have the same number of wildcards, which match the same text in
+            tensors that belong together.
         to: name of the whole.
         axis: the axis along which the tensors follow one another.
     """
@@ -375,7 +375,7 @@ def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, s
 
 
 def _keep_trimmed(tensor: MappedTensor, pieces: Sequence[MappedTensor]) -> Iterator[MappedTensor]:
-    """Hand the record of what was trimmed from a tensor to the first of its pieces."""
+    """Keep the record of what was trimmed from a tensor with the first of its pieces."""
     for number, piece in enumerate(pieces):
         trimmed = tensor.trimmed if number == 0 else ()
         yield MappedTensor(piece.shape, piece.dtype, piece.parts, trimmed)

@@ -1,6 +1,6 @@
 """Tensor-by-tensor building blocks with bounded memory: measure, divide, move, gather and broadcast.
 
-Everything here works without a process group. DTensors are recognised by what they can do, so nothing here depends on
+Everything here works without a process group. DTensors are recognised by their methods, so nothing here depends on
 `torch.distributed`.
 """
 
@@ -118,7 +118,7 @@ def to_host(
 ) -> torch.Tensor:
     """Cast a tensor where it is, gather it if it is distributed, then move it to CPU memory.
 
-    Collective for a DTensor: every rank of its mesh calls.
+    Collective operation for a DTensor: all ranks of its mesh must call it.
 
     Args:
         x: tensor on any device.
@@ -139,14 +139,14 @@ def to_host(
 
 
 def reshard(x: torch.Tensor, target: Any) -> torch.Tensor:
-    """Change how a DTensor is distributed. Collective: every rank of its mesh calls.
+    """Change how a DTensor is distributed. Collective operation: all ranks of its mesh must call it.
 
     Args:
         x: a DTensor; a plain tensor only with `target` None.
         target: placements, one for each axis of the mesh, or `(mesh, placements)`, or None to return `x` as it is.
 
     Raises:
-        TypeError: a plain tensor cannot be distributed by what it knows.
+        TypeError: `x` is a plain tensor, which has no mesh.
     """
     if target is None:
         return x
@@ -211,7 +211,7 @@ def read_process_array(
     return key, _cast_floats(tensor, dtype), num_mismatches
 
 
-# --- whole states -----------------------------------------------------------------------------------------------------
+# --- nested states ----------------------------------------------------------------------------------------------------
 
 
 def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
@@ -250,7 +250,7 @@ def apply_gather_functions(
 ) -> dict[Any, Any]:
     """Gather the tensors of a state, one after the other.
 
-    Collective as far as the functions are: every rank calls with a state of the same order.
+    Collective operation if the functions are: all ranks must call it, with a state of the same order.
 
     Args:
         state: nested dicts and lists; they are not changed.
@@ -322,7 +322,8 @@ def broadcast_tensor(
 ) -> torch.Tensor:
     """Give every rank the values that a tensor has on one of them, piece by piece.
 
-    Collective: every rank of the group calls; descriptions and the values are exchanged, over CPU memory.
+    Collective operation: all ranks of the group must call it; descriptions and the values are exchanged, over CPU
+    memory.
 
     Args:
         tensor: of the same shape and dtype on every rank, of any device and strides. Overwritten except on `src`.

@@ -1,4 +1,4 @@
-"""Operations on whole sharded state dicts: take parts out of them, rename the keys in them."""
+"""Extract parts of sharded state dicts, and rename the keys in them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def extract_sharded_tensors_or_nonpersistent(
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into all that stands for a part of something global, and the rest.
+    """Split a state dict into its parts of global tensors and objects, and the rest.
 
     Args:
         sharded_state_dict: nested dicts and lists.
@@ -180,13 +180,13 @@ def _is_float8(data: Any) -> bool:
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
-    """Return what tells shards apart but is the same for replicas of one shard."""
+    """Return an id of a shard that its replicas share."""
     flat = sharded_tensor.flattened_range
     return sharded_tensor.key, sharded_tensor.global_offset, None if flat is None else (flat.start, flat.stop)
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> _ObjectId:
-    """Return what tells sharded objects apart but is the same for replicas of one object."""
+    """Return an id of a sharded object that its replicas share."""
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 

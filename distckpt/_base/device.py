@@ -14,27 +14,23 @@ import torch
 
 
 class DeviceLayer(Protocol):
-    """What moving bytes needs from a kind of device; see `TorchDevice`."""
+    """The operations of a device that moving bytes needs; see `TorchDevice`."""
 
     def pinned_memory(self, num_bytes: int) -> torch.Tensor:
         """Return new uint8 host memory that the device copies from and to by itself."""
 
     def mark(self) -> Any:
-        """Return a mark for all that the calling thread has asked of the device so far."""
+        """Mark the work that the calling thread has queued on the device so far."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
-        """Copy after what a mark stands for; `wait` tells when it is done."""
+        """Queue a copy behind the work that was marked; it is done when `wait` returns."""
 
     def wait(self) -> None:
-        """Return when all copies that this thread asked for are done."""
+        """Return when all copies of this thread are done."""
 
 
 class TorchDevice:
-    """A device of a kind that torch has streams for: cuda, xpu, ...
-
-    Args:
-        device: with its index.
-    """
+    """A device of a kind that torch has streams for: cuda, xpu, ..."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -73,7 +69,7 @@ _layers: dict[torch.device, DeviceLayer] = {}
 
 
 def layer_of(tensor: torch.Tensor) -> DeviceLayer | None:
-    """Return what copies this tensor from and to the host; None when it is in host memory."""
+    """Return the device that a tensor is on; None when it is in host memory."""
     if tensor.device.type == "cpu":
         return None
     return _layers.setdefault(tensor.device, TorchDevice(tensor.device))
@@ -82,10 +78,7 @@ def layer_of(tensor: torch.Tensor) -> DeviceLayer | None:
 class Copier:
     """Copies between host memory and the devices that some tensors are on.
 
-    Make it in the thread that computes: what this has asked of a device so far is done before bytes are copied.
-
-    Args:
-        tensors: on any devices.
+    Make it in the thread that computes: work that it has queued on a device is done before bytes are copied.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -99,7 +92,7 @@ class Copier:
 
     @property
     def layer(self) -> DeviceLayer | None:
-        """The one that page-locked memory is asked of; None when all is in host memory."""
+        """The device that provides page-locked memory; None when all tensors are in host memory."""
         return next(iter(self._layers.values()), None)
 
     def is_away(self, tensor: torch.Tensor) -> bool:
@@ -115,6 +108,6 @@ class Copier:
         target.copy_(source)
 
     def wait(self) -> None:
-        """Return when all copies that this thread asked for are done."""
+        """Return when all copies of this thread are done."""
         for layer in self._layers.values():
             layer.wait()

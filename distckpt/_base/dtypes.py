@@ -52,7 +52,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    """Return CPU values as numpy knows them: floats that it lacks become float32, packed ones their bytes (uint8)."""
+    """Convert CPU values to numpy: floats that it lacks become float32, packed ones their bytes (uint8)."""
     if TO_NAME[values.dtype] in PACKED_PER_ITEM:
         values = values.view(torch.uint8)
     elif values.dtype.is_floating_point and values.dtype not in (torch.float16, torch.float32, torch.float64):
@@ -92,7 +92,7 @@ def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
 
 def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
     wide, narrow = torch.finfo(target), torch.finfo(source)
-    # Only float16, bfloat16, float32 and float64 take part as targets: the 8-bit kinds differ in their special values.
+    # Only float16, bfloat16, float32 and float64 can be targets: the 8-bit kinds differ in their special values.
     if wide.bits <= narrow.bits or wide.bits == 8:
         return False
     # The smallest subnormal is tiny * eps: compare exponents and precision.

@@ -45,7 +45,7 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = None) -> Bytes:
-    """Return this thread's scratch memory for a purpose; it is the caller's until the thread asks for it again.
+    """Return this thread's scratch memory for a purpose; it is reused by the thread's next call.
 
     It begins at a multiple of `ALIGNMENT`. With a device it is page-locked, so that the device reaches it by itself.
     """
@@ -82,36 +82,36 @@ def estimate_available_memory(*, proc: str = "/proc", cgroups: str = "/sys/fs/cg
     containers and batch jobs; version 1 and 2) leave. File cache that the kernel drops on demand counts as available.
 
     Args:
-        proc: where the proc file system is.
-        cgroups: where control groups are.
+        proc: directory of the proc file system.
+        cgroups: directory of the control groups.
     """
-    rooms = [*_machine_room(proc), *_cgroup_rooms(proc, cgroups)]
-    if not rooms:
+    free = [*_machine_memory(proc), *_cgroup_memory(proc, cgroups)]
+    if not free:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(0, min(rooms))
+    return max(0, min(free))
 
 
-def _machine_room(proc: str) -> Iterator[int]:
+def _machine_memory(proc: str) -> Iterator[int]:
     for line in _lines(os.path.join(proc, "meminfo")):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             yield int(value.split()[0]) * 1024
 
 
-def _cgroup_rooms(proc: str, cgroups: str) -> Iterator[int]:
+def _cgroup_memory(proc: str, cgroups: str) -> Iterator[int]:
     """Yield what each memory limit that applies leaves: a process is also bound by those of the groups around its."""
     for line in _lines(os.path.join(proc, "self", "cgroup")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             for root in (cgroups, os.path.join(cgroups, "unified")):
-                yield from _rooms_upward(root, path, "memory.max", "memory.current", "inactive_file")
+                yield from _memory_upward(root, path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             root = os.path.join(cgroups, "memory")
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _rooms_upward(root, path, *names)
+            yield from _memory_upward(root, path, *names)
 
 
-def _rooms_upward(root: str, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+def _memory_upward(root: str, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
     # In a container the root may be the group itself, and the path one that is seen outside only.
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):

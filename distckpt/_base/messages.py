@@ -1,4 +1,4 @@
-"""Words of messages: hundreds of keys as a few patterns, the nearest names for a key that is absent, choices."""
+"""Texts for error messages: many keys as a few patterns, similar names for an unknown key, valid choices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _MAX_NAMED = 3
 def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
     """Describe keys in one line: `decoder.layers.{0..31}.mlp.weight (32 keys), embedding.weight`.
 
-    Args:
-        keys: any number of names.
-        limit: patterns named at most; the rest is counted.
+    At most `limit` patterns are named; the rest is counted.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for key in sorted(set(keys), key=natural_order):
@@ -31,13 +29,7 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
 
 
 class KeyFault(NamedTuple):
-    """Something that is wrong with a key.
-
-    Attributes:
-        key: its name.
-        text: what is wrong, to be read after the name.
-        kind: faults of the same kind are described together.
-    """
+    """A fault of a key: `text` is read after the key. Faults of one `kind` are described together."""
 
     key: str
     text: str
@@ -47,9 +39,7 @@ class KeyFault(NamedTuple):
 def summarize_faults(faults: Iterable[KeyFault], limit: int = 5) -> list[str]:
     """Describe what is wrong with keys: one line for each kind of fault, with the text of the first.
 
-    Args:
-        faults: any number of them.
-        limit: lines at most; the keys of the rest are summarized in one more.
+    At most `limit` kinds are described; the keys of the rest are summarized in one more line.
     """
     kinds: dict[object, list[KeyFault]] = {}
     for fault in faults:

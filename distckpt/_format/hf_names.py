@@ -1,4 +1,4 @@
-"""The Hugging Face side: names of files, the index, and which tensors share a file."""
+"""Hugging Face checkpoints: names of files, the index, and the division of tensors among files."""
 
 from __future__ import annotations
 
@@ -85,19 +85,14 @@ def group_keys_by_shard_size(flat_state: Mapping[str, Any], max_shard_size_bytes
 
 
 def group_keys_by_bytes(num_bytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
-    """Divide tensors of known size into output files, see `group_keys_by_shard_size`.
-
-    Args:
-        num_bytes: key -> size of the tensor.
-        max_file_bytes: size of the tensors of a file at most.
-    """
+    """Divide tensors of known size into output files, see `group_keys_by_shard_size`."""
     return _fill_files([([key], size) for key, size in num_bytes.items()], max_file_bytes)
 
 
 def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
     """Divide tensors into output files such that those of a module stay together, so that few files are read for it.
 
-    Keys are ordered with `layers.2` before `layers.10`. What stays together is a whole numbered module such as
+    Keys are ordered with `layers.2` before `layers.10`. What stays together is a numbered module such as
     `model.layers.3`, or else the parameters of one module such as `model.embed_tokens`. A module that is larger than
     a file is divided at the next numbers within (`experts.0`, `experts.1`), then into its innermost modules, then into
     single tensors.
@@ -160,10 +155,7 @@ def _modules_around(key: str) -> list[str]:
 def index_json(weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> bytes:
     """Return the content of the index file, byte for byte as Hugging Face's libraries write it.
 
-    Args:
-        weight_map: key -> name of the file that holds it.
-        total_bytes: of all tensors.
-        total_parameters: elements of all tensors.
+    `weight_map` has the name of the file that holds each key; `total_parameters` counts elements.
     """
     metadata = {"total_parameters": total_parameters, "total_size": total_bytes}
     text = json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2, sort_keys=True)

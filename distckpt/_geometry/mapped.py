@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """What a checkpoint says of a tensor: global `shape` and safetensors name of its `dtype`."""
+    """Global `shape` of a tensor in a checkpoint, and the safetensors name of its `dtype`."""
 
     shape: tuple[int, ...]
     dtype: str

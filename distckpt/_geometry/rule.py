@@ -1,4 +1,4 @@
-"""What a rule is: patterns of keys, and a function from matching tensors to new ones. The rules are in `rules`."""
+"""The base of rules: patterns of keys, and a function from matching tensors to new ones. The rules are in `rules`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distckpt._base.errors import InvalidShardingError
 from distckpt._geometry.mapped import MappedTensor
 
 Captures: TypeAlias = tuple[str, ...]
-"""What the wildcards of a pattern stand for in a key, in order."""
+"""The text that each wildcard of a pattern matches in a key, in order."""
 
 _WILDCARD = re.compile(r"(\*\*?)")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -51,7 +51,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class OneKeyRule(Rule):
-    """A rule that looks at one tensor at a time."""
+    """A rule that converts one tensor at a time."""
 
     pattern: str
 
@@ -75,7 +75,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def find_matches(pattern: str, keys: Mapping[str, object]) -> Iterator[tuple[str, Captures]]:
-    """Find the keys that a pattern matches, with what its wildcards stand for in each."""
+    """Find the keys that a pattern matches, with the text that its wildcards match in each."""
     if not count_wildcards(pattern):
         if pattern in keys:
             yield pattern, ()
@@ -93,7 +93,7 @@ def count_wildcards(pattern: str) -> int:
 
 
 def fill_captures(pattern: str, captures: Captures) -> str:
-    """Return the key in which the wildcards of a pattern stand for `captures`."""
+    """Replace the wildcards of a pattern by `captures`."""
     values = iter(captures)
     return _WILDCARD.sub(lambda _: next(values), pattern)
 
@@ -104,11 +104,7 @@ def fill_name(name: str, captures: Captures, index: int | None = None) -> str:
 
 
 def check_names(rule: Rule, names: Sequence[str], *, has_index: bool = False) -> None:
-    """Refuse new names that use what the pattern does not provide.
-
-    Raises:
-        ValueError: naming the rule and the name.
-    """
+    """Raise ValueError for new names that use what the pattern does not provide."""
     if isinstance(names, str):
         raise ValueError(f"{rule}: give a tuple of names, not the string {names!r}")
     known = {str(number) for number in range(count_wildcards(rule.reads[0]))} | ({"i"} if has_index else set())
@@ -129,7 +125,7 @@ def normalize_axis(rule: Rule, key: str, tensor: MappedTensor, axis: int) -> int
 
 
 def check_packed(rule: Rule, key: str, tensor: MappedTensor, *, moves_last_axis: bool) -> None:
-    """Refuse to tear elements apart that share a byte (4-bit types pack them along the last axis)."""
+    """Refuse to separate elements that share a byte (4-bit types pack them along the last axis)."""
     if moves_last_axis and tensor.dtype in PACKED_PER_ITEM:
         raise misfit(rule, key, tensor, "the elements along its last axis share bytes and must stay together")
 

@@ -1,4 +1,4 @@
-"""What all parts of a sharded state dict share. `distckpt.mapping` is the public path and defines the words."""
+"""The base of what a sharded state dict holds. `distckpt.mapping` is the public path and defines the words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ReplicaId: TypeAlias = int | tuple[int, ...]
 
 
 class ShardedBase(ABC):
-    """Base of everything in a sharded state dict that stands for a part of something global.
+    """Base of the parts of global tensors and objects in a sharded state dict.
 
     Two of them are equal when they are of one class, describe the same thing and hold the very same `data`
     object. Values are not compared, since `==` of two tensors is a tensor and not an answer. They are
@@ -57,7 +57,7 @@ class ShardedBase(ABC):
 
 
 def fail(kind: type, key: str, problem: str) -> NoReturn:
-    """Raise the error that tells what is wrong with a part of kind `kind`."""
+    """Raise InvalidShardingError about a part of kind `kind`."""
     raise InvalidShardingError(f"{kind.__name__} {key!r}: {problem}")
 
 

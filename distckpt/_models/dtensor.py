@@ -1,7 +1,7 @@
-"""Which parts of a global tensor this rank's part of a DTensor is.
+"""The place of this rank's part of a DTensor in the global tensor.
 
-DTensors are told by what they have, not by their class: importing `torch.distributed.tensor` takes half a second, and
-who has a DTensor has paid it already.
+DTensors are recognised by their attributes, not by their class: importing `torch.distributed.tensor` takes half a
+second, and a program that has a DTensor has spent it already.
 
 Used words: the *mesh* is the array of ranks that a DTensor is spread over; a *placement* says, for each mesh axis,
 whether the tensor is divided along it (and which tensor axis) or copied. A *run* is a range of indices along one axis
@@ -73,20 +73,15 @@ def _lowest_rank(mesh: Any) -> int:
 
 
 def is_in_mesh(dtensor: Any) -> bool:
-    """Tell whether this rank takes part in a DTensor: ranks outside its mesh know of it, but hold nothing."""
+    """Tell whether this rank is in the mesh of a DTensor; ranks outside of it hold nothing."""
     return dtensor.device_mesh.get_coordinate() is not None
 
 
 def holding_of(key: str, dtensor: Any) -> Holding:
-    """Find out what this rank holds of a DTensor.
+    """Find out what this rank, which must be in the mesh, holds of a DTensor.
 
-    Args:
-        key: name of the tensor, for messages.
-        dtensor: of whose mesh this rank is a part.
-
-    Raises:
-        InvalidShardingError: the tensor is not divided into parts and copies (a sum that is yet to be made, say), or
-            its local part has another shape than mesh and placements give it.
+    InvalidShardingError when the tensor is not divided into parts and copies (a sum that is yet to be made, say), or
+    its local part has another shape than mesh and placements give it.
     """
     mesh, local = dtensor.device_mesh, dtensor._local_tensor
     coordinate, mesh_shape = tuple(mesh.get_coordinate()), tuple(mesh.shape)
@@ -200,24 +195,14 @@ def _fragmentations(shape: tuple[int, ...], splits: Sequence[_Split], runs: Sequ
 def shard_of_dtensor(
     key: str, dtensor: Any, grid: Grid, replica_id: ReplicaId | None, **attributes: Any
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe what this rank holds of a DTensor.
+    """Describe what this rank holds of a DTensor that lies at `grid` in a larger tensor.
 
-    Args:
-        key: name of the global tensor.
-        dtensor: the tensor.
-        grid: its place in a larger tensor.
-        replica_id: which of the copies that the mesh does not tell of this one is; None for the number of the mesh.
-        attributes: further attributes of the `ShardedTensor`.
-
-    Returns:
-        A shard whose data is the local part; where that lies in several places of the global tensor, a
-        factory that makes a shard of each.
-
-    Raises:
-        InvalidShardingError: see `holding_of`.
+    `replica_id` numbers copies on other meshes, None numbers them by mesh; `attributes` are of the `ShardedTensor`.
+    The data is the local part; where that lies in several places of the global tensor, the result is a factory that
+    makes a shard of each.
     """
     held = holding_of(key, dtensor)
-    # Copies on other meshes are told apart by the lowest rank of each.
+    # The lowest rank of a mesh distinguishes copies on other meshes.
     outer = _lowest_rank(dtensor.device_mesh) if replica_id is None else replica_id
     replica = ((outer,) if isinstance(outer, int) else tuple(outer)) + held.replica
     shape, first, fragmentations = _placed(tuple(dtensor.shape), held.fragmentations, grid)

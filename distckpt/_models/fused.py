@@ -1,4 +1,4 @@
-"""Parameters of which several parts are stored at different places: the geometry behind the factories."""
+"""Parameters whose parts are stored at different places: the geometry behind the factories."""
 
 from __future__ import annotations
 
@@ -47,22 +47,11 @@ def parts_factory(
 ) -> ShardedTensorFactory:
     """Make the factory of a parameter whose parts have different places in stored tensors.
 
-    Args:
-        key: of the stored tensor; the suffixes of parts are put behind it.
-        data: the parameter, 1-D if it is flat.
-        parts: regions that cover the local tensor, each element once. Offsets and shapes of them are counted in
-            `view_shape`.
-        local_shape: shape of the parameter before flattening.
-        view_shape: the same shape with some axes divided into several; `local_shape` if left out.
-        axes: for each axis of the stored tensor (prepended ones aside) the axis of `view_shape` that it is. In
-            order if left out.
-        prepend_axis_num: number of axes that the stored tensor has in front.
-        replica_id: which copy of the parameter this is, see `is_main_replica`.
-        flattened_range: which elements of the flattened parameter `data` holds, None for all.
+    `parts` tile a view of the parameter of shape `view_shape`: `local_shape` with some axes divided into several.
+    `axes` gives, for each axis of the stored tensor (prepended ones aside), the axis of the view that it is.
 
-    Returns:
-        The factory. `build` gives one shard for each part, in their order; for a flat parameter a dict, with as
-        many shards as the regions that its range consists of.
+    `build` gives one shard for each part, in their order; for a flat parameter a dict, with as many shards as the
+    regions that its range consists of.
     """
     local_shape = tuple(local_shape)
     view_shape = local_shape if view_shape is None else tuple(view_shape)
@@ -75,7 +64,7 @@ def parts_factory(
         views = form.views(tensor.detach(), cells, bounds)
         pairs = zip(cells, views, strict=True)
         shards = [form.shard(key, cell, view, replica_id, prepend_axis_num) for cell, view in pairs]
-        # Tensors alone do not tell whether they came from a flat parameter.
+        # Merging needs the bounds, which tensors alone do not show.
         return shards if bounds is None else {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
 
     return ShardedTensorFactory(key, data, build, form.merge, replica_id, flattened_range)
@@ -128,7 +117,7 @@ class _Form(NamedTuple):
             yield _Cell(self.parts[0], nothing, nothing)
 
     def views(self, tensor: torch.Tensor, cells: Iterable[_Cell], bounds: tuple[int, int] | None) -> list[torch.Tensor]:
-        """Return, for each cell, the part of a parameter (or of anything of its shape) that is it, in stored axes."""
+        """Return the view of each cell in a parameter (or in a tensor of its shape), with the axes as stored."""
         views = []
         for _, region, run in cells:
             if bounds is None:
@@ -168,7 +157,7 @@ class _Form(NamedTuple):
             bounds = bounds.unwrap() if isinstance(bounds, LocalNonpersistentObject) else bounds
         shape = self.local_shape if bounds is None else (bounds[1] - bounds[0],)
         cells = list(self.cells(bounds))
-        # What lies where in memory can be asked of a tensor that has none.
+        # A tensor without memory has strides, too.
         model = torch.empty(shape, dtype=tensors[0].dtype, device="meta")
         merged = _behind(tensors, self.views(model, cells, bounds), model)
         if merged is None:
@@ -192,5 +181,5 @@ def _behind(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], mode
 
 
 def fail(key: str, problem: str) -> NoReturn:
-    """Raise the error that tells what is wrong with the factory of a key."""
+    """Raise InvalidShardingError about the factory of a key."""
     raise InvalidShardingError(f"factory of key {key!r}: {problem}")

@@ -218,7 +218,7 @@ def state_shard(
         return make_sharded_optimizer_tensor(shard, tensor, prefix)
     raise InvalidShardingError(
         f"The optimizer's {name!r} for the parameter {shard.key!r} has shape {tuple(tensor.shape)}, the parameter "
-        f"{tuple(param.shape)}, of which this rank has a part: how it is divided cannot be told. Keep it in a shape "
+        f"{tuple(param.shape)}, of which this rank has a part: how it is divided is unknown. Keep it in a shape "
         "with size 1 along the axes that it lacks, or make a ShardedTensor of it yourself."
     )
 

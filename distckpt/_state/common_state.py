@@ -23,7 +23,7 @@ CONTENT_METADATA = "content_metadata"
 
 
 def check_common_strategy(common_strategy: object) -> None:
-    """Refuse what Megatron's programs may pass for common state."""
+    """Refuse a strategy for common state, which Megatron's programs may pass."""
     if common_strategy is not None:
         raise CheckpointingException(
             "common_strategy must be None: common state is stored with the sharded objects by the sharded strategy."
@@ -31,7 +31,7 @@ def check_common_strategy(common_strategy: object) -> None:
 
 
 def comparable(common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None) -> CommonStateDict:
-    """Return what ranks compare. The function of the caller gets a copy, so it cannot change what is saved."""
+    """Prepare common state for comparison. The caller's function gets a copy, so it cannot change what is saved."""
     if preprocess is None:
         return common
     copied: CommonStateDict = _copy_containers(common)
@@ -54,7 +54,7 @@ def digest(common: CommonStateDict) -> int:
 
 
 def warn_about_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
-    """Compare common state: a hash of each rank's is exchanged, and only where they differ what differs."""
+    """Compare common state: ranks exchange hashes, and describe the entries only where those differ."""
     if ranks.all_equal(digest):
         return
     gathered = ranks.gather(json.dumps(codec.fingerprints(common)).encode())
@@ -64,7 +64,7 @@ def warn_about_differences(ranks: Ranks, common: CommonStateDict, digest: int) -
     for rank, other in enumerate(others, start=1):
         paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
         if paths:
-            # "" is the whole: it says nothing next to a part that differs.
+            # "" is all of it: worth naming only when no part differs.
             logger.warning(
                 "common state differs between rank 0 and rank %d in %s; the checkpoint gets that of rank 0. "
                 "Per-rank values belong in a ShardedObject, values that need no saving in a LocalNonpersistentObject.",

@@ -1,4 +1,4 @@
-"""Taking a sharded state dict apart and putting a loaded one together. The caller's dict is never changed.
+"""Flattening a sharded state dict, and filling it with loaded values. The caller's dict is never changed.
 
 Dicts, lists and tuples are containers here. What lies elsewhere (shards, local objects) leaves a `HOLE` in its
 container, so positions in lists stay what they were.
@@ -43,7 +43,7 @@ class _Merge(NamedTuple):
 
 
 class SplitState(NamedTuple):
-    """A state dict taken apart.
+    """A flattened state dict.
 
     `shards` are its sharded leaves, those that factories build included; `common` is the rest of the tree with holes
     for everything else; `skeleton` is the tree with marks for shards, local objects and factories, and holes for the
@@ -56,7 +56,7 @@ class SplitState(NamedTuple):
 
 
 def split(state_dict: Any) -> SplitState:
-    """Take a sharded state dict apart."""
+    """Flatten a sharded state dict into its shards, its common state and its structure."""
     if not isinstance(state_dict, dict):
         raise CheckpointingException(f"A sharded state dict is a dict, got {type(state_dict).__name__}.")
     shards: list[Shard] = []
@@ -65,7 +65,7 @@ def split(state_dict: Any) -> SplitState:
         if type(node) is not ShardedTensor:
             node = adopt(node)
         if type(node) is ShardedTensor:
-            # By far the most frequent; isinstance takes long to say no to an abstract class.
+            # By far the most frequent; isinstance is slow for an abstract class.
             shards.append(node)
             return _Slot(len(shards) - 1)
         if isinstance(node, ShardedTensorFactory):
@@ -103,14 +103,9 @@ def _common_of(node: Any, skeleton: Any) -> Any:
 
 
 def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any, Any]:
-    """Put loaded values in the places of shards, and common values in the others.
+    """Fill a skeleton from `split`: with a value (or `HOLE`) for each shard, and with common values at other places.
 
-    Loaded values are taken as they are. Places that nothing fills are dropped; the items of a list move together.
-
-    Args:
-        skeleton: from `split`.
-        values: for each shard its value, or `HOLE`.
-        common: tree with holes, at the same places; what only it has is added.
+    Places that nothing fills are dropped; the items of a list move together. What only `common` has is added.
     """
     filled = _fill(skeleton, values, common)
     return {} if filled is HOLE else filled
@@ -130,7 +125,7 @@ def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
         items = common if isinstance(common, list | tuple) else ()
         pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
         filled = _close_up([_fill(above, values, below) for above, below in pairs], like=skeleton)
-    # Stored empty, it is empty, whatever was in the one that was asked for.
+    # Stored empty, it is empty, whatever was in the requested one.
     return _compact(common) if filled is HOLE else filled
 
 
@@ -186,7 +181,7 @@ def _close_up(children: Any, like: Any = None) -> Any:
 
 
 def _is_container(node: Any) -> bool:
-    # A slot is a tuple too, but stands for a leaf; so does a torch.Size.
+    # A slot is a tuple too, but a leaf; so is a torch.Size.
     return type(node) in (dict, list, tuple) or (
         isinstance(node, dict | list | tuple) and not isinstance(node, _Slot | _Local | _Merge) and _holds_shards(node)
     )

@@ -1,4 +1,4 @@
-"""Sharded state dicts made of Megatron Core's objects: each is read as the object of distckpt that means the same.
+"""Sharded state dicts made of Megatron Core's objects: each is converted to its equivalent in distckpt.
 
 Objects are recognised by their structure, so Megatron need not be installed, and every version and copy of it will do.
 """
@@ -20,7 +20,7 @@ register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, fro
 
 
 def adopt(node: Any) -> Any:
-    """Return the object of distckpt that means the same as one of Megatron; anything else as it is."""
+    """Convert an object of Megatron to its equivalent in distckpt; return anything else as it is."""
     convert = _converter_of(type(node))
     return node if convert is None else convert(node)
 
@@ -33,7 +33,7 @@ def is_foreign(node: Any) -> bool:
 def _adopt_tensor(node: Any) -> ShardedTensor:
     data = node.data
     dtype = node.dtype
-    # Megatron stores 8-bit tensors of Transformer Engine in the precision that they stand for.
+    # Megatron stores 8-bit tensors of Transformer Engine in the precision that they represent.
     is_packed = getattr(type(data), "dequantize", torch.Tensor.dequantize) is not torch.Tensor.dequantize
     if data is not None and is_packed:
         data = data.detach().dequantize()
@@ -67,14 +67,14 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
     "ShardedObject": (_adopt_object, frozenset({"key", "data", "global_shape", "global_offset", "replica_id"})),
     "ShardedTensorFactory": (_adopt_factory, frozenset({"key", "data", "build_fn", "merge_fn", "replica_id"})),
 }
-"""Class name -> how to convert, and the fields by which the class is told from others of that name."""
+"""Class name -> how to convert, and the fields that distinguish the class from others of that name."""
 
 
 _known: dict[type, Callable[[Any], Any] | None] = {}
 
 
 def _converter_of(cls: type) -> Callable[[Any], Any] | None:
-    # Asked for every value of a state dict: a dict answers fastest.
+    # Called for every value of a state dict: a dict is fastest.
     if cls not in _known:
         _known[cls] = _find_converter(cls)
     return _known[cls]

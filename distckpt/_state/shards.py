@@ -1,7 +1,7 @@
-"""Shards as tables: what the ranks hold, without data. The input of validation and planning.
+"""Tables that describe the shards of ranks, without data: the input of validation and planning.
 
 Flattened shards appear as the regions their flat range consists of, objects as single cells of their grid, so that
-everything after this point knows regions only.
+everything after this point is about regions only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardTable(NamedTuple):
 
     `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct key. The columns
     have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids` (first shard of the
-    rank that is the same memory), `is_main`, `digests` (content hashes, 0 when not asked for), and `offsets`,
+    rank that is the same memory), `is_main`, `digests` (content hashes, 0 when not computed), and `offsets`,
     `shapes` of shape (n, max ndim), padded with 0 and 1. Ranks take over bytes of replicas in their `exchange_group`.
     """
 
@@ -117,12 +117,7 @@ def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
 
 
 def describe(shards: Sequence[Shard]) -> ShardTable:
-    """Describe the shards of this rank.
-
-    Raises:
-        InvalidShardingError: a shard lies outside of its global tensor, or two shards of a key contradict each other.
-        UnsupportedObjectError: a dtype that safetensors files cannot hold.
-    """
+    """Describe the shards of this rank, which must fit their global tensors and agree with one another."""
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
     key_ids: list[int] = []
@@ -132,14 +127,7 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
     regions: list[Region] = []
     ties = find_ties(shards)
     for shard_id, shard in enumerate(shards):
-        kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
-        key_id = key_index.setdefault(shard.key, len(kinds))
-        if key_id == len(kinds):
-            _check_name(shard.key)
-            kinds.append(kind)
-        elif kinds[key_id] != kind:
-            fault = _contradiction(shard.key, kinds[key_id], kind, "in one state dict")
-            raise _sharding_error([fault])
+        key_id = _key_id(shard, key_index, kinds)
         main = is_main_replica(shard.replica_id)
         for region in shard_regions(shard):
             key_ids.append(key_id)
@@ -162,6 +150,18 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
     )
     _check_inside(table)
     return table
+
+
+def _key_id(shard: Shard, key_index: dict[str, int], kinds: list[_Kind]) -> int:
+    """Return the number of a shard's key; a new key is added to both."""
+    kind = (_dtype_name(shard), tuple(map(int, shard.global_shape)))
+    key_id = key_index.setdefault(shard.key, len(kinds))
+    if key_id == len(kinds):
+        _check_name(shard.key)
+        kinds.append(kind)
+    elif kinds[key_id] != kind:
+        raise _sharding_error([_contradiction(shard.key, kinds[key_id], kind, "in one state dict")])
+    return key_id
 
 
 def _check_inside(table: ShardTable) -> None:
@@ -211,36 +211,8 @@ class GlobalTable(NamedTuple):
 
 
 def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
-    """Put the tables of all ranks into one.
-
-    Raises:
-        InvalidShardingError: ranks disagree on the kind, dtype or global shape of a key.
-    """
-    key_index: dict[str, int] = {}
-    kinds: list[_Kind] = []
-    first_rank: list[int] = []
-    id_maps: list[IntArray] = []
-    seen: dict[Any, IntArray] = {}
-    disagreements: list[KeyFault] = []
-    for rank, table in enumerate(tables):
-        # Lists that replicas share need one look.
-        identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
-        if identity not in seen:
-            ids = np.empty(len(table.keys), np.int64)
-            for i, (key, kind) in enumerate(
-                zip(table.keys, zip(table.dtypes, table.global_shapes, strict=True), strict=True)
-            ):
-                ids[i] = key_id = key_index.setdefault(key, len(kinds))
-                if key_id == len(kinds):
-                    kinds.append(kind)
-                    first_rank.append(rank)
-                elif kinds[key_id] != kind:
-                    where = f"on rank {first_rank[key_id]} and on rank {rank}"
-                    disagreements.append(_contradiction(key, kinds[key_id], kind, where))
-            seen[identity] = ids
-        id_maps.append(seen[identity])
-    if disagreements:
-        raise _sharding_error(disagreements)
+    """Join the tables of all ranks, which must agree on the dtype and global shape of every key."""
+    key_index, kinds, id_maps = _number_keys(tables)
     ndim = max((len(shape) for _, shape in kinds), default=0)
     global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(len(kinds), ndim)
     return GlobalTable(
@@ -257,6 +229,34 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
         offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
         shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),
     )
+
+
+def _number_keys(tables: Sequence[ShardTable]) -> tuple[dict[str, int], list[_Kind], list[IntArray]]:
+    """Number the keys of all tables: key -> id, the kind of each id, and for each table the ids of its keys."""
+    key_index: dict[str, int] = {}
+    kinds: list[_Kind] = []
+    first_rank: list[int] = []
+    id_maps: list[IntArray] = []
+    seen: dict[Any, IntArray] = {}
+    disagreements: list[KeyFault] = []
+    for rank, table in enumerate(tables):
+        # Lists that replicas share need one look.
+        identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
+        if identity not in seen:
+            ids = np.empty(len(table.keys), np.int64)
+            for i, (key, dtype, shape) in enumerate(zip(table.keys, table.dtypes, table.global_shapes, strict=True)):
+                ids[i] = key_id = key_index.setdefault(key, len(kinds))
+                if key_id == len(kinds):
+                    kinds.append((dtype, shape))
+                    first_rank.append(rank)
+                elif kinds[key_id] != (dtype, shape):
+                    where = f"on rank {first_rank[key_id]} and on rank {rank}"
+                    disagreements.append(_contradiction(key, kinds[key_id], (dtype, shape), where))
+            seen[identity] = ids
+        id_maps.append(seen[identity])
+    if disagreements:
+        raise _sharding_error(disagreements)
+    return key_index, kinds, id_maps
 
 
 def _check_name(key: str) -> None:
@@ -284,11 +284,7 @@ def _dtype_name(shard: Shard) -> str:
 
 
 def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
-    """Find shards that are the same part of the same memory as an earlier one.
-
-    Returns:
-        Index of such a shard -> index of the first with that memory.
-    """
+    """Map the index of each shard that is the same part of the same memory as an earlier one to that of the first."""
     # One isinstance for each class, not for each shard: there may be many.
     has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
     pointers = [s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards]
@@ -332,7 +328,7 @@ def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> KeyFaul
         f"an object grid {shape}" if dtype == OBJECT else f"{dtype} of {shape}" for dtype, shape in (first, second)
     ]
     text = (
-        f" means two things {where}: {named[0]} and {named[1]}. "
+        f" has two meanings {where}: {named[0]} and {named[1]}. "
         "Give different tensors different keys, and one tensor the same dtype and global shape everywhere."
     )
     return KeyFault(key, text, text)

@@ -441,10 +441,10 @@ def test_parameters_need_a_shard():
         optimizer.sharded_optimizer_state_dict(adam, model)
 
 
-def test_an_optimizer_that_does_not_tell_its_state_is_refused():
+def test_an_optimizer_that_does_not_show_its_state_is_refused():
     net = Net(seed=1)
     lbfgs = torch.optim.LBFGS(net.parameters())
-    with pytest.raises(distckpt.CheckpointingException, match=r"LBFGS does not tell .* step of its own"):
+    with pytest.raises(distckpt.CheckpointingException, match=r"LBFGS does not show .* step of its own"):
         state_of(net, lbfgs)
 
 

@@ -162,22 +162,22 @@ def test_many_wrong_keys_are_summed_up():
         (
             tensor_shard("w", Region((0,), (4,)), (4,)),
             tensor_shard("w", Region((0,), (4,)), (4,), 1, torch.bfloat16),
-            r"'w' means two things {where}: F32 of \(4,\) and BF16 of \(4,\)",
+            r"'w' has two meanings {where}: F32 of \(4,\) and BF16 of \(4,\)",
         ),
         (
             tensor_shard("w", Region((0,), (4,)), (4,)),
             tensor_shard("w", Region((0,), (4,)), (8,)),
-            r"'w' means two things {where}: F32 of \(4,\) and F32 of \(8,\)",
+            r"'w' has two meanings {where}: F32 of \(4,\) and F32 of \(8,\)",
         ),
         (
             tensor_shard("w", Region((0,), (4,)), (4,)),
             ShardedObject("w", 1, (4,), (0,)),
-            r"'w' means two things {where}: F32 of \(4,\) and an object grid \(4,\)",
+            r"'w' has two meanings {where}: F32 of \(4,\) and an object grid \(4,\)",
         ),
         (
             ShardedObject("w", 1, (2,), (0,)),
             ShardedObject("w", 1, (3,), (1,)),
-            r"'w' means two things {where}: an object grid \(2,\) and an object grid \(3,\)",
+            r"'w' has two meanings {where}: an object grid \(2,\) and an object grid \(3,\)",
         ),
     ],
     ids=["dtype", "global shape", "tensor and object", "object grid"],

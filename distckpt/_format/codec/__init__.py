@@ -2,7 +2,7 @@
 
 The blob's `__metadata__` holds `codec_version` and `tree`, a JSON text. Its U8 entries hold the raw bytes of tensors,
 numpy arrays and large byte strings, in the order in which the tree refers to them. In the tree, None, bool, int, finite
-floats, str, list and dict with str keys stand for themselves; anything else is `{"$<kind>": <payload>}`. Integers
+floats, str, list and dict with str keys are themselves; anything else is `{"$<kind>": <payload>}`. Integers
 that need more than 64 bits are tagged; JSON readers other than Python's may round those beyond 2**53.
 
 What to expect:
@@ -73,7 +73,7 @@ def decode(blob: bytes | bytearray | memoryview) -> object:
         require(not entries, f"nothing refers to the entries {sorted(entries)[:3]}")
         return obj
     except (CheckpointingException, MemoryError):
-        # Sizes are checked against the blob, so a lack of memory says nothing about it.
+        # Sizes are checked against the blob, so it is no sign of damage.
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}"

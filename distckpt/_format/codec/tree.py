@@ -57,7 +57,7 @@ TENSOR_DTYPES = {
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Tell whether items are bytes that mean the same on every machine, and `dtype.str` says all about them."""
+    """Tell whether items are bytes that mean the same on every machine, and `dtype.str` describes them fully."""
     ordinary = dtype.kind in "biufcSUVmM" and dtype.char not in "gG" and dtype.names is None and dtype.itemsize > 0
     return bool(ordinary and np.dtype(dtype.str) == dtype)
 
