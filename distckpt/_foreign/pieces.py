@@ -76,7 +76,7 @@ def build_manifest(
         files = [_look_up(location, name) for name in dict.fromkeys(piece.file for piece in in_order)]
     _check_positions(location, in_order, {file.name: file.num_bytes for file in files})
     file_ids = {file.name: i for i, file in enumerate(files)}
-    chunks = ChunkTable(
+    chunks = ChunkTable.empty()._replace(
         files=list(files),
         key_ids=key_ids,
         file_ids=np.array([file_ids[piece.file] for piece in in_order], np.int64),
@@ -84,7 +84,6 @@ def build_manifest(
         num_bytes=np.array([piece.num_bytes for piece in in_order], np.int64),
         offsets=offsets,
         shapes=extents,
-        block_checksums=np.zeros(0, np.uint64),
     )
     origin = {**(fields or {}), "format": format_name}
     return Manifest(list(groups), dtypes, shapes, chunks, {}, has_checksums=False, origin=origin)

@@ -45,8 +45,9 @@ class ShardFile(NamedTuple):
 class ChunkTable(NamedTuple):
     """Chunks and the files they lie in: of one rank while it saves, of the complete checkpoint in its manifest.
 
-    To add a column to the manifest, add it here, to `chunk_table` in `_plan/layout` and to `to_manifest` in
-    `_foreign/pieces`; whatever only sorts, joins, selects, sends or stores chunks takes it along.
+    A further column of the manifest is added here, and filled where its values are known: in `_plan.layout.chunk_table`
+    when a save is planned, in `SafetensorsSave` when it is written, in `_foreign.pieces` for files of others. Whatever
+    only joins, sorts, selects, sends or stores chunks takes it along.
 
     Attributes:
         files: `file_ids` index them.
@@ -82,7 +83,7 @@ class ChunkTable(NamedTuple):
 
     @classmethod
     def empty(cls) -> ChunkTable:
-        """Return a table without chunks."""
+        """Return a table without chunks, to be filled with `_replace`; columns that are known later stay empty."""
         none, no_regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
         return cls([], none, none, none, none, no_regions, no_regions, np.zeros(0, np.uint64))
 

@@ -162,20 +162,17 @@ class SafetensorsSave(PreparedSave):
 
         Collective operation: all ranks must call it. Chunks of objects, and checksums, go to the coordinator.
         """
+        suffix, settings = self.folder_suffix, self.settings
         with ranks.phase("write shard files"):
-            new_files = [*self.make_tensor_files(), *self.object_files]
-            checksums = write_files(
-                [file.below(checkpoint_dir, self.folder_suffix) for file in new_files], self.settings
-            )
+            files = [*self.make_tensor_files(), *self.object_files]
+            checksums = write_files([file.below(checkpoint_dir, suffix) for file in files], settings)
             written = self.object_table._replace(block_checksums=checksums).to_bytes()
         gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
         fields: Mapping[str, Any] = {}
         with ranks.phase("write the manifest", decision=True):
             if self.manifest is not None:
                 tables = list(itertools.chain(*zip(self.tables, gathered, strict=True)))
-                fields = write_manifest(
-                    checkpoint_dir, self.manifest, tables, self.folder_suffix, self.settings.durable
-                )
+                fields = write_manifest(checkpoint_dir, self.manifest, tables, suffix, settings.durable)
         return fields
 
 

@@ -177,7 +177,7 @@ def made_up_manifest(num_chunks: int) -> Manifest:
         keys=[f"model.layers.{i // 9}.{LAYER[i % 9][0]}" for i in range(num_keys)],
         dtypes=["BF16"] * num_keys,
         global_shapes=[(rows * per_key, columns)] * num_keys,
-        chunks=ChunkTable(
+        chunks=ChunkTable.empty()._replace(
             files=[
                 ShardFile(f"tensors/shard-{i + 1:05d}-model-00001-of-00001.safetensors", file_bytes, header_bytes, i)
                 for i in range(num_files)

@@ -116,7 +116,7 @@ JSON_VALUES: list[Any] = [None, True, 1.5, float("inf"), float("nan"), [], {}, [
 def example_manifest() -> Manifest:
     """Make a manifest with two tensors in three chunks, one object and one alias."""
     name = "tensors/shard-00001-model-00001-of-00001.safetensors"
-    chunks = ChunkTable(
+    chunks = ChunkTable.empty()._replace(
         files=[ShardFile(name, 4194, 4096, 5), ShardFile("objects/r", 5000, 4096, 5)],
         key_ids=np.array([0, 0, 1, 2, 2]),
         file_ids=np.array([0, 0, 0, 1, 1]),

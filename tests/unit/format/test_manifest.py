@@ -19,7 +19,7 @@ def example():
         keys=["a", "scalar", "rng/0"],
         dtypes=["F32", "BF16", "OBJECT"],
         global_shapes=[(4, 6), (), (2,)],
-        chunks=ChunkTable(
+        chunks=ChunkTable.empty()._replace(
             files=[
                 ShardFile("tensors/shard-00001-model-00001-of-00001.safetensors", 4096 + 98, 4096, 2**64 - 1),
                 ShardFile("objects/rank-00001.safetensors", 5000, 4096, 5),
