@@ -195,7 +195,7 @@ def _arguments(
     location = arguments.saved_location(checkpoint_id, storage_writer)
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
-    with ranks.phase("ask for state dicts"):
+    with ranks.phase("collect the state dicts"):
         asked = _asked(state_dict)
     return {
         "sharded_state_dict": shards.sharded(asked, ranks),

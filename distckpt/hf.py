@@ -53,7 +53,7 @@ def consolidate_safetensors_files(
         ValueError: the shards do not belong together: one is missing, has no sharding metadata, is left over from
             another save, is damaged, or differs in dtype; naming file and key. Nothing is written then.
     """
-    _consolidate(input_dir, output_dir, fqn_to_index_mapping, num_threads, alone=True, process_group=None)
+    _consolidate(input_dir, output_dir, fqn_to_index_mapping=fqn_to_index_mapping, num_threads=num_threads, alone=True)
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -65,7 +65,7 @@ def consolidate_safetensors_files_on_every_rank(
 ) -> None:
     """Merge a folder of shard files, the output files divided among the ranks.
 
-    Collective: every rank of the process group calls; without torch.distributed, this process does all.
+    Collective operation: all ranks must call it; without torch.distributed, this process does all.
 
     Args:
         input_dir: see `consolidate_safetensors_files`.
@@ -78,26 +78,18 @@ def consolidate_safetensors_files_on_every_rank(
         ValueError: see `consolidate_safetensors_files`.
         RankFailedError: raised on all ranks when any rank failed otherwise.
     """
-    _consolidate(input_dir, output_dir, fqn_to_index_mapping, num_threads, alone=False, process_group=process_group)
-
-
-def _consolidate(
-    input_dir: str,
-    output_dir: str,
-    fqn_to_index_mapping: Mapping[str, int] | None,
-    num_threads: int,
-    *,
-    alone: bool,
-    process_group: Any,
-) -> None:
-    strategy = HuggingFaceConsolidationStrategy(
+    _consolidate(
+        input_dir,
+        output_dir,
         fqn_to_index_mapping=fqn_to_index_mapping,
-        max_file_bytes=2**63,
-        overwrite=True,
         num_threads=num_threads,
-        alone=alone,
         process_group=process_group,
-        require_sharding_info=True,
+    )
+
+
+def _consolidate(input_dir: str, output_dir: str, **settings: Any) -> None:
+    strategy = HuggingFaceConsolidationStrategy(
+        max_file_bytes=2**63, overwrite=True, require_sharding_info=True, **settings
     )
     try:
         strategy.consolidate(input_dir, output_dir)

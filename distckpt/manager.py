@@ -1,4 +1,4 @@
-"""Checkpoints of a training run in one directory: saved in the background, found again, thinned out."""
+"""Manage the checkpoints of a training run in one directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distckpt._manager.steps import (
     NOTE,
     TRACKER,
     committed_steps,
-    newest_whole_step,
+    newest_complete_step,
     own_steps,
     problem_with,
     step_name,
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Keeps the checkpoints of a run in one directory, each in a directory of its own such as `step_00000100`.
+    """Save, find and remove the checkpoints of a run: subdirectories of one directory, such as `step_00000100`.
 
         with distckpt.CheckpointManager("checkpoints", keep_last=3) as manager:
             if manager.latest() is not None:
@@ -69,21 +69,21 @@ class CheckpointManager:
                 if step % 100 == 0:
                     manager.save(step, state)
 
-    Collective: every rank of the process group makes the same calls in the same order; rank 0 looks and decides for
-    all, so all load the same step.
+    All methods but `location` are collective operations: all ranks must make the same calls in the same order. Rank 0
+    decides for all, so all load the same step.
 
-    A step is kept when it is one of the newest, a multiple of `keep_every`, pinned, one of the best, or named by
+    A step is kept when it is one of the newest, a multiple of `keep_every`, pinned, one of the best, or chosen by
     `keep`. Others are removed in the background after the next save has been committed, but only if a manager has
-    saved them: whatever else lies in the directory is left alone.
+    saved them: everything else in the directory is left alone.
 
     Args:
         root: a path or fsspec URL; it need not exist yet.
-        keep_last: keep so many of the newest complete checkpoints; None keeps everything.
+        keep_last: how many of the newest complete checkpoints to keep; None keeps everything.
         keep_every: keep steps that are multiples of this.
         keep: keep steps for which this returns True. Called on rank 0, in the background.
         best_metric: keep the checkpoints with the best values of this metric, see `save`.
-        best_mode: whether small ("min") or large ("max") values are good.
-        keep_best: so many of the best.
+        best_mode: "min" when small values are good, "max" when large ones are.
+        keep_best: how many of the best to keep.
         async_save: save in the background, see `distckpt.async_save`; False saves before `save` returns.
         process_group: see `distckpt.save`.
         sharded_strategy: see `distckpt.save`.
@@ -93,7 +93,7 @@ class CheckpointManager:
         exit_timeout: see `distckpt.async_save`.
 
     Attributes:
-        skipped: what was wrong with the steps that the last `latest` or `load` passed over, by step.
+        skipped: the problem of each step that the last `latest` or `load` passed over, by step.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class CheckpointManager:
         overwrite: bool = False,
         content_metadata: dict[str, Any] | None = None,
     ) -> SaveHandle:
-        """Save a step, in the background unless the manager was told otherwise.
+        """Save a step, in the background unless the manager was made with `async_save=False`.
 
-        What lies under this step and is not whole is moved aside, or replaced on an object store, with a warning.
+        An incomplete checkpoint of this step is moved aside, or replaced on an object store, with a warning.
 
         Args:
             step: from 0.
@@ -157,7 +157,7 @@ class CheckpointManager:
             content_metadata: see `distckpt.save`.
 
         Returns:
-            What tells how the save goes, see `distckpt.async_save`.
+            A handle to wait for the save and to get its report, see `distckpt.async_save`.
 
         Raises:
             CheckpointExistsError: a complete checkpoint of this step is there and `overwrite` is False.
@@ -192,18 +192,18 @@ class CheckpointManager:
         return report
 
     def load(self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any) -> StateDict:
-        """Load a step, the newest complete one when none is given. Waits for saves that are on their way.
+        """Load a step, the newest complete one when none is given. Waits first for the saves in progress.
 
         Args:
             sharded_state_dict: see `distckpt.load`.
-            step: which one.
+            step: None for the newest complete one.
             options: further arguments of `distckpt.load`.
 
         Returns:
             What `distckpt.load` returns.
 
         Raises:
-            CheckpointNotFoundError: the step is not there, or no step is complete; says what is wrong with each.
+            CheckpointNotFoundError: the step is not there, or no step is complete; the message has the problem of each.
             CheckpointingException: as `distckpt.load` does.
         """
         background.wait_for_all()
@@ -217,16 +217,15 @@ class CheckpointManager:
         return cast(StateDict, load(sharded_state_dict, self.location(step), process_group=group, **options))
 
     def latest(self) -> int | None:
-        """Return the newest complete step, None when there is none; `skipped` says what is wrong with newer ones.
+        """Return the newest complete step, None when there is none; `skipped` gets the problems of newer ones.
 
-        Marker, manifest, and the sizes and headers of all files are looked at. Saves that are on their way do not
-        count.
+        Marker, manifest, and the sizes and headers of all files are checked. Saves in progress do not count.
         """
         ranks = self._ranks()
         found: tuple[int | None, dict[int, str]] = (None, {})
         with ranks.phase("find the latest checkpoint", decision=True):
             if ranks.is_coordinator:
-                found = newest_whole_step(self.root)
+                found = newest_complete_step(self.root)
                 for step, reason in found[1].items():
                     logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
         latest, skipped = json.loads(ranks.broadcast(json.dumps([found[0], list(found[1].items())]).encode()))
@@ -234,7 +233,7 @@ class CheckpointManager:
         return None if latest is None else int(latest)
 
     def steps(self) -> list[int]:
-        """Return the steps that were committed and are still there, in ascending order, without looking into them."""
+        """Return the steps that were committed and are still there, in ascending order, without checking them."""
         ranks = self._ranks()
         found: list[int] = []
         with ranks.phase("list the checkpoints", decision=True):
@@ -243,7 +242,7 @@ class CheckpointManager:
         return [int(step) for step in json.loads(ranks.broadcast(json.dumps(found).encode()))]
 
     def wait(self) -> None:
-        """Wait until all saves are done, and what was to be removed is removed.
+        """Wait until all saves have ended and old checkpoints are removed.
 
         Raises:
             CheckpointingException: a save failed, and nobody has asked for its result yet.
@@ -257,7 +256,7 @@ class CheckpointManager:
             raise unknown[0][1]
 
     def close(self) -> None:
-        """Wait like `wait`, and free the memory that saves used. Calling it again does nothing."""
+        """Wait as `wait` does, and free the memory that saves used. Calling it again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -273,7 +272,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the manager. An error that the block ends with is not replaced by one of a save."""
+        """Close the manager. An error of the block is not replaced by one of a save."""
         if error is None:
             self.close()
             return
@@ -300,18 +299,18 @@ class CheckpointManager:
         return False
 
     def _after_commit(self, step: int) -> None:
-        """Tell other programs of the step, and remove what is not kept. What fails here does not fail the save."""
+        """Update the tracker file and remove what is not kept. An error here does not fail the save."""
         with _only_logging(f"write {TRACKER}"):
             locations.write_bytes(locations.join(self.root, TRACKER), str(step).encode(), self._settings.durable)
         with _only_logging(f"remove old checkpoints from {self.root}"):
             saved = own_steps(self.root) if self._policy.keep_last is not None else []
-            for old in surplus(self._policy, saved, step, lambda other: problem_with(self.root, other) is None):
+            for old in surplus(self.root, self._policy, saved, step):
                 remove_step(self.root, old)
                 logger.info("removed step %d from %s", old, self.root)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what JSON has no numbers for; such a step is never the best one."""
+    """Leave out values that JSON has no numbers for; such a step is never the best one."""
     return {str(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
 
 

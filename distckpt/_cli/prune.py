@@ -84,14 +84,11 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[int]:
     if policy.keep_last is None:
         return []
 
-    def is_whole(step: int) -> bool:
-        return problem_with(root, step) is None
-
-    newest = next((item.step for item in reversed(saved) if is_whole(item.step)), None)
+    newest = next((item.step for item in reversed(saved) if problem_with(root, item.step) is None), None)
     if newest is None:
         return []
     # What is newer than the newest complete step is damaged: whether it can be repaired, people decide.
-    return surplus(policy, [item for item in saved if item.step <= newest], newest, is_whole)
+    return surplus(root, policy, [item for item in saved if item.step <= newest], newest)
 
 
 def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:

@@ -47,7 +47,7 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
     Raises:
         InvalidShardingError: a DTensor is a sum that is yet to be made, or two values have one key.
     """
-    with ranks.phase("describe their state dicts"):
+    with ranks.phase("describe the state dict"):
         leaves = tree.leaves(state_dict)
         shards = {leaf.key: shards_of(leaf.key, leaf.value, ranks.rank) for leaf in leaves}
         copies = [(key, _copy_number(held[0])) for key, held in shards.items() if held]

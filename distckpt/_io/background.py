@@ -1,4 +1,4 @@
-"""The one thread of this process that works in the background: tasks one after the other, also when the process ends.
+"""Run tasks one after the other in the background thread of this process, also when the process ends.
 
 A thread and not a process: memory is shared, nothing lies in /dev/shm, and moving bytes holds the interpreter's lock
 for next to none of the time.
@@ -16,20 +16,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
-"""So long an abandoned task may take to notice that it is."""
+"""How long an abandoned task may take to notice."""
 
 _Result = TypeVar("_Result")
 
 
-class Task(Generic[_Result]):
-    """Something that the background thread does.
+class Task(concurrent.futures.Future[_Result]):
+    """Something that the background thread does, and the future of its result.
 
     Attributes:
         name: for messages.
@@ -46,59 +46,43 @@ class Task(Generic[_Result]):
         exit_timeout: float,
         is_abandoned: threading.Event | None = None,
     ) -> None:
+        super().__init__()
         self._function: Callable[[], _Result] | None = function
-        self._future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
         self.name = name
         self.location = location
         self.exit_timeout = exit_timeout
         self.is_abandoned = is_abandoned or threading.Event()
 
-    def done(self) -> bool:
-        """Tell whether it has ended."""
-        return self._future.done()
-
-    def error(self) -> BaseException | None:
-        """Wait until it has ended, and return what it raised."""
-        return self._future.exception()
-
     def result(self, timeout: float | None = None) -> _Result:
-        """Wait until it has ended, and return or raise what it did.
-
-        Raises:
-            TimeoutError: it has not ended within `timeout` seconds, and goes on.
-        """
+        """Wait until it has ended, and return or raise what it did."""
         try:
-            return self._future.result(timeout)
+            return super().result(timeout)
         except concurrent.futures.TimeoutError:
-            if self._future.done():
+            # The task itself may have raised one.
+            if self.done():
                 raise
         raise TimeoutError(f"{self.name} is not done after {timeout} s and goes on in the background")
 
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Have a function called when it has ended: in the background thread, or at once if it has."""
-        self._future.add_done_callback(lambda _: function())
-
     def run(self) -> None:
-        """Do it. Only the background thread calls."""
+        """Do it, in the background thread."""
+        # What the function refers to is of no use afterwards, and may be large.
+        function, self._function = self._function, None
         try:
             if self.is_abandoned.is_set():
                 raise CheckpointingException(f"{self.name} was abandoned before it began.")
-            assert self._function is not None
-            result = self._function()
+            assert function is not None
+            result = function()
         except BaseException as error:
+            del function
             _clear_frames(error)
-            self._end(self._future.set_exception, error)
+            self.set_exception(error)
         else:
-            self._end(self._future.set_result, result)
-
-    def _end(self, tell: Callable[[Any], None], outcome: Any) -> None:
-        # What the function refers to is of no use any more, and may be large.
-        self._function = None
-        tell(outcome)
+            del function
+            self.set_result(result)
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Let go of the variables in the frames of tracebacks: they would keep everything alive that was worked on."""
+    """Clear the variables in the frames of tracebacks: they would keep everything alive that was worked on."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -116,7 +100,7 @@ class _Worker:
     def submit(self, task: Task[Any]) -> None:
         with self.lock:
             if self.thread is None:
-                # A daemon, since the end of the process must be able to go on without it.
+                # A daemon: the process must be able to end without it.
                 self.thread = threading.Thread(target=self._work, name="distckpt-background", daemon=True)
                 self.thread.start()
             self.pending.append(task)
@@ -128,7 +112,7 @@ class _Worker:
             task.run()
             with self.lock:
                 self.pending.remove(task)
-            # What a task refers to lives no longer than the task.
+            # Else it would live until the next task comes.
             del task
 
 
@@ -136,12 +120,12 @@ _worker = _Worker()
 
 
 def submit(task: Task[Any]) -> None:
-    """Have a task done after all that were submitted before."""
+    """Run a task after all that were submitted before."""
     _worker.submit(task)
 
 
 def run_in_order(function: Callable[[], _Result], name: str, location: str | None) -> _Result:
-    """Have something done after all that was submitted before, and return what came of it."""
+    """Run a function after all tasks that were submitted before, and return its result."""
     if threading.current_thread() is _worker.thread:
         return function()
     task = Task(function, name, location, exit_timeout=0.0)
@@ -150,7 +134,7 @@ def run_in_order(function: Callable[[], _Result], name: str, location: str | Non
 
 
 def pending_tasks() -> list[Task[Any]]:
-    """Return the tasks that have not ended, in order; none when a task itself asks, since it cannot wait for itself."""
+    """Return the tasks that have not ended, in order; none in the background thread, which cannot wait for itself."""
     if threading.current_thread() is _worker.thread:
         return []
     with _worker.lock:
@@ -158,26 +142,26 @@ def pending_tasks() -> list[Task[Any]]:
 
 
 def wait_for_location(location: str) -> None:
-    """Wait until nothing is being written to a location any more; what went wrong there is not raised here."""
+    """Wait until nothing is being written to a location; errors are not raised here."""
     for task in pending_tasks():
         if task.location == location:
-            task.error()
+            task.exception()
 
 
 def wait_for_all() -> None:
-    """Wait until nothing is left to do; what went wrong is not raised here."""
+    """Wait until all tasks have ended; errors are not raised here."""
     for task in pending_tasks():
-        task.error()
+        task.exception()
 
 
 def _at_exit() -> None:
-    """Wait for what is unfinished, as long as it asks for; then abandon the rest."""
+    """Wait for each unfinished task as long as its `exit_timeout`; then abandon the rest."""
     started = time.monotonic()
     for task in pending_tasks():
         if task.exit_timeout > 0:
             logger.info("the process ends while %s goes on: waiting up to %.0f s", task.name, task.exit_timeout)
         with contextlib.suppress(concurrent.futures.TimeoutError):
-            task._future.exception(max(0.0, started + task.exit_timeout - time.monotonic()))
+            task.exception(max(0.0, started + task.exit_timeout - time.monotonic()))
     abandoned = pending_tasks()
     for task in abandoned:
         logger.warning("the process ends: %s is abandoned, nothing of it is committed", task.name)
@@ -185,11 +169,11 @@ def _at_exit() -> None:
     deadline = time.monotonic() + STOP_SECONDS
     for task in abandoned:
         with contextlib.suppress(concurrent.futures.TimeoutError):
-            task._future.exception(max(0.0, deadline - time.monotonic()))
+            task.exception(max(0.0, deadline - time.monotonic()))
 
 
 def _forget_after_fork() -> None:
-    # A forked process has none of its parent's threads, and nothing of what they do is its business.
+    # A forked process has none of its parent's threads, and does none of their work.
     global _worker
     _worker = _Worker()
 

@@ -84,7 +84,7 @@ def read_sharing(
         if not _may_pay(sharing.ranks.all_gather_numbers([place, sharing.group, wanted])):
             read(copies)
             return
-    with sharing.ranks.phase("describe what they read"):
+    with sharing.ranks.phase("describe the reads"):
         units, copy_of = divide(manifest, copies)
         table = describe_units(manifest, units, [target.dtype for target in targets], sharing.group, place)
         pieces = _Pieces(copies, units, copy_of)

@@ -1,4 +1,4 @@
-"""Stopping on a signal: save now, and stop, on all ranks at the same step."""
+"""Stop on a signal, on all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distckpt._ranks.collectives import Ranks
 
 
 class PreemptionGuard:
-    """Notes a signal instead of dying of it, and tells all ranks at the same time that it has come.
+    """Catch a signal instead of dying of it, and let all ranks stop at the same step.
 
         with distckpt.PreemptionGuard() as guard:
             for step in range(first_step, num_steps):
@@ -21,7 +21,7 @@ class PreemptionGuard:
                     break
 
     Args:
-        signals: what announces the end; schedulers send SIGTERM some time before they kill.
+        signals: numbers of the signals; schedulers send SIGTERM some time before they kill.
         process_group: the ranks that stop together; None for the default group, or this process alone.
     """
 
@@ -32,7 +32,7 @@ class PreemptionGuard:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> PreemptionGuard:
-        """Take the signals over. Only the main thread may, as Python wants it."""
+        """Install handlers for the signals, which Python allows in the main thread only."""
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -40,16 +40,16 @@ class PreemptionGuard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the signals do what they did before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
-            # None stands for a handler that was not set by Python, which cannot be put back.
+            # None is a handler that was not set by Python, which cannot be restored.
             if handler is not None:
                 signal.signal(number, handler)
 
     def should_stop(self) -> bool:
-        """Tell whether any rank has received a signal: the same answer on all.
+        """Return True, on all ranks alike, when any rank has received a signal.
 
-        Collective: every rank calls; exchanges one number, so calling it at every step is fine.
+        Collective operation: all ranks must call it. It exchanges one number, so calling it at every step is fine.
         """
         own = int(self.received)
         return not Ranks(self._process_group).all_equal(own) or bool(own)

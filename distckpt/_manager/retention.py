@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how the others are removed."""
+"""Choose the checkpoints to keep, and remove the others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from distckpt._base.messages import check_choice
 from distckpt._commit import conditional_put, posix
 from distckpt._format.marker import CONFIG_FNAME
-from distckpt._manager.steps import Saved, all_steps, committed_steps, is_leftover, list_root, replaced_step, step_name
+from distckpt._manager.steps import (
+    Saved,
+    all_steps,
+    committed_steps,
+    is_leftover,
+    list_root,
+    problem_with,
+    replaced_step,
+    step_name,
+)
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -20,16 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept: a step that any of these names. Without `keep_last` everything is.
-
-    Attributes:
-        keep_last: the newest so many whole steps.
-        keep_every: steps that are multiples of this.
-        keep: steps for which this returns True.
-        best_metric: name of a metric that was given to `save`.
-        best_mode: whether small or large values of it are good.
-        keep_best: so many steps with the best values.
-    """
+    """The conditions of which a step must meet one to be kept, see `CheckpointManager`; without `keep_last` all are."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -43,32 +44,27 @@ class Retention:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
-        if self.best_mode not in ("min", "max"):
-            raise ValueError(f"best_mode must be 'min' or 'max', got {self.best_mode!r}")
+        check_choice("best_mode", self.best_mode, ("min", "max"))
         others = (self.keep_every, self.keep, self.best_metric)
         if self.keep_last is None and any(other is not None for other in others):
             raise ValueError("Without keep_last every checkpoint is kept: give keep_last as well, at least 1.")
 
 
-def surplus(policy: Retention, saved: Sequence[Saved], newest: int, is_whole: Callable[[int], bool]) -> list[int]:
+def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -> list[int]:
     """Return the steps that are not to be kept, oldest first.
 
-    Args:
-        policy: says what is kept.
-        saved: the steps there are, in ascending order.
-        newest: the step that was saved just now; it is kept and counts as whole.
-        is_whole: tells whether the checkpoint of a step is whole; asked about as few as possible.
+    `saved` are in ascending order; `newest` is kept and counts as complete. As few others as possible are checked.
     """
     if policy.keep_last is None:
         return []
     kept = {newest, *_best(policy, saved)}
-    num_whole = 1
+    num_complete = 1
     for item in reversed(saved):
         step = item.step
-        if num_whole < policy.keep_last and step != newest:
-            # Also one that is not whole, or cannot be read today: only what is older than enough whole ones goes.
+        if num_complete < policy.keep_last and step != newest:
+            # Also one that is incomplete, or cannot be read today: only what is older than enough complete ones goes.
             kept.add(step)
-            num_whole += is_whole(step)
+            num_complete += problem_with(root, step) is None
         is_round = policy.keep_every is not None and step % policy.keep_every == 0
         if item.pinned or is_round or (policy.keep is not None and policy.keep(step)):
             kept.add(step)
@@ -86,10 +82,10 @@ def _best(policy: Retention, saved: Sequence[Saved]) -> list[int]:
 
 
 def remove_step(root: str, step: int) -> None:
-    """Remove a step: no moment in which it stands half deleted under its name. One that is gone already is fine."""
+    """Remove a step, if it is there, so that it is never half deleted under its name."""
     location = locations.join(root, step_name(step))
     if not locations.is_local(root):
-        # There is no renaming; without the marker it is no checkpoint.
+        # Object stores do not rename; without the marker it is no checkpoint.
         locations.remove_file(locations.join(location, CONFIG_FNAME))
         locations.remove_tree(location)
         return

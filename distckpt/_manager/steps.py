@@ -1,4 +1,4 @@
-"""The directories of a checkpoint manager: names of steps, what belongs to it, and which steps are whole."""
+"""List and check the step directories of a checkpoint manager."""
 
 from __future__ import annotations
 
@@ -32,18 +32,14 @@ class Saved(NamedTuple):
 
 
 def step_name(step: int) -> str:
-    """Return the name of the directory of a step.
-
-    Raises:
-        ValueError: steps are integers from 0.
-    """
+    """Return the name of the directory of a step."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"A step is an integer from 0, got {step!r}.")
     return f"step_{step:08d}"
 
 
 def parse_step(name: str) -> int | None:
-    """Return the step that a directory of this name holds, None when it is not such a name."""
+    """Return the step of a directory, None when it has another kind of name."""
     match = _STEP.fullmatch(name)
     if match is None or not match[1].isascii():
         return None
@@ -52,18 +48,18 @@ def parse_step(name: str) -> int | None:
 
 
 def is_leftover(name: str) -> bool:
-    """Tell whether a directory of this name is what a save or a removal of a manager was interrupted in."""
+    """Return True for the name of a directory that an interrupted save or removal has left."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def replaced_step(name: str) -> int | None:
-    """Return the step whose earlier checkpoint a directory of this name holds, while that is being overwritten."""
+    """Return the step of a directory that holds an earlier checkpoint while that is being overwritten."""
     match = _REPLACED.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def is_trash(name: str) -> bool:
-    """Tell whether a leftover is a checkpoint that was being removed, and not one that was being saved."""
+    """Return True for the name of a checkpoint whose removal was interrupted."""
     return is_leftover(name) and ".trash-" in name
 
 
@@ -76,7 +72,7 @@ def list_root(root: str) -> list[str]:
 
 
 def all_steps(root: str) -> list[int]:
-    """Return all steps that there are directories or other things of, in ascending order."""
+    """Return all steps that have a directory or file, in ascending order."""
     names = list_root(root)
     return sorted({step for parse in (parse_step, replaced_step) for step in map(parse, names) if step is not None})
 
@@ -88,10 +84,7 @@ def committed_steps(root: str) -> list[int]:
 
 
 def problem_with(root: str, step: int) -> str | None:
-    """Say what is wrong with a step: marker, manifest, sizes and headers of files are looked at. None when all is well.
-
-    Any process may call, alone.
-    """
+    """Check marker, manifest, and sizes and headers of the files of a step; return the problem, None without one."""
     location = locations.join(root, step_name(step))
     try:
         marker = read_marker(location)
@@ -113,12 +106,8 @@ def problem_with(root: str, step: int) -> str | None:
     return f"{problems[0].file}: {problems[0].message}{more}"
 
 
-def newest_whole_step(root: str) -> tuple[int | None, dict[int, str]]:
-    """Find the newest complete step.
-
-    Returns:
-        The step, None when there is none, and what is wrong with each newer one.
-    """
+def newest_complete_step(root: str) -> tuple[int | None, dict[int, str]]:
+    """Return the newest complete step, None when there is none, and the problem of each newer one."""
     skipped: dict[int, str] = {}
     for step in reversed(all_steps(root)):
         problem = problem_with(root, step)
@@ -131,7 +120,7 @@ def newest_whole_step(root: str) -> tuple[int | None, dict[int, str]]:
 def own_steps(root: str) -> list[Saved]:
     """Return the steps that a manager has saved here, in ascending order.
 
-    Only what a marker says to be a manager's is one: not links, not what other programs have put there.
+    Only those whose marker says so count: not links, not what other programs have put there.
     """
     found = []
     for step in all_steps(root):

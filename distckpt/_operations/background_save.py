@@ -78,11 +78,11 @@ class SaveHandle:
 
     def when_done(self, function: Callable[[], None]) -> None:
         """Call a function when the save has ended: in the background thread, or at once if it has."""
-        self._task.when_done(function)
+        self._task.add_done_callback(lambda _: function())
 
     def error(self) -> BaseException | None:
         """Wait for the end of the save and return its error, None without one. Does not count as asking."""
-        return self._task.error()
+        return self._task.exception()
 
 
 def finished_handle(report: SaveReport) -> SaveHandle:

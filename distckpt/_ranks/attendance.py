@@ -1,4 +1,4 @@
-"""The roll of a process group: how many exchanges each of its ranks has come to, so that a lost one can be named."""
+"""Count the exchanges that each rank of a process group has reached, so that errors can name a lost rank."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import time
 from typing import Any
 
 LATE_SECONDS = 2.0
-"""So long a rank may take to come to an exchange that another one has found broken, and not be called absent."""
+"""How late a rank may reach an exchange that another one has found broken, and not count as absent."""
 
 
 class AttendanceLog:
-    """Notes of all ranks in the store through which they found each other.
+    """The number of exchanges that each rank has reached, kept in the store through which the ranks found each other.
 
-    A note is sent and not waited for, which takes some microseconds. A store that is gone, since the process that held
-    it is dead, perhaps, makes nobody fail: ranks have no names then.
-
-    Args:
-        store: shared by the ranks of one group and used for nothing else; None when there is none.
-        rank: of this process.
-        size: number of ranks.
+    A count is sent and not waited for, which takes some microseconds. A store that is gone, since the process that held
+    it is dead, perhaps, raises no error: absent ranks are unknown then, as without a store.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -28,20 +23,20 @@ class AttendanceLog:
         self._size = size
         self._num_exchanges = 0
 
-    def note(self) -> None:
-        """Note that this rank comes to the next exchange, to which all ranks come in the same order."""
+    def record(self) -> None:
+        """Record that this rank has reached the next exchange; all ranks reach them in the same order."""
         self._num_exchanges += 1
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(str(self._rank), str(self._num_exchanges))
 
     def absent_ranks(self) -> list[int]:
-        """Return the ranks that have come to fewer exchanges than any other, given that one has just failed here.
+        """Return the ranks that have reached fewer exchanges than others, after one has just failed here.
 
-        A broken connection shows at once: ranks that are only late get some time to come.
+        A broken connection shows at once: ranks that are only late get some time.
         """
-        # Whoever finds the exchange broken leaves it. So ranks that died in the middle of it are behind as well.
-        self.note()
+        # A rank that finds the exchange broken leaves it, and counts it. So ranks that died during it are behind.
+        self.record()
         deadline = time.monotonic() + LATE_SECONDS
         while True:
             counts = self._counts()
@@ -52,7 +47,7 @@ class AttendanceLog:
             time.sleep(0.02)
 
     def _counts(self) -> list[int]:
-        """Return how many exchanges each rank has come to; nothing when the store does not answer."""
+        """Return how many exchanges each rank has reached; nothing when the store does not answer."""
         names = [str(rank) for rank in range(self._size)]
         if self._store is None:
             return []

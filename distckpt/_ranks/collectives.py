@@ -1,6 +1,6 @@
-"""What ranks tell each other: byte strings and outcomes, over gloo. The only module that imports torch.distributed.
+"""Collective operations on byte strings, numbers and outcomes, over gloo. Only this module imports torch.distributed.
 
-No payload is pickled, and no phase ends before every rank knows whether every other one succeeded.
+No payload is pickled, and no phase ends before every rank has the outcome of every other one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Default group -> the group of this process alone."""
 
 _attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
-"""By gloo group: calls that use the same group one after the other go on counting."""
+"""By gloo group: later calls with the same group continue the count."""
 
 _last_exchanges: weakref.WeakKeyDictionary[Any, Sequence[torch.Tensor]] = weakref.WeakKeyDictionary()
 """By gloo group: the tensors of its last collective.
@@ -55,9 +55,7 @@ class Transfer(NamedTuple):
 class Ranks:
     """The processes that save or load together; a process without a process group is one rank of one.
 
-    Args:
-        process_group: the `torch.distributed` group whose members all make the same calls; None is the default
-            group, or this process alone when torch.distributed is not initialised.
+    `process_group` None is the default group, or this process alone when torch.distributed is not initialised.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -90,13 +88,9 @@ class Ranks:
 
     @classmethod
     def in_background(cls, process_group: Any, timeout: float) -> Ranks:
-        """Return the same ranks with a gloo group of their own, for a thread beside those that use the given group.
+        """Return the same ranks with a gloo group of their own, for use in another thread.
 
-        Collective: every rank of the group calls.
-
-        Args:
-            process_group: see the class.
-            timeout: seconds that ranks wait for each other.
+        Collective operation: all ranks must call it. In the new group they wait `timeout` seconds for each other.
         """
         ranks = cls(process_group)
         if ranks.size > 1:
@@ -107,23 +101,17 @@ class Ranks:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank plans and commits for all (rank 0 of the group)."""
+        """Return True on the rank that plans and commits for all, rank 0 of the group."""
         return self.rank == 0
 
     @contextlib.contextmanager
     def phase(self, name: str, *, decision: bool = False) -> Iterator[None]:
-        """Run the body, then let every rank know every rank's outcome; none leaves before all have reached the end.
+        """Run the body, then exchange its outcome; no rank leaves before all have reached the end.
 
-        The body holds no exchange that a failing rank could miss.
-
-        Args:
-            name: what the ranks are doing, for messages.
-            decision: the body works on the coordinator on behalf of all.
-
-        Raises:
-            CheckpointingException: on every rank, as it is, when the coordinator's decision was to raise it, or when
-                all ranks failed with the same.
-            RankFailedError: on every rank, when several ranks take part and the body failed on any of them otherwise.
+        The body holds no exchange that a failing rank could miss. `name` says in messages what the ranks are doing; a
+        `decision` is a body that works on the coordinator on behalf of all. A CheckpointingException is raised as it is
+        on every rank when it was the coordinator's decision or all ranks failed with the same; any other failure is a
+        RankFailedError on every rank, when there are several.
         """
         error: BaseException | None = None
         try:
@@ -131,7 +119,7 @@ class Ranks:
         except BaseException as caught:
             error = caught
             if self.size > 1 and not self.is_known_to_all(caught):
-                logger.error("rank %d failed in phase %r: %s: %s", self.rank, name, type(caught).__name__, caught)
+                logger.error("rank %d failed during %r: %s: %s", self.rank, name, type(caught).__name__, caught)
         self._agree(error, name, decision)
 
     def _agree(self, error: BaseException | None, name: str, decision: bool) -> None:
@@ -156,7 +144,7 @@ class Ranks:
         self, error: BaseException | None, outcomes: Sequence[dict[str, Any] | None], name: str, decision: bool
     ) -> BaseException:
         if error is not None and not isinstance(error, Exception):
-            # KeyboardInterrupt and its like keep their meaning for this process; the others hear of a failed rank.
+            # KeyboardInterrupt and its like keep their meaning for this process; for the others this rank has failed.
             return error
         failures = {rank: _rebuild_error(outcome) for rank, outcome in enumerate(outcomes) if outcome is not None}
         if error is not None:
@@ -169,20 +157,18 @@ class Ranks:
         return RankFailedError(failures, phase=name)
 
     def is_known_to_all(self, error: BaseException) -> bool:
-        """Tell whether all ranks have raised this error, or one of the same cause, together: they are in step."""
+        """Return True when all ranks have raised this error, or one of the same cause, together: they are in step."""
         return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
 
     @contextlib.contextmanager
     def _contact(self, name: str, *, of_all: bool = True) -> Iterator[None]:
-        """Turn a broken exchange into an error that says what it means and who is lost: a peer died or timed out.
+        """Turn a broken exchange, when a rank died or timed out, into an error that names the rank.
 
-        Args:
-            name: of the exchange.
-            of_all: all ranks come to it, in the same order as to others.
+        Of what all ranks exchange (`of_all`), each keeps count.
         """
         log = _attendance_log_of(self._group, self.rank, self.size)
         if of_all:
-            log.note()
+            log.record()
         try:
             yield
         except RuntimeError as error:
@@ -200,22 +186,15 @@ class Ranks:
             raise lost from error
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Send a payload to the coordinator; returns all of them by rank there, an empty list elsewhere."""
+        """Send a payload to the coordinator; return all of them by rank there, an empty list elsewhere."""
         if self.size == 1:
             return [payload]
         with self._contact("gather"):
             sizes = self._all_gather_sizes(len(payload))
             if not self.is_coordinator:
-                if payload:
-                    dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, 0), group=self._group)
+                self._send(payload, 0)
                 return []
-            gathered = [payload]
-            for rank, size in enumerate(sizes[1:], start=1):
-                received = torch.empty(size, dtype=torch.uint8)
-                if size:
-                    dist.recv(received, src=dist.get_global_rank(self._group, rank), group=self._group)
-                gathered.append(received.numpy().tobytes())
-            return gathered
+            return [payload, *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1))]
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
@@ -225,13 +204,9 @@ class Ranks:
             sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
             self._broadcast(sizes, 0)
             if not self.is_coordinator:
-                received = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
-                if len(received):
-                    dist.recv(received, src=dist.get_global_rank(self._group, 0), group=self._group)
-                return received.numpy().tobytes()
-            for rank, payload in enumerate(payloads):
-                if rank and payload:
-                    dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, rank), group=self._group)
+                return self._receive(int(sizes[self.rank]), 0)
+            for rank, payload in enumerate(payloads[1:], start=1):
+                self._send(payload, rank)
             return payloads[0]
 
     def broadcast(self, payload: bytes) -> bytes:
@@ -258,7 +233,7 @@ class Ranks:
             return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
 
     def all_equal(self, number: int) -> bool:
-        """Tell whether every rank gave the same number, which must be below 2**62 in size."""
+        """Return True when every rank gave the same number, which must be below 2**62 in size."""
         if self.size == 1:
             return True
         with self._contact("all_equal"):
@@ -267,7 +242,7 @@ class Ranks:
         return int(extremes[0]) == -int(extremes[1])
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
-        """Return every rank's numbers on every rank, of shape (ranks, numbers); each gives as many."""
+        """Return every rank's numbers, as many from each, on every rank; of shape (ranks, numbers)."""
         own = torch.tensor(numbers, dtype=torch.int64)
         if self.size == 1:
             return own[None].numpy()
@@ -275,27 +250,37 @@ class Ranks:
             return torch.stack(self._all_gather(own)).numpy()
 
     def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
-        """Begin to send memory, contiguous bytes that stay as they are until `finish`, to a rank that receives it."""
+        """Start to send memory: contiguous bytes that must not change until `finish`."""
         with self._contact("exchange of tensors", of_all=False):
             peer = dist.get_global_rank(self._group, to)
             return Transfer(dist.isend(memory, peer, group=self._group, tag=tag), memory)
 
     def start_receive(self, memory: torch.Tensor, source: int, tag: int) -> Transfer:
-        """Begin to fill memory with what a rank sends under the same tag, which is as long."""
+        """Start to fill memory with what a rank sends under the same tag, which has the same length."""
         with self._contact("exchange of tensors", of_all=False):
             peer = dist.get_global_rank(self._group, source)
             return Transfer(dist.irecv(memory, peer, group=self._group, tag=tag), memory)
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait until a transfer is done."""
+        """Wait for a transfer to end."""
         with self._contact("exchange of tensors", of_all=False):
             transfer.work.wait()
 
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
-        """Fill memory with what it holds on rank `src`; it is of the same size on every rank."""
+        """Fill memory, of the same size on every rank, with what it holds on rank `src`."""
         if self.size > 1 and len(memory):
             with self._contact("broadcast of a tensor"):
                 self._broadcast(torch.from_numpy(memory), src)
+
+    def _send(self, payload: bytes, to: int) -> None:
+        if payload:
+            dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, to), group=self._group)
+
+    def _receive(self, size: int, source: int) -> bytes:
+        received = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.recv(received, src=dist.get_global_rank(self._group, source), group=self._group)
+        return received.numpy().tobytes()
 
     def _all_gather_sizes(self, size: int) -> list[int]:
         return [int(tensor) for tensor in self._all_gather(torch.tensor([size]))]
@@ -327,7 +312,7 @@ def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
 
 
 def group_of(process_group: Any) -> Any:
-    """Return the group that a caller means: the default group for None, and None where there is no group at all."""
+    """Return the process group, or the default one for None; None where torch.distributed is not initialised."""
     if process_group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return process_group
@@ -339,12 +324,15 @@ def own_rank() -> int:
 
 
 def lowest_global_rank(process_group: Any) -> int:
-    """Return a number that names a group: the lowest global rank in it."""
+    """Return the lowest global rank of a group, which identifies it among disjoint groups."""
     return min(dist.get_process_group_ranks(process_group))
 
 
 def lone_group() -> Any:
-    """Return a process group of this process alone; None where torch.distributed is not initialised. Any rank calls."""
+    """Return a process group of this process alone; None where torch.distributed is not initialised.
+
+    Not a collective operation.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = dist.group.WORLD
@@ -389,7 +377,7 @@ def _describe_error(error: BaseException | None) -> dict[str, Any] | None:
 
 
 def _rebuild_error(described: dict[str, Any]) -> BaseException:
-    """Make an exception of the same kind from what another rank said about its own."""
+    """Make an exception of the same kind as another rank has described."""
     name, message = described["type"], described["message"]
     ours = getattr(errors, name, None)
     if ours is LoadMismatchError:

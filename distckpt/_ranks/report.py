@@ -1,4 +1,4 @@
-"""How long a save or load took, and where: values for logs and metrics."""
+"""Reports of saves and loads: how much was moved and how long each phase took."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Report:
         seconds: from the call to the return, on the rank that took longest.
         phases: seconds by phase, each on the rank that took longest in it.
         slowest_rank: the rank that spent most time moving bytes.
-        num_ranks: how many took part.
+        num_ranks: number of ranks.
     """
 
     location: str
@@ -49,10 +49,10 @@ class _Report:
 
 @dataclass(frozen=True)
 class SaveReport(_Report):
-    """How a save went.
+    """The size and duration of a save.
 
-    Phases: "describe" (taking the state dict apart, comparing common state), "plan" (deciding who writes what),
-    "write" (shard files and manifest) and "commit".
+    Phases: "describe" (flattening the state dict, comparing common state), "plan" (deciding who writes what), "stage"
+    (copying tensors, of a background save), "write" (shard files and manifest) and "commit".
 
     Attributes:
         plan_reused: whether the plan of an earlier save was used.
@@ -67,10 +67,10 @@ class SaveReport(_Report):
 
 @dataclass(frozen=True)
 class LoadReport(_Report):
-    """How a load went.
+    """The size and duration of a load.
 
-    Phases: "plan" (finding the checkpoint, comparing what is asked for) and "read" (manifest, tensors and objects).
-    `num_bytes` counts what was asked for by each rank.
+    Phases: "plan" (finding the checkpoint, comparing the requests) and "read" (manifest, tensors and objects).
+    `num_bytes` counts what each rank requested.
     """
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class LoadReport(_Report):
 
 
 def counting(progress: Callable[[int, int], object] | None, total_bytes: int) -> Callable[[int], None] | None:
-    """Return what is told of bytes as they are moved, by several threads, and passes on their sum and the total."""
+    """Return a function that adds up moved bytes, from several threads, and calls `progress` with the sum and total."""
     if progress is None:
         return None
     lock = threading.Lock()
@@ -109,14 +109,9 @@ class PhaseTimer:
         self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
 
     def summarize(self, ranks: Ranks, num_bytes: int, moving: str) -> tuple[int, float, dict[str, float], int, int]:
-        """Put the figures of all ranks together, as the fields of a report that follow the location.
+        """Return the fields of a report that follow the location, from the figures of all ranks.
 
-        Collective: every rank calls.
-
-        Args:
-            ranks: who took part.
-            num_bytes: moved by this rank.
-            moving: the phase by which ranks are compared.
+        Collective operation: all ranks must call it. The slowest rank is that of the phase `moving`.
         """
         own = np.array([num_bytes, time.perf_counter() - self._started, *self.phases.values()])
         figures = np.stack([np.frombuffer(data) for data in ranks.all_gather(own.tobytes())])

@@ -1,7 +1,7 @@
-"""Megatron's interface to saves in the background: requests, and a queue that programs ask now and then.
+"""Megatron's interface to background saves: requests, and a queue that programs poll.
 
-`distckpt.async_save` needs none of this: its handle says when the save is done. These classes are for programs that
-were written for Megatron Core; requests run in distckpt's background thread, not in processes of their own.
+`distckpt.async_save` is simpler to use. These classes are for programs that were written for Megatron Core; requests
+run in distckpt's background thread, not in processes of their own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _EXIT_TIMEOUT = 600.0
 
 
 class AsyncRequest(NamedTuple):
-    """Something to be done in the background.
+    """A function call to be made in the background.
 
     Attributes:
-        async_fn: what is done; None for nothing.
+        async_fn: the function; None for nothing.
         async_fn_args: its arguments.
         finalize_fns: called one after the other when `async_fn` has returned on all ranks.
         async_fn_kwargs: keyword arguments of `async_fn`.
         preload_fn: called first, before the request is scheduled; what it returns replaces the second argument.
-        is_frozen: whether no finalization functions can be added any more.
+        is_frozen: True when no finalization functions can be added any more.
         call_idx: number of the request in its queue.
     """
 
@@ -52,10 +52,7 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do everything now.
-
-        Collective: every rank of the default process group calls.
-        """
+        """Do everything now. Collective operation: all ranks of the default process group must call it."""
         with Ranks().phase("execute a request"):
             self._with_preloaded()._call()
         for finalize in self.finalize_fns:
@@ -90,7 +87,7 @@ class _Active(NamedTuple):
 
 
 class AsyncCallsQueue:
-    """Requests on their way, finalized in the order in which they were scheduled.
+    """Scheduled requests, finalized in their order.
 
     Args:
         persistent: accepted for compatibility: one thread does all requests.
@@ -104,7 +101,7 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start a request.
 
-        Collective: every rank calls. `preload_fn` runs before this returns, everything else in the background.
+        Collective operation: all ranks must call it. `preload_fn` runs before this returns, everything else later.
 
         Returns:
             The number of the request in this queue, from 0.
@@ -120,7 +117,7 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Call the finalization functions of requests that are done on all ranks.
 
-        Collective: every rank of the default process group calls, unless `no_dist`.
+        Collective operation, unless `no_dist`: all ranks of the default process group must call it.
 
         Args:
             blocking: wait for all requests.
@@ -158,7 +155,7 @@ class AsyncCallsQueue:
     def close(self, abort: bool = False) -> None:
         """Finalize all requests.
 
-        Collective: every rank calls, unless `abort`.
+        Collective operation, unless `abort`: all ranks must call it.
 
         Args:
             abort: forget the requests instead; what has not begun is not done.
@@ -170,5 +167,5 @@ class AsyncCallsQueue:
         self.async_calls.clear()
 
     def warmup_persistent_caller(self, rank: int, **kwargs: Any) -> None:
-        """Accept what Megatron's queue accepts; there is nothing to warm up."""
+        """Do nothing: there is nothing to warm up."""
         del rank, kwargs

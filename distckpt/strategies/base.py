@@ -1,7 +1,7 @@
-"""The seam for other formats: a strategy given to `save` or `load` is the one that is used, never replaced.
+"""The interface of storage formats: a strategy moves shards between memory and one directory.
 
-`save` and `load` keep what is the same for every format: taking state dicts apart, common state, the transaction
-around a save, strictness and the exchange of outcomes. A strategy moves shards between memory and one directory.
+`save` and `load` keep what is the same for every format: flattening the state dict, common state, the transaction
+around a save, strictness and the exchange of outcomes. A strategy that they are given is used, never replaced.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of one call of `save` or `load` that concern strategies; each takes what it knows.
+    """The settings of one call of `save` or `load` that concern strategies; each uses those it supports.
 
     Attributes:
-        process_group: the ranks that take part; None for the default group, or for one process without any.
+        process_group: the ranks that save or load together; None for the default group, or this process alone.
         exchange_group: when set, replicas share work only with ranks of this group.
         validate_access_integrity: see `save`.
         validate_replicas: see `save`.
@@ -41,8 +41,8 @@ class Options:
         rules: see `load`.
         durable: see `save`.
         max_inflight_bytes: see `save` and `load`.
-        progress: see `save` and `load`; told the number of bytes whenever some have been moved, from several threads.
-        marker: of the checkpoint that is loaded, as it was found; None where nobody has looked yet.
+        progress: see `save` and `load`.
+        marker: of the checkpoint that is loaded; None where it has not been read yet.
     """
 
     process_group: Any = None
@@ -70,7 +70,7 @@ class StrategyAction(Enum):
 
 
 class StrategyBase(ABC):
-    """Base of all strategies.
+    """Base class of all strategies.
 
     Attributes:
         backend: name of the format, recorded in the marker.
@@ -81,7 +81,7 @@ class StrategyBase(ABC):
     version: int
 
     def configure(self: _Strategy, options: Options) -> _Strategy:
-        """Return this strategy set up for one call of `save` or `load`; the default ignores the settings."""
+        """Return this strategy with the settings of one call of `save` or `load`; the default ignores them."""
         del options
         return self
 
@@ -91,8 +91,8 @@ class PreparedSave(ABC):
 
     Attributes:
         num_bytes: how much this rank is going to write.
-        plan_reused: whether the decisions are those of an earlier save.
-        folder_suffix: what the names of the folders `tensors` and `objects` end in. `save` sets it before `write` where
+        plan_reused: True when the plan is that of an earlier save.
+        folder_suffix: the end of the names of the folders `tensors` and `objects`. `save` sets it before `write` where
             several saves may write in one place, on object stores. None for a strategy that gives files fixed names:
             such saves are not kept apart there, and do not replace a checkpoint.
     """
@@ -102,9 +102,9 @@ class PreparedSave(ABC):
     folder_suffix: str | None = None
 
     def stage(self, staging: Staging) -> PreparedSave | None:
-        """Return the same save with all that it writes copied, so that the caller's tensors may change.
+        """Return the same save with copies of all that it writes, so that the caller's tensors may change.
 
-        Each rank calls, alone. The default cannot: such a save is finished before an asynchronous one returns.
+        Not a collective operation. The default returns None: `async_save` finishes such a save before it returns.
         """
         del staging
         return None
@@ -113,7 +113,7 @@ class PreparedSave(ABC):
     def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
         """Write all shards into a directory that nobody else uses, see `SaveShardedStrategy.save`.
 
-        After `stage` this runs in a background thread; `ranks` are then a group of its own, and the only one to use.
+        After `stage` this runs in a background thread, and must use no other process group than that of `ranks`.
         """
 
 
@@ -123,8 +123,8 @@ class SaveShardedStrategy(StrategyBase):
     def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
         """Decide who writes what, as far as that can be done without writing.
 
-        Collective: every rank of the group calls. The default decides nothing: `save` does all of it. A class that
-        overrides `save` alone is saved with by that.
+        Collective operation: all ranks must call it. The default decides nothing and leaves everything to `save`, as
+        does any class that overrides `save` alone.
         """
         return _Unprepared(self, sharded_state_dict)
 
@@ -132,7 +132,7 @@ class SaveShardedStrategy(StrategyBase):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
         """Write all shards into a directory that nobody else uses.
 
-        Collective: every rank of the group calls.
+        Collective operation: all ranks must call it.
 
         Args:
             sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`; common state is one of the objects
@@ -145,7 +145,7 @@ class SaveShardedStrategy(StrategyBase):
 
 
 def prepare_save(strategy: SaveShardedStrategy, sharded_state_dict: ShardedStateDict) -> PreparedSave:
-    """Let a strategy prepare, unless its class overrides `save` and knows nothing of `prepare`."""
+    """Call `prepare`, unless the class of the strategy overrides `save` alone."""
     for known in type(strategy).__mro__:
         if "prepare" in vars(known):
             break
@@ -155,7 +155,7 @@ def prepare_save(strategy: SaveShardedStrategy, sharded_state_dict: ShardedState
 
 
 class _Unprepared(PreparedSave):
-    """The whole of a save by a strategy that does not prepare."""
+    """A save by a strategy that does not prepare."""
 
     def __init__(self, strategy: SaveShardedStrategy, sharded_state_dict: ShardedStateDict) -> None:
         self._strategy = strategy
@@ -170,9 +170,9 @@ class LoadShardedStrategy(StrategyBase):
 
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
-        """Read what is asked for.
+        """Read the given shards.
 
-        Collective: every rank of the group calls.
+        Collective operation: all ranks must call it.
 
         Args:
             sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`.
@@ -184,14 +184,14 @@ class LoadShardedStrategy(StrategyBase):
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:
-        """Describe every stored tensor as one whole, by key. Any rank may call, alone."""
+        """Describe every stored tensor unsharded, by key. Not a collective operation."""
 
     @abstractmethod
     def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
-        """Describe every stored tensor, by key, and every stored object, by unique key. Any rank may call, alone."""
+        """Describe every stored tensor, by key, and every object, by unique key. Not a collective operation."""
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Remove the tensors whose keys begin with a prefix. One rank calls."""
+        """Remove the tensors whose keys begin with a prefix. Called by one rank."""
         raise CheckpointingException(
             f"{type(self).__name__} cannot remove tensors ({key_prefix!r}, {checkpoint_dir!r})."
         )
@@ -209,7 +209,7 @@ _registry: dict[StrategyAction, dict[tuple[str, int], StrategyBase]] = defaultdi
 
 
 def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: StrategyBase) -> None:
-    """Make a strategy available by the name and version of its backend.
+    """Register a strategy under the name and version of its backend.
 
     Raises:
         CheckpointingException: another strategy has this name and version.

@@ -1,4 +1,4 @@
-"""Which strategy a call uses: the one that was given, or the one registered for a backend."""
+"""Choose the strategy of a call: the given one, or the one registered for a backend."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ for _name in READERS:
 
 
 def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
-    """Return the strategy to save with, given what the caller passed.
-
-    Raises:
-        CheckpointingException: it is no strategy for saving, or none is registered under that name.
-    """
+    """Return the strategy to save with: the caller's, or the one registered under the caller's or the default name."""
     strategy: Any = given
     if given is None or isinstance(given, tuple):
         strategy = get_default_save_sharded_strategy(*(given or ()))
@@ -44,11 +40,7 @@ def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveSh
 def load_strategy(
     given: LoadShardedStrategy | tuple[str, int] | None, marker: Mapping[str, Any], location: str
 ) -> LoadShardedStrategy:
-    """Return the strategy to load with, given what the caller passed and the marker of the checkpoint at a location.
-
-    Raises:
-        CheckpointingException: it is no strategy for loading, or none is registered under that name.
-    """
+    """Return the strategy to load with: the caller's, or the one registered under the caller's or the marker's name."""
     if given is None:
         given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
     strategy: Any = given

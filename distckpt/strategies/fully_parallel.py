@@ -50,15 +50,15 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
-    """Let ranks that ask for the same share reading only with the ranks of a group.
+    """Let ranks that request the same data share reading only with the ranks of a group.
 
-    Whether they do is said by `parallel_load` of `distckpt.load`; its default shares where that saves time.
+    `parallel_load` of `distckpt.load` decides whether they share; its default shares where that saves time.
 
     Args:
         strategy: does the work.
         parallelization_group: process group whose ranks may share reads; None for all ranks that load.
         do_cache_distribution: accepted and not needed: planning is cheap.
-        exchange_algo: accepted and not needed: ranks send each other what they have read.
+        exchange_algo: accepted and not needed: ranks send each other the data they have read.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         )
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
-        """Read what is asked for, see `LoadShardedStrategy.load`."""
+        """Read the given shards, see `LoadShardedStrategy.load`."""
         return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:

@@ -48,7 +48,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was exported, as read back from the written files.
+    """The content of an export, as read back from the written files.
 
     Attributes:
         num_tensors: number of tensors.
@@ -104,8 +104,8 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
         """Write the export.
 
-        Collective: every rank of the process group calls; each writes whole files. The plan is made on every rank
-        from the manifest, which rank 0 reads.
+        Collective operation: all ranks must call it; each writes whole files. Every rank makes the plan from the
+        manifest, which rank 0 reads.
 
         Raises:
             CheckpointExistsError: there is an export in `output_dir` and `overwrite` is False.
@@ -116,7 +116,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         ranks = Ranks.alone() if self.alone else Ranks(self.process_group)
         location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
 
-        # 1. Read what there is and plan: everything is checked before a byte is written.
+        # 1. Read the manifest and plan: everything is checked before a byte is written.
         data = b""
         with ranks.phase("open the checkpoint", decision=True):
             if ranks.is_coordinator:
@@ -133,7 +133,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         try:
             overflows = self._write_all(ranks, stored, files, staging)
 
-            # 3. Read back what stands in the headers, write the index, commit.
+            # 3. Check what was written, write the index, commit.
             report: dict[str, Any] = {}
             with ranks.phase("commit the export", decision=True):
                 if ranks.is_coordinator:
@@ -141,9 +141,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
                         raise CheckpointingException(
                             f"{location!r} was overwritten while it was exported: nothing was exported, try again."
                         )
-                    report = _check_written(staging, files)
-                    self._write_others(staging, files, report)
-                    posix.commit_beside_others(staging, target, belongs_to_export)
+                    report = self._commit(staging, target, files)
         except BaseException:
             if ranks.is_coordinator:
                 _abandon(staging, target, files)
@@ -154,18 +152,25 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
         return ExportReport(files=names, overflows=overflows, seconds=time.perf_counter() - started, **report)
 
+    def _commit(self, staging: str, target: str, files: Sequence[OutputFile]) -> dict[str, Any]:
+        """Complete the export and make it visible; return the figures of its report."""
+        report = _check_written(staging, files)
+        self._write_others(staging, files, report)
+        posix.commit_beside_others(staging, target, belongs_to_export)
+        return report
+
     def _write_all(
         self, ranks: Ranks, stored: StoredCheckpoint, files: Sequence[OutputFile], staging: str
     ) -> dict[str, int]:
-        """Write this rank's share of the files; return what did not fit its dtype in those of all ranks."""
+        """Write this rank's share of the files; return the overflows in those of all ranks."""
         overflows: dict[str, int] = {}
         with ranks.phase("write output files"):
             locations.make_directories(staging)
             mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
-            told = counting(self.progress, sum(file.num_bytes for file in mine))
+            progress = counting(self.progress, sum(file.num_bytes for file in mine))
             for file in mine:
                 path = locations.join(staging, file.name)
-                overflows.update(write_output_file(stored, file, path, self._threads(), told))
+                overflows.update(write_output_file(stored, file, path, self._threads(), progress))
             locations.sync_directory(staging)
         for other in ranks.all_gather(json.dumps(overflows).encode()):
             overflows.update(json.loads(other))
@@ -218,7 +223,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
 
 
 def num_export_threads(max_inflight_bytes: int) -> int:
-    """Return how many threads may write output within so much memory; one always may."""
+    """Return how many threads, one at least, may write output within a limit of memory."""
     return max(1, max_inflight_bytes // (WINDOWS_PER_THREAD * UNIT_BYTES))
 
 
@@ -226,7 +231,7 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
     if staging != target:
         locations.remove_tree(staging)
         return
-    # On an object store the files stand in their final place; the index was not written.
+    # On an object store the files are in their final place; the index was not written.
     for file in files:
         locations.remove_file(locations.join(target, file.name))
 
