@@ -67,7 +67,7 @@ def read_within_limits(rank, verb, path):
     return None
 
 
-@pytest.mark.parametrize("count", [50_000, pytest.param(10**6, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("count", [20_000, pytest.param(10**6, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_very_many_entries(make, count, tmp_path):
     path = tmp_path / "c"

@@ -413,7 +413,7 @@ for _ in range(1000):
         ([np.array([None])], ["[0]", "object", "lists"]),
         ([np.zeros(2, [("a", "i4")])], ["[0]", "structured"]),
         ([np.ma.masked_array([1])], ["MaskedArray", "convert it to ndarray"]),
-        ([np.longdouble(1)], ["[0]", "longdouble"]),
+        ([np.longdouble(1)], ["[0]", np.longdouble.__name__]),
         (cyclic, ["[1]['back']", "contains itself"]),
         (cyclic_box, ["[0]", "contains itself"]),
         (nested, ["[0][0]", "containers"]),
