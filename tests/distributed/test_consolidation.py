@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -23,6 +22,7 @@ from tests.support.harness import ask_parent, error_of, launched, run, sum_over_
 from tests.support.hf_folders import read_export, same_bytes, shard_name, write_folder, write_plain
 from tests.support.hooked_store import hooked_reads
 from tests.support.read_counts import counted_reads
+from tests.support.reference import needs_torchs_hugging_face
 
 
 def numbered(*shape, dtype=torch.float32):
@@ -57,7 +57,7 @@ def save_with_torch(path, mapping=None):
             grid = init_device_mesh("cpu", (2, 2))
             state |= {key: distribute_tensor(tensor, grid, places) for key, (tensor, places) in GRID.items()}
         state = {key: tensor for key, tensor in state.items() if mapping is None or key in mapping}
-        writer = HuggingFaceStorageWriter(path, save_distributed=True, fqn_to_index_mapping=mapping)
+        writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True, fqn_to_index_mapping=mapping)
         dcp.save(state, storage_writer=writer)
 
 
@@ -105,6 +105,7 @@ def export_what_torch_wrote(rank, root):
     return reports
 
 
+@needs_torchs_hugging_face
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_what_torch_wrote_is_exported_and_loaded(num_ranks, tmp_path):
     first, *others = run(export_what_torch_wrote, num_ranks, str(tmp_path))
@@ -126,6 +127,7 @@ def save_twice_with_torch(rank, folder):
     return error_of(distckpt.consolidate, folder, f"{folder}-out")
 
 
+@needs_torchs_hugging_face
 def test_what_torch_left_of_an_earlier_save_is_noticed(tmp_path):
     for error in run(save_twice_with_torch, 2, str(tmp_path / "sharded")):
         assert isinstance(error, CorruptCheckpointError)

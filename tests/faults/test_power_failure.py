@@ -16,8 +16,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, CheckpointNotFoundError, ShardedTensor
-from tests.distributed import harness
-from tests.support import scenarios
+from tests.support import harness, scenarios
 from tests.support.after_crash import SYNCS, history_of, merged, states_after, tree_of, write_tree
 from tests.support.calls import recorded
 from tests.support.hf_folders import read_export

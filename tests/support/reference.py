@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import safetensors
 import torch
+import torch.distributed.checkpoint
 
 OLD_SAFETENSORS = tuple(int(part) for part in safetensors.__version__.split(".")[:2]) < (0, 8)
 NEW_DTYPES = {"complex64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"}
 """Names of the dtypes that safetensors reads since 0.8, or a release shortly before."""
+
+
+needs_torchs_hugging_face = pytest.mark.skipif(
+    not hasattr(torch.distributed.checkpoint, "HuggingFaceStorageWriter"),
+    reason=f"torch {torch.__version__} has no reader and writer of Hugging Face files",
+)
 
 
 def needs_dtypes(*names: str) -> pytest.MarkDecorator:

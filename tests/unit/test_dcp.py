@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointingException, CheckpointNotFoundError, LoadMismatchError, dcp
+from tests.support.reference import needs_torchs_hugging_face
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing checkpoint")
 
@@ -169,6 +170,7 @@ def test_what_distckpt_saved_is_loaded(tmp_path):
     assert same(loaded, {"model": {"w": torch.ones(3)}, "seed": 11, "step": 4})
 
 
+@needs_torchs_hugging_face
 def test_a_hugging_face_directory_is_loaded(tmp_path):
     save_file({"model.w": torch.arange(4.0)}, tmp_path / "model.safetensors")
     loaded = {"model": {"w": torch.zeros(4)}}
@@ -340,11 +342,17 @@ class OtherPlanner(torch_dcp.DefaultLoadPlanner):
     pass
 
 
-HuggingFaceStorageWriter = getattr(torch_dcp, "HuggingFaceStorageWriter", None)
-
-
 class OtherWriter(torch_dcp.FileSystemWriter):
     pass
+
+
+@needs_torchs_hugging_face
+def test_hugging_face_files_are_not_written(tmp_path):
+    writer = torch_dcp.HuggingFaceStorageWriter(str(tmp_path / "x"))
+    for verb in (dcp.save, dcp.async_save):
+        with pytest.raises(CheckpointingException, match="consolidate writes Hugging Face"):
+            verb({"w": torch.ones(2)}, storage_writer=writer)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -354,11 +362,6 @@ class OtherWriter(torch_dcp.FileSystemWriter):
         ({"checkpoint_id": ""}, "Pass checkpoint_id"),
         ({"planner": OtherPlanner(), "checkpoint_id": "x"}, "planner is a OtherPlanner"),
         ({"storage_writer": OtherWriter("x")}, "storage_writer is a OtherWriter"),
-        pytest.param(
-            {"storage_writer": HuggingFaceStorageWriter and HuggingFaceStorageWriter("x")},
-            "consolidate writes Hugging Face",
-            marks=pytest.mark.skipif(HuggingFaceStorageWriter is None, reason="PyTorch has it since 2.7"),
-        ),
         ({"checkpoint_id": "x", "use_collectives": False}, "no_dist=True"),
         ({"checkpoint_id": "x", "async_stager": object()}, "async_stager"),
     ],

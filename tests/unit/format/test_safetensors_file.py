@@ -16,12 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import distckpt
 from distckpt import InvalidShardingError, ShardedObject, ShardedTensor
 from distckpt._format.safetensors_file import DATA_ALIGNMENT, Entry, build_header, layout_order, stored_shape
+from tests.support.reference import needs_torchs_hugging_face
 
 
 def several_chunks(path):
@@ -143,20 +142,22 @@ def test_a_state_without_tensors_has_no_shard_file(tmp_path):
 # ---- torch's readers
 
 
+@needs_torchs_hugging_face
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_hugging_face_reader_loads_any_part(tmp_path):
     tensors = several_chunks(tmp_path / "c")
     targets = {key: torch.full_like(tensor, math.nan) for key, tensor in tensors.items()}
-    dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")), no_dist=True)
+    dcp.load(targets, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")), no_dist=True)
     assert all(torch.equal(targets[key], tensor) for key, tensor in tensors.items())
 
 
 def test_torchs_consolidation_merges_the_shards(tmp_path):
+    theirs = pytest.importorskip("torch.distributed.checkpoint._consolidate_hf_safetensors")
     # Not the 0-dim one, which torch's function replaces by zero.
     tensors = {key: tensor for key, tensor in several_chunks(tmp_path / "c").items() if tensor.ndim}
     (tmp_path / "merged").mkdir()
     mapping = {key: 1 + number % 2 for number, key in enumerate(tensors)}
-    consolidate_safetensors_files(str(tmp_path / "c" / "tensors"), str(tmp_path / "merged"), mapping)
+    theirs.consolidate_safetensors_files(str(tmp_path / "c" / "tensors"), str(tmp_path / "merged"), mapping)
     merged = {}
     for file in Path(tmp_path, "merged").glob("*.safetensors"):
         merged |= safetensors.torch.load_file(file)
