@@ -1,4 +1,4 @@
-"""Layers for the language model of `_tiny_lm`: a SwiGLU feed-forward layer, and a mixture of experts made of them."""
+"""Layers for the language model in `_tiny_lm`: a SwiGLU feed-forward layer and a mixture of such experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SwiGLU(ParallelModule):
     def __init__(self, layout: Layout, hidden: int, rng: torch.Generator) -> None:
         super().__init__(layout)
         halves = [torch.randn(hidden, WIDTH, generator=rng) * WIDTH**-0.5 for _ in range(2)]
-        # One parameter, of which the first half is part of gate and the second half part of up.
+        # One parameter: the first half is this rank's part of gate, the second half its part of up.
         self.gate_up = nn.Parameter(torch.cat([half.chunk(self.tp.size)[self.tp.rank] for half in halves]))
         self._split_axes["gate_up"] = 0
         self.down = RowLinear(layout, hidden, WIDTH, rng)
@@ -32,14 +32,14 @@ class SwiGLU(ParallelModule):
         return self.down(F.silu(gate) * up)
 
     def sharded_state_dict(self, prefix: str = "", offsets: Offsets = ()) -> dict[str, Any]:
-        """See ParallelModule. Gate and up are divided each on its own, so that any number of ranks can load them."""
+        """See ParallelModule. Gate and up are sharded separately, so that any number of ranks can load them."""
         state = super().sharded_state_dict(prefix, offsets)
         state["gate_up"] = swiglu_factory(state["gate_up"])
         return state
 
 
 class Router(ParallelModule):
-    """Chooses an expert for each token, and says how much its answer counts; the same on all ranks."""
+    """Chooses an expert and a weight for each token; the same on all ranks."""
 
     def __init__(self, layout: Layout, num_experts: int, rng: torch.Generator) -> None:
         super().__init__(layout)
@@ -50,14 +50,14 @@ class Router(ParallelModule):
 
 
 class MoE(ParallelModule):
-    """A feed-forward layer of which each token uses one expert. The data parallel ranks share out the experts."""
+    """A layer in which each token uses one expert. The experts are distributed over the data parallel ranks."""
 
     def __init__(self, layout: Layout, num_experts: int, hidden: int, rng: torch.Generator) -> None:
         super().__init__(layout)
         self.ep, self.num_local = layout.dp, num_experts // layout.dp.size
         self.first = self.ep.rank * self.num_local
         self.router = Router(layout, num_experts, rng)
-        # All experts are made, so that the layout makes no difference to the initial weights; only ours are kept.
+        # Create all experts, so that the initial weights do not depend on the layout; keep only this rank's.
         experts = [SwiGLU(layout, hidden, rng) for _ in range(num_experts)]
         self.experts = nn.ModuleList(experts[self.first : self.first + self.num_local])
 
@@ -71,7 +71,7 @@ class MoE(ParallelModule):
         return _Return.apply(output, self.ep).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", offsets: Offsets = ()) -> dict[str, Any]:
-        """See ParallelModule. Experts do not know their numbers: `sequential_experts` gives them an axis."""
+        """See ParallelModule. `sequential_experts` adds an axis with the global number of each expert."""
         experts = [expert.sharded_state_dict(f"{prefix}experts.", offsets) for expert in self.experts]
         return {
             "router": self.router.sharded_state_dict(f"{prefix}router.", offsets),
@@ -86,7 +86,7 @@ def _all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Hands the tokens of all ranks to each of them."""
+    """Gathers the tokens of all ranks on each of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -99,7 +99,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Adds up what the ranks made of all tokens, and gives each rank the answers to its own."""
+    """Sums the outputs of all ranks and returns to each rank those of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -112,7 +112,7 @@ class _Return(torch.autograd.Function):
 
 
 def make_model(layout: Layout, seed: int, num_experts: int = 0) -> TinyLM:
-    """Make the language model with SwiGLU layers, or with mixtures of them where there are experts."""
+    """Make the language model with SwiGLU layers, or with mixtures of experts if `num_experts` is not 0."""
     model = TinyLM(layout, seed)
     for layer in model.layers:
         rng = torch.Generator().manual_seed(seed + 100 + layer.number)

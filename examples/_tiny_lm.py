@@ -1,7 +1,7 @@
 """A tiny transformer language model with tensor, pipeline and data parallel layers.
 
-Every module here says how its weights are spread over the processes (`sharded_state_dict`). That is all distckpt needs
-to save the model under one layout and load it under another; the rest of the file is an ordinary Megatron-like model.
+Every module describes how its weights are distributed over the processes (`sharded_state_dict`). This is all distckpt
+needs to save the model under one layout and load it under another; the rest is an ordinary Megatron-like model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ VOCAB, CONTEXT, WIDTH, NUM_HEADS, NUM_LAYERS, DROPOUT = 256, 64, 64, 4, 4, 0.1
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the grid of processes: the line of processes along it that this process is on.
+    """The processes that differ from this one only along one axis of the process grid.
 
     Attributes:
-        ranks: global ranks of the processes on the line, in order.
+        ranks: their global ranks, in order.
         rank: this process's position among them.
         group: their process group; None for one process alone.
     """
@@ -38,7 +38,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Number of processes on the line."""
+        """Number of processes along the axis."""
         return len(self.ranks)
 
 
@@ -87,7 +87,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _SumGradientOverRanks(torch.autograd.Function):
-    """Identity forward, sum backward: hands one activation to all tensor parallel ranks."""
+    """Identity forward, sum backward: passes one activation to all tensor parallel ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
@@ -100,7 +100,7 @@ class _SumGradientOverRanks(torch.autograd.Function):
 
 
 class ParallelModule(nn.Module):
-    """A module whose parameters may be divided among the tensor parallel ranks."""
+    """A module whose parameters may be sharded over the tensor parallel ranks."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -108,19 +108,19 @@ class ParallelModule(nn.Module):
         self._split_axes: dict[str, int | None] = {}
 
     def add_parameter(self, name: str, full: Tensor, split_axis: int | None = None) -> None:
-        """Keep this rank's part of a full tensor as a parameter; all of it without a `split_axis`."""
+        """Register this rank's part of a full tensor as a parameter; without a `split_axis`, all of it."""
         if split_axis is not None:
             full = full.chunk(self.tp.size, split_axis)[self.tp.rank].clone()
         self.register_parameter(name, nn.Parameter(full))
         self._split_axes[name] = split_axis
 
     def sharded_state_dict(self, prefix: str = "", offsets: tuple[tuple[int, int, int], ...] = ()) -> dict[str, Any]:
-        """Say which part of which global tensor each parameter is.
+        """Describe the part of a global tensor that each parameter is.
 
         Args:
-            prefix: what the keys of the global tensors start with.
-            offsets: axes that the global tensors have in front of those of the parameters, as
-                (axis, position, size); a layer puts its number here.
+            prefix: prefix of the keys of the global tensors.
+            offsets: additional leading axes of the global tensors, as (axis, position, size); a layer passes its
+                number here.
         """
         state: dict[str, Any] = {}
         for name, child in self.named_children():
@@ -128,7 +128,7 @@ class ParallelModule(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             axis = self._split_axes[name]
             split = () if axis is None else ((len(offsets) + axis, self.tp.rank, self.tp.size),)
-            # Which copy this is. Whole parameters are the same on all tensor parallel ranks.
+            # Parameters that are not sharded are the same on all tensor parallel ranks.
             replica_id = (self.tp.rank if axis is None else 0, self.layout.dp.rank)
             state[name] = ShardedTensor.from_rank_offsets(
                 prefix + name, parameter, *offsets, *split, replica_id=replica_id, prepend_axis_num=len(offsets)
@@ -148,7 +148,7 @@ class ColumnLinear(ParallelModule):
 
 
 class RowLinear(ParallelModule):
-    """A linear layer; each rank holds some of the input features, and the partial results are added up."""
+    """A linear layer; each rank holds some of the input features, and the partial results are summed."""
 
     def __init__(self, layout: Layout, inputs: int, outputs: int, rng: torch.Generator) -> None:
         super().__init__(layout)
@@ -159,7 +159,7 @@ class RowLinear(ParallelModule):
 
 
 def _own_ids(ids: Tensor, num_own: int, tp: Axis) -> tuple[Tensor, Tensor]:
-    """Turn token ids into indices into this rank's part of the vocabulary, and tell which are in it."""
+    """Convert token ids to indices into this rank's part of the vocabulary; also return which are in it."""
     own = ids - tp.rank * num_own
     return own.clamp(0, num_own - 1), (own >= 0) & (own < num_own)
 
@@ -176,7 +176,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, tp: Axis) -> Tensor:
 
 
 def dropout(x: Tensor, seed: int) -> Tensor:
-    """Drop elements. The seed alone decides which, so that every layout drops the same ones."""
+    """Apply dropout with a mask that depends only on the seed, so that it is the same in every layout."""
     kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= DROPOUT
     return x * kept / (1 - DROPOUT)
 
@@ -211,7 +211,8 @@ class Attention(ParallelModule):
 
     def __init__(self, layout: Layout, rng: torch.Generator) -> None:
         super().__init__(layout)
-        self.qkv = ColumnLinear(layout, WIDTH, 3 * WIDTH, rng)  # rows ordered by head, so that a part is whole heads
+        # Rows are ordered by head, so that each part consists of complete heads.
+        self.qkv = ColumnLinear(layout, WIDTH, 3 * WIDTH, rng)
         self.out = RowLinear(layout, WIDTH, WIDTH, rng)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ class MLP(ParallelModule):
 
 
 class Layer(ParallelModule):
-    """One transformer layer. It knows its number in the whole model, whichever stage it is on."""
+    """One transformer layer, with its number in the complete model, regardless of its stage."""
 
     def __init__(self, layout: Layout, number: int, rng: torch.Generator) -> None:
         super().__init__(layout)
@@ -262,7 +263,7 @@ class TinyLM(ParallelModule):
 
     def __init__(self, layout: Layout, seed: int) -> None:
         super().__init__(layout)
-        # One generator per layer, so that the layout makes no difference to the initial weights.
+        # One generator per layer, so that the initial weights do not depend on the layout.
         rngs = [torch.Generator().manual_seed(seed + i) for i in range(NUM_LAYERS + 2)]
         pp, per_stage = layout.pp, NUM_LAYERS // layout.pp.size
         numbers = range(pp.rank * per_stage, (pp.rank + 1) * per_stage)

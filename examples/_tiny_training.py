@@ -1,6 +1,6 @@
-"""What the examples that resume in another layout share, none of it about checkpoints.
+"""Code shared by the examples that resume in another layout, none of it about checkpoints.
 
-That is how they start and end, batches of data, gradients through pipeline stages, and the comparison of losses.
+Starting and ending processes, batches of data, gradients through pipeline stages, and the comparison of losses.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 import distckpt
 
 NUM_MICROBATCHES, MICROBATCH = 4, 4  # of each step, over all processes; every layout sees the same ones
-TOLERANCE = 1e-5  # relative; another layout adds up float32 numbers in another order
+TOLERANCE = 1e-5  # relative; another layout adds float32 numbers in another order
 
 
 # --- Processes ---------------------------------------------------------------------------------------------------
 
 
 def start(doc: str) -> Path:
-    """Start this process of a program with that docstring; return where its user wants the checkpoints."""
+    """Parse the arguments and initialize this process; return the directory for checkpoints."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--work-dir", required=True, type=Path, help="where to put the checkpoints")
     work_dir: Path = parser.parse_args().work_dir
@@ -43,7 +43,7 @@ def start(doc: str) -> Path:
 
 
 def finish(is_ok: bool) -> None:
-    """End this process when all have come here; with an error if something is wrong."""
+    """Wait for all processes and leave the process group; exit with an error unless `is_ok`."""
     dist.barrier()
     dist.destroy_process_group()
     if not is_ok:
@@ -51,7 +51,7 @@ def finish(is_ok: bool) -> None:
 
 
 def in_plain_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new process that knows nothing of torchrun and is in no process group."""
+    """Call a function in a new process without torchrun's environment and without a process group."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _forget_torchrun) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -67,10 +67,10 @@ def _forget_torchrun() -> None:
 
 
 def make_batch(step: int) -> tuple[Tensor, int]:
-    """Make something to learn, bytes that go up, in each row by an increment of its own.
+    """Make training data: increasing bytes, with a different increment in each row.
 
     Returns:
-        Tokens, [NUM_MICROBATCHES, MICROBATCH, CONTEXT + 1], and a seed for what dropout drops.
+        Tokens, [NUM_MICROBATCHES, MICROBATCH, CONTEXT + 1], and a seed for dropout.
     """
     rngs = [torch.Generator().manual_seed(NUM_MICROBATCHES * step + i) for i in range(NUM_MICROBATCHES)]
     drawn = [[torch.randint(*bounds, (MICROBATCH, 1), generator=rng) for bounds in ((0, 256), (1, 5))] for rng in rngs]
@@ -79,7 +79,7 @@ def make_batch(step: int) -> tuple[Tensor, int]:
 
 
 def draw_batch(rng: torch.Generator) -> tuple[Tensor, int]:
-    """Draw windows of a text to learn, and a seed, as `make_batch` returns them."""
+    """Draw windows of the training text, and a seed, in the form of `make_batch`."""
     text = _read_text()
     starts = torch.randint(len(text) - CONTEXT, (NUM_MICROBATCHES, MICROBATCH), generator=rng)
     seed = int(torch.randint(2**60, (), generator=rng))
@@ -97,18 +97,18 @@ def _read_text() -> Tensor:
 
 
 class Trainer(Protocol):
-    """What each example has in its own way."""
+    """The interface that each example implements."""
 
     step: int
 
     def save(self, path: Path) -> None:
-        """Save everything that training goes on with."""
+        """Save everything needed to resume training."""
 
     def load(self, path: Path) -> None:
-        """Load what `save` saved, also under another layout."""
+        """Load a checkpoint written by `save`, also under another layout."""
 
     def train_step(self) -> float:
-        """Train on one batch; return its loss, the mean over all processes."""
+        """Train on one batch; return its loss averaged over all processes."""
 
 
 def train(trainer: Trainer, until: int) -> list[float]:
@@ -117,12 +117,12 @@ def train(trainer: Trainer, until: int) -> list[float]:
 
 
 def train_and_resume(first: Trainer, second: Trainer, paths: Sequence[Path]) -> None:
-    """Train 6 steps and save halfway; load in another layout, save again, and train on; report on both.
+    """Train 6 steps and save halfway; load in another layout, save again, and resume; report on both.
 
     Args:
         first: trains from the start, and saves.
-        second: has other weights, and resumes.
-        paths: where the first and where the second saves.
+        second: has different weights, and resumes.
+        paths: the checkpoints of the first and of the second.
     """
     losses = train(first, until=3)
     first.save(paths[0])
@@ -137,9 +137,9 @@ def forward_backward(model: TinyLM, layout: Layout, windows: Tensor, seed: int) 
 
     Args:
         model: the stage; its gradients are replaced.
-        layout: the place of this process.
+        layout: the layout of the processes.
         windows: tokens, [NUM_MICROBATCHES, MICROBATCH, CONTEXT + 1].
-        seed: decides with the number of the microbatch what dropout drops.
+        seed: determines the dropout masks, together with the number of the microbatch.
 
     Returns:
         The mean loss over all processes.
@@ -158,7 +158,7 @@ def forward_backward(model: TinyLM, layout: Layout, windows: Tensor, seed: int) 
         y = model(x, seed + 1000 * i)
         if is_last:
             y = cross_entropy(y, windows[i, :, 1:], tp) / NUM_MICROBATCHES
-            total += y.detach() / tp.size  # all of the tensor parallel ranks have it
+            total += y.detach() / tp.size  # all tensor parallel ranks have the same loss
         else:
             dist.send(y.detach(), dst=pp.ranks[pp.rank + 1])
         passed.append((x, y))
@@ -177,18 +177,18 @@ def forward_backward(model: TinyLM, layout: Layout, windows: Tensor, seed: int) 
 
 
 def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> tuple[float, bool]:
-    """Return the largest relative difference, and whether it is what the order of additions explains."""
+    """Return the largest relative difference, and whether the order of additions explains it."""
     differences = [abs(a - b) / b for a, b in zip(losses, expected, strict=True)]
-    # Not of the largest, which may hide a NaN.
+    # Check each, since the largest may hide a NaN.
     return max(differences), all(difference <= TOLERANCE for difference in differences)
 
 
 def report_layouts(expected: Sequence[float], resumed: Mapping[tuple[str, int], Sequence[float]]) -> bool:
-    """Print how the losses of resumed runs compare with those of the uninterrupted one; return whether all agree.
+    """Compare the losses of resumed runs with those of the uninterrupted one; return whether all agree.
 
     Args:
-        expected: of the uninterrupted run, in the layout of the first row.
-        resumed: by the layout and its number of ranks.
+        expected: losses of the uninterrupted run, in the layout of the first row.
+        resumed: losses by layout and number of ranks.
     """
     print(f"  {'layout':<27}{'ranks':<7}{'first loss':<12}{'last loss':<12}max difference (relative)")
     print(f"  {'TP2 x PP2 x DP1':<27}{4:<7}{expected[0]:<12.6f}{expected[-1]:<12.6f}the uninterrupted run")
@@ -203,7 +203,7 @@ def report_layouts(expected: Sequence[float], resumed: Mapping[tuple[str, int], 
 
 
 def report(paths: Sequence[Path], losses: Sequence[float], resumed: Sequence[float]) -> None:
-    """Print whether two checkpoints hold the same values, and two runs have the same losses; end with an error if not.
+    """Compare the values of two checkpoints and the losses of two runs; exit with an error if they differ.
 
     Args:
         paths: the checkpoint of the first layout, and the one saved by the second layout after loading the first.

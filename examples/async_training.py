@@ -1,10 +1,10 @@
-"""Train on two processes, save in the background, lose a process, and go on from the newest complete checkpoint.
+"""Train on two processes, save in the background, lose a process, and resume from the newest complete checkpoint.
 
     python examples/async_training.py --work-dir /tmp/async_training
 
-Prints the loss of every fifth step, and for how long each save kept training waiting. Right after the fourth save has
-begun, one process is killed as by a failing machine. The second run finds the newest complete checkpoint, and
-repeats the losses of the first one from there.
+Prints the loss of every fifth step and how long each save blocked training. Right after the fourth save has started,
+one process is killed, as if its machine had failed. The second run finds the newest complete checkpoint and repeats
+the losses of the first run from there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INPUTS, HIDDEN, BATCH = 256, 4096, 64
 
 
 class HalfOfAnMLP(nn.Module):
-    """A perceptron whose hidden units are divided among the ranks."""
+    """A perceptron whose hidden units are sharded over the ranks."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class HalfOfAnMLP(nn.Module):
 
 
 def describe(model: HalfOfAnMLP, optimizer: torch.optim.Adam, step: int) -> dict[str, Any]:
-    """Say which part of which global tensor this rank holds: that is all a checkpoint needs to know."""
+    """Describe the part of each global tensor that this rank holds: a checkpoint needs nothing else."""
 
     def shard(key: str, tensor: Tensor, axis: int) -> distckpt.ShardedTensor:
         return distckpt.ShardedTensor.from_rank_offsets(key, tensor.detach(), (axis, model.rank, NUM_RANKS))
@@ -59,7 +59,7 @@ def describe(model: HalfOfAnMLP, optimizer: torch.optim.Adam, step: int) -> dict
 
 
 def train(rank: int, store_port: int, work_dir: str, dies: bool) -> None:
-    """Train from the newest checkpoint, or from the beginning; rank 1 may die on the way."""
+    """Train from the newest checkpoint, or from the beginning; rank 1 may be killed on the way."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", store_port, None, False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
@@ -101,7 +101,7 @@ def say(rank: int, text: str) -> None:
 
 
 def main() -> None:
-    """Run twice: the first time with an accident."""
+    """Run twice; the first run loses a process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", required=True)
     work_dir = parser.parse_args().work_dir

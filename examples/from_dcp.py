@@ -1,11 +1,11 @@
-"""A program written for torch.distributed.checkpoint that changed its import, and goes on from its old checkpoints.
+"""A torch.distributed.checkpoint program that changes one import and resumes from its old checkpoints.
 
     python examples/from_dcp.py --work-dir /tmp/from_dcp
 
 Trains an FSDP2 model with AdamW on 4 gloo processes, with the `Stateful` AppState of PyTorch's recipe. Saves once with
-`torch.distributed.checkpoint` and once, asynchronously, with `distckpt.dcp`, and goes on. Then 2 processes resume from
-either checkpoint through `distckpt.dcp`: both must give the losses of the first run, up to the order of additions, and
-the same model bit by bit.
+`torch.distributed.checkpoint` and once, asynchronously, with `distckpt.dcp`, and continues. Then 2 processes resume
+from each checkpoint through `distckpt.dcp`: both must reproduce the losses of the first run, up to the order of
+additions, and end with bitwise equal models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VOCAB, WIDTH, NUM_STEPS, SAVE_AT = 101, 30, 8, 4  # FSDP2 divides 101 and 30 une
 
 
 class AppState(Stateful):
-    """Model, optimizer and progress as one checkpointable value; nothing in it knows of distckpt."""
+    """Model, optimizer and progress as one checkpointable value; it does not depend on distckpt."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0
@@ -68,9 +68,9 @@ def train_step(app: AppState, rank: int, size: int) -> float:
 
 
 def train(rank: int, size: int, rendezvous: str, work_dir: Path, resume_from: str | None) -> None:
-    """Train from the start and save, or from a checkpoint; leave the losses, and the model at the end."""
+    """Train from the start and save, or resume from a checkpoint; store the losses and the final model."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    app, losses, saving = build(seed=size), [], None  # with another seed nothing is right before it is loaded
+    app, losses, saving = build(seed=size), [], None  # another seed, so that nothing is right before loading
     if resume_from:
         dcp.load({"app": app}, checkpoint_id=work_dir / resume_from)
     while app.step < NUM_STEPS:
@@ -83,7 +83,7 @@ def train(rank: int, size: int, rendezvous: str, work_dir: Path, resume_from: st
     dcp.save({"app": app}, checkpoint_id=work_dir / f"end_{resume_from}")
     if rank == 0:
         (work_dir / f"losses_{resume_from}.json").write_text(json.dumps(losses))
-    dist.barrier()  # nobody takes the group down while another rank still uses it
+    dist.barrier()  # no rank destroys the group while another still uses it
     dist.destroy_process_group()
 
 

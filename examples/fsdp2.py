@@ -1,10 +1,10 @@
-"""Save an FSDP2 model and its optimizer on 4 processes, go on with 2 and with 1, and export to Hugging Face.
+"""Save an FSDP2 model and its optimizer on 4 processes, resume on 2 and on 1, and export to Hugging Face.
 
     python examples/fsdp2.py --work-dir /tmp/fsdp2
 
-Trains with `fully_shard` and AdamW on 4 gloo processes, saves, and goes on. Then loads on 2 processes, and in this one
-without any process group and without FSDP, and trains on from there. After loading all values must be equal bit by bit,
-and the losses up to the order of additions. Nothing here says how a tensor is divided: distckpt reads it off the model.
+Trains with `fully_shard` and AdamW on 4 gloo processes, saves, and continues. Then loads on 2 processes, and in a
+single process without a process group and without FSDP, and resumes training. After loading, all values must be bitwise
+equal, and the losses equal up to the order of additions. distckpt derives the sharding of each tensor from the model.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Trainer:
 
 
 def train(rank: int, size: int, rendezvous: str, work_dir: Path) -> None:
-    """Train from the start on 4 processes, from what they saved on fewer; leave a checkpoint and the losses."""
+    """Train from the start on 4 processes, or resume on fewer; store a checkpoint and the losses."""
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    trainer, losses = Trainer(seed=size), []  # with another seed nothing is right before it is loaded
+    trainer, losses = Trainer(seed=size), []  # another seed, so that nothing is right before loading
     if size < 4:
         trainer.load(work_dir / "saved_by_4")
     while trainer.step < NUM_STEPS:

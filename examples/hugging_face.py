@@ -1,10 +1,10 @@
-"""Load a Hugging Face model into FSDP2 on 2 processes, train it, save, and export a Hugging Face model again.
+"""Load a Hugging Face model into FSDP2 on 2 processes, train it, save it, and export it to Hugging Face again.
 
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py --work-dir /tmp/hugging_face
 
-The model is a tiny Llama with random weights; any `transformers` model works the same way. Each process makes the model
-without memory, divides it, and reads its slices of `model.safetensors`. After training the checkpoint of both processes
-becomes a directory for `from_pretrained`, without a process that ever holds the whole model.
+The model is a tiny Llama with random weights; any `transformers` model works the same way. Each process creates the
+model on the meta device, shards it, and reads its slices of `model.safetensors`. After training, the checkpoint is
+exported to a directory for `from_pretrained`; no process ever holds the entire model.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ CONFIG = LlamaConfig(
 
 
 def make_tokens(step: int) -> Tensor:
-    """Make something to learn, [8, 32]: numbers that go up by one."""
+    """Make training data, [8, 32]: numbers that increase by one."""
     first = torch.randint(128, (8, 1), generator=torch.Generator().manual_seed(step))
     return (first + torch.arange(32)) % 128
 
 
 def load_divided(source: Path) -> torch.nn.Module:
-    """Return the model of a Hugging Face directory, of which this process holds its part only."""
+    """Load a Hugging Face model of which this process holds only its shards."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     model.to_empty(device="cpu")
-    # What no file has: the table of rotary frequencies.
+    # The table of rotary frequencies is not stored in any file.
     model.model.rotary_emb.__init__(model.config)
     load_sharded_state_dict(model, distckpt.load(sharded_state_dict(model), source))
     return model
 
 
 def train(model: torch.nn.Module, num_steps: int) -> list[float]:
-    """Train on half of each batch per process; return the losses, the mean over both."""
+    """Train on half of each batch per process; return the losses averaged over both."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(num_steps):

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 examples/moe.py --work-dir /tmp/moe
 
-Each of the 4 ranks trains 2 of the 8 experts of a layer. After loading, 2 ranks train the halves of 4 experts, and 2
-ranks the halves of the others. That works because a checkpoint numbers the experts over the whole model, and has a
-place for each part of a fused SwiGLU weight: see `MoE` and `SwiGLU` in `_tiny_experts.py`. All values, those of
-Adam's moments too, must be equal bit by bit after loading, and the losses up to the order of additions.
+Each of the 4 ranks trains 2 of the 8 experts of a layer. After loading, 2 ranks each train one half of 4 experts, and
+the other 2 ranks the halves of the other 4. This works because a checkpoint numbers the experts globally and stores the
+parts of a fused SwiGLU weight separately: see `MoE` and `SwiGLU` in `_tiny_experts.py`. After loading, all values,
+including Adam's moments, must be bitwise equal, and the losses equal up to the order of additions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_EXPERTS = 8
 
 
 class Trainer:
-    """A model, its optimizer, and the number of steps done. The data parallel ranks share out the experts."""
+    """A model, its optimizer, and the number of steps done. Experts are distributed over the data parallel ranks."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self.layout, self.model, self.step = layout, make_model(layout, seed, NUM_EXPERTS), 0
@@ -40,14 +40,14 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         state = distckpt.load(self.sharded_state_dict(), path)
-        # The model's tensors were loaded in place; the rest has to be handed over.
+        # The model's tensors were loaded in place; restore the rest.
         load_sharded_optimizer_state_dict(self.optimizer, state["optimizer"])
         self.step = state["step"]
 
     def train_step(self) -> float:
         loss = forward_backward(self.model, self.layout, *make_batch(self.step))
         for name, p in self.model.named_parameters():
-            if ".experts." not in name:  # an expert has seen the tokens of all ranks
+            if ".experts." not in name:  # an expert has processed the tokens of all ranks
                 all_reduce(p.grad, self.layout.dp)
         self.optimizer.step()
         self.step += 1
@@ -57,7 +57,7 @@ class Trainer:
 def main() -> None:
     work_dir = start(__doc__)
     first = Trainer(make_layout(tp=1, pp=1, dp=4), seed=1)
-    second = Trainer(make_layout(tp=2, pp=1, dp=2), seed=2)  # another seed: nothing is right before it is loaded
+    second = Trainer(make_layout(tp=2, pp=1, dp=2), seed=2)  # another seed, so that nothing is right before loading
     train_and_resume(first, second, [work_dir / "ep4", work_dir / "ep2-tp2"])
 
 

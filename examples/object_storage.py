@@ -1,10 +1,10 @@
-"""Save to an object store, replace the checkpoint in one step, race for it, export it, and keep a few of many.
+"""Save to an object store, replace a checkpoint atomically, race two writers, export, and prune old steps.
 
     python examples/object_storage.py                  # in memory
     python examples/object_storage.py --local-server   # a real S3 server (moto) on this machine
     python examples/object_storage.py --url s3://bucket/some/place
 
-The code is the same for all of them. Prints what is in the store after each step.
+The code is the same for all stores. Prints the contents of the store after each step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from distckpt import CheckpointExistsError, CheckpointManager, ShardedTensor
 
 
 def state(step: int) -> dict:
-    """Describe what a rank holds; here one process holds all."""
+    """Describe the state of a rank; here one process holds everything."""
     weight = torch.full((512, 1024), float(step))
     return {"weight": ShardedTensor.from_rank_offsets("model.weight", weight), "step": step}
 
 
 def show(title: str, url: str) -> None:
-    """Print what is in the store."""
+    """Print the contents of the store."""
     print(f"\n{title}")
     for name, size in sorted(sizes_below(url).items()):
         print(f"  {size:>9,}  {name}")
@@ -47,7 +47,7 @@ def sizes_below(url: str) -> dict[str, int]:
 
 
 def run(url: str) -> None:
-    """Go through it once."""
+    """Run the example once."""
     place = f"{url}/checkpoint"
     distckpt.save(state(1), place)
     show("saved: files first, the marker metadata.json last", url)
@@ -83,7 +83,7 @@ def run(url: str) -> None:
 
 @contextlib.contextmanager
 def local_server() -> Iterator[str]:
-    """Run an S3 server on this machine, with an empty bucket; yields the bucket's URL."""
+    """Run a local S3 server with an empty bucket; yield the bucket's URL."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -104,7 +104,7 @@ def local_server() -> Iterator[str]:
 
 
 def main() -> None:
-    """Choose a store."""
+    """Parse the arguments and run on the chosen store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="memory://example", help="an empty place")
     parser.add_argument("--local-server", action="store_true", help="start an S3 server")

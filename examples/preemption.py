@@ -1,10 +1,10 @@
-"""Stop on a signal: SIGTERM reaches one of 2 processes, both save at the same step, and a new job goes on.
+"""Stop on a signal: SIGTERM reaches one of 2 processes, both save at the same step, and a new job resumes.
 
     python examples/preemption.py --work-dir /tmp/preemption
 
-`PreemptionGuard.should_stop` tells all ranks at the same step that one of them has received the signal. The newest
-whole checkpoint is found by `CheckpointManager`. The second job repeats nothing and loses nothing: its losses are those
-of a job that was not interrupted.
+`PreemptionGuard.should_stop` returns True on all ranks at the same step once one of them has received the signal.
+`CheckpointManager` finds the newest complete checkpoint. The second job repeats no step and loses none: its losses are
+those of an uninterrupted job.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NUM_RANKS, NUM_STEPS, SAVE_EVERY, SIGNAL_AFTER = 2, 40, 15, 22
 
 
 def describe(model: nn.Module, momentum: Tensor, step: int) -> dict[str, Any]:
-    """Say what is the same on all ranks (the model), and what each has its own part of (the momentum)."""
+    """Describe the state: the model is the same on all ranks, the momentum is sharded."""
     shard = ShardedTensor.from_rank_offsets("momentum", momentum, (0, dist.get_rank(), NUM_RANKS))
     return {"model": sharded_state_dict(model, prefix="model."), "momentum": shard, "step": step}
 
 
 def train(rank: int, store_port: int, directory: Path, is_preempted: bool) -> None:
-    """Train from the newest checkpoint, or from the beginning; rank 1 may be asked to stop on the way."""
+    """Train from the newest checkpoint, or from the beginning; rank 1 may receive SIGTERM on the way."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", store_port, None, False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
@@ -59,7 +59,7 @@ def train(rank: int, store_port: int, directory: Path, is_preempted: bool) -> No
 
 
 def train_step(model: nn.Linear, momentum: Tensor, step: int) -> float:
-    """Descend with momentum, of which each rank keeps its half."""
+    """Take a gradient step with momentum, of which each rank keeps one half."""
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
     loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
     (gradient,) = torch.autograd.grad(loss, [model.weight])

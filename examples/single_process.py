@@ -2,8 +2,8 @@
 
     python examples/single_process.py --work-dir /tmp/single_process
 
-Saves halfway, trains on to the end, and trains once more from the checkpoint in a new model: the losses are equal. Then
-looks into the checkpoint without the model, and damages it, to show that this is found.
+Saves halfway, trains to the end, and resumes a new model from the checkpoint: the losses are equal. Then inspects the
+checkpoint without the model, and damages it to show that the damage is detected.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
             print(f"saved {report.num_bytes} bytes")
         losses.append(trainer.train_step())
 
-    resumed = Trainer(seed=2)  # another seed: nothing is right before it is loaded
+    resumed = Trainer(seed=2)  # another seed, so that nothing is right before loading
     resumed.load(path)
     again = [resumed.train_step() for _ in range(resumed.step, NUM_STEPS)]
     print(f"loss {losses[0]:.4f} at the start, {losses[SAVE_AT]:.4f} when saved, {losses[-1]:.4f} at the end")

@@ -1,10 +1,10 @@
-"""Save a tensor parallel layer on 4 processes, load it on 2, and on 1, whole: the same numbers everywhere.
+"""Save a tensor parallel layer on 4 processes and load it on 2 and on 1 with the same values.
 
     torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_reshard.py --work-dir /tmp/tensor_parallel_reshard
 
-Each process says which part of which global tensor it holds, and nothing else. `up` is divided by its output features,
-`down` by its input features, `norm` is the same on all: each process writes a part of it. What asks for other parts
-gets them. (`train_reshard_resume.py` does this in a whole training program, with pipeline and data parallelism.)
+Each process only describes the part of each global tensor that it holds. `up` is sharded by output features, `down` by
+input features, and `norm` is replicated: each process writes a part of it. A load may request any other parts.
+(`train_reshard_resume.py` does this in a complete training program, with pipeline and data parallelism.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, HIDDEN = 64, 256
 
 
 def describe(parts: dict[str, Tensor], rank: int, size: int) -> dict[str, ShardedTensor]:
-    """Say which part of which global tensor this rank of `size` tensor parallel ranks holds."""
+    """Describe the part of each global tensor that this one of `size` tensor parallel ranks holds."""
     return {
         "up": ShardedTensor.from_rank_offsets("mlp.up.weight", parts["up"], (0, rank, size)),
         "down": ShardedTensor.from_rank_offsets("mlp.down.weight", parts["down"], (1, rank, size)),
@@ -32,7 +32,7 @@ def describe(parts: dict[str, Tensor], rank: int, size: int) -> dict[str, Sharde
 
 
 def make_parts(rank: int, size: int) -> dict[str, Tensor]:
-    """Make this rank's parts of tensors that depend on no layout."""
+    """Make this rank's parts of tensors that do not depend on the layout."""
     rng = torch.Generator().manual_seed(0)
     up, down = torch.randn(HIDDEN, WIDTH, generator=rng), torch.randn(WIDTH, HIDDEN, generator=rng)
     parts = {
@@ -44,7 +44,7 @@ def make_parts(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def load_and_compare(path: Path, rank: int, size: int, group: dist.ProcessGroup | None) -> bool:
-    """Load this rank's parts under another number of ranks; return whether they are what they should be."""
+    """Load this rank's parts under a different number of ranks; return whether they are correct."""
     expected = make_parts(rank, size)
     targets = {name: torch.full_like(part, torch.nan) for name, part in expected.items()}
     distckpt.load(describe(targets, rank, size), path, process_group=group)

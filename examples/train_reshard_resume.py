@@ -1,17 +1,17 @@
-"""Train a language model on 4 processes, save it, train on from the checkpoint in three other layouts, export it.
+"""Train a language model on 4 processes, save it, resume training under three other layouts, and export it.
 
     torchrun --standalone --nproc-per-node 4 examples/train_reshard_resume.py --work-dir /tmp/reshard
 
-1. Train at tensor parallel 2 x pipeline parallel 2; save halfway, and go on to the end.
-2. Load at tensor parallel 4, train on.
-3. Load at data parallel 2, on two of the processes, train on.
-4. Load in one plain process without any process group, train on.
+1. Train at tensor parallel 2 x pipeline parallel 2; save halfway, and continue to the end.
+2. Load at tensor parallel 4 and resume.
+3. Load at data parallel 2, on two of the processes, and resume.
+4. Load in one plain process without a process group and resume.
 5. Export the weights, without the optimizer, as a Hugging Face style safetensors file.
 
-The losses after loading must be those of the first run. For that everything has to come back: the weights and both
-moments of Adam, divided among the processes in another way, the decayed learning rate, the step, and the state of the
-random number generator. Runs on CPU in under a minute; the text to learn is the source of Python's standard library.
-How each layer says which part of which tensor it holds is in `_tiny_lm.py`.
+The losses after loading must be those of the first run. This requires all state to be restored: the weights and both
+moments of Adam, sharded differently, the decayed learning rate, the step, and the state of the random number generator.
+Runs on CPU in under a minute; the training text is the source of Python's standard library. `_tiny_lm.py` shows how
+each layer describes its shards.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class Trainer:
     def __init__(self, layout: Layout, seed: int) -> None:
         self.layout, self.model, self.step = layout, TinyLM(layout, seed), 0
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
-        self.rng = torch.Generator().manual_seed(seed)  # draws the batches and what dropout drops
+        self.rng = torch.Generator().manual_seed(seed)  # draws batches and dropout masks
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Describe everything to save, or to load into. What is not sharded must be equal on all ranks."""
         model = self.model.sharded_state_dict()
-        # The moments are divided as the parameters are.
+        # The moments are sharded like the parameters.
         optimizer = sharded_optimizer_state_dict(self.optimizer, model, process_group=self.layout.world.group)
         return {"model": model, "optimizer": optimizer, "step": self.step, "rng": self.rng.get_state()}
 
     def save(self, path: Path) -> None:
-        # Replace what an earlier run of this program left here.
+        # Replace the checkpoint of an earlier run of this program.
         distckpt.save(self.sharded_state_dict(), path, process_group=self.layout.world.group, overwrite=True)
 
     def load(self, path: Path) -> None:
         state = distckpt.load(self.sharded_state_dict(), path, process_group=self.layout.world.group)
-        # The model's tensors were loaded in place; the rest has to be handed over.
+        # The model's tensors were loaded in place; restore the rest.
         load_sharded_optimizer_state_dict(self.optimizer, state["optimizer"])
         self.step = state["step"]
         self.rng.set_state(state["rng"])
@@ -70,16 +70,16 @@ class Trainer:
 
 def resume(layout: Layout, path: Path) -> list[float]:
     """Load and train to the end; return the losses after loading."""
-    trainer = Trainer(layout, seed=2)  # another seed: nothing is right before it is loaded
+    trainer = Trainer(layout, seed=2)  # another seed, so that nothing is right before loading
     trainer.load(path)
     return train(trainer, until=NUM_STEPS)
 
 
 def export(path: Path, output_dir: Path) -> distckpt.ExportReport:
-    """Merge the shards of the weights, each layer under names of its own; the model is not built for it."""
+    """Merge the shards of the weights, with separate names for each layer, without building the model."""
     weights = ("embedding.", "decoder.", "head.")  # the rest is the optimizer's
     rules = [Unstack("decoder.layers.**", "decoder.layers.{i}.{0}")]
-    # The rule is for the layers; the others keep their names.
+    # The rule applies to the layers; other tensors keep their names.
     return distckpt.consolidate(path, output_dir, keys=weights, rules=rules, unmatched="keep", overwrite=True)
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     resumed = {}
     for tp, pp, dp in ((4, 1, 1), (1, 1, 2)):
         layout = make_layout(tp, pp, dp)
-        if layout is not None:  # this rank is in it
+        if layout is not None:  # this rank is part of it
             resumed[f"TP{tp} x PP{pp} x DP{dp}", layout.world.size] = resume(layout, path)
     exported = export(path, work_dir / "exported")
     is_ok = True

@@ -1,11 +1,11 @@
-"""Save the flat, bucketed shards of a distributed optimizer (ZeRO-1), and load them under another layout.
+"""Save the flattened, bucketed shards of a distributed optimizer (ZeRO-1), and load them under another layout.
 
     torchrun --standalone --nproc-per-node 4 examples/zero1.py --work-dir /tmp/zero1
 
-Trains at tensor parallel 2 x data parallel 2, saves, and goes on; then loads at tensor parallel 1 x data parallel 4
-and trains on from there. Each data parallel rank holds an equal part of every bucket: a run of elements that begins
-and ends anywhere in the parameters, in the middle of a fused SwiGLU weight, too. It says which with `flattened_range`.
-All values must be equal bit by bit after loading, and the losses up to the order of additions.
+Trains at tensor parallel 2 x data parallel 2, saves, and continues; then loads at tensor parallel 1 x data parallel 4
+and resumes. Each data parallel rank holds an equal part of every bucket: a range of elements that may begin and end
+anywhere in the parameters, even inside a fused SwiGLU weight. `flattened_range` specifies the range. After loading, all
+values must be bitwise equal, and the losses equal up to the order of additions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUCKET_SIZE, LEARNING_RATE, BETAS = 20_000, 3e-3, (0.9, 0.95)
 
 
 class Bucket:
-    """Some parameters, one after another in one flat tensor that is padded; this rank has an equal part of it."""
+    """Parameters concatenated in one padded flat tensor, of which this rank holds an equal part."""
 
     def __init__(self, params: list[nn.Parameter], dp: Axis) -> None:
         self.params, self.dp = params, dp
@@ -43,7 +43,7 @@ class Bucket:
         return (all_reduce(flat, self.dp) if reduce else flat)[self.first : self.first + self.share]
 
     def update(self, step: int) -> None:
-        """Do a step of Adam on this rank's part, and hand the parameters round."""
+        """Do a step of Adam on this rank's part, then gather the parameters."""
         gradient = self._own_part([p.grad for p in self.params], reduce=True)
         param, mean, square = self.state.values()
         mean.lerp_(gradient, 1 - BETAS[0])
@@ -57,12 +57,12 @@ class Bucket:
             p.data.copy_(values.view_as(p))
 
     def sharded_state_dict(self, shards: list[Any]) -> list[Any]:
-        """Describe this rank's part. `shards` are those of the parameters; padding belongs to none of them."""
+        """Describe this rank's part. `shards` are those of the parameters; padding is not saved."""
         described, start = [], 0
         for param, shard in zip(self.params, shards, strict=True):
             low, high = max(self.first, start), min(self.first + self.share, start + param.numel())
             own, run = slice(low - self.first, high - self.first), slice(low - start, high - start)
-            # Copies are on tensor parallel ranks only: each data parallel rank has elements of its own.
+            # Only tensor parallel ranks hold replicas: data parallel ranks have different elements.
             flat = {"flattened_range": run, "replica_id": (shard.replica_id[0], 0)}
             for name, values in self.state.items() if low < high else ():
                 described.append(replace(shard, key=f"optimizer.{name}.{shard.key}", data=values[own], **flat))
@@ -93,7 +93,7 @@ class Trainer:
         distckpt.save(self.sharded_state_dict(), path, overwrite=True)
 
     def load(self, path: Path) -> None:
-        # Tensors, flat ones too, are loaded in place; only the step has to be handed over.
+        # Tensors, including flattened ones, are loaded in place; only the step is restored here.
         self.step = distckpt.load(self.sharded_state_dict(), path)["step"]
 
     def train_step(self) -> float:
@@ -107,7 +107,7 @@ class Trainer:
 def main() -> None:
     work_dir = start(__doc__)
     first = Trainer(make_layout(tp=2, pp=1, dp=2), seed=1)
-    second = Trainer(make_layout(tp=1, pp=1, dp=4), seed=2)  # another seed: nothing is right before it is loaded
+    second = Trainer(make_layout(tp=1, pp=1, dp=4), seed=2)  # another seed, so that nothing is right before loading
     train_and_resume(first, second, [work_dir / "tp2-dp2", work_dir / "tp1-dp4"])
 
 
