@@ -1,7 +1,7 @@
-"""What the site shows of the rest of the repository: README, changelog and examples, and a page for each public module.
+"""Add the README, the changelog, the examples and a page for each public module to the site.
 
-Pages link to such files where they lie in the repository. Here these links are led to where the site has the files, so
-that they work in both places.
+Pages link to these files by their location in the repository. Here the links are rewritten to their location in the
+site, so that they work in both places.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
 
 def public_modules() -> list[str]:
-    """Return the dotted names of the modules that programs may import."""
+    """Return the dotted names of the public modules."""
     files = [file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "distckpt").rglob("*.py"))]
     names = [".".join(file.parts) for file in files if not any(part.startswith("_") for part in file.parts)]
     return [name for name in names if name != "distckpt.cli"]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put a page for each public module in the navigation."""
+    """Add a page for each public module to the navigation."""
     assert config.nav is not None
     config.nav[-1] = {"API": ["api/index.md", *({name: f"api/{name}.md"} for name in public_modules())]}
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add pages and files that are not in `docs/`."""
+    """Add pages and files from outside `docs/`."""
     for source, target in PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text()))
     for example in sorted((ROOT / "examples").glob("*.py")):
@@ -43,7 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to files of the repository to where the site has them."""
+    """Rewrite links to files of the repository to their location in the site."""
     if page.file.src_uri in PAGES.values():
         markdown = markdown.replace("](docs/", "](").replace("](examples/", "](../examples/")
     for source, target in PAGES.items():
