@@ -1,4 +1,4 @@
-"""The Hugging Face side: consolidation under the names users know, names of files, the index.
+"""Hugging Face checkpoints: consolidation under the names users know, file names and the index.
 
 `consolidate_safetensors_files` and `consolidate_safetensors_files_on_every_rank` take the arguments of torch's and NeMo
 Automodel's functions of these names; change the import. `distckpt.consolidate` can do more.
@@ -40,14 +40,14 @@ set_public_home(globals())
 def consolidate_safetensors_files(
     input_dir: str, output_dir: str, fqn_to_index_mapping: Mapping[str, int] | None = None, num_threads: int = 1
 ) -> None:
-    """Merge a folder of shard files into output files. One process calls, alone.
+    """Merge a folder of shard files into output files, in this process alone.
 
     Args:
         input_dir: path or URL of the folder that `HuggingFaceStorageWriter(save_distributed=True)` wrote, or of the
             `tensors` folder of a distckpt checkpoint.
         output_dir: path or URL; an export that is there is replaced, other files stay.
         fqn_to_index_mapping: key -> number of its output file, from 1. None: all in one file.
-        num_threads: that read and write at the same time.
+        num_threads: number of threads that read and write.
 
     Raises:
         ValueError: the shards do not belong together: one is missing, has no sharding metadata, is left over from
@@ -71,7 +71,7 @@ def consolidate_safetensors_files_on_every_rank(
         input_dir: see `consolidate_safetensors_files`.
         output_dir: see `consolidate_safetensors_files`.
         fqn_to_index_mapping: see `consolidate_safetensors_files`.
-        num_threads: of each rank.
+        num_threads: number of threads per rank.
         process_group: the ranks that work together; None for the default group.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What the values of a state dict of torch.distributed.checkpoint are in a sharded state dict.
+"""Convert state dicts of torch.distributed.checkpoint to sharded state dicts.
 
-Such state dicts say less than those of distckpt: which ranks have copies of a tensor, and which ranks have a value at
-all, only shows when all are compared.
+They hold less information: which ranks have copies of a tensor, and which ranks have a value at all, is only known once
+all ranks are compared.
 """
 
 from __future__ import annotations
@@ -28,24 +28,18 @@ from distckpt.mapping import (
 )
 
 _MAIN, _EVERYWHERE = 1, 2
-"""Flags of a key on a rank: it has the copy that counts; all ranks have the key."""
+"""Flags of a key on a rank: it has the main copy; all ranks have the key."""
 
 
 def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
-    """Return the sharded state dict that stores a state dict.
+    """Convert a state dict whose tensors are plain, DTensors or PyTorch's sharded tensors.
 
-    Collective: every rank calls. Compares a hash of keys, and the keys themselves only where they differ.
-
-    Args:
-        state_dict: tensors are whole or DTensors or PyTorch's sharded tensors.
-        ranks: that save together.
-
-    Returns:
-        The same nested dict. Values that all ranks have are left as they are, to become common state; those that only
-        some have are sharded objects.
+    The result is the same nested dict. Values that all ranks have stay as they are, to become common state; those that
+    only some ranks have become sharded objects. Collective operation: all ranks must call it. It compares a hash of the
+    keys, and the keys themselves only where they differ.
 
     Raises:
-        InvalidShardingError: a DTensor is a sum that is yet to be made, or two values have one key.
+        InvalidShardingError: a DTensor is a partial sum, or two values have one key.
     """
     with ranks.phase("describe the state dict"):
         leaves = tree.leaves(state_dict)
@@ -61,7 +55,7 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
         for shard in shards[key]:
             if flags[key] & _MAIN:
                 shard.replica_id = 0
-        # A rank outside of a mesh has nothing of its tensors.
+        # A rank outside of a mesh holds no part of its tensors.
         return shards[key] or LocalNonpersistentObject(None)
 
     state: ShardedStateDict = tree.with_leaves(state_dict, stored)
@@ -69,15 +63,10 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
 
 
 def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
-    """Describe what this rank holds of a value.
+    """Describe the part of a value that this rank holds; anything but a tensor is an object.
 
-    Args:
-        key: of the value.
-        value: a tensor of any kind; anything else is an object.
-        rank: number of this rank, which tells copies of values from each other that do not know of copies.
-
-    Returns:
-        Shards, whose replica ids are zero for main copies if rank 0 is among those that have the value.
+    Replica ids are zero for main copies if rank 0 has the value. `rank` distinguishes copies of values that carry no
+    information about copies.
     """
     if not isinstance(value, torch.Tensor):
         return [ShardedObject(key, value, (1,), (0,), rank)]
@@ -111,18 +100,14 @@ def _copy_number(shard: ShardedBase) -> tuple[int, ...]:
 
 
 def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Return the flags of the keys of which this rank has something.
+    """Return the flags of this rank's keys, given each key with the number of the copy that this rank holds.
 
-    Collective: every rank calls.
-
-    Args:
-        ranks: that compare.
-        copies: these keys, each with the number of this rank's copy; the lowest number of all ranks is the main one.
+    The lowest number on any rank is the main copy. Collective operation: all ranks must call it.
     """
     keys = sorted(key for key, _ in copies)
     digest = checksum(json.dumps(keys).encode()) >> 3
     if ranks.is_coordinator and not all(is_main_replica(number) for _, number in copies):
-        # That rank 0 has all keys tells nothing about the main copies then.
+        # Equal keys on all ranks do not imply that rank 0 has the main copies then.
         digest = -1
     if ranks.all_equal(digest):
         return {key: _EVERYWHERE | (_MAIN if is_main_replica(number) else 0) for key, number in copies}

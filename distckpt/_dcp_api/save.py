@@ -1,0 +1,170 @@
+"""Save with the arguments of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from distckpt import serialization
+from distckpt._base.errors import CheckpointingException
+from distckpt._dcp_api import arguments, shards, tree
+from distckpt._ranks.collectives import Ranks, lone_group
+from distckpt.serialization import SaveHandle, SaveReport
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> SaveReport:
+    """Save a state dict that `torch.distributed.checkpoint.save` takes.
+
+        dcp.save({"model": model.state_dict(), "step": 100}, checkpoint_id="checkpoints/step_100")
+
+    A checkpoint that is there is replaced, as PyTorch's writer does by default; it stays until the new one is complete.
+
+    Collective operation: all ranks of the process group must call it, unless `no_dist` is set.
+
+    Args:
+        state_dict: nested dicts and lists of DTensors, other tensors (the same on all ranks that have them), and values
+            that are saved as objects. Values at the top that have `state_dict` and `load_state_dict` are replaced by
+            their state dicts.
+        checkpoint_id: a path or fsspec URL.
+        storage_writer: a `FileSystemWriter` or `FsspecWriter` of PyTorch, whose path is used when `checkpoint_id` is
+            not given; its `overwrite` and `sync_files` are used too.
+        planner: None or a `DefaultSavePlanner`.
+        process_group: the ranks that save together; None for the default group.
+        no_dist: save from this process alone.
+        use_collectives: must be True.
+
+    Returns:
+        What was saved and how long it took (PyTorch returns its metadata).
+
+    Raises:
+        InvalidShardingError: a DTensor is a partial sum, or two values have one key.
+        UnsupportedObjectError: a value is of a class that is not registered, see `distckpt.register_object_type`.
+        CheckpointExistsError: a checkpoint is there and the writer's `overwrite` is False.
+        RankFailedError: raised on all ranks when any rank failed; nothing is committed.
+    """
+    arguments.check_planner(planner, "DefaultSavePlanner")
+    return serialization.save(
+        **_save_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
+    )
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    async_checkpointer_type: Any = None,
+    async_stager: None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[SaveReport]:
+    """Save like `save`, in the background. Tensors may change as soon as this returns.
+
+        future = dcp.async_save(state, checkpoint_id="checkpoints/step_100")
+        ...              # train on
+        future.result()  # raises what went wrong on any rank
+
+    Collective operation: all ranks of the process group must call it, unless `no_dist` is set.
+
+    Args:
+        state_dict: see `save`.
+        checkpoint_id: see `save`.
+        storage_writer: see `save`.
+        planner: see `save`.
+        process_group: see `save`.
+        async_checkpointer_type: accepted and ignored: no process is started.
+        async_stager: must be None: tensors are copied before this returns.
+        no_dist: see `save`.
+        use_collectives: must be True.
+
+    Returns:
+        The future of what `save` returns. When the save fails and the result is never read, the next save
+        raises the error.
+
+    Raises:
+        CheckpointingException: as `save` does, for errors found before anything is written.
+    """
+    del async_checkpointer_type
+    arguments.check_planner(planner, "DefaultSavePlanner")
+    if async_stager is not None:
+        raise CheckpointingException(
+            f"async_stager ({type(async_stager).__name__}) must be None: distckpt copies what it saves itself, into "
+            "memory that it uses again. Leave it out; distckpt.async_save can limit that memory."
+        )
+    handle = serialization.async_save(
+        **_save_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
+    )
+    return _SaveFuture(handle)
+
+
+class _SaveFuture(Future[SaveReport]):
+    """Present a background save as a future, which cannot be cancelled."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle
+        self.set_running_or_notify_cancel()
+        handle.when_done(self._finish)
+
+    def _finish(self) -> None:
+        error = self._handle.error()
+        if error is None:
+            self.set_result(self._handle.result())
+        else:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        try:
+            return super().result(timeout)
+        finally:
+            self._mark_as_read()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self._mark_as_read()
+
+    def _mark_as_read(self) -> None:
+        self._handle.was_asked = self._handle.was_asked or self.done()
+
+
+def _save_arguments(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: Any,
+    process_group: Any,
+    no_dist: bool,
+    use_collectives: bool,
+) -> dict[str, Any]:
+    """Convert the arguments to those of `distckpt.save`."""
+    if not use_collectives:
+        raise CheckpointingException(
+            "use_collectives must be True: ranks agree on what is saved and commit it together. To save from one "
+            "process alone pass no_dist=True."
+        )
+    location = arguments.saved_location(checkpoint_id, storage_writer)
+    group = lone_group() if no_dist else process_group
+    ranks = Ranks(group)
+    with ranks.phase("collect the state dicts"):
+        values = tree.unwrap_stateful(state_dict)
+    return {
+        "sharded_state_dict": shards.sharded(values, ranks),
+        "checkpoint_dir": location,
+        "overwrite": getattr(storage_writer, "overwrite", True),
+        "durable": getattr(storage_writer, "sync_files", True),
+        "process_group": group,
+    }
