@@ -33,7 +33,7 @@ from distckpt._models.layers import (
     prepended_axes,
 )
 from distckpt._ranks.collectives import own_rank
-from distckpt.mapping import ReplicaId, ShardedStateDict, ShardedTensor, StateDict
+from distckpt.mapping import ReplicaId, ShardedStateDict, StateDict
 
 __all__ = [
     "load_sharded_state_dict",
@@ -102,7 +102,7 @@ def sharded_state_dict(
             if is_in_mesh(value):
                 state[key] = shard_of_dtensor(key, value, grid, replica_id)
         else:
-            state[key] = _whole(key, value, grid, copy)
+            state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, copy)
     for name, child in delegates:
         state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata))
     return state
@@ -262,10 +262,3 @@ def _plain_name(name: str) -> str:
 
 def _is_tensor_entry(name: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)
-
-
-def _whole(key: str, tensor: torch.Tensor, grid: Grid, replica_id: ReplicaId) -> ShardedTensor:
-    offsets = ((axis, position, parts) for axis, (position, parts) in enumerate(grid.prepended))
-    return ShardedTensor.from_rank_offsets(
-        key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=len(grid.prepended)
-    )

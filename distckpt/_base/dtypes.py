@@ -41,11 +41,6 @@ PACKED_PER_ITEM: dict[str, int] = {"F4": 2}
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def item_bytes(dtype: torch.dtype) -> int:
-    """Return the size of one item of a tensor in bytes."""
-    return dtype.itemsize
-
-
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's items as integers of the same size, so that copies work for every dtype."""
     return tensor.view(_SAME_SIZE_INTEGER[tensor.dtype.itemsize])

@@ -92,8 +92,16 @@ def identity(key: str, info: TensorInfo) -> MappedTensor:
 def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
     """Find what a region of a target tensor is made of.
 
-    Returns pairs `(place, part)`: `part` is cut down to the region, and `place` is its target relative to the region's
-    first element. Together with `resolve_padding` the places tile the region.
+    Args:
+        mapped: the target tensor.
+        region: a region inside it.
+
+    Returns:
+        Pairs `(place, part)`: `part` is cut down to the region, and `place` is its target, with its offset counted from
+        the region's first element. Together with `resolve_padding` the places tile the region.
+
+    Raises:
+        InvalidShardingError: the region does not lie inside the tensor.
     """
     _check_inside(region, mapped.shape)
     rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
@@ -105,14 +113,26 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
-    """Find what of a region of a target tensor is to be filled with zeros, relative to the region."""
+    """Find the regions inside a region of a target tensor that are to be filled with zeros, relative to it.
+
+    Raises:
+        InvalidShardingError: the region does not lie inside the tensor.
+    """
     _check_inside(region, mapped.shape)
     common = (intersect(region, padding) for padding in mapped.padding)
     return [piece.relative_to(region.offset) for piece in common if piece is not None]
 
 
 def target_view(view: torch.Tensor, part: Part) -> torch.Tensor:
-    """View a part's target, a tensor of shape `part.target.shape`, with the shape and the axes of its source."""
+    """View the memory of a part's target with the shape and the axes of its source: writing to it writes to `view`.
+
+    Args:
+        view: tensor of shape `part.target.shape`.
+        part: which source region belongs there.
+
+    Raises:
+        ValueError: `view` has another shape.
+    """
     if tuple(view.shape) != part.target.shape:
         raise ValueError(f"a view of shape {tuple(view.shape)} was given for a part of shape {part.target.shape}")
     pairs = _axis_pairs(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from numbers import Integral
 from operator import index
@@ -59,6 +60,12 @@ class ShardedBase(ABC):
 def fail(kind: type, key: str, problem: str) -> NoReturn:
     """Raise InvalidShardingError about a part of kind `kind`."""
     raise InvalidShardingError(f"{kind.__name__} {key!r}: {problem}")
+
+
+def flat_bounds(flattened_range: slice, local_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first and last + 1 element of a flat shard inside its flattened local tensor."""
+    start, stop, _ = flattened_range.indices(math.prod(local_shape))
+    return start, max(start, stop)
 
 
 def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from distckpt._geometry.region import with_item
-from distckpt._mapping.base import ReplicaId, ShardedBase, fail, integers
+from distckpt._mapping.base import ReplicaId, ShardedBase, fail, flat_bounds, integers
 
 
 @dataclass(eq=False)
@@ -127,11 +127,10 @@ class ShardedTensor(ShardedBase):
             self._fail(f"data has {data.numel()} elements, but flattened_range selects {stop - start}")
 
     def _flat_bounds(self) -> tuple[int, int]:
-        """Return first and end position of the held elements in the flattened local tensor; first <= end."""
+        """Return the first and last + 1 of the held elements in the flattened local tensor."""
         if self.flattened_range is None:
             self._fail("flattened_range is not set; use global_slice() for a shard that is not flat")
-        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
-        return start, max(start, stop)
+        return flat_bounds(self.flattened_range, self.local_shape)
 
     def _fail(self, problem: str) -> NoReturn:
         flat = "" if self.flattened_range is None else f", flattened_range {self.flattened_range}"

@@ -10,6 +10,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._geometry.region import Region, flat_range_regions, flat_start, intersect, whole
+from distckpt._mapping.base import flat_bounds
 from distckpt.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 
 
@@ -91,9 +92,8 @@ class _Form(NamedTuple):
         if flattened_range is None:
             bounds, expected = None, self.local_shape
         else:
-            start, stop, _ = flattened_range.indices(math.prod(self.local_shape))
-            bounds = start, max(start, stop)
-            expected = (bounds[1] - start,)
+            bounds = flat_bounds(flattened_range, self.local_shape)
+            expected = (bounds[1] - bounds[0],)
         if tuple(tensor.shape) != expected:
             flat = "" if bounds is None else f" for {flattened_range} of local shape {self.local_shape}"
             fail(key, f"data has shape {tuple(tensor.shape)}, but must have {expected}{flat}")

@@ -52,24 +52,13 @@ def make_tp_sharded_tensor_for_checkpoint(
     Raises:
         InvalidShardingError: axes or positions that do not exist.
     """
-    offsets = tuple(prepend_offsets)
     (tp_rank, tp_size), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
-    if is_dtensor(tensor):
-        if not (0 <= tp_axis < tensor.ndim and 0 <= tp_rank < tp_size):
-            raise InvalidShardingError(
-                f"key {key!r}: no part {tp_rank} among {tp_size} along axis {tp_axis} of {tuple(tensor.shape)}"
-            )
-        grid = Grid(prepended_axes(offsets, "prepend_offsets"), (tp_axis, tp_rank, tp_size))
-        return shard_of_dtensor(key, tensor, grid, (0, 0) if replica_id is None else replica_id, **kwargs)
-    return ShardedTensor.from_rank_offsets(
-        key,
-        tensor,
-        *offsets,
-        (tp_axis + len(offsets), tp_rank, tp_size),
-        replica_id=(0, 0, dp_rank) if replica_id is None else replica_id,
-        prepend_axis_num=len(offsets),
-        **kwargs,
-    )
+    if is_dtensor(tensor) and not (0 <= tp_axis < tensor.ndim and 0 <= tp_rank < tp_size):
+        raise InvalidShardingError(
+            f"key {key!r}: no part {tp_rank} among {tp_size} along axis {tp_axis} of {tuple(tensor.shape)}"
+        )
+    division = (tp_axis, tp_rank, tp_size)
+    return _shard(tensor, key, tuple(prepend_offsets), division, replica_id, (0, 0, dp_rank), kwargs)
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -94,18 +83,34 @@ def make_sharded_tensor_for_checkpoint(
         dp_cp_group: likewise.
         kwargs: further attributes of the `ShardedTensor`.
     """
-    offsets = tuple(prepend_offsets)
     (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
+    return _shard(tensor, key, tuple(prepend_offsets), None, replica_id, (0, tp_rank, dp_rank), kwargs)
+
+
+def _shard(
+    tensor: torch.Tensor,
+    key: str,
+    offsets: tuple[tuple[int, int, int], ...],
+    division: tuple[int, int, int] | None,
+    replica_id: ReplicaId | None,
+    default_replica_id: tuple[int, int, int],
+    attributes: dict[str, Any],
+) -> ShardedTensor | ShardedTensorFactory:
+    """Describe a tensor: one part of a `division` (axis, position, number of parts), or all of it without one."""
     if is_dtensor(tensor):
-        grid = Grid(prepended_axes(offsets, "prepend_offsets"))
-        return shard_of_dtensor(key, tensor, grid, (0, tp_rank) if replica_id is None else replica_id, **kwargs)
+        # The mesh numbers its copies itself.
+        outer = default_replica_id[:2] if replica_id is None else replica_id
+        return shard_of_dtensor(
+            key, tensor, Grid(prepended_axes(offsets, "prepend_offsets"), division), outer, **attributes
+        )
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
         *offsets,
-        replica_id=(0, tp_rank, dp_rank) if replica_id is None else replica_id,
+        *([(division[0] + len(offsets), *division[1:])] if division else []),
+        replica_id=default_replica_id if replica_id is None else replica_id,
         prepend_axis_num=len(offsets),
-        **kwargs,
+        **attributes,
     )
 
 

@@ -21,6 +21,7 @@ from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import OBJECT
 from distckpt._geometry.region import IntArray, Region, flat_range_regions, flat_start, regions_to_arrays, widen
+from distckpt._mapping.base import flat_bounds
 from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
@@ -90,15 +91,8 @@ def shard_regions(shard: Shard) -> Iterator[Region]:
     if shard.flattened_range is None:
         yield Region(offset, prepended + local_shape)
         return
-    for run in flat_range_regions(local_shape, *flat_bounds(shard)):
+    for run in flat_range_regions(local_shape, *flat_bounds(shard.flattened_range, local_shape)):
         yield Region(tuple(map(int.__add__, offset, (0,) * len(prepended) + run.offset)), prepended + run.shape)
-
-
-def flat_bounds(shard: ShardedTensor) -> tuple[int, int]:
-    """Return the first and last + 1 element of a flattened shard inside its unflattened local tensor."""
-    assert shard.flattened_range is not None
-    start, stop, _ = shard.flattened_range.indices(int(np.prod(shard.local_shape, dtype=np.int64)))
-    return start, max(start, stop)
 
 
 def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
@@ -112,7 +106,7 @@ def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
     if shard.flattened_range is None:
         return data[(None,) * prepended][local.slices()] if region.offset else data
     inner = Region(local.offset[prepended:], local.shape[prepended:])
-    start = flat_start(tuple(shard.local_shape), inner) - flat_bounds(shard)[0]
+    start = flat_start(shard.local_shape, inner) - flat_bounds(shard.flattened_range, shard.local_shape)[0]
     return data[start : start + inner.num_elements].view(region.shape)
 
 
