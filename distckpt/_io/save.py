@@ -111,17 +111,19 @@ def tensor_files_of(files: Sequence[PlannedFile], shards: Sequence[Shard]) -> Ca
     ]
 
 
-def object_files_of(
-    rank: int, objects: Sequence[PlannedChunk], shards: Sequence[Shard]
-) -> tuple[list[NewFile], list[PlannedFile]]:
-    """Lay out the file of the encoded objects of one rank; there is none without objects."""
-    if not objects:
-        return [], []
+def encoded_objects(objects: Sequence[PlannedChunk], shards: Sequence[Shard]) -> dict[str, bytes]:
+    """Return the encodings of the objects that a rank writes, by unique key."""
     held = [shards[chunk.pieces[0][0]] for chunk in objects]
-    encoded: dict[str, bytes] = {shard.unique_key: shard.data for shard in held if isinstance(shard, ShardedObject)}
+    return {shard.unique_key: shard.data for shard in held if isinstance(shard, ShardedObject)}
+
+
+def object_file_of(
+    rank: int, objects: Sequence[PlannedChunk], encoded: Mapping[str, bytes]
+) -> tuple[PlannedFile, NewFile]:
+    """Lay out the file of the encoded objects of one rank, and make it."""
     planned = lay_out_object_file(rank, objects, {key: len(data) for key, data in encoded.items()})
     contents = [[torch.frombuffer(bytearray(data), dtype=torch.uint8)] for data in encoded.values()]
-    return [file_of_tensors(planned.name, planned.header, contents)], [planned]
+    return planned, file_of_tensors(planned.name, planned.header, contents)
 
 
 def write_manifest(

@@ -20,14 +20,14 @@ from distckpt._base.threads import NUM_THREADS
 from distckpt._commit import posix
 from distckpt._foreign.opening import BACKEND, VERSION, open_checkpoint
 from distckpt._foreign.stored_values import object_keys, read_encoded
-from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
+from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import crop
 from distckpt._geometry.region import IntArray, Region, whole
 from distckpt._io import background
 from distckpt._io.export import filling
-from distckpt._io.save import object_files_of
+from distckpt._io.save import encoded_objects, object_file_of
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._plan.export import OutputTensor, matches, plan_tensors, renamed, select_tensors
@@ -149,7 +149,7 @@ def reshard(
     )
     files, overflows = _files_of(stored, outputs, planned, object_files)
     chunks = chunk_table(planned)
-    rewrite = SafetensorsSave(lambda: files, [], ChunkTable.empty(), new_manifest, [chunks], settings, num_bytes)
+    rewrite = SafetensorsSave(lambda: files, [], {}, new_manifest, [chunks], settings, num_bytes)
     config = CheckpointingConfig(BACKEND, VERSION)
     save = PlannedSave(target, SaveSettings(overwrite=overwrite), config, rewrite, PhaseTimer())
     write_and_commit(Ranks.alone(), save)
@@ -261,9 +261,11 @@ def _lay_out(
     object_files: dict[str, NewFile] = {}
     for rank, pieces in enumerate(plan_owners(table, num_ranks, {})):
         of_tensors, objects = lay_out_files(rank, described, pieces)
-        new_files, of_objects = object_files_of(rank, objects, shards)
-        planned += [*of_tensors, *of_objects]
-        object_files.update((file.location, file) for file in new_files)
+        planned += of_tensors
+        if objects:
+            of_objects, new_file = object_file_of(rank, objects, encoded_objects(objects, shards))
+            planned.append(of_objects)
+            object_files[of_objects.name] = new_file
     return manifest, planned, object_files
 
 

@@ -22,12 +22,20 @@ from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_copies
 from distckpt._io.remove_tensors import remove_tensors
-from distckpt._io.save import add_digests, make_plan, object_files_of, ready_to_save, tensor_files_of, write_manifest
+from distckpt._io.save import (
+    add_digests,
+    encoded_objects,
+    make_plan,
+    object_file_of,
+    ready_to_save,
+    tensor_files_of,
+    write_manifest,
+)
 from distckpt._io.shared_read import Sharing, read_sharing
 from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, write_files
 from distckpt._plan.cache import PlanCache, structure_of
-from distckpt._plan.layout import chunk_table
+from distckpt._plan.layout import PlannedChunk, chunk_table
 from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
 from distckpt._plan.translate import translate
 from distckpt._ranks import collectives
@@ -116,15 +124,16 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             num_requests=num_requests_within(options.max_inflight_bytes),
             progress=options.progress,
         )
-        object_files, planned = object_files_of(ranks.rank, plan.objects, shards)
+        encoded = encoded_objects(plan.objects, shards)
+        num_bytes = sum(sum(file.chunk_bytes) for file in plan.files) + sum(map(len, encoded.values()))
         return SafetensorsSave(
             make_tensor_files=tensor_files_of(plan.files, shards),
-            object_files=object_files,
-            object_table=chunk_table(planned),
+            objects=plan.objects,
+            encoded=encoded,
             manifest=plan.manifest,
             tables=plan.tables,
             settings=settings,
-            num_bytes=sum(sum(file.chunk_bytes) for file in [*plan.files, *planned]),
+            num_bytes=num_bytes,
             plan_reused=plan is known,
         )
 
@@ -135,16 +144,16 @@ class SafetensorsSave(PreparedSave):
 
     Attributes:
         make_tensor_files: call it in the thread that computes, see `file_of_tensors`.
-        object_files: what is written after the tensors.
-        object_table: the chunks in them.
+        objects: what is written after the tensors, into a file of its own.
+        encoded: the same, by unique key.
         manifest: on the coordinator, without chunks.
         tables: on the coordinator, the chunks of each rank's files of tensors.
         settings: how files are written.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
-    object_files: Sequence[NewFile]
-    object_table: ChunkTable
+    objects: Sequence[PlannedChunk]
+    encoded: Mapping[str, bytes]
     manifest: Manifest | None
     tables: Sequence[ChunkTable]
     settings: WriteSettings
@@ -164,9 +173,14 @@ class SafetensorsSave(PreparedSave):
         """
         suffix, settings = self.folder_suffix, self.settings
         with ranks.phase("write shard files"):
-            files = [*self.make_tensor_files(), *self.object_files]
+            files = [*self.make_tensor_files()]
+            object_table = ChunkTable.empty()
+            if self.objects:
+                planned, object_file = object_file_of(ranks.rank, self.objects, self.encoded)
+                object_table = chunk_table([planned])
+                files.append(object_file)
             checksums = write_files([file.below(checkpoint_dir, suffix) for file in files], settings)
-            written = self.object_table._replace(block_checksums=checksums).to_bytes()
+            written = object_table._replace(block_checksums=checksums).to_bytes()
         gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
         fields: Mapping[str, Any] = {}
         with ranks.phase("write the manifest", decision=True):
