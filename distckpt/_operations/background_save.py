@@ -162,12 +162,7 @@ class BackgroundSave:
     """A planned save: `stage` copies what it writes, then `write` may run in the background."""
 
     def __init__(
-        self,
-        saves: _GroupSaves,
-        planned: PlannedSave,
-        staging: Staging,
-        is_abandoned: threading.Event,
-        write: Write,
+        self, saves: _GroupSaves, planned: PlannedSave, staging: Staging, is_abandoned: threading.Event, write: Write
     ) -> None:
         self.location = planned.location
         self.settings = planned.settings

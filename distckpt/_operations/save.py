@@ -117,7 +117,7 @@ def save(
     plan = partial(plan_save, ranks, sharded_state_dict, os.fspath(checkpoint_dir))
     raise_pending_errors(ranks, process_group)
     if async_sharded_save:
-        # Not in the annotation: it would burden everybody else with a case that programs for Megatron alone know.
+        # Not in the annotation: only programs for Megatron use it, and all others would have to exclude it.
         return async_request(ranks, prepare_background_save(ranks, settings, plan))  # type: ignore[return-value]
     # 1. Flatten the state dict; decide who writes what.
     planned = plan(settings)

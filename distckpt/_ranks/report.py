@@ -15,7 +15,7 @@ from distckpt._ranks.collectives import Ranks
 
 @dataclass(frozen=True)
 class _Report:
-    """What was moved and how long it took, the same on every rank.
+    """The size and duration of a save or load, the same on every rank.
 
     Attributes:
         location: of the checkpoint.

@@ -6,9 +6,10 @@ Megatron run unchanged; they keep the sharing of work inside the given group.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy, prepare_save
@@ -36,16 +37,12 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         self.version = strategy.version
 
     def configure(self, options: Options) -> FullyParallelSaveStrategyWrapper:
-        """Return this strategy with the settings of one call."""
-        inner = self.base_strategy.configure(replace(options, exchange_group=self.parallelization_group))
-        return FullyParallelSaveStrategyWrapper(inner, self.parallelization_group, self.do_cache_distribution)
+        return _configured(self, options)
 
     def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
-        """Decide who writes what, see `SaveShardedStrategy.prepare`."""
         return prepare_save(self.base_strategy, sharded_state_dict)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
-        """Write all shards, see `SaveShardedStrategy.save`."""
         return self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
 
@@ -76,24 +73,27 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.version = strategy.version
 
     def configure(self, options: Options) -> FullyParallelLoadStrategyWrapper:
-        """Return this strategy with the settings of one call."""
-        inner = self.base_strategy.configure(replace(options, exchange_group=self.parallelization_group))
-        return FullyParallelLoadStrategyWrapper(
-            inner, self.parallelization_group, self.do_cache_distribution, self.exchange_algo
-        )
+        return _configured(self, options)
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
-        """Read the given shards, see `LoadShardedStrategy.load`."""
         return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:
-        """Describe every stored tensor, see `LoadShardedStrategy.load_tensors_metadata`."""
         return self.base_strategy.load_tensors_metadata(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
-        """Describe everything stored, see `LoadShardedStrategy.load_sharded_metadata`."""
         return self.base_strategy.load_sharded_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Remove tensors by key prefix, see `LoadShardedStrategy.remove_sharded_tensors`."""
         self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+_Wrapper = TypeVar("_Wrapper", FullyParallelSaveStrategyWrapper, FullyParallelLoadStrategyWrapper)
+
+
+def _configured(wrapper: _Wrapper, options: Options) -> _Wrapper:
+    """Return a copy whose strategy has the options, and shares work only within the group of the wrapper."""
+    configured = copy.copy(wrapper)
+    options = replace(options, exchange_group=wrapper.parallelization_group)
+    configured.base_strategy = wrapper.base_strategy.configure(options)
+    return configured

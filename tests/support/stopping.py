@@ -50,4 +50,4 @@ class _Stopping(SafetensorsSaveStrategy):
 
     def prepare(self, sharded_state_dict):
         prepared = super().prepare(sharded_state_dict)
-        return self.kind(prepared.files, prepared.manifest, prepared.settings, prepared.plan_reused)
+        return self.kind(**vars(prepared))
