@@ -107,11 +107,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
-    """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets themselves.
-
-    Raises:
-        LoadMismatchError: there is no such key.
-    """
+    """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets themselves."""
     known = stored.manifest.key_index
     if text in known or (text == COMMON_KEY and holds_objects(stored)):
         return text, None
@@ -125,11 +121,7 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
 
 
 def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
-    """Parse what stands between the brackets as numpy would, without steps.
-
-    Raises:
-        ValueError: it makes no sense, or not for this shape.
-    """
+    """Parse what stands between the brackets as numpy would, without steps."""
     items = [item.strip() for item in text.split(",")] if text.strip() else []
     if items.count("...") > 1 or len(items) - items.count("...") > len(shape):
         raise ValueError(f"[{text}] has more parts than the tensor has axes: its shape is {shape}")

@@ -31,7 +31,7 @@ _MAX_ELEMENTS = 1 << 62
 
 
 class Header(NamedTuple):
-    """What a file says of itself: its size, that of its header, and the header's content."""
+    """The size of a file, that of its header, and the header's content."""
 
     num_bytes: int
     header_bytes: int
@@ -57,11 +57,7 @@ class HuggingFaceReader(Reader):
 def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
     """Read the headers of a folder of safetensors files.
 
-    With `require_sharding_info`, files are refused that do not say where in the global tensors their entries lie.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged or missing, or the pieces of a tensor overlap, leave gaps or differ
-            in dtype; naming file and key.
+    With `require_sharding_info`, files without the positions of their entries in the global tensors are refused.
     """
     weight_map = _read_index(location)
     names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
@@ -113,11 +109,7 @@ def _read_index(location: str) -> dict[str, str] | None:
 
 
 def read_header(path: str) -> Header:
-    """Read the header of a safetensors file.
-
-    Raises:
-        ValueError: it is not whole.
-    """
+    """Read the header of a safetensors file; raise ValueError where it is damaged."""
     size = file_size(path)
     head = locations.read_range(path, 0, min(size, _HEADER_GUESS_BYTES))
     header_bytes = safetensors_file.header_length(head, size)

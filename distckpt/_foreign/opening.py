@@ -40,11 +40,8 @@ register_reader(HuggingFaceReader())
 def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the marker of a checkpoint; for one of a foreign format a marker that names its reader.
 
-    Pass the marker when it was read already: on an object store each look takes a request.
-
-    Raises:
-        CheckpointNotFoundError: nothing that can be read is there.
-        CorruptCheckpointError: the marker is damaged or of a newer version.
+    Pass the marker when it was read already: on an object store each look takes a request. Raises
+    CheckpointNotFoundError where nothing is that can be read.
     """
     if marker is None:
         marker = read_marker(location)
@@ -59,11 +56,7 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
 
 
 def find_reader(stored: StoredCheckpoint) -> Reader | None:
-    """Return the reader of a checkpoint's format, None for distckpt's own.
-
-    Raises:
-        CheckpointingException: the reader is registered on another rank, but not on this one.
-    """
+    """Return the reader of a checkpoint's format, None for distckpt's own."""
     origin = stored.manifest.origin
     return None if origin is None else _reader_named(origin.get("format"), stored.location)
 
@@ -79,11 +72,7 @@ def _reader_named(name: Any, location: str) -> Reader:
 
 
 def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
-    """Read the manifest that a marker names; for a foreign format let its reader make one.
-
-    Raises:
-        CorruptCheckpointError: naming the file.
-    """
+    """Read the manifest that a marker names; for a foreign format let its reader make one."""
     expected = marker.get("manifest", {})
     if expected is None:
         return _reader_named(marker.get("reader"), location).manifest(location).to_bytes()

@@ -73,7 +73,7 @@ def build_manifest(
     _check_inside(location, in_order, key_ids, offsets + extents, shapes)
     _check_tiling(location, list(groups.values()), shapes, (key_ids, offsets, extents))
     if files is None:
-        files = [_look_up(location, name) for name in dict.fromkeys(piece.file for piece in in_order)]
+        files = [look_up_file(location, name) for name in dict.fromkeys(piece.file for piece in in_order)]
     _check_positions(location, in_order, {file.name: file.num_bytes for file in files})
     file_ids = {file.name: i for i, file in enumerate(files)}
     chunks = ChunkTable.empty()._replace(
@@ -206,7 +206,8 @@ def _tiling_error(
     )
 
 
-def _look_up(location: str, name: str) -> ShardFile:
+def look_up_file(location: str, name: str) -> ShardFile:
+    """Describe a file of a checkpoint, after checking that it is there and inside of the checkpoint."""
     path = locations.join(location, *name.split("/"))
     if not locations.is_inner_name(name):
         raise CorruptCheckpointError(f"{location!r} places tensors in {name!r:.300}, which leads elsewhere.")

@@ -20,12 +20,7 @@ from distckpt.mapping import ShardedObject
 
 
 def read_region(stored: StoredCheckpoint, key: str, region: Region) -> torch.Tensor:
-    """Read a region of a tensor, and nothing else of it.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged.
-        LoadMismatchError: the region was not saved completely.
-    """
+    """Read a region of a tensor, and nothing else of it."""
     values = torch.empty(region.shape, dtype=FROM_NAME[stored.dtype_name(key)])
     read_copies(stored, plan_load(stored, [Request(key, stored.global_shape(key), region)]), [values])
     return values
@@ -67,12 +62,7 @@ def object_keys(stored: StoredCheckpoint) -> list[str]:
 
 
 def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], bytes]:
-    """Read the parts of an object, encoded as `codec.decode` takes them, by offset.
-
-    Raises:
-        CorruptCheckpointError: a part is damaged.
-        UnsupportedObjectError: a part of another format is of a class that is not read from pickles.
-    """
+    """Read the parts of an object, encoded as `codec.decode` takes them, by offset."""
     reader = find_reader(stored)
     if key == COMMON_KEY and (reader is not None or key not in stored.manifest.key_index):
         return {(0,): codec.encode(load_common_state(stored))}

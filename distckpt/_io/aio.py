@@ -74,20 +74,11 @@ def is_available() -> bool:
 
 
 def read_runs(fd: int, positions: IntArray, addresses: IntArray, num_bytes: int) -> IntArray | None:
-    """Read runs of equal length from a file to memory.
+    """Read runs of equal length from a file to memory, which the caller keeps alive.
 
-    Args:
-        fd: of the file.
-        positions: (n,) where in the file each run begins.
-        addresses: (n,) where in memory each goes. Whoever calls keeps this memory alive.
-        num_bytes: length of a run.
-
-    Returns:
-        (n,) how many bytes of each run were read: fewer than asked for at the end of the file, or after an
-        interruption. None when the system or the file system does not offer these calls; some runs may have been read.
-
-    Raises:
-        OSError: without the name of the file.
+    `positions` in the file and `addresses` in memory have shape (n,). Returns how many bytes of each run were read:
+    fewer than `num_bytes` at the end of the file or after an interruption. None when the system or the file system does
+    not offer these calls; some runs may have been read then.
     """
     context = _take_context()
     if context is None:

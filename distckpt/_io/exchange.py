@@ -1,4 +1,4 @@
-"""Exchanging values of tensors between ranks, in messages: straight from and into tensors, or through a few buffers."""
+"""Exchanging values of tensors between ranks in messages, straight from and into tensors or through a few buffers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,23 @@ from distckpt._geometry.region import cut_region, whole
 from distckpt._ranks.collectives import Ranks, Transfer
 
 MESSAGE_BYTES = 8 << 20
-"""Ranks send so much at a time at most."""
+"""Size of the largest message."""
 OWN_MESSAGE_BYTES = 256 << 10
-"""Smaller units are put together to messages of up to `MESSAGE_BYTES`."""
+"""Smaller units are joined into messages of up to `MESSAGE_BYTES`."""
 ALIGN_BYTES = 16
-"""Units in a message begin at multiples of this, which is one of the size of every item."""
+"""Units in a message begin at multiples of this, and so of the size of every dtype."""
 MAX_UNDER_WAY = 64
-"""So many messages of a rank are on their way at most."""
+"""Number of messages of a rank on their way at a time."""
 MAX_BUFFERS = 8
-"""So many messages at most go through memory of their own, not straight from or into a target."""
+"""Number of messages at a time that go through a buffer instead of straight from or into a target."""
 
 
 class Message(NamedTuple):
     """Values of some units, or of one part of a unit, on their way between this rank and `peer`.
 
-    All ranks carry out their messages in ascending `order`, in which no two messages of a wave are equal. So of all
-    that are not done, the first is the next for both its ranks, and nobody waits for ever.
-
-    Attributes:
-        order: number of the first unit in the order of all units, number of the part, receiving rank.
-        peer: the other rank.
-        is_sent: to the peer; it is received from there otherwise.
-        units: numbers of the units.
-        views: their places in the targets.
+    All ranks carry out their messages in ascending `order` (number of the first unit, number of the part, receiving
+    rank), in which no two messages of a wave are equal. So of all that are not done, the first is the next for both its
+    ranks, and there is no deadlock. `views` are the places of the `units` in the targets.
     """
 
     order: tuple[int, int, int]
@@ -56,13 +50,9 @@ class Message(NamedTuple):
 
 
 def make_messages(rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Message]:
-    """Divide what goes from one rank to another in a wave among messages; both ranks come to the same division.
+    """Divide what goes from one rank to another in a wave into messages, the same on both ranks.
 
-    Args:
-        rank: this one.
-        peer: the other one.
-        is_sent: whether this rank sends.
-        units: number and place in the target of each unit, ascending by number.
+    `units` has the number of each unit, ascending, and its place in the target.
     """
     receiver = peer if is_sent else rank
     for together in _small_together(units):
@@ -76,14 +66,14 @@ def make_messages(rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int
 
 
 def make_buffers(max_bytes: int) -> deque[torch.Tensor]:
-    """Return buffers for messages, one at least. They take no memory before they are used."""
+    """Return one or more buffers for messages. They take no memory before they are used."""
     count = max(1, min(MAX_BUFFERS, max_bytes // MESSAGE_BYTES))
     memory = torch.empty(count * MESSAGE_BYTES, dtype=torch.uint8)
     return deque(memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(count))
 
 
 def _small_together(units: Iterable[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """Put small units together, so many as a message holds; others are by themselves."""
+    """Join small units, as many as a message holds; yield others one by one."""
     small: list[tuple[int, torch.Tensor]] = []
     room = MESSAGE_BYTES
     for unit, view in units:
@@ -104,7 +94,7 @@ def _padded_bytes(view: torch.Tensor) -> int:
 
 
 class _UnderWay(NamedTuple):
-    """A message that has been started; `buffer` is given back when it is done."""
+    """A message that has been started; `buffer` is free when it is done."""
 
     message: Message
     transfer: Transfer
@@ -112,13 +102,9 @@ class _UnderWay(NamedTuple):
 
 
 def exchange(ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor], problems: list[Exception]) -> None:
-    """Carry out messages, some at a time. Problems with own tensors are noted: the other ranks count on the messages.
+    """Carry out the messages of one wave, some at a time; all ranks must call it.
 
-    Args:
-        ranks: all ranks exchange their messages of one wave.
-        messages: of this rank.
-        buffers: free memory, of `MESSAGE_BYTES` each.
-        problems: gets what goes wrong here alone.
+    Errors with this rank's own tensors are added to `problems` and not raised: other ranks wait for the messages.
     """
     under_way: deque[_UnderWay] = deque()
     tags: dict[tuple[int, bool], int] = defaultdict(int)

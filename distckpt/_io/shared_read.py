@@ -1,4 +1,4 @@
-"""Shared reads: ranks that want the same bytes read each of them once, and send them to each other.
+"""Shared reads: of ranks that request the same bytes one reads them and sends them to the others.
 
 In waves: every rank reads its part of a wave straight into its targets; then the ranks exchange what they read, while
 they read their parts of the next wave. Before each exchange they agree that all have read, so no rank waits in vain.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,22 +24,20 @@ from distckpt._plan.load import Copy
 from distckpt._plan.share import SharePlan, UnitTable, describe_units, divide, plan_shares
 from distckpt._ranks.collectives import Ranks
 
-MIN_WANTED_BYTES = 128 << 20
-"""When "auto" decides: where no two ranks that may share want so much each, it is not worth finding out more."""
+MIN_REQUESTED_BYTES = 128 << 20
+"""Mode "auto" does not share where no two ranks that may share request so much each."""
 MIN_SHARED_BYTES = 64 << 20
-"""When "auto" decides: nor where no rank wants so much that others want too."""
+"""Nor where no rank has so much in common with others."""
 FAST_BYTES_PER_SECOND = 500 << 20
-"""When "auto" decides: sending is no faster than a rank that reads so much, so it is not tried out."""
+"""Nor where all ranks read so fast: sending would be no faster."""
 SAMPLE_BYTES = 8 << 20
-"""When "auto" decides: each rank measures how fast it reads by so much of what it wants."""
-MIN_GAIN = 0.1
-"""When "auto" decides: reads are shared when that is expected to save this part of the time."""
+"""Mode "auto" measures how fast a rank reads by so much of what it requests."""
 
 Read = Callable[[Sequence[Copy]], None]
 
 
 class Sharing(NamedTuple):
-    """Who shares reads, and when.
+    """Which ranks share reads, and when.
 
     Attributes:
         ranks: load together.
@@ -60,47 +57,42 @@ class Sharing(NamedTuple):
 def read_sharing(
     sharing: Sharing, manifest: Manifest, copies: Sequence[Copy], targets: Sequence[torch.Tensor], read: Read
 ) -> None:
-    """Fill requested regions from chunks; what several ranks want is read by one of them where that pays.
+    """Fill requested regions from chunks; what several ranks request is read by one of them where that pays.
 
-    Collective: every rank calls. Ranks exchange what they want, described, and what they have read.
-
-    Args:
-        sharing: see there.
-        manifest: the same on every rank.
-        copies: what this rank wants.
-        targets: for each request a tensor of its region's shape, of any strides, device and dtype.
-        read: fills targets from storage. Calls do not overlap, but are made from other threads too.
+    Collective operation: all ranks must call it. `targets` has for each request a tensor of its region's shape, of any
+    strides, device and dtype. `read` fills them from storage; calls do not overlap, but come from other threads too.
 
     Raises:
-        RankFailedError: a rank could not read what it was to read for others.
+        RankFailedError: a rank could not read what others wait for.
     """
-    if sharing.ranks.size == 1 or sharing.mode == "off":
+    ranks, is_auto = sharing.ranks, sharing.mode == "auto"
+    if ranks.size == 1 or sharing.mode == "off":
         read(copies)
         return
-    place = sharing.ranks.rank
-    if sharing.mode == "auto":
-        place = _host_number() if sharing.is_local else sharing.ranks.rank
-        wanted = _count_bytes(targets, MIN_WANTED_BYTES)
-        if not _may_pay(sharing.ranks.all_gather_numbers([place, sharing.group, wanted])):
+    place = ranks.rank
+    if is_auto:
+        place = _host_number() if sharing.is_local else ranks.rank
+        requested = _count_bytes(targets, MIN_REQUESTED_BYTES)
+        if not _may_pay(ranks.all_gather_numbers([place, sharing.group, requested])):
             read(copies)
             return
-    with sharing.ranks.phase("describe the reads"):
+    with ranks.phase("describe the reads"):
         units, copy_of = divide(manifest, copies)
         table = describe_units(manifest, units, [target.dtype for target in targets], sharing.group, place)
         pieces = _Pieces(copies, units, copy_of)
     left = np.arange(len(units))
-    seconds_per_byte = None
-    if sharing.mode == "auto":
-        left, seconds_per_byte = _read_sample(sharing.ranks, pieces, table.num_bytes, read)
-        if seconds_per_byte is None:
+    if is_auto:
+        left, is_fast = _read_sample(ranks, pieces, table.num_bytes, read)
+        if is_fast:
             read(pieces.join(left))
             return
     table = table._replace(rows=table.rows[left], num_bytes=table.num_bytes[left])
-    plan = _plan_together(sharing.ranks, table)
-    if plan.num_waves and (sharing.mode == "on" or plan.most_bytes >= MIN_SHARED_BYTES):
-        with sharing.ranks.phase("prepare to share reads"):
-            work = _Work(sharing, plan, pieces, left, table.num_bytes, targets)
-        left = left[_read_in_waves(work, read, seconds_per_byte)]
+    plan = _plan_together(ranks, table)
+    if plan.num_waves and (not is_auto or plan.most_bytes >= MIN_SHARED_BYTES):
+        with ranks.phase("prepare to share reads"):
+            work = _Work(sharing, plan, pieces, left, targets)
+        _read_in_waves(work, read)
+        left = left[plan.readers < 0]
     read(pieces.join(left))
 
 
@@ -108,7 +100,7 @@ def _may_pay(numbers: IntArray) -> bool:
     """Tell from every rank's (place, group, bytes) whether some group has two places with enough to read."""
     places = defaultdict(set)
     for place, group, num_bytes in numbers.tolist():
-        if num_bytes >= MIN_WANTED_BYTES:
+        if num_bytes >= MIN_REQUESTED_BYTES:
             places[group].add(place)
     return any(len(members) > 1 for members in places.values())
 
@@ -143,7 +135,7 @@ def _plan_together(ranks: Ranks, table: UnitTable) -> SharePlan:
 
 
 class _Pieces(NamedTuple):
-    """What this rank wants: copies, the units they are divided into, and which copy each of these is of."""
+    """What this rank requests: copies, the units they are divided into, and for each of these its copy."""
 
     copies: Sequence[Copy]
     units: Sequence[Copy]
@@ -152,18 +144,13 @@ class _Pieces(NamedTuple):
     def join(self, units: IntArray) -> list[Copy]:
         """Return what to read for some units; the original copy where these are all units of it."""
         num_given = np.bincount(self.copy_of[units], minlength=len(self.copies))
-        is_whole = num_given == np.bincount(self.copy_of, minlength=len(self.copies))
-        whole_copies = [self.copies[i] for i in np.flatnonzero(is_whole & (num_given > 0)).tolist()]
-        return [*whole_copies, *(self.units[i] for i in units[~is_whole[self.copy_of[units]]].tolist())]
+        is_complete = num_given == np.bincount(self.copy_of, minlength=len(self.copies))
+        complete = [self.copies[i] for i in np.flatnonzero(is_complete & (num_given > 0)).tolist()]
+        return [*complete, *(self.units[i] for i in units[~is_complete[self.copy_of[units]]].tolist())]
 
 
-def _read_sample(ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read) -> tuple[IntArray, float | None]:
-    """Read some units, others on each rank.
-
-    Returns:
-        `(left, seconds per byte)`: the units that are left, and how long reading took; None on all ranks when they
-        read so fast that it is in vain to see how fast they send.
-    """
+def _read_sample(ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read) -> tuple[IntArray, bool]:
+    """Read some units, others on each rank; return the units that are left, and whether all ranks read fast."""
     in_turn = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
     is_sample = np.cumsum(num_bytes[in_turn]) - num_bytes[in_turn] < SAMPLE_BYTES
     sample_bytes = int(num_bytes[in_turn[is_sample]].sum())
@@ -173,23 +160,17 @@ def _read_sample(ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read)
         seconds = time.perf_counter() - started
     is_fast = sample_bytes >= FAST_BYTES_PER_SECOND * seconds
     all_fast = bool(ranks.all_gather_numbers([is_fast or not sample_bytes]).all())
-    return np.sort(in_turn[~is_sample]), None if all_fast else seconds / max(1, sample_bytes)
+    return np.sort(in_turn[~is_sample]), all_fast
 
 
-@dataclass
-class _Work:
-    """The part of one rank in a plan, and the memory it needs to carry it out. The plan counts units in `planned`."""
+class _Work(NamedTuple):
+    """The part of one rank in a plan, whose units are indices into `planned`, which are units of `pieces`."""
 
     sharing: Sharing
     plan: SharePlan
     pieces: _Pieces
     planned: IntArray
-    num_bytes: IntArray
     targets: Sequence[torch.Tensor]
-    buffers: deque[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.buffers = make_buffers(self.sharing.max_inflight_bytes // 2)
 
     def to_read(self, wave: int) -> list[Copy]:
         """Return what this rank reads in a wave."""
@@ -203,60 +184,23 @@ class _Work:
         return target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
 
 
-def _read_in_waves(work: _Work, read: Read, seconds_per_byte: float | None) -> IntArray:
-    """Read and exchange shared units, unless the first wave shows that this does not pay.
-
-    Args:
-        work: what to do.
-        read: fills targets from storage.
-        seconds_per_byte: that reading takes; None not to ask whether it pays.
-
-    Returns:
-        The planned units that are left.
-    """
-    ranks, plan = work.sharing.ranks, work.plan
+def _read_in_waves(work: _Work, read: Read) -> None:
+    """Read and exchange shared units: each wave is read while the one before is exchanged."""
+    ranks, num_waves = work.sharing.ranks, work.plan.num_waves
     problems: list[Exception] = []
-    judged_by = seconds_per_byte if plan.num_waves > 1 else None
+    buffers = make_buffers(work.sharing.max_inflight_bytes // 2)
     with ThreadPoolExecutor(1, thread_name_prefix="distckpt-share") as background:
         reading = background.submit(read, work.to_read(0))
-        for wave in range(plan.num_waves):
+        for wave in range(num_waves):
             with ranks.phase("read for other ranks"):
                 reading.result()
-                _raise_first(problems)
-            # The exchange that is measured does not happen beside anything else.
-            if wave + 1 < plan.num_waves and (wave > 0 or judged_by is None):
+                if problems:
+                    raise problems[0]
+            if wave + 1 < num_waves:
                 reading = background.submit(read, work.to_read(wave + 1))
-            started = time.perf_counter()
-            exchange(ranks, _messages(work, wave), work.buffers, problems)
-            if wave == 0 and judged_by is not None:
-                if not _pays(work, judged_by, time.perf_counter() - started):
-                    _raise_first(problems)
-                    return np.flatnonzero(plan.waves != 0)
-                reading = background.submit(read, work.to_read(1))
-    _raise_first(problems)
-    return np.flatnonzero(plan.readers < 0)
-
-
-def _raise_first(problems: Sequence[Exception]) -> None:
+            exchange(ranks, _messages(work, wave), buffers, problems)
     if problems:
         raise problems[0]
-
-
-def _pays(work: _Work, seconds_per_byte: float, exchange_seconds: float) -> bool:
-    """Agree on whether sharing the rest takes less time than if all read alone, judging by the first wave."""
-    ranks, plan, num_bytes = work.sharing.ranks, work.plan, work.num_bytes
-    is_own, is_left = plan.readers == ranks.rank, plan.waves > 0
-    is_shared = plan.readers >= 0
-    sent = num_bytes[plan.send_units]
-    to_exchange = num_bytes[is_shared & ~is_own & is_left].sum() + sent[is_left[plan.send_units]].sum()
-    exchanged = num_bytes[is_shared & ~is_own & ~is_left].sum() + sent[~is_left[plan.send_units]].sum()
-    shared = num_bytes[is_own & is_left].sum() * seconds_per_byte
-    shared += to_exchange * exchange_seconds / max(1, exchanged)
-    part_left = num_bytes[is_left].sum() / max(1, num_bytes[is_shared].sum())
-    alone = plan.alone_bytes * part_left * seconds_per_byte
-    # The slowest rank counts.
-    expected = ranks.all_gather_numbers([int(shared * 1e6), int(alone * 1e6)]).max(axis=0)
-    return bool(expected[0] < (1 - MIN_GAIN) * expected[1])
 
 
 def _messages(work: _Work, wave: int) -> list[Message]:

@@ -23,12 +23,9 @@ CALL_BYTES = 4 << 20
 
 
 def is_worthwhile(shape: tuple[int, ...], region: Region, item: int) -> bool:
-    """Tell whether the runs of a region, inside a row-major tensor, should be read without the gaps between them.
+    """Tell whether the runs of a region of a row-major tensor should be read without the gaps between them.
 
-    Args:
-        shape: of the tensor that the file holds.
-        region: inside it.
-        item: bytes of an element.
+    `item` is the size of an element in bytes.
     """
     outer = num_outer_axes(shape, region)
     num_runs = math.prod(region.shape[:outer])
@@ -46,11 +43,9 @@ def max_elements(shape: tuple[int, ...], region: Region, item: int) -> int:
 
 
 def holds_runs(target: torch.Tensor, num_outer: int) -> bool:
-    """Tell whether a tensor's values are its bytes in CPU memory, each run one piece of it.
+    """Tell whether a tensor's values are its bytes in CPU memory, each run contiguous.
 
-    Args:
-        target: of any strides.
-        num_outer: axes across which one steps from run to run.
+    `num_outer` counts the axes across which one steps from run to run.
     """
     is_bytes = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
     return is_bytes and target[(0,) * num_outer].is_contiguous()
@@ -59,21 +54,11 @@ def holds_runs(target: torch.Tensor, num_outer: int) -> bool:
 def read_sparse_region(
     file: str, first_byte: int, shape: tuple[int, ...], region: Region, target: torch.Tensor
 ) -> int | None:
-    """Read a region of a row-major tensor from a local file.
+    """Read a region, which is not empty, of a row-major tensor that begins at `first_byte` of a local file.
 
-    Args:
-        file: path.
-        first_byte: where in the file the tensor begins.
-        shape: of the tensor.
-        region: inside it, not empty.
-        target: of the shape of the region and the dtype of the tensor; `holds_runs` is true of it.
-
-    Returns:
-        The position behind the last byte that was read: where the region ends, or where the file does. None when the
-        system does not offer reads of this kind.
-
-    Raises:
-        OSError: naming the file.
+    `target` has the shape of the region and the dtype of the tensor; `holds_runs` is true of it. Returns the position
+    behind the last byte that was read: where the region ends, or where the file does. None when the system does not
+    offer reads of this kind.
     """
     item, outer = target.element_size(), num_outer_axes(shape, region)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(outer)]

@@ -80,9 +80,9 @@ def load(
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information. Lossless
             conversions (bf16 to fp32) are always made.
         parallel_load: how to read what several ranks request (data-parallel replicas, say): on one of them, which
-            sends it to the others, or on each. "auto" shares where a small part shows that it saves time: not when
-            ranks of one machine read a local path, since they share its cache. "on" always shares, "off" never does.
-            Tensors are the same in each case.
+            sends it to the others, or on each. "auto" shares what is large where a sample shows that storage
+            is slow, but not when ranks of one machine read a local path, since they share its cache. "on" always
+            shares, "off" never does. Tensors are the same in each case.
         rules: how the requested tensors are made from those of the checkpoint, when it stores them under other names
             or shapes (a Hugging Face checkpoint, see `distckpt.rules`).
         max_inflight_bytes: memory for data on its way from storage, on each rank; at least one window of 8 MiB is

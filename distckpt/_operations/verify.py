@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,24 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
+from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign import opening
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import IntArray
 from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
 from distckpt.strategies.defaults import load_strategy
 
 UNIT_BYTES = 8 << 20
 """One thread reads this much at a time, at least one checksum block."""
 DEFAULT_THREADS = 8
-
-_Bytes = npt.NDArray[np.uint8]
-_IntArray = npt.NDArray[np.int64]
-_local = threading.local()
 
 
 class Problem(NamedTuple):
@@ -218,10 +216,10 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
 class _Blocks(NamedTuple):
     """The checksum blocks of all chunks in file order, as columns; `expected` is empty without checksums."""
 
-    chunks: _IntArray
-    file_ids: _IntArray
-    starts: _IntArray
-    stops: _IntArray
+    chunks: IntArray
+    file_ids: IntArray
+    starts: IntArray
+    stops: IntArray
     expected: npt.NDArray[np.uint64]
 
 
@@ -308,27 +306,11 @@ def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int
     return problems
 
 
-def _read(path: str, start: int, stop: int) -> _Bytes:
-    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads again.
-
-    Raises:
-        CorruptCheckpointError: it is no file.
-    """
+def _read(path: str, start: int, stop: int) -> Bytes:
+    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads again."""
     if not locations.is_local(path):
         return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
-    buffer: _Bytes | None = getattr(_local, "buffer", None)
-    if buffer is None or len(buffer) < stop - start:
-        buffer = _local.buffer = np.empty(max(stop - start, UNIT_BYTES), np.uint8)
-    file_size(path)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        got = 0
-        while got < stop - start:
-            # A read may be short: a signal, or a network file system.
-            more = os.preadv(fd, [buffer[got : stop - start]], start + got)
-            if not more:
-                break
-            got += more
-    finally:
-        os.close(fd)
-    return buffer[:got]
+    file_size(path)  # raises where this is no file
+    buffer = bounce_buffer("verify", stop - start)
+    with OpenFiles() as files:
+        return buffer[: files.read_into(path, [buffer], start)]

@@ -57,11 +57,7 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
 
 
 def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_tied: bool) -> dict[str, TensorInfo]:
-    """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written.
-
-    Raises:
-        LoadMismatchError: nothing matches.
-    """
+    """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written."""
     names = [*manifest.keys, *manifest.aliases]
     key_index = manifest.key_index
     chosen: dict[str, int] = {}
@@ -86,20 +82,12 @@ def plan_tensors(
     *,
     keep_unmatched: bool = False,
 ) -> list[OutputTensor]:
-    """Apply rules, then give each tensor its name and dtype in the output.
+    """Apply rules to tensors in natural order, then give each its name and dtype in the output.
 
-    Args:
-        tensors: to be exported, in natural order.
-        rules: see `distckpt.rules`.
-        rename: old beginnings of names -> new ones; the first that fits counts.
-        dtype: for all floating point tensors of 16 bits and more, or by pattern of output names; other tensors
-            (integers, 8-bit floats) are converted only by a pattern without wildcards that is their name.
-        keep_unmatched: whether tensors that no rule matches keep name and shape; otherwise there must be none, once
-            there are rules.
-
-    Raises:
-        LoadMismatchError: a rule matches nothing, or no rule matches some tensor.
-        CheckpointingException: a pattern matches nothing, a conversion makes no sense, or two tensors get one name.
+    `rename` maps old beginnings of names to new ones; the first that fits counts. `dtype` is for all floating point
+    tensors of 16 bits and more, or by pattern of output names; other tensors (integers, 8-bit floats) are converted
+    only by a pattern without wildcards that is their name. Once there are rules, all tensors must match one, except
+    with `keep_unmatched`.
     """
     outputs: list[OutputTensor] = []
     used: set[str] = set()
@@ -161,16 +149,10 @@ def _apply_rules(
 def plan_files(
     outputs: Sequence[OutputTensor], max_file_bytes: int, file_numbers: Mapping[str, int] | None
 ) -> list[OutputFile]:
-    """Divide tensors among files.
+    """Divide tensors, in natural order, among files of at most `max_file_bytes`; larger ones have files of their own.
 
-    Args:
-        outputs: in natural order.
-        max_file_bytes: of the data of a file; a larger tensor has a file of its own.
-        file_numbers: name -> number of its file, counted from 1, instead. Names that are not exported are ignored
-            (the index of a model with tied weights lists both).
-
-    Raises:
-        CheckpointingException: a tensor has no number, or a number is not one from 1 on.
+    Or by `file_numbers`: name -> number of its file, from 1. Names that are not exported are ignored there (the index
+    of a model with tied weights lists both).
     """
     by_name = {tensor.name: tensor for tensor in outputs}
     if file_numbers is None:

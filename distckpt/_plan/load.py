@@ -105,11 +105,8 @@ def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
 def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Copy]:
     """Find the parts of chunks that make up the requested regions, whose keys are all stored.
 
-    Returns copies grouped by request. Together their targets cover each request exactly.
-
-    Raises:
-        LoadMismatchError: the stored tensor has another global shape, or does not cover a requested region.
-        CorruptCheckpointError: an element of a requested region is stored twice.
+    Returns copies grouped by request; their targets cover each request exactly. Raises LoadMismatchError where a
+    request has another global shape than the stored tensor, or is not stored completely.
     """
     for request in requests:
         _check_shape(stored, request)

@@ -26,18 +26,12 @@ from distckpt._plan.save import even_shares, row_hashes
 
 UNIT_BYTES = 2 << 20
 """Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""
-FIRST_WAVE_BYTES = 2 << 20
-"""What each rank reads in the first wave, by which the rest may be judged."""
 WAVE_BYTES = 64 << 20
-"""What each rank reads in any further wave."""
+"""What each rank reads in a wave."""
 
 
 def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntArray]:
-    """Divide copies into units.
-
-    Returns:
-        `(units, copy_of)`: the units, and for each the index of its copy.
-    """
+    """Divide copies into units; return the units, and for each the index of its copy."""
     units: list[Copy] = []
     copy_of: list[int] = []
     for index, copy in enumerate(copies):
@@ -83,15 +77,7 @@ class UnitTable(NamedTuple):
 def describe_units(
     manifest: Manifest, units: Sequence[Copy], dtypes: Sequence[torch.dtype], group: int, place: int
 ) -> UnitTable:
-    """Describe the units of this rank.
-
-    Args:
-        manifest: the same on every rank.
-        units: what this rank wants.
-        dtypes: of the target of each request.
-        group: number of the group of ranks that this rank shares with.
-        place: see `UnitTable`.
-    """
+    """Describe the units of this rank, given the dtype of the target of each request; see `UnitTable`."""
     chunks = np.array([unit.chunk for unit in units], np.int64)
     codes = [zlib.crc32(str(dtype).encode()) for dtype in dtypes]
     offsets, shapes = regions_to_arrays([unit.source for unit in units])
@@ -112,8 +98,6 @@ class SharePlan(NamedTuple):
     Attributes:
         num_waves: of the whole plan; all ranks go through as many.
         most_bytes: shared bytes that the rank wants which wants most of them.
-        alone_bytes: what this rank would read of the shared units if nothing were shared; where ranks in one place
-            want the same, as if each read its part of it.
         readers: (n,) the rank that reads each unit, -1 for those that are not shared.
         sequence: (n,) place of each unit in the order of all units.
         waves: (n,) in which each is read and sent.
@@ -123,7 +107,6 @@ class SharePlan(NamedTuple):
 
     num_waves: int
     most_bytes: int
-    alone_bytes: int
     readers: IntArray
     sequence: IntArray
     waves: IntArray
@@ -132,24 +115,20 @@ class SharePlan(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        numbers, columns = self[:3], dict(zip(self._fields[3:], self[3:], strict=True))
+        numbers, columns = self[:2], dict(zip(self._fields[2:], self[2:], strict=True))
         return pack(numbers, columns)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SharePlan:
         """Decode what `to_bytes` made."""
-        (num_waves, most_bytes, alone_bytes), columns = unpack(data)
-        return cls(num_waves, most_bytes, alone_bytes, **columns)
+        (num_waves, most_bytes), columns = unpack(data)
+        return cls(num_waves, most_bytes, **columns)
 
 
 def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
-    """Give every unit that several ranks want one reader among them, so that all have about as much to read.
+    """Give every unit that several ranks request one reader among them, so that all have about as much to read.
 
-    Args:
-        tables: of all ranks.
-
-    Returns:
-        For each rank its part.
+    Takes the tables of all ranks, and returns for each rank its part.
     """
     edges = np.cumsum([0, *(len(table.rows) for table in tables)]).tolist()
     num_bytes = np.concatenate([table.num_bytes for table in tables])
@@ -172,18 +151,15 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
     sends = sends[np.lexsort((sequence[units[sends]], owners[units[sends]]))]
     send_edges = np.searchsorted(owners[units[sends]], np.arange(len(tables) + 1))
     wanted = np.bincount(holders.ranks, num_bytes[holders.rows], len(tables))
-    alone = np.bincount(holders.ranks, num_bytes[holders.rows] / holders.num_in_place, len(tables))
     plans = []
-    for rank, ((low, high), (first, last)) in enumerate(
-        zip(itertools.pairwise(edges), itertools.pairwise(send_edges.tolist()), strict=True)
-    ):
+    bounds = zip(itertools.pairwise(edges), itertools.pairwise(send_edges.tolist()), strict=True)
+    for (low, high), (first, last) in bounds:
         mine = sends[first:last]
         own_columns = columns[:, low:high]
         plans.append(
             SharePlan(
                 num_waves=int(waves.max(initial=-1)) + 1,
                 most_bytes=int(wanted.max()),
-                alone_bytes=int(alone[rank]),
                 readers=own_columns[0],
                 sequence=own_columns[1],
                 waves=own_columns[2],
@@ -197,13 +173,12 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
 class _Holders(NamedTuple):
     """Who wants each shared unit: `rows` (of all tables together) and their `ranks`, ascending, unit after unit.
 
-    Unit i is at `starts[i]` to `starts[i + 1]`. `num_in_place` counts, for each row, the ranks in its rank's place.
+    Unit i is at `starts[i]` to `starts[i + 1]`.
     """
 
     rows: IntArray
     ranks: IntArray
     starts: IntArray
-    num_in_place: IntArray
 
 
 def _find_holders(tables: Sequence[UnitTable]) -> _Holders:
@@ -221,11 +196,9 @@ def _find_holders(tables: Sequence[UnitTable]) -> _Holders:
     belongs[1:] &= (unit[1:] != unit[:-1]) | (ranks[order][1:] != ranks[order][:-1])
     order, unit = order[belongs], unit[belongs]
     _, places = np.unique(np.array([table.place for table in tables], np.int64), return_inverse=True)
-    pair = unit * len(tables) + places[ranks[order]]
-    pairs, pair_of, num_in_pair = np.unique(pair, return_inverse=True, return_counts=True)
-    pairs_of_unit = np.bincount(pairs // len(tables), minlength=len(starts) - 1)
-    is_shared = pairs_of_unit[unit] > 1
-    order, unit, num_in_place = order[is_shared], unit[is_shared], num_in_pair[pair_of][is_shared]
+    pairs = np.unique(unit * len(tables) + places[ranks[order]])
+    is_shared = np.bincount(pairs // len(tables), minlength=len(starts) - 1)[unit] > 1
+    order, unit = order[is_shared], unit[is_shared]
     # From the order of hashes to that in which the first rank with each unit named it.
     starts = _run_starts(unit)
     unit_rows = order[starts[:-1]]
@@ -233,7 +206,7 @@ def _find_holders(tables: Sequence[UnitTable]) -> _Holders:
     place_of_unit[np.argsort(unit_rows, kind="stable")] = np.arange(len(unit_rows))
     back = np.argsort(np.repeat(place_of_unit, np.diff(starts)), kind="stable")
     lengths = np.diff(starts)[np.argsort(unit_rows, kind="stable")]
-    return _Holders(order[back], ranks[order][back], np.append(0, np.cumsum(lengths)), num_in_place[back])
+    return _Holders(order[back], ranks[order][back], np.append(0, np.cumsum(lengths)))
 
 
 def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
@@ -246,8 +219,7 @@ def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
 def _choose_readers(holders: _Holders, sizes: IntArray, loads: IntArray) -> tuple[IntArray, IntArray]:
     """Give units with the same holders out in runs, so long that ranks with less to read so far get more.
 
-    Returns:
-        `(readers, turns)`: for each unit its reader, and its place in the order in which they were given out.
+    Returns for each unit its reader, and its place in the order in which they were given out.
     """
     loads = loads.copy()
     readers = np.zeros(len(sizes), np.int64)
@@ -276,11 +248,7 @@ def _lines(holders: _Holders) -> Iterator[tuple[IntArray, IntArray]]:
 
 
 def _put_in_order(readers: IntArray, turns: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
-    """Let all readers go through their units side by side.
-
-    Returns:
-        `(sequence, waves)`: place of each unit in the order of all, and the wave it belongs to.
-    """
+    """Let all readers go through their units side by side; return the sequence and the wave of each unit."""
     mine = np.lexsort((turns, readers))
     before = np.cumsum(sizes[mine]) - sizes[mine]
     starts = _run_starts(readers[mine])
@@ -288,4 +256,4 @@ def _put_in_order(readers: IntArray, turns: IntArray, sizes: IntArray) -> tuple[
     position[mine] = before - np.repeat(before[starts[:-1]], np.diff(starts))
     sequence = np.empty(len(sizes), np.int64)
     sequence[np.lexsort((turns, readers, position))] = np.arange(len(sizes))
-    return sequence, np.where(position < FIRST_WAVE_BYTES, 0, 1 + (position - FIRST_WAVE_BYTES) // WAVE_BYTES)
+    return sequence, position // WAVE_BYTES

@@ -18,15 +18,9 @@ def translate(
 ) -> tuple[list[Request], list[torch.Tensor]]:
     """Turn requests for tensors of the model into requests for the tensors that rules make of them.
 
-    Args:
-        rules: lead from the model's tensors to those of the checkpoint. A rank that holds a part of the model only
-            need not match all of them.
-        requests: in terms of the model.
-        targets: for each request a view of its region's shape.
-
-    Returns:
-        Requests in terms of the checkpoint, with views to fill. Where the checkpoint has no padding, targets are set
-        to zero.
+    A rank that holds only a part of the model need not match all rules. `targets` has for each request a view of its
+    region's shape. Returns requests in terms of the checkpoint, with views to fill. Where the checkpoint has no
+    padding, targets are set to zero.
     """
     pairs = zip(requests, targets, strict=True)
     infos = {r.key: TensorInfo(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}

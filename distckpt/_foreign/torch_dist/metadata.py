@@ -59,14 +59,9 @@ class StoredItem(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """A stored tensor.
+    """A stored tensor: its regions as they are stored, and the items that hold them.
 
-    Attributes:
-        key: its name.
-        dtype: of its elements.
-        shape: its global shape as it is stored.
-        parts: its regions, and the items that hold them.
-        original_shape: set when the tensor was stored as an array of flattened shards: its shape before.
+    `original_shape` is set when the tensor was stored as an array of flattened shards: its shape before that.
     """
 
     key: str
@@ -77,7 +72,7 @@ class TensorEntry(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """What a `.metadata` file says; `paths` leads from the names of items to their places in nested dicts and lists."""
+    """The content of a `.metadata` file; `paths` leads from names of items to places in nested dicts and lists."""
 
     tensors: list[TensorEntry]
     objects: dict[str, StoredItem]
@@ -85,11 +80,7 @@ class Metadata(NamedTuple):
 
 
 def read_metadata(path: str) -> Metadata:
-    """Read a `.metadata` file.
-
-    Raises:
-        CorruptCheckpointError: it is missing or damaged, or names classes that no such file holds.
-    """
+    """Read a `.metadata` file."""
     try:
         data = read_file(path, MAX_TABLE_BYTES)
     except FileNotFoundError as error:

@@ -59,16 +59,7 @@ class _View(NamedTuple):
 
 
 def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
-    """Find the bytes of the one tensor that an archive holds.
-
-    Args:
-        read_range: reads a part of the archive.
-        size: of the archive, in bytes.
-
-    Raises:
-        ValueError: not such an archive.
-        RefusedGlobalError: its pickle names what no tensor consists of.
-    """
+    """Find the bytes of the one tensor that an archive of `size` bytes holds; raise ValueError where it holds none."""
 
     def read_small(start: int, stop: int) -> bytes:
         if stop - start > _MAX_READ_BYTES:
@@ -90,14 +81,10 @@ def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
 
 
 def read_object(blob: bytes) -> Any:
-    """Build the object that an archive holds; tensors on the CPU.
+    """Build the object that an archive holds, with tensors on the CPU; raise ValueError where it holds none.
 
-    Only plain types are built, tensors and arrays, and the Enum classes, dataclasses and namedtuple classes that the
-    program registered with `register_object_type`.
-
-    Raises:
-        ValueError: not such an archive.
-        RefusedGlobalError: the object needs another class, or a function.
+    Only plain types, tensors and arrays are built, and the Enum classes, dataclasses and namedtuple classes that the
+    program registered with `register_object_type`. RefusedGlobalError names any other class or function.
     """
     archive = Archive(lambda start, stop: blob[start:stop], len(blob))
 

@@ -16,12 +16,12 @@ from distckpt._base.errors import CorruptCheckpointError, InvalidShardingError, 
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
-from distckpt._foreign.pieces import StoredPiece, build_manifest
+from distckpt._foreign.pieces import StoredPiece, build_manifest, look_up_file
 from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
 from distckpt._foreign.torch_dist.objects import StoredTensor, locate_tensor
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format.manifest import OBJECT, Manifest, ShardFile
-from distckpt._format.marker import file_size, read_marker
+from distckpt._format.marker import read_marker
 from distckpt._geometry.region import Region, flat_range_regions
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
@@ -41,55 +41,39 @@ def read_directory(location: str, format_name: str) -> Manifest:
 
     Reads `.metadata`, and of every stored tensor the few bytes that say where its elements lie. The manifest's `origin`
     has the paths in the state dict of PyTorch's objects, one for each.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged, missing or hostile, or the pieces of a tensor overlap or leave
-            gaps; naming file and key.
     """
     is_megatron = read_marker(location) is not None
     metadata = read_metadata(locations.join(location, METADATA_NAME))
     items = [(entry.key, item) for entry in metadata.tensors for _, item in entry.parts]
-    sizes = _file_sizes(location, [*items, *metadata.objects.items()])
+    files = _look_up_files(location, [*items, *metadata.objects.items()])
     pieces = _tensor_pieces(location, metadata.tensors)
     fields: dict[str, Any] = {}
     if is_megatron:
-        pieces += _megatron_objects(location, metadata.objects, sizes)
+        pieces += _megatron_objects(location, metadata.objects, files)
     else:
         names = sorted(metadata.objects)
         fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
         cells = [((index,), (len(names),), metadata.objects[name]) for index, name in enumerate(names)]
         pieces += [_object_piece(COMMON_KEY, *cell) for cell in cells]
-    files = [ShardFile(name, size, 0, 0) for name, size in sizes.items()]
-    return build_manifest(format_name, location, pieces, files, fields)
+    return build_manifest(format_name, location, pieces, list(files.values()), fields)
 
 
 # ---- files
 
 
-def _file_sizes(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, int]:
-    """Return the size of each file, after checking that it holds the items that `.metadata` places in it."""
-    sizes: dict[str, int] = {}
+def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
+    """Look up the files that `.metadata` names, and check that they hold the items it places in them."""
+    files: dict[str, ShardFile] = {}
     for key, item in items:
-        path = locations.join(location, *item.file.split("/"))
-        if item.file not in sizes:
-            if not locations.is_inner_name(item.file):
-                raise CorruptCheckpointError(
-                    f"The {METADATA_NAME} of {location!r} places {key!r:.300} in {item.file!r:.300}, which leads "
-                    "elsewhere."
-                )
-            try:
-                sizes[item.file] = file_size(path)
-            except FileNotFoundError as error:
-                raise CorruptCheckpointError(
-                    f"{path!r} is missing, but {METADATA_NAME} says that it holds {key!r}: restore it, or finish "
-                    "copying the directory."
-                ) from error
-        if item.first_byte + item.num_bytes > sizes[item.file]:
+        if item.file not in files:
+            files[item.file] = look_up_file(location, item.file)
+        if item.first_byte + item.num_bytes > files[item.file].num_bytes:
             raise CorruptCheckpointError(
-                f"{path!r} has {sizes[item.file]} bytes, but {METADATA_NAME} says that {key!r} lies in it up to byte "
-                f"{item.first_byte + item.num_bytes}: the file was cut off. Restore it from a copy."
+                f"{locations.join(location, item.file)!r} has {files[item.file].num_bytes} bytes, but {METADATA_NAME} "
+                f"says that {key!r} lies in it up to byte {item.first_byte + item.num_bytes}: the file was cut off. "
+                "Restore it from a copy."
             )
-    return sizes
+    return files
 
 
 # ---- tensors
@@ -207,7 +191,9 @@ def _object_piece(key: str, offset: tuple[int, ...], shape: tuple[int, ...], ite
     return StoredPiece(key, OBJECT, region, shape, item.file, item.first_byte, item.num_bytes)
 
 
-def _megatron_objects(location: str, objects: Mapping[str, StoredItem], sizes: dict[str, int]) -> list[StoredPiece]:
+def _megatron_objects(
+    location: str, objects: Mapping[str, StoredItem], files: dict[str, ShardFile]
+) -> list[StoredPiece]:
     """Place Megatron's objects, whose names end in `/shard_<offset>_<shape>`, and its common state."""
     parsed: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], StoredItem]]] = {}
     for name, item in objects.items():
@@ -221,8 +207,8 @@ def _megatron_objects(location: str, objects: Mapping[str, StoredItem], sizes: d
         parsed.setdefault(key, []).append((shard.global_offset, shard.global_shape, item))
     common_path = locations.join(location, COMMON_NAME)
     if COMMON_KEY not in parsed and locations.exists(common_path):
-        sizes[COMMON_NAME] = file_size(common_path)
-        parsed[COMMON_KEY] = [((0,), (1,), StoredItem(COMMON_NAME, 0, sizes[COMMON_NAME]))]
+        files[COMMON_NAME] = look_up_file(location, COMMON_NAME)
+        parsed[COMMON_KEY] = [((0,), (1,), StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes))]
     return [
         _object_piece(key, offset, shape, item)
         for key, cells in parsed.items()

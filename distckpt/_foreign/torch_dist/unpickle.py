@@ -30,11 +30,7 @@ _EXTRA_WORK = 100_000
 
 
 class RefusedGlobalError(ValueError):
-    """Report that a pickle names a function or class that is not in the table.
-
-    Attributes:
-        name: module and qualified name, joined by a dot.
-    """
+    """Report that a pickle names a function or class (`name`, with its module) that is not in the table."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the pickle names {name!r:.200}, which is not among the classes that such files hold")
@@ -51,10 +47,7 @@ class Made(NamedTuple):
 class Record:
     """An object of a class that is not built: its class name, the arguments it was made with, and its state.
 
-    Attributes:
-        kind: name of the class.
-        args: what it was made with.
-        state: what it was given afterwards, attributes by name in most cases.
+    `state` is what it was given afterwards, attributes by name in most cases.
     """
 
     __slots__ = ("args", "kind", "state")
@@ -92,20 +85,10 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     set_state: Callable[[Any, Any], Any] = _keep_state,
 ) -> Any:
-    """Run a pickle.
+    """Run a pickle and return its object; raise ValueError where it is damaged or has unusual instructions.
 
-    Args:
-        data: the pickle.
-        table: for each admitted global what it stands for: a `Made`, or a plain value.
-        persistent: makes a value of a persistent id; None to refuse those.
-        set_state: called with an object and its state; returns the object with that state.
-
-    Returns:
-        The object.
-
-    Raises:
-        RefusedGlobalError: a global is not in the table.
-        ValueError: not a complete pickle, or one with instructions that no such file has.
+    `table` has for each admitted global a `Made` or a plain value; RefusedGlobalError names any other. `persistent`
+    makes a value of a persistent id (None to refuse those), `set_state` returns an object with the state it is given.
     """
     machine = _Machine(data, table, persistent, set_state)
     try:
@@ -115,13 +98,10 @@ def read_pickle(
 
 
 def check_size(obj: Any, limit: int) -> int:
-    """Refuse objects that contain themselves, or parts so often that they amount to more than `limit` values.
+    """Count the values of an object, of texts and byte strings the characters and bytes.
 
-    Returns:
-        How many values it stands for; of texts and byte strings, characters and bytes are counted.
-
-    Raises:
-        ValueError: naming the limit.
+    Raises ValueError for objects that contain themselves, or parts so often that they amount to more than `limit`
+    values.
     """
     stack, count = [(obj, 0)], 0
     while stack:
@@ -139,11 +119,7 @@ def check_size(obj: Any, limit: int) -> int:
 
 
 def hashable(key: Any) -> Any:
-    """Return a key after checking that it is simple: hashing deeply nested tuples would exhaust the C stack.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return a key if it is simple, else raise ValueError: hashing deeply nested tuples would exhaust the C stack."""
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         if isinstance(part, tuple | frozenset | Made) or getattr(part, "__hash__", None) is None:

@@ -15,7 +15,6 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, flat_start, whole
 from distckpt._plan.load import Request, plan_load
 from distckpt._plan.share import (
-    FIRST_WAVE_BYTES,
     UNIT_BYTES,
     WAVE_BYTES,
     SharePlan,
@@ -88,7 +87,6 @@ def test_replicas_read_equally_much():
     tables = [table_of(range(40), place=rank) for rank in range(4)]
     for rank, mine in enumerate(plan(tables)):
         assert (mine.readers == rank).sum() == 10
-        assert mine.alone_bytes == 4000
 
 
 def test_who_reads_much_alone_reads_less_for_others():
@@ -97,11 +95,6 @@ def test_who_reads_much_alone_reads_less_for_others():
     assert (first.readers == 0).sum() == 3
     assert (second.readers == 1).sum() == 7
     assert (first.readers[10:] == -1).all()
-
-
-def test_ranks_in_one_place_are_thought_to_read_a_part_each():
-    tables = [table_of(range(6), place=place) for place in (7, 7, 7, 9)]
-    assert [mine.alone_bytes for mine in plan(tables)] == [200, 200, 200, 600]
 
 
 def test_the_most_that_a_rank_shares_is_known_to_all():
@@ -115,8 +108,7 @@ def test_readers_go_through_their_units_side_by_side():
     for rank, mine in enumerate(plans):
         own = np.flatnonzero(mine.readers == rank)
         read = np.bincount(mine.waves[own]) * 2 * MIB
-        assert read[0] == FIRST_WAVE_BYTES
-        assert (read[1:-1] == WAVE_BYTES).all()
+        assert (read[:-1] == WAVE_BYTES).all()
         assert len(read) == mine.num_waves
         # In the order of all units, readers take turns.
         assert np.abs(mine.sequence[own] - 2 * np.arange(100)).max() <= 1
