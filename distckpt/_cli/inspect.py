@@ -149,7 +149,7 @@ def list_files(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum up files by the rank that wrote them; a file whose name does not tell its rank stands for itself."""
+    """Sum up files by the rank that wrote them; a file without a rank in its name is listed itself."""
     writers: dict[Any, dict[str, Any]] = {}
     for file in files:
         rank = file["rank"]

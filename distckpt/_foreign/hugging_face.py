@@ -1,4 +1,4 @@
-"""Folders of safetensors files that others wrote, as manifests: everything that reads chunks reads them too.
+"""Reader of folders of safetensors files that distckpt did not write.
 
 Two kinds: Hugging Face directories (whole tensors, with an index or a single file) and folders of shards written by
 torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel (each entry with its global offset).

@@ -120,13 +120,13 @@ def _read_batch(context: int, fd: int, positions: IntArray, addresses: IntArray,
     while finished < count:
         step = _system_call("submit", context, count - submitted, pointers[submitted:].ctypes.data)
         if step <= 0:
-            # Nothing is under way. What was asked for first cannot be read so, the others were not asked for.
+            # Nothing is under way. The first request cannot be read this way, the others were not submitted.
             results[submitted:] = step or -errno.EINVAL
             return results
         submitted += step
         while finished < submitted:
-            wanted = submitted - finished
-            step = _system_call("getevents", context, wanted, wanted, events[finished:].ctypes.data, 0)
+            count_left = submitted - finished
+            step = _system_call("getevents", context, count_left, count_left, events[finished:].ctypes.data, 0)
             if step < 0 and step != -errno.EINTR:
                 raise OSError(-step, os.strerror(-step))
             finished += max(step, 0)

@@ -128,11 +128,11 @@ def _read_ranges(
 def _read_and_cast(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], part: Span, memory: Bytes) -> int:
     """Read a range, convert it, and count the values that do not fit."""
     tensor = tensors[part.chunk]
-    source, wanted = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
-    first, last = part.start // wanted.itemsize, part.stop // wanted.itemsize
+    source, goal = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
+    first, last = part.start // goal.itemsize, part.stop // goal.itemsize
     step = UNIT_BYTES // source.itemsize
     overflows = 0
-    converted = torch.from_numpy(memory).view(wanted)
+    converted = torch.from_numpy(memory).view(goal)
     for begin in range(first, last, step):
         end = min(begin + step, last)
         wide = bounce_buffer("cast", (end - begin) * source.itemsize)
@@ -140,7 +140,7 @@ def _read_and_cast(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], pa
         _read_ranges(stored, tensors, [(bytes_of, wide)])
         values, target = torch.from_numpy(wide).view(source), converted[begin - first : end - first]
         target.copy_(values)
-        if not is_lossless_cast(source, wanted):
+        if not is_lossless_cast(source, goal):
             for low in range(0, len(values), _COUNTED_AT_ONCE):
                 high = low + _COUNTED_AT_ONCE
                 overflows += _count_overflows(values[low:high], target[low:high])

@@ -98,7 +98,7 @@ def _unit_bytes(location: str) -> int:
 
 
 class _Reading(NamedTuple):
-    """What all threads use that read parts."""
+    """Values shared by all threads that read parts."""
 
     stored: StoredCheckpoint
     copier: Copier

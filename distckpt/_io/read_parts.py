@@ -110,7 +110,7 @@ def _cut_between_blocks(first: int, last: int, block: int, unit_bytes: int) -> I
 def _num_separate_axes(shape: tuple[int, ...], region: Region, item: int, exact: bool, unit_bytes: int) -> int:
     """Count the leading axes along which each index is read separately, without what lies between.
 
-    All of them where runs are long and far apart (or no gaps are wanted), else those whose rows are so far apart that
+    All of them where runs are long and far apart (or with `exact`), else those whose rows are so far apart that
     no read would hold two.
     """
     outer = num_outer_axes(shape, region)

@@ -37,7 +37,7 @@ Read = Callable[[Sequence[Copy]], None]
 
 
 class Sharing(NamedTuple):
-    """Which ranks share reads, and when.
+    """The ranks that share reads, and when.
 
     Attributes:
         ranks: load together.
@@ -135,7 +135,7 @@ def _plan_together(ranks: Ranks, table: UnitTable) -> SharePlan:
 
 
 class _Pieces(NamedTuple):
-    """What this rank requests: copies, the units they are divided into, and for each of these its copy."""
+    """The copies that this rank requests, the units they are divided into, and for each of these its copy."""
 
     copies: Sequence[Copy]
     units: Sequence[Copy]

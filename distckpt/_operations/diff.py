@@ -101,7 +101,7 @@ class DiffReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether no difference was found."""
+        """Tell whether no difference was found."""
         return not (self.only_in_a or self.only_in_b or self.tensors or self.objects)
 
 

@@ -1,4 +1,4 @@
-"""What can be asked of a checkpoint without a sharded state dict. Any rank may ask, alone."""
+"""Reading metadata and plain tensors of a checkpoint, without a sharded state dict. Any rank may call, alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, Sta
 from distckpt.strategies.base import LoadShardedStrategy
 from distckpt.strategies.defaults import load_strategy
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
@@ -31,8 +31,8 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
     """
-    asked: ShardedStateDict = {"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}
-    common = _ask(checkpoint_dir, lambda strategy, location: strategy.load(dict(asked), location)["common"])
+    request: ShardedStateDict = {"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}
+    common = _read_alone(checkpoint_dir, lambda strategy, location: strategy.load(dict(request), location)["common"])
     compacted: StateDict = flatten.compact(common)
     return compacted
 
@@ -47,7 +47,9 @@ def load_tensors_metadata(
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
     """
-    return _ask(checkpoint_dir, lambda strategy, location: strategy.load_tensors_metadata(location), sharded_strategy)
+    return _read_alone(
+        checkpoint_dir, lambda strategy, location: strategy.load_tensors_metadata(location), sharded_strategy
+    )
 
 
 def load_sharded_metadata(
@@ -60,7 +62,7 @@ def load_sharded_metadata(
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
     """
-    described = _ask(
+    described = _read_alone(
         checkpoint_dir, lambda strategy, location: strategy.load_sharded_metadata(location), sharded_strategy
     )
     return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
@@ -78,7 +80,7 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torc
     def load_all(strategy: LoadShardedStrategy, location: str) -> dict[str, torch.Tensor]:
         return strategy.load(dict(strategy.load_tensors_metadata(location)), location)
 
-    return _ask(checkpoint_dir, load_all)
+    return _read_alone(checkpoint_dir, load_all)
 
 
 def load_content_metadata(
@@ -114,15 +116,15 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
     load_strategy(None, opening.identify(location), location).remove_sharded_tensors(location, key_prefix)
 
 
-def _ask(
+def _read_alone(
     checkpoint_dir: str | os.PathLike[str],
-    question: Callable[[LoadShardedStrategy, str], _Answer],
+    read: Callable[[LoadShardedStrategy, str], _Result],
     given: LoadShardedStrategy | None = None,
-) -> _Answer:
-    """Ask a question of one checkpoint, without the other ranks: given the strategy that reads it, and the location."""
+) -> _Result:
+    """Call a function with the strategy that reads a checkpoint, and its location."""
     location = locations.normalize(checkpoint_dir)
-
-    def read(marker: dict[str, Any] | None) -> _Answer:
-        return question(load_strategy(given, opening.identify(location, marker), location), location)
-
-    return read_unchanged(Ranks.alone(), location, read)
+    return read_unchanged(
+        Ranks.alone(),
+        location,
+        lambda marker: read(load_strategy(given, opening.identify(location, marker), location), location),
+    )

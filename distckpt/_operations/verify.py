@@ -54,13 +54,13 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found out about a checkpoint.
+    """The state of a checkpoint, as `verify` found it.
 
     Attributes:
         location: of the checkpoint.
         mode: "fast" or "full".
         problems: everything that is wrong; empty when all is well.
-        has_checksums: False for files that others wrote: only their sizes and headers can be judged.
+        has_checksums: False for formats without checksums: only sizes and headers of their files are checked.
         num_keys: stored tensors and objects.
         num_files: files that hold them.
         num_chunks: pieces that they are stored in.
@@ -168,7 +168,7 @@ def _open(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Pr
         load_strategy(None, marker, location)
         named = marker.get("manifest", {})
         if named is None:
-            # Files that others wrote describe themselves.
+            # Files of other formats describe themselves.
             file = location
         elif isinstance(named, dict) and is_manifest_name(named.get("name")):
             file = locations.join(location, named["name"])

@@ -1,8 +1,8 @@
-"""Planning shared reads: what several ranks want is read by one of them, which sends it to the others. Pure functions.
+"""Planning shared reads: one of several ranks that request the same bytes reads them for all. Pure functions.
 
 A unit is the part of a `Copy` that one rank reads at a time. Equal copies are divided into equal units on every rank,
-so that rank 0 can compare them by their numbers alone: `plan_shares` gives each unit that several ranks want one
-reader, and all units one order, in which every rank sends and receives.
+so that rank 0 can compare them by their numbers alone: `plan_shares` gives each unit that several ranks request
+one reader, and all units one order, in which every rank sends and receives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distckpt._plan.save import even_shares, row_hashes
 UNIT_BYTES = 2 << 20
 """Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""
 WAVE_BYTES = 64 << 20
-"""What each rank reads in a wave."""
+"""Size of what each rank reads in a wave."""
 
 
 def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntArray]:
@@ -55,7 +55,7 @@ class UnitTable(NamedTuple):
     """The units of one rank, without data: equal rows on several ranks are the same bytes in the same dtype.
 
     `rows` has shape (n, m); which columns it has does not matter to planning. `num_bytes` (n,) counts what is read.
-    Ranks share within their `group`, and only what ranks with two different values of `place` want.
+    Ranks share within their `group`, and only what ranks with two different values of `place` request.
     """
 
     rows: IntArray
@@ -93,11 +93,11 @@ def describe_units(
 
 
 class SharePlan(NamedTuple):
-    """What one rank reads, sends and receives, by its own units.
+    """The part of one rank in a plan, by its own units.
 
     Attributes:
         num_waves: of the whole plan; all ranks go through as many.
-        most_bytes: shared bytes that the rank wants which wants most of them.
+        most_bytes: shared bytes of the rank that requests most of them.
         readers: (n,) the rank that reads each unit, -1 for those that are not shared.
         sequence: (n,) place of each unit in the order of all units.
         waves: (n,) in which each is read and sent.
@@ -150,7 +150,7 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
     sends = np.flatnonzero(~is_owner)
     sends = sends[np.lexsort((sequence[units[sends]], owners[units[sends]]))]
     send_edges = np.searchsorted(owners[units[sends]], np.arange(len(tables) + 1))
-    wanted = np.bincount(holders.ranks, num_bytes[holders.rows], len(tables))
+    requested = np.bincount(holders.ranks, num_bytes[holders.rows], len(tables))
     plans = []
     bounds = zip(itertools.pairwise(edges), itertools.pairwise(send_edges.tolist()), strict=True)
     for (low, high), (first, last) in bounds:
@@ -159,7 +159,7 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
         plans.append(
             SharePlan(
                 num_waves=int(waves.max(initial=-1)) + 1,
-                most_bytes=int(wanted.max()),
+                most_bytes=int(requested.max()),
                 readers=own_columns[0],
                 sequence=own_columns[1],
                 waves=own_columns[2],
@@ -171,9 +171,9 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
 
 
 class _Holders(NamedTuple):
-    """Who wants each shared unit: `rows` (of all tables together) and their `ranks`, ascending, unit after unit.
+    """The ranks that request each shared unit.
 
-    Unit i is at `starts[i]` to `starts[i + 1]`.
+    Of unit i, `starts[i]` to `starts[i + 1]` have its `rows` (of all tables together) and their `ranks`, ascending.
     """
 
     rows: IntArray

@@ -1,4 +1,4 @@
-"""Requests under other names and shapes: asks a checkpoint for what rules make of the tensors that are wanted."""
+"""Translating requests through rules: from the model's tensors to those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def translate(
     pairs = zip(requests, targets, strict=True)
     infos = {r.key: TensorInfo(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)
-    wanted = invert(stored, infos)
+    mapped = invert(stored, infos)
     translated: list[Request] = []
     views: list[torch.Tensor] = []
     for request, target in zip(requests, targets, strict=True):
-        if request.key not in wanted:
+        if request.key not in mapped:
             # Dropped by a rule: the message about unknown keys names it.
             translated.append(request)
             views.append(target)
             continue
-        for padding in resolve_padding(wanted[request.key], request.region):
+        for padding in resolve_padding(mapped[request.key], request.region):
             target[padding.slices()].zero_()
-        for place, part in resolve(wanted[request.key], request.region):
+        for place, part in resolve(mapped[request.key], request.region):
             translated.append(Request(part.key, stored[part.key].shape, part.source, request.allow_shape_mismatch))
             views.append(target_view(target[place.slices()], part))
     return translated, views

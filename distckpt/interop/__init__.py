@@ -1,1 +1,1 @@
-"""What other libraries make: Megatron Core's sharded state dicts, and checkpoints of PyTorch's own format."""
+"""State of other libraries: Megatron Core's sharded state dicts, and checkpoints of PyTorch's own format."""

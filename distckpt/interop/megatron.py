@@ -36,7 +36,7 @@ def convert(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
     Returns:
         The same structure with `distckpt.ShardedTensor`, `ShardedObject`, `ShardedTensorFactory` and
         `LocalNonpersistentObject` in their places. Tensors are the same ones, not copies, except 8-bit tensors of
-        Transformer Engine, which become the tensors that they stand for. Factories build Megatron's objects.
+        Transformer Engine, which become the tensors that they represent. Factories build Megatron's objects.
 
     Raises:
         InvalidShardingError: an object describes an impossible placement.

@@ -25,7 +25,7 @@ class Archive:
             entries = zipfile.ZipFile(_RangeFile(self._read_range, size)).infolist()
         except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"not a complete archive of torch.save ({error!s:.200})") from error
-        # Entries are told apart by their names below the folder of the archive.
+        # Entries differ in their names below the folder of the archive.
         self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
         if "data.pkl" not in self._entries or len(self._entries) != len(entries):
             raise ValueError("not an archive of torch.save: it has no data.pkl")
@@ -76,7 +76,7 @@ def _windowed(read_range: ReadRange, size: int) -> ReadRange:
 
 
 class _RangeFile(io.RawIOBase):
-    """A file to seek and read in, for zipfile, of which only what is asked for is read."""
+    """A seekable file for zipfile, which reads only what is requested."""
 
     def __init__(self, read_range: ReadRange, size: int) -> None:
         super().__init__()

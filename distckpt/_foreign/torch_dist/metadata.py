@@ -173,7 +173,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    # Their text is not shown: a small pickle can stand for very long ones.
+    # Their text is not shown: a small pickle can make very long ones.
     _require(isinstance(values, tuple | list) and len(values) <= MAX_NDIM, "a shape that is none")
     _require(all(type(n) is int and 0 <= n < 2**62 for n in values), "a shape or offset with other things than sizes")
     return tuple(values)

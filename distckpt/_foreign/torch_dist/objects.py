@@ -30,11 +30,11 @@ from distckpt._geometry.region import MAX_NDIM
 _MAX_READ_BYTES = 16 << 20
 """Neither the directory nor the pickle of an archive that holds one tensor is larger."""
 _EXTRA_VALUES = 1_000_000
-"""An object may stand for this many values more than its archive has bytes."""
+"""An object may amount to this many values more than its archive has bytes."""
 
 
 class Storage(NamedTuple):
-    """What a pickle says of a storage: its entry below `data/`, and the dtype of its items (None: bytes)."""
+    """A storage in a pickle: its entry below `data/`, and the dtype of its items (None: bytes)."""
 
     name: str
     dtype: torch.dtype | None

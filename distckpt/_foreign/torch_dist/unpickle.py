@@ -2,14 +2,14 @@
 
 A pickle is a program whose instructions name functions and say what to call them with. Here a name is only looked up
 in a table that the caller gives; its entries are functions of this package that make plain values. What is not in the
-table is refused by name before anything is made of it. Sizes are bounded by the pickle itself: no instruction asks
-for more memory than it brings, what it brings is not copied again and again, and `check_size` finds small pickles that
-stand for large objects.
+table is refused by name before anything is made of it. Sizes are bounded by the pickle itself: no instruction
+allocates more memory than it brings, what it brings is not copied again and again, and `check_size` finds small pickles
+that amount to large objects.
 
 Why this is no subclass of `pickle.Unpickler` with a `find_class` that looks names up in the table, a quarter as long:
-`find_class` is the only place where that machine asks. Whatever it returned, REDUCE, NEWOBJ and OBJ then call anything
+`find_class` is the only hook of that machine. Whatever it returned, REDUCE, NEWOBJ and OBJ then call anything
 callable that is on the stack, BUILD calls `__setstate__` or sets attributes of anything, SETITEMS and APPENDS call
-methods of whatever is there, and LONG_BINPUT with a large number asks for gigabytes before any of our code runs. Here
+methods of whatever is there, and LONG_BINPUT with a large number allocates gigabytes before any of our code runs. Here
 a call needs a `Made`, which no pickle can make; items go to plain lists, dicts and sets; states are given by
 `set_state` alone; and the arguments of a call are measured first.
 """
@@ -38,7 +38,7 @@ class RefusedGlobalError(ValueError):
 
 
 class Made(NamedTuple):
-    """What a pickle gets when it names a function or class of the table: `make` is called in its place."""
+    """A function or class of the table as a pickle gets it: `make` is called in its place."""
 
     name: str
     make: Callable[..., Any]
@@ -108,7 +108,7 @@ def check_size(obj: Any, limit: int) -> int:
         node, depth = stack.pop()
         count += 1 + (len(node) if isinstance(node, bytes | bytearray | str) else 0)
         if count > limit or depth > _MAX_DEPTH:
-            raise ValueError(f"it contains itself, or stands for more than {limit} values or {_MAX_DEPTH} levels")
+            raise ValueError(f"it contains itself, or amounts to more than {limit} values or {_MAX_DEPTH} levels")
         if isinstance(node, dict):
             stack.extend((child, depth + 1) for pair in node.items() for child in pair)
         elif isinstance(node, list | tuple | set | frozenset):
@@ -343,7 +343,7 @@ _BY_BYTE: dict[bytes, _Action] = {
     b"b": _Machine.build,
     b"Q": _Machine.load_persistent,
 }
-"""What each instruction does. Left out: those of protocols 0 and 1, extension codes, and buffers outside of pickles."""
+"""The action of each instruction, without those of protocols 0 and 1, extension codes and out-of-band buffers."""
 
 _ACTIONS = {code[0]: action for code, action in _BY_BYTE.items()}
 
