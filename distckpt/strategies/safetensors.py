@@ -192,7 +192,7 @@ class SafetensorsSave(PreparedSave):
 
 @dataclass
 class SafetensorsLoadStrategy(LoadShardedStrategy):
-    """Read exactly the requested regions of a distckpt checkpoint, whatever layout it was saved under.
+    """Read exactly the requested regions of a checkpoint, of distckpt or of any format that has a reader.
 
     Attributes:
         options: settings of the call, see `configure`.
