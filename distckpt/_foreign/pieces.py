@@ -73,7 +73,8 @@ def build_manifest(
     _check_inside(location, in_order, key_ids, offsets + extents, shapes)
     _check_tiling(location, list(groups.values()), shapes, (key_ids, offsets, extents))
     if files is None:
-        files = [look_up_file(location, name) for name in dict.fromkeys(piece.file for piece in in_order)]
+        key_in = {piece.file: piece.key for piece in reversed(in_order)}
+        files = [look_up_file(location, name, key) for name, key in key_in.items()]
     _check_positions(location, in_order, {file.name: file.num_bytes for file in files})
     file_ids = {file.name: i for i, file in enumerate(files)}
     chunks = ChunkTable.empty()._replace(
@@ -206,12 +207,14 @@ def _tiling_error(
     )
 
 
-def look_up_file(location: str, name: str) -> ShardFile:
-    """Describe a file of a checkpoint, after checking that it is there and inside of the checkpoint."""
+def look_up_file(location: str, name: str, key: str) -> ShardFile:
+    """Describe a file that holds a key, after checking that it is there and inside of the checkpoint."""
     path = locations.join(location, *name.split("/"))
     if not locations.is_inner_name(name):
-        raise CorruptCheckpointError(f"{location!r} places tensors in {name!r:.300}, which leads elsewhere.")
+        raise CorruptCheckpointError(f"{location!r} places {key!r:.300} in {name!r:.300}, which leads elsewhere.")
     try:
         return ShardFile(name, file_size(path), 0, 0)
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path!r} is missing: restore it, or finish copying the directory.") from error
+        raise CorruptCheckpointError(
+            f"{path!r} is missing, but holds {key!r:.300}: restore it, or finish copying the directory."
+        ) from error

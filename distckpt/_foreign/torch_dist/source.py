@@ -66,7 +66,7 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
     files: dict[str, ShardFile] = {}
     for key, item in items:
         if item.file not in files:
-            files[item.file] = look_up_file(location, item.file)
+            files[item.file] = look_up_file(location, item.file, key)
         if item.first_byte + item.num_bytes > files[item.file].num_bytes:
             raise CorruptCheckpointError(
                 f"{locations.join(location, item.file)!r} has {files[item.file].num_bytes} bytes, but {METADATA_NAME} "
@@ -207,7 +207,7 @@ def _megatron_objects(
         parsed.setdefault(key, []).append((shard.global_offset, shard.global_shape, item))
     common_path = locations.join(location, COMMON_NAME)
     if COMMON_KEY not in parsed and locations.exists(common_path):
-        files[COMMON_NAME] = look_up_file(location, COMMON_NAME)
+        files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)
         parsed[COMMON_KEY] = [((0,), (1,), StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes))]
     return [
         _object_piece(key, offset, shape, item)
