@@ -1,4 +1,4 @@
-"""How the values in a state dict relate to what is in a checkpoint.
+"""Classes that give the values in a state dict their place in a checkpoint.
 
 Model authors wrap their tensors, mostly with `ShardedTensor.from_rank_offsets`, and other per-rank values with
 `ShardedObject`. A state dict that holds such wrappers is a *sharded state dict*; it is what `save` and `load` take.

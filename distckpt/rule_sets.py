@@ -106,7 +106,7 @@ def megatron_gpt_to_mixtral(
 
 
 class _Layers(NamedTuple):
-    """Where the layers of a Megatron checkpoint are."""
+    """The form of the layers in a Megatron checkpoint."""
 
     num_layers: int
     stacked: bool

@@ -115,7 +115,7 @@ class Unstack(OneKeyRule):
             raise misfit(self, key, tensor, f"axis {axis} is empty, so nothing would be left of the tensor")
         check_packed(self, key, tensor, moves_last_axis=axis == len(tensor.shape) - 1)
         pieces = [drop_axis(crop_axis(tensor, axis, i, i + 1), axis) for i in range(num)]
-        return zip([fill_name(self.to, captures, i) for i in range(num)], _keep_trimmed(tensor, pieces), strict=True)
+        return _name_pieces([fill_name(self.to, captures, i) for i in range(num)], tensor, pieces)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Split(OneKeyRule):
             raise misfit(self, key, tensor, f"axis {axis} cannot be cut into {wanted}")
         ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
         pieces = [crop_axis(tensor, axis, end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        return zip([fill_name(name, captures) for name in self.to], _keep_trimmed(tensor, pieces), strict=True)
+        return _name_pieces([fill_name(name, captures) for name in self.to], tensor, pieces)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class SplitQKV(OneKeyRule):
             gather(query_rows, self.head_dim),
             gather(query_rows + self.head_dim, self.head_dim),
         ]
-        return zip([fill_name(name, captures) for name in self.to], _keep_trimmed(tensor, pieces), strict=True)
+        return _name_pieces([fill_name(name, captures) for name in self.to], tensor, pieces)
 
 
 @dataclass(frozen=True)
@@ -374,8 +374,12 @@ def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, s
     return result
 
 
-def _keep_trimmed(tensor: MappedTensor, pieces: Sequence[MappedTensor]) -> Iterator[MappedTensor]:
-    """Keep the record of what was trimmed from a tensor with the first of its pieces."""
-    for number, piece in enumerate(pieces):
-        trimmed = tensor.trimmed if number == 0 else ()
-        yield MappedTensor(piece.shape, piece.dtype, piece.parts, trimmed)
+def _name_pieces(
+    names: Sequence[str], tensor: MappedTensor, pieces: Sequence[MappedTensor]
+) -> list[tuple[str, MappedTensor]]:
+    """Pair names with the pieces of a tensor; the record of what was trimmed from it goes to the first of them."""
+    trimmed = (tensor.trimmed, *[()] * (len(pieces) - 1))
+    return [
+        (name, MappedTensor(piece.shape, piece.dtype, piece.parts, cut))
+        for name, piece, cut in zip(names, pieces, trimmed, strict=True)
+    ]

@@ -46,7 +46,7 @@ READER_VERSION = 1
 
 
 class StrictHandling(Enum):
-    """What a load does about keys that only the checkpoint or only the request has (Megatron's names and meaning).
+    """Choose how a load treats keys that only the checkpoint or only the request has (Megatron's names and meaning).
 
     *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint and requested by
     no rank.

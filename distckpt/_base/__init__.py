@@ -1,1 +1,1 @@
-"""What every other folder builds on: errors, messages, dtypes, memory, threads, devices."""
+"""The base of all other folders: errors, messages, dtypes, memory, threads, devices."""

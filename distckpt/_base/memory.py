@@ -30,7 +30,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class _Memory:
-    """The memory of a tensor, for numpy. `tensor.numpy()` would forbid ever after that its storage is resized."""
+    """Gives numpy access to the memory of a tensor. After `tensor.numpy()` its storage could never be resized again."""
 
     def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""How much is read and written at a time, and by how many threads."""
+"""Sizes of reads and writes, and the threads that make them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_BUFFERS = 512
 NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
 """Enough to keep a disk busy while bytes are hashed; more threads than cores would only take turns."""
 DEFAULT_INFLIGHT_BYTES = 256 << 20
-"""How much memory data on its way may take."""
+"""Memory for data that is being moved, unless the caller says otherwise."""
 NUM_REQUESTS = 10
-"""So many are made of an object store at the same time: they wait for the network, not for a processor."""
+"""Requests to an object store at the same time: they wait for the network, not for a processor."""
 
 _Item = TypeVar("_Item")
 

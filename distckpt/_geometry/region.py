@@ -201,7 +201,7 @@ def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
 
 
 class TilingFault(NamedTuple):
-    """Where a set of regions fails to tile a tensor: `element` is covered `num_covers` times instead of once."""
+    """A fault of regions that should tile a tensor: `element` is covered `num_covers` times instead of once."""
 
     tensor: int
     element: tuple[int, ...]

@@ -62,7 +62,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether all shards of the global tensor have one shape."""
+        """True if all shards of the global tensor have one shape."""
         return self.axis_fragmentations is not None
 
     def validate_metadata_integrity(self) -> None:

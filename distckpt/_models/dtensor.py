@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What this rank holds of a DTensor.
+    """The part of a DTensor that this rank holds.
 
     `runs` has one item per axis. `fragmentations` counts the parts along each axis when all are of one size, else it
     is None. `replica` is this rank's place among copies: its mesh coordinates, 0 where the mesh divides the tensor.

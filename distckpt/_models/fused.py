@@ -80,7 +80,7 @@ class _Cell(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """How a parameter lies in memory, and what of it is stored where; see `parts_factory`."""
+    """The layout of a parameter in memory and in stored tensors; see `parts_factory`."""
 
     local_shape: tuple[int, ...]
     view_shape: tuple[int, ...]

@@ -19,7 +19,7 @@ Group: TypeAlias = Any
 """Ranks among which something is divided or copied: a process group, or `(rank in it, its size)`."""
 
 EXTRA_STATE = "_extra_state"
-"""What the name of a module's extra state ends with."""
+"""The end of the name of a module's extra state."""
 
 
 def make_tp_sharded_tensor_for_checkpoint(

@@ -33,7 +33,7 @@ _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class ParamState(NamedTuple):
-    """What an optimizer keeps for one parameter: tensors divided as it is, and numbers or other values.
+    """The state of one parameter: tensors divided as it is, and numbers or other values.
 
     Without `has_state` they are blank; the optimizer will make its own at the parameter's first step.
     """
