@@ -190,3 +190,14 @@ def test_the_byte_layout_of_safetensors_is_known_in_one_place():
         and re.fullmatch("<[a-zA-Z]+|little", node.value)
     }
     assert users == {"_format.safetensors_file"}
+
+
+def test_the_architecture_page_names_every_folder_and_only_files_that_exist():
+    page = (ROOT / "docs/architecture.md").read_text()
+    package = ROOT / "distckpt"
+    folders = {folder.name for folder in package.iterdir() if (folder / "__init__.py").is_file()}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == folders
+    named = {name.removeprefix("distckpt/") for name in re.findall(r"`([\w/]+\.py)`", page) if "tests/" not in name}
+    assert [name for name in named if not (package / name).is_file() and not list(package.rglob(name))] == []
+    picture = (ROOT / "docs/architecture.svg").read_text()
+    assert {name for name in folders if name.startswith("_")} <= set(re.findall(r">(_\w+)<", picture))
