@@ -79,7 +79,7 @@ class Transaction:
         self._nonce = nonce
         self._version = self._marker.version()
         self._earlier = set(_files_of_saves(location))
-        self._is_conditional = self._marker.has_create if self._version is None else self._marker.has_replace
+        self._is_conditional = self._marker.has_conditions
         self._may_be_committed = False
         if self._version is not None and not (overwrite and has_folders):
             advice = "pass overwrite=True" if has_folders else "save with another strategy: this one cannot replace it"
@@ -121,9 +121,7 @@ class Transaction:
 
     def _put(self, content: bytes) -> bool:
         """Put the marker; False when it is not what it was when the save began."""
-        if self._is_conditional and self._version is None:
-            return self._marker.create(content)
-        if self._is_conditional and self._version is not None:
+        if self._is_conditional:
             return self._marker.replace(content, self._version)
         is_unchanged: bool = self._marker.version() == self._version
         if is_unchanged:

@@ -11,16 +11,18 @@ import errno
 import functools
 import http
 import importlib
+import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from distckpt._base.memory import Bytes
-from distckpt._storage.fsspec_urls import settings_of
+from distckpt._storage.fsspec_urls import has_settings
 from distckpt._storage.remote import PART_BYTES, RemoteLocation, Upload, fill, too_large
+
+logger = logging.getLogger(__name__)
 
 _PROVIDERS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 CLOUD_SCHEMES = frozenset(_PROVIDERS)
@@ -28,14 +30,11 @@ CLOUD_SCHEMES = frozenset(_PROVIDERS)
 _MAX_PARTS = 10_000
 _ATTEMPTS = 8
 """Of a request, unless AWS_MAX_ATTEMPTS says otherwise."""
-_FIRST_DELAY = 0.1
-"""Seconds before the second attempt, twice as long before each further one."""
-_RETRY_SECONDS = 180
+_RETRY_LIMIT = timedelta(minutes=3)
 """After which a request is not repeated any more."""
-_REQUEST_SECONDS = 120
-_BEYOND_THE_END = 416
+_REQUEST_LIMIT = timedelta(minutes=2)
 _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
-_ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 501: errno.ENOSYS}
+_ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
 """HTTP status -> what it means for a file; EIO for others."""
 
 
@@ -46,6 +45,7 @@ class CloudLocation(RemoteLocation):
         super().__init__(location)
         scheme, _, rest = location.partition("://")
         container, _, self._path = rest.partition("/")
+        self.num_attempts = _num_attempts()
         self._connection = _connect(location, scheme, container)
         self._store = self._connection.store
 
@@ -63,8 +63,7 @@ class CloudLocation(RemoteLocation):
 
     def list_files(self) -> list[str]:
         entries = self._request(lambda: self._store.list(self._path).collect())
-        start = f"{self._path}/" if self._path else ""
-        return sorted(entry["path"][len(start) :] for entry in entries)
+        return sorted(entry["path"].removeprefix(self._path).lstrip("/") for entry in entries)
 
     def size(self) -> int:
         return int(self._request(lambda: self._store.head(self._path))["size"])
@@ -80,16 +79,16 @@ class CloudLocation(RemoteLocation):
 
     def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
         wanted = sum(len(buffer) for buffer in buffers)
-
-        def fetch() -> int:
-            try:
-                return fill(buffers, self._store.get_range(self._path, start=start, length=wanted))
-            except self._errors.BaseError as error:
-                if _status_of(error) == _BEYOND_THE_END:
-                    return 0
+        if not wanted:
+            return 0
+        try:
+            data = self._request(lambda: self._store.get_range(self._path, start=start, length=wanted))
+        except OSError as error:
+            if error.errno != errno.ESPIPE:
                 raise
-
-        return self._request(fetch) if wanted else 0
+            # The range begins after the end.
+            return 0
+        return fill(buffers, data)
 
     def write(self, data: bytes) -> None:
         self._request(lambda: self._store.put(self._path, data, chunk_size=PART_BYTES))
@@ -120,32 +119,26 @@ class CloudLocation(RemoteLocation):
         mode = "create" if known_version is None else known_version
         try:
             self._request(lambda: self._connection.unrepeated.put(self._path, data, mode=mode))
-        except (self._errors.AlreadyExistsError, self._errors.PreconditionError, FileNotFoundError):
+        except (FileExistsError, FileNotFoundError):
             return False
         return True
 
     def list_uploads(self) -> list[Upload]:
-        client, bucket = self._connection.s3_client, self._connection.bucket
+        client, bucket = self._connection.s3_client, self._connection.container
         if client is None:
             return []
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=self._path)
         found = self._request(lambda: [item for page in pages for item in page.get("Uploads", [])])
-        below = f"{self._path}/" if self._path else ""
-        return [
-            Upload(self.location + item["Key"].removeprefix(self._path), item["UploadId"])
-            for item in found
-            if item["Key"] == self._path or item["Key"].startswith(below)
-        ]
+        keys = [(item["Key"], item["UploadId"]) for item in found]
+        prefix = f"{self._path}/" if self._path else ""
+        root = self.location.removesuffix(self._path).rstrip("/")
+        return [Upload(f"{root}/{key}", id) for key, id in keys if key == self._path or key.startswith(prefix)]
 
     def abort(self, upload: Upload) -> None:
-        client, bucket = self._connection.s3_client, self._connection.bucket
+        client, bucket = self._connection.s3_client, self._connection.container
         key = upload.location.partition("://")[2].partition("/")[2]
         with contextlib.suppress(FileNotFoundError):
             self._request(lambda: client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.id))
-
-    @property
-    def _errors(self) -> Any:
-        return self._connection.obstore.exceptions
 
     def _head(self) -> Any:
         """Return the metadata of the object, None when there is none."""
@@ -154,113 +147,93 @@ class CloudLocation(RemoteLocation):
         except FileNotFoundError:
             return None
 
-    def _request(self, make: Callable[[], Any]) -> Any:
-        """Make a request, again when it has failed in a way that obstore does not repeat.
+    def _is_temporary(self, error: Exception) -> bool:
+        # Left to do are answers that were cut off while they were read, other than those of GET, and conditional puts.
+        status = _status_of(error)
+        is_temporary = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
+        return is_temporary and not re.search(r"after \d+ retries|reached max retries", str(error))
 
-        These are answers that were cut off while they were read, other than those of GET, and all conditional puts:
-        obstore would repeat what a store has not implemented as well.
-        """
-        with self._translated_errors():
-            for attempt in range(1, _num_attempts() + 1):
-                try:
-                    return make()
-                except Exception as error:
-                    if attempt == _num_attempts() or not _is_worth_repeating(error):
-                        raise
-                time.sleep(_FIRST_DELAY * 2 ** (attempt - 1))
-
-    @contextlib.contextmanager
-    def _translated_errors(self) -> Iterator[None]:
-        """Turn errors of the libraries into OSErrors that name the location, but for those of conditions."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            if error.errno is not None:
-                raise
-            raise FileNotFoundError(errno.ENOENT, _text_of(error), self.location) from error
-        except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
-            raise
-        except Exception as error:
-            if not _is_of_library(error):
-                raise
-            status = _status_of(error)
-            if status == http.HTTPStatus.NOT_FOUND:
-                raise FileNotFoundError(errno.ENOENT, _text_of(error), self.location) from error
-            raise OSError(_ERRNOS.get(status, errno.EIO), _text_of(error), self.location) from error
+    def _translated(self, error: Exception) -> Exception:
+        return _os_error(error, self.location)
 
 
 class _Writer:
     """An object that is written in one stream."""
 
     def __init__(self, location: CloudLocation, file: Any) -> None:
-        self._location, self._file = location, file
+        self._location, self._file = location.location, file
 
     def write(self, data: bytes | memoryview) -> None:
-        with self._location._translated_errors():
-            self._file.write(data)
+        self._call(self._file.write, data)
 
     def close(self) -> None:
-        with self._location._translated_errors():
-            self._file.close()
+        self._call(self._file.close)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            raise _os_error(error, self._location) from error
 
 
 # --- Connections ------------------------------------------------------------------------------------------------------
 
 
 class _Connection(NamedTuple):
+    """The clients of a bucket or container.
+
+    `unrepeated` makes each request once, since obstore would repeat what a store has not implemented as well;
+    `s3_client` is boto3's, and None for other stores and where nothing is signed.
+    """
+
     obstore: Any
     store: Any
     unrepeated: Any
-    """The same store, with requests made once."""
-    bucket: str
+    container: str
     s3_client: Any
-    """boto3's; None for other stores, and where nothing is signed."""
 
 
 def _connect(location: str, scheme: str, container: str) -> _Connection:
-    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)))
+    variables = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "HOME")
+    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(variables)))
     try:
-        return _cached_connection(scheme, container, environment, repr(settings_of(scheme)))
+        return _connection_in(environment, scheme, container)
     except ImportError as error:
         raise ImportError(f"{location}: {error}: pip install 'distckpt[{_PROVIDERS[scheme]}]'") from error
     except Exception as error:
-        raise OSError(errno.EINVAL, f"{type(error).__name__}: {_text_of(error)}", location) from error
-
-
-_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "HOME")
-"""Connections are made anew when these have changed."""
+        number = error.errno if isinstance(error, OSError) else errno.EINVAL
+        raise OSError(number, f"{type(error).__name__}: {_text_of(error)}", location) from error
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_connection(scheme: str, container: str, environment: Any, settings: str) -> _Connection:
+def _connection_in(environment: tuple[tuple[str, str], ...], scheme: str, container: str) -> _Connection:
+    """Connect with what the environment says; made anew when that has changed."""
     obstore, stores = importlib.import_module("obstore"), importlib.import_module("obstore.store")
+    if has_settings(scheme):
+        logger.warning("fsspec's settings of %s:// are not read: use the environment instead", scheme)
     provider, client = _PROVIDERS[scheme], None
+    name = container
+    config: dict[str, Any] = {}
     if provider == "s3":
+        kind = stores.S3Store
         config, client = _s3_config(container)
-        connect = functools.partial(stores.S3Store, container, **config)
-    elif settings_of(scheme):
-        raise ValueError(
-            f"fsspec.config.conf[{scheme!r}] is not read: configure {scheme}:// through the environment, see "
-            "docs/object-storage.md"
-        )
     elif provider == "gcs":
-        emulator = os.environ.get("STORAGE_EMULATOR_HOST")
-        config = {"base_url": emulator, "credential_provider": lambda: _NO_TOKEN} if emulator else {}
-        connect = functools.partial(stores.GCSStore, container, **config)
+        kind = stores.GCSStore
+        if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+            config = {"base_url": emulator, "credential_provider": lambda: {"token": "none", "expires_at": None}}
     else:
+        kind, name = stores.AzureStore, container.partition("@")[0]
         config = _azure_config(container)
-        connect = functools.partial(stores.AzureStore, container.partition("@")[0], **config)
 
     def store(num_attempts: int) -> Any:
-        return connect(
-            client_options={"timeout": timedelta(seconds=_REQUEST_SECONDS), "allow_http": True},
-            retry_config={"max_retries": num_attempts - 1, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
+        return kind(
+            name,
+            **config,
+            client_options={"timeout": _REQUEST_LIMIT, "allow_http": True},
+            retry_config={"max_retries": num_attempts - 1, "retry_timeout": _RETRY_LIMIT},
         )
 
     return _Connection(obstore, store(_num_attempts()), store(1), container, client)
-
-
-_NO_TOKEN = {"token": "none", "expires_at": None}
 
 
 def _num_attempts() -> int:
@@ -268,55 +241,27 @@ def _num_attempts() -> int:
 
 
 def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
-    """Return obstore's configuration of S3 and boto3's client.
-
-    Raises:
-        ValueError: a setting of s3fs in `fsspec.config.conf` has no counterpart here.
-    """
-    settings = dict(settings_of("s3"))
-    anonymous = settings.pop("anon", False) or os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
-    extra = dict(settings.pop("s3_additional_kwargs", {}))
-    config = {ours: extra.pop(theirs) for theirs, ours in _ENCRYPTION.items() if theirs in extra}
-    client_settings = dict(settings.pop("client_kwargs", {}))
-    if "endpoint_url" in settings:
-        client_settings["endpoint_url"] = settings.pop("endpoint_url")
-    session_settings = {ours: settings.pop(theirs) for theirs, ours in _SESSION.items() if theirs in settings}
-    for name in _OBSOLETE:
-        settings.pop(name, None)
-    if unknown := [*settings, *extra]:
-        raise ValueError(
-            f"fsspec.config.conf['s3'] has settings that are not known here: {', '.join(sorted(unknown))}. S3 is "
-            "reached through obstore and configured through the environment, see docs/object-storage.md"
-        )
-    session = importlib.import_module("boto3").session.Session(**session_settings)
-    client = session.client("s3", **client_settings)
-    if client.meta.region_name not in (None, "aws-global"):
-        config["region"] = client.meta.region_name
+    """Return obstore's configuration of S3 and boto3's client, None where nothing is signed."""
+    session = importlib.import_module("boto3").session.Session()
+    client = session.client("s3")
+    config: dict[str, Any] = {}
     endpoint = client.meta.endpoint_url
     if not endpoint.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         is_virtual = (client.meta.config.s3 or {}).get("addressing_style") == "virtual"
         config["endpoint"] = endpoint.replace("://", f"://{bucket}.", 1) if is_virtual else endpoint
         config["virtual_hosted_style_request"] = is_virtual
-    if anonymous:
-        return {**config, "skip_signature": True}, None
+    if session.region_name is not None:
+        config["region"] = session.region_name
+    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
+        return config, None
     if session.get_credentials() is None:
         raise PermissionError(
+            errno.EACCES,
             "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or "
-            "AWS_SKIP_SIGNATURE=true for public data"
+            "AWS_SKIP_SIGNATURE=true for public data",
         )
     config["credential_provider"] = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider(session)
     return config, client
-
-
-_SESSION = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token",
-            "profile": "profile_name"}  # fmt: skip
-"""Setting of s3fs -> argument of boto3's session."""
-_ENCRYPTION = {"ServerSideEncryption": "server_side_encryption", "SSEKMSKeyId": "sse_kms_key_id",
-               "BucketKeyEnabled": "sse_bucket_key_enabled"}  # fmt: skip
-"""The same for settings of obstore."""
-_OBSOLETE = ("fixed_upload_size", "default_block_size", "default_cache_type", "default_fill_cache",
-             "use_listings_cache", "max_concurrency", "asynchronous", "cache_regions")  # fmt: skip
-"""Settings of s3fs that make no difference here: parts always have equal sizes, nothing is cached."""
 
 
 def _azure_config(container: str) -> dict[str, str]:
@@ -333,15 +278,30 @@ def _azure_config(container: str) -> dict[str, str]:
     if suffix and "AccountName" in values:
         protocol = values.get("DefaultEndpointsProtocol", "https")
         values.setdefault("BlobEndpoint", f"{protocol}://{values['AccountName']}.blob.{suffix}")
-    return {ours: values[theirs] for theirs, ours in _AZURE.items() if theirs in values}
-
-
-_AZURE = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
-          "BlobEndpoint": "endpoint"}  # fmt: skip
-"""Field of a connection string -> setting of obstore."""
+    fields = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
+              "BlobEndpoint": "endpoint"}  # fmt: skip
+    return {ours: values[theirs] for theirs, ours in fields.items() if theirs in values}
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def _os_error(error: Exception, location: str) -> Exception:
+    """Return an error that names the location in place of one of the libraries; others as they are."""
+    if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
+        number = errno.EEXIST
+    elif isinstance(error, FileNotFoundError) and error.errno is None:
+        number = errno.ENOENT
+    elif _is_of_library(error):
+        number = _ERRNOS.get(_status_of(error), errno.EIO)
+    else:
+        return error
+    # It is a FileExistsError, FileNotFoundError or PermissionError by its number.
+    return OSError(number, _text_of(error), location)
+
+
+def _is_of_library(error: Exception) -> bool:
+    return any(kind.__module__.partition(".")[0] in ("obstore", "botocore") for kind in type(error).__mro__)
 
 
 def _status_of(error: Exception) -> int:
@@ -349,20 +309,12 @@ def _status_of(error: Exception) -> int:
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if "Wanted range starting at" in str(error):
+        # obstore has seen this itself, in an answer without an error.
+        return http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
     # obstore gives it in its message only.
     match = re.search(r"status code: (\d{3})", str(error))
     return int(match[1]) if match else 0
-
-
-def _is_of_library(error: Exception) -> bool:
-    return any(kind.__module__.partition(".")[0] in ("obstore", "botocore") for kind in type(error).__mro__)
-
-
-def _is_worth_repeating(error: Exception) -> bool:
-    """Tell whether a failure may be temporary, and was not repeated by the library."""
-    status = _status_of(error)
-    is_temporary = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
-    return is_temporary and not re.search(r"after \d+ retries|reached max retries", str(error))
 
 
 def _text_of(error: Exception) -> str:

@@ -1,18 +1,27 @@
-"""Locations that URLs name: the interface that object stores and the file systems of fsspec share."""
+"""The interface of what URLs name, which object stores and the file systems of fsspec share."""
 
 from __future__ import annotations
 
 import errno
+import logging
+import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from distckpt._base.memory import Bytes
 
+logger = logging.getLogger(__name__)
+
 PART_BYTES = 16 << 20
 """Larger objects are put in parts of this size, larger ones when there would be too many."""
+_FIRST_DELAY = 0.2
+"""Seconds before the second attempt, twice as long before each further one, less a random half."""
+
+_Result = TypeVar("_Result")
 
 
 class Upload(NamedTuple):
@@ -28,6 +37,10 @@ class RemoteLocation(ABC):
     Methods raise FileNotFoundError when nothing is there, else OSError, both naming the location. Requests whose
     failure may be temporary have been repeated by then.
     """
+
+    num_attempts = 4
+    has_conditions: bool = True
+    """Whether `create` and `replace` are atomic, so that of two programs only one can succeed."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -50,7 +63,7 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def read(self, max_bytes: int | None = None) -> bytes:
-        """Return the whole object; OSError with errno EFBIG when it has more than `max_bytes`."""
+        """Return the object; OSError with errno EFBIG when it has more than `max_bytes`."""
 
     @abstractmethod
     def read_into(self, start: int, buffers: Sequence[Bytes]) -> int:
@@ -58,7 +71,7 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def write(self, data: bytes) -> None:
-        """Put the object with one request, replacing one that is there."""
+        """Put the object, replacing one that is there."""
 
     @abstractmethod
     def write_stream(self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int) -> None:
@@ -76,13 +89,6 @@ class RemoteLocation(ABC):
     def remove(self) -> None:
         """Remove the object; one that is not there is fine."""
 
-    # --- Conditional writes -------------------------------------------------------------------------------------------
-
-    has_create: bool = True
-    """Whether `create` is atomic, so that of two programs only one can succeed."""
-    has_replace: bool = True
-    """The same for `replace`."""
-
     @abstractmethod
     def version(self) -> Any:
         """Return a value that changes whenever the object does, None when there is no object."""
@@ -92,31 +98,52 @@ class RemoteLocation(ABC):
 
         Then an earlier attempt was carried out, and its answer lost.
         """
-        return self._put_if(None, data) or self._holds(data)
+        return self.replace(data, None)
 
     def replace(self, data: bytes, known_version: Any) -> bool:
         """Put an object in place of the one of a known version; False when that has changed since, see `create`."""
-        return self._put_if(known_version, data) or self._holds(data)
-
-    @abstractmethod
-    def _put_if(self, known_version: Any, data: bytes) -> bool:
-        """Put the object if its version is the known one, None for no object; False when it is not."""
-
-    def _holds(self, data: bytes) -> bool:
+        if self._put_if(known_version, data):
+            return True
         try:
             return self.read() == data
         except FileNotFoundError:
             return False
 
-    # --- Unfinished uploads -------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _put_if(self, known_version: Any, data: bytes) -> bool:
+        """Put the object if its version is the known one, None for no object; False when it is not."""
 
     def list_uploads(self) -> list[Upload]:
-        """Return the unfinished multipart uploads to this object or below this prefix."""
+        """Return the unfinished multipart uploads to this object or below this prefix, where the store lists them."""
         return []
 
     def abort(self, upload: Upload) -> None:
         """Give up an upload; one that is gone is fine."""
         raise NotImplementedError
+
+    def _request(self, make: Callable[[], _Result]) -> _Result:
+        """Make a request, again after a while as long as the reason of its failure may be temporary."""
+        attempt = 1
+        while True:
+            try:
+                return make()
+            except Exception as error:
+                if attempt >= self.num_attempts or not self._is_temporary(error):
+                    translated = self._translated(error)
+                    if translated is error:
+                        raise
+                    raise translated from error
+                logger.info("%s: %s: %s; trying again", self.location, type(error).__name__, error)
+            time.sleep(_FIRST_DELAY * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+            attempt += 1
+
+    @abstractmethod
+    def _is_temporary(self, error: Exception) -> bool:
+        """Tell whether a request that failed may succeed when it is made again."""
+
+    @abstractmethod
+    def _translated(self, error: Exception) -> Exception:
+        """Return an OSError that names the location in place of errors of libraries; others as they are."""
 
 
 def fill(buffers: Sequence[Bytes], data: Any) -> int:

@@ -11,7 +11,6 @@ import re
 import warnings
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint
@@ -52,8 +51,6 @@ FOR_ANYBODY = [block for block in blocks("python") if block not in FOR_MEGATRON]
 @pytest.mark.parametrize("block", FOR_ANYBODY, ids=[block.name for block in FOR_ANYBODY])
 def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # What a block sets for all S3 URLs ends with it.
-    monkeypatch.setitem(fsspec.config.conf, "s3", dict(fsspec.config.conf.get("s3", {})))
     exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
 
 
