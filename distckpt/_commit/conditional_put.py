@@ -1,4 +1,4 @@
-"""The transaction of a save on an object store, where nothing can be renamed: the marker is put last, on a condition.
+"""Commit a save to an object store, where nothing can be renamed: the marker is put last, on a condition.
 
 Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/`, so files of two savers never meet.
 The marker names the manifest, and the manifest the files. It is put only if the marker that was there when the save
@@ -58,17 +58,10 @@ def remove_unfinished(location: str) -> None:
 
 
 class Transaction:
-    """A save to an object store. The coordinator alone uses it.
+    """A save to an object store, used by the coordinator alone.
 
-    Args:
-        location: of the checkpoint.
-        nonce: of the save.
-        overwrite: whether to replace a checkpoint that is there.
-        has_folders: whether the save writes into folders of its own; strategies of others may not. Such a save cannot
-            replace a checkpoint, and removes nothing but what it has written.
-
-    Raises:
-        CheckpointExistsError: a complete checkpoint is there and cannot or must not be replaced.
+    Without `has_folders` the save writes into no folders of its own, as strategies of users may. It cannot replace a
+    checkpoint then, and removes nothing but what it has written.
     """
 
     def __init__(self, location: str, nonce: str, overwrite: bool, has_folders: bool) -> None:
@@ -83,16 +76,14 @@ class Transaction:
         self._may_be_committed = False
         if self._version is not None and not (overwrite and has_folders):
             advice = "pass overwrite=True" if has_folders else "save with another strategy: this one cannot replace it"
-            raise posix.already_whole(location, advice)
+            raise posix.already_complete(location, advice)
         if not self._is_conditional:
             self._warn_about_conditions()
 
     def commit(self, fields: Mapping[str, Any]) -> None:
-        """Put the marker, then remove what the checkpoint does not name.
+        """Put the marker unless it has changed since the save began, then remove what the checkpoint does not name.
 
-        Raises:
-            CheckpointExistsError: the marker is not what it was when the save began.
-            OSError: it is not known whether the marker was put; then nothing is removed.
+        After an OSError it is not known whether the marker was put, and nothing is removed.
         """
         try:
             self._put_and_clear_up(fields)

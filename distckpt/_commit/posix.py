@@ -1,7 +1,6 @@
-"""The atomic commit of a save: written beside the target, then renamed, so readers see a complete checkpoint or none.
+"""Commit a save to a POSIX file system: written beside the target, made durable, and renamed.
 
-Local and other POSIX file systems: everything is written into `.<name>.tmp-<nonce>` beside the target, made durable
-and renamed. Object stores, which rename nothing: see `_object_commit`.
+A reader sees a complete checkpoint or none. Object stores, which rename nothing: see `conditional_put`.
 """
 
 from __future__ import annotations
@@ -40,15 +39,11 @@ def staging_location(location: str, nonce: str) -> str:
 
 
 def check_target(location: str, overwrite: bool) -> None:
-    """Refuse a target that must not be written to. Called by the coordinator before anything is written.
-
-    Raises:
-        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or other files are in the way.
-    """
+    """Refuse a target that must not be written to, before anything is written; for the coordinator."""
     put_back(location)
     state = _state_of(location)
     if state == "complete" and not overwrite:
-        raise already_whole(location, "pass overwrite=True")
+        raise already_complete(location, "pass overwrite=True")
     if state == "incomplete" and not locations.is_local(location):
         logger.warning(
             "%s holds files but no %s (an unfinished save?): those of a save are removed when this one is complete",
@@ -56,7 +51,7 @@ def check_target(location: str, overwrite: bool) -> None:
         )  # fmt: skip
 
 
-def already_whole(location: str, advice: str) -> CheckpointExistsError:
+def already_complete(location: str, advice: str) -> CheckpointExistsError:
     """Return the error about a complete checkpoint that must not be replaced."""
     return CheckpointExistsError(
         f"{location!r} already holds a complete checkpoint. Choose another location, delete it, or {advice}."
@@ -81,11 +76,7 @@ def sync(staging: str) -> None:
 
 
 def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -> None:
-    """Make a completely written save visible under its name. Called by the coordinator, last.
-
-    Raises:
-        CheckpointExistsError: a complete checkpoint appeared there in the meantime and `overwrite` is False.
-    """
+    """Make a completely written save visible under its name; for the coordinator, as the last step."""
     if not locations.is_local(location):
         return
     state = _state_of(location)
@@ -147,11 +138,7 @@ def _swap(staging: str, location: str, durable: bool = True) -> None:
 
 
 def left_aside(location: str) -> str | None:
-    """Return where the content of a location is that an overwrite, interrupted between two renames, has left absent.
-
-    Returns:
-        None when something is there, or was not left so.
-    """
+    """Return where an overwrite that was interrupted between two renames has left the content of a location, if so."""
     if not locations.is_local(location) or locations.exists(location):
         return None
     parent, name = locations.split(location)
@@ -176,12 +163,9 @@ def put_back(location: str) -> None:
 
 
 def commit_beside_others(staging: str, location: str, replaced: Callable[[str], bool]) -> None:
-    """Make a completely written directory visible, together with files that are in its place already.
+    """Make a completely written directory visible, together with other files that are in its place already.
 
-    Args:
-        staging: written beside `location`.
-        location: may hold other files; they stay, unless `staging` has one of the same name.
-        replaced: tells of a name at the top level whether it belongs to what the new content replaces.
+    Those stay, unless `staging` has one of the same name, or the name is one that the new content replaces.
     """
     if not locations.is_local(location):
         return

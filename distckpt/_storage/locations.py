@@ -1,7 +1,7 @@
-"""Locations and what can be done with them: local paths through `os`, URLs through `_object_store`.
+"""Files and directories at locations: local paths through `os`, URLs through `object_store`.
 
-A location is a `str`: a local path or an fsspec URL such as `s3://bucket/run/step_10`. This is the only module
-that renames, lists or removes. Bulk tensor bytes on local disks do not pass through here: see `_io`.
+A location is a `str`: a local path or a URL such as `s3://bucket/run/step_10`. Bulk tensor bytes on local disks do not
+pass through here: see `_io`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def split(location: str) -> tuple[str, str]:
 
 
 def exists(location: str) -> bool:
-    """Tell whether a file or directory is there (never answered from a listing cache)."""
+    """Tell whether a file or directory is there (listings are never cached)."""
     if is_local(location):
         return _mode_of(location, follow_symlinks=False) is not None
     return object_store.at(location).kind() is not None
@@ -97,12 +97,7 @@ def list_names(location: str) -> list[str]:
 
 
 def file_size(location: str) -> int:
-    """Return the size of a file in bytes.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        OSError: with errno EINVAL, when it is no ordinary file: to open a pipe or a device may take for ever.
-    """
+    """Return the size of a file; OSError with errno EINVAL for pipes and devices, which may take for ever to open."""
     if is_local(location):
         try:
             status = os.stat(location)
@@ -115,12 +110,7 @@ def file_size(location: str) -> int:
 
 
 def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
-    """Return a whole small file.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        OSError: with errno EFBIG, when it has more than `max_bytes`; EINVAL as for `file_size`.
-    """
+    """Return a small file; OSError with errno EFBIG when it has more than `max_bytes`, EINVAL as for `file_size`."""
     if not is_local(location):
         return object_store.at(location).read(max_bytes)
     # A file can be large without taking space on the disk.
@@ -147,7 +137,7 @@ def read_remote_into(location: str, position: int, buffers: Sequence[npt.NDArray
 
 
 def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
-    """Write a whole small file so that it is there entirely or not at all, and, when durable, on disk on return."""
+    """Write a small file so that it is there completely or not at all, and, when durable, on disk on return."""
     if not is_local(location):
         object_store.at(location).write(data)
         return
@@ -292,8 +282,7 @@ def replace_file(source: str, target: str) -> None:
 def exchange(first: str, second: str, durable: bool = True) -> bool:
     """Swap two local directories or files in one atomic step and make the change durable, or undo it.
 
-    Returns:
-        False where the system or file system cannot.
+    Returns False where the file system cannot.
     """
     if not _exchange(first, second):
         return False
@@ -305,7 +294,7 @@ def exchange(first: str, second: str, durable: bool = True) -> bool:
 
 @contextlib.contextmanager
 def undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    """Undo a change when the body fails: whoever hears of an error relies on what was there before."""
+    """Undo a change when the body fails: after an error callers rely on what was there before."""
     try:
         yield
     except BaseException:
