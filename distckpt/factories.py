@@ -124,10 +124,10 @@ def qkv_factory(
     head_size, rest = divmod(size, num_fused)
     if rest:
         heads = f"{num_heads} query and {num_kv_heads} key and value heads, the latter held {kv_copies} times"
-        fail(shard.key, f"global size {size} along dim {dim} is no multiple of {num_fused} ({heads})")
+        fail(shard.key, f"global size {size} along dim {dim} is not a multiple of {num_fused} ({heads})")
     group_size = num_fused // num_groups * head_size
     if local % max(group_size, 1) or offset % max(group_size, 1):
-        fail(shard.key, f"holds {local} from {offset} along dim {dim}, which is not whole groups of {group_size}")
+        fail(shard.key, f"holds {local} from {offset} along dim {dim}: not complete groups of {group_size}")
     groups = range(offset // max(group_size, 1), (offset + local) // max(group_size, 1))
     order = _stored_heads(groups, num_heads // num_groups, kv_copies, layout)
     runs = [

@@ -233,7 +233,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
         if isinstance(x1, dict) and k not in x1:
             _fail_merge(key, f"{k!r} was not loaded, but a factory needs it; loaded were {list(x1)}")
         if isinstance(x1, list) and (not isinstance(k, int) or not 0 <= k < len(x1)):
-            _fail_merge(key, f"{k!r} is no index into a loaded list of length {len(x1)}")
+            _fail_merge(key, f"{k!r} is not an index of a loaded list of length {len(x1)}")
         x1[k] = apply_factory_merges(x1[k], factory, (*key, k))
     return x1
 

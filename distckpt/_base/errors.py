@@ -80,4 +80,4 @@ def _describe_failures(failures: Mapping[int, BaseException], phase: str | None)
         lines[_MAX_LISTED_RANKS:] = [f"... and {len(lines) - _MAX_LISTED_RANKS} more"]
     ranks = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"
     during = "" if phase is None else f" during {phase!r}"
-    return "\n  ".join([f"{ranks} failed{during}, so no rank went on:", *lines])
+    return "\n  ".join([f"{ranks} failed{during}, so all ranks stopped:", *lines])

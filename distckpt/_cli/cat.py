@@ -87,7 +87,7 @@ def run(arguments: Namespace, output: Output) -> int:
     key, index = split_key(stored, arguments.key)
     if key == COMMON_KEY or stored.is_object(key):
         if arguments.npy or index is not None:
-            raise ValueError(f"{key!r} is an object: it has no slices and is no numpy array")
+            raise ValueError(f"{key!r} is an object: it cannot be sliced or written as a numpy array")
         _show_object(stored, key, output)
         return 0
     tensor = StoredTensor(stored, key)

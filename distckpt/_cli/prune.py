@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="MINUTES",
         help="remove what unfinished saves have left when nothing was written there for so long (default: %(default)s)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be removed, without removing anything")
 
 
 def run(arguments: Namespace, output: Output) -> int:

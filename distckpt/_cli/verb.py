@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ArgumentTypeError(f"{text!r} is no size; write 5GB, 256MiB or a number of bytes") from None
+        raise ArgumentTypeError(f"{text!r} is not a size; write 5GB, 256MiB or a number of bytes") from None
 
 
 def positive(text: str) -> int:
@@ -59,5 +59,5 @@ def positive_number(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is no positive number")
+        raise ArgumentTypeError(f"{text!r} is not a positive number")
     return number

@@ -16,8 +16,10 @@ _TORCH_NAMES = (
     "HuggingFaceStorageReader",
 )
 _TORCH_MODULES = ("default_planner", "filesystem", "state_dict", "stateful")
-_FOLLOWS_NO_PLANNER = "planners are not followed: change the state dict, or use distckpt.load, which takes rules"
-_FOLLOWS_NO_STORAGE = "storage classes are not followed: pass checkpoint_id, a path or any URL that fsspec knows"
+_FOLLOWS_NO_PLANNER = (
+    "custom planners are not supported: change the state dict, or use distckpt.load, which takes rules"
+)
+_FOLLOWS_NO_STORAGE = "storage classes are not supported: pass checkpoint_id, a path or any fsspec URL"
 _HAS_NO_METADATA = "use distckpt.load_tensors_metadata(path); save returns a SaveReport"
 _INSTEAD = {
     "BytesStorageMetadata": _HAS_NO_METADATA,

@@ -149,7 +149,7 @@ def _check_inside(
     if len(rows):
         piece = pieces[rows[0]]
         raise CorruptCheckpointError(
-            f"Key {piece.key!r} in {location!r}: {piece.region} in {piece.file!r} lies outside of the global shape "
+            f"Key {piece.key!r} in {location!r}: {piece.region} in {piece.file!r} lies outside the global shape "
             f"{piece.global_shape}: the files are damaged. Restore them from a copy."
         )
 

@@ -268,11 +268,11 @@ class Manifest:
         bounds = self._key_shapes()[self.key_ids]
         inside = (self.offsets >= 0) & (self.shapes >= 0) & (self.shapes <= bounds)
         inside &= self.offsets <= bounds - np.minimum(self.shapes, bounds)
-        _require(bool(inside.all()), "a chunk lies outside of its tensor")
+        _require(bool(inside.all()), "a chunk lies outside its tensor")
         sizes = np.array([f.num_bytes for f in self.files], np.int64)[self.file_ids]
         starts = np.array([f.header_bytes for f in self.files], np.int64)[self.file_ids]
         fits = (self.num_bytes >= 0) & (self.first_bytes >= starts) & (self.num_bytes <= sizes)
-        _require(bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()), "a chunk lies outside of its file")
+        _require(bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()), "a chunk lies outside its file")
         item_bytes = np.array([0 if d == OBJECT else FROM_NAME[d].itemsize for d in self.dtypes], np.int64)
         per_item = item_bytes[self.key_ids]
         # Floating point detects products that would wrap around in int64.

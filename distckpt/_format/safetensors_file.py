@@ -179,7 +179,7 @@ def _stored_entry(name: str, entry: Any, data_start: int) -> Entry:
     if dtype in PACKED_PER_ITEM:
         packed = PACKED_PER_ITEM[dtype]
         if not shape or shape[-1] % packed:
-            raise ValueError(f"the entry {name[:50]!r} does not fill whole bytes")
+            raise ValueError(f"the size of the entry {name[:50]!r} is not a whole number of bytes")
         shape = [*shape[:-1], shape[-1] // packed]
     if len(shape) > MAX_NDIM or math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
         raise ValueError(f"the entry {name[:50]!r} of shape {shape!s:.100} and dtype {dtype} has {end - first} bytes")

@@ -168,7 +168,7 @@ def write_stream(
             del tensor
         if awaited:
             raise ValueError(
-                f"{len(awaited)} of {len(layout.places)} announced tensors did not come: {summarize_keys(awaited)}"
+                f"{len(awaited)} of {len(layout.places)} announced tensors were not written: {summarize_keys(awaited)}"
             )
         output.finish()
     except BaseException:

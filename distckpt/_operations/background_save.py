@@ -194,7 +194,7 @@ class BackgroundSave:
         ranks = self._ranks
         try:
             if self.saves.state == _OUT_OF_STEP:
-                raise RankFailedError({}, message="An earlier background save lost contact with a rank: not begun.")
+                raise RankFailedError({}, message="Not started: an earlier background save lost contact with a rank.")
             return self.write_now(ranks)
         except BaseException as error:
             # Only after an error that they have exchanged are ranks in step.

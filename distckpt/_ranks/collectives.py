@@ -175,9 +175,9 @@ class Ranks:
             absent = log.absent_ranks()
             who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
             lost = RankFailedError(
-                {rank: TimeoutError("did not come, or died") for rank in absent},
+                {rank: TimeoutError("did not respond, or died") for rank in absent},
                 message=(
-                    f"Lost contact with {who} during {name!r}: it died, or did not come within the process "
+                    f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
                     f"group's timeout. Look for the first error in the other ranks' logs. ({error})"
                 ),
             )

@@ -169,7 +169,7 @@ def _check_inside(table: ShardTable) -> None:
     if len(rows):
         key_id = table.key_ids[rows[0]]
         raise InvalidShardingError(
-            f"Shard {table.row_region(rows[0])} of key {table.keys[key_id]!r} lies outside of its global shape "
+            f"Shard {table.row_region(rows[0])} of key {table.keys[key_id]!r} lies outside its global shape "
             f"{table.global_shapes[key_id]}: check global_offset and global_shape (or the rank offsets they were made "
             "from)."
         )

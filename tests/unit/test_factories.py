@@ -357,9 +357,9 @@ def fused_shard(shape=(6, 2), *offsets, **kwargs):
         (lambda: qkv_factory(fused_shard(), 3, 0, layout="grouped"), "'w'.*3 query heads cannot be divided"),
         (
             lambda: qkv_factory(fused_shard(), 4, 2, layout="grouped"),
-            "'w'.*global size 6 along dim 0 is no multiple of 8",
+            "'w'.*global size 6 along dim 0 is not a multiple of 8",
         ),
-        (lambda: qkv_factory(fused_shard((6, 2), (0, 0, 2)), 2, 1, layout="grouped"), "'w'.*not whole groups of 12"),
+        (lambda: qkv_factory(fused_shard((6, 2), (0, 0, 2)), 2, 1, layout="grouped"), "'w'.*not complete groups of 12"),
         (lambda: qkv_factory(fused_shard(), 4, 1, layout="interleaved"), "'w'.*layout must be .*got 'interleaved'"),
         (lambda: swiglu_factory(fused_shard()).build_fn("k", torch.zeros(4, 2), 0, None), r"'k'.*\(4, 2\).*\(6, 2\)"),
         (

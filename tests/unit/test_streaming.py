@@ -204,7 +204,7 @@ def interrupted():
 
 
 WRONG_STREAMS = {
-    "missing": ([("w", W)], ValueError, r"2 of 3 announced tensors did not come: 'b', 'layers.1.c'"),
+    "missing": ([("w", W)], ValueError, r"2 of 3 announced tensors were not written: 'b', 'layers.1.c'"),
     "nothing": ([], ValueError, "3 of 3 announced"),
     "twice": ([("w", W), ("w", W)], ValueError, "'w' came twice"),
     "not announced": ([("w", W), ("layers.2.c", C)], ValueError, r"'layers.2.c' came but .* mean 'layers.1.c'"),

@@ -191,7 +191,7 @@ def test_ranks_that_disagree_about_a_key_are_named(first, second, problem):
 
 def test_shards_outside_of_their_tensor_are_refused_when_saving(tmp_path):
     padded = ShardedTensor("w", torch.ones(3), torch.float32, (3,), (8,), (6,), None, allow_shape_mismatch=True)
-    with pytest.raises(InvalidShardingError, match=r"\[6:9\] of key 'w' lies outside of its global shape \(8,\)"):
+    with pytest.raises(InvalidShardingError, match=r"\[6:9\] of key 'w' lies outside its global shape \(8,\)"):
         distckpt.save({"w": padded}, tmp_path / "c", validate_access_integrity=False)
     assert list(tmp_path.iterdir()) == []
 

@@ -154,7 +154,7 @@ def _tensor_entry(
         region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
         _require(len(region.offset) == len(region.shape) == len(shape), f"a chunk of {key!r} has other axes")
         inside = all(o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True))
-        _require(inside, f"{region} of {key!r} lies outside of its global shape {shape}")
+        _require(inside, f"{region} of {key!r} lies outside its global shape {shape}")
         item = stored.get((key, region.offset))
         _require(item is not None, f"nothing says where {region} of {key!r} lies")
         assert item is not None

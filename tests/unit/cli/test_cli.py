@@ -314,7 +314,7 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
     call(capsys, "export", checkpoint, tmp_path / "out", "--overwrite", "--keys", "grid")
     assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["grid"].tolist() == GRID.tolist()
     assert "torch has no dtype 'bf61'" in call_usage_error(capsys, "export", "a", "b", "--dtype", "bf61")
-    assert "is no size" in call_usage_error(capsys, "export", "a", "b", "--max-file-bytes", "5 apples")
+    assert "is not a size" in call_usage_error(capsys, "export", "a", "b", "--max-file-bytes", "5 apples")
     assert "is not OLD=NEW" in call_usage_error(capsys, "export", "a", "b", "--rename", "model")
 
 
