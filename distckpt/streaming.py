@@ -19,7 +19,7 @@ from distckpt._base.errors import CheckpointExistsError
 from distckpt._commit import posix
 from distckpt._format import hf_names
 from distckpt._format.safetensors_file import Entry, stored_shape
-from distckpt._io.stream_files import Layout, LocalFiles, RemoteFiles, lay_out, write_stream
+from distckpt._io.stream_files import LocalFiles, RemoteFiles, StreamLayout, lay_out, write_stream
 from distckpt._storage import locations
 from distckpt.tensors import as_torch_dtype
 
@@ -190,7 +190,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
 
 
-def _lay_out(groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None) -> Layout:
+def _lay_out(groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None) -> StreamLayout:
     texts = {"format": "pt", **(metadata or {})}
     bad = [key for key, value in texts.items() if not (_is_text(key) and _is_text(value))]
     if bad:
@@ -198,7 +198,7 @@ def _lay_out(groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str]
     return lay_out([[Entry(*meta, meta.num_bytes) for meta in group] for group in groups], texts)
 
 
-def _index(metas: Iterable[TensorMeta], layout: Layout, names: Sequence[str]) -> bytes:
+def _index(metas: Iterable[TensorMeta], layout: StreamLayout, names: Sequence[str]) -> bytes:
     total_bytes = sum(meta.num_bytes for meta in metas)
     total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
     return hf_names.index_json(

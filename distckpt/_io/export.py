@@ -56,23 +56,23 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
     chunks = _complete_chunks(stored, tensors)
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        filled = scratch[: sum(part.num_bytes for part in unit)]
+        filled = scratch[: sum(span.num_bytes for span in unit)]
         plain: list[tuple[int, Bytes]] = []
         others: list[tuple[Span, Bytes]] = []
         begin = 0
-        for part in unit:
-            memory = filled[begin : begin + part.num_bytes]
+        for span in unit:
+            memory = filled[begin : begin + span.num_bytes]
             begin += len(memory)
-            chunk = chunks[part.chunk]
-            if chunk is not None and len(memory) == tensors[part.chunk].num_bytes:
+            chunk = chunks[span.chunk]
+            if chunk is not None and len(memory) == tensors[span.chunk].num_bytes:
                 plain.append((chunk, memory))
             else:
-                others.append((part, memory))
+                others.append((span, memory))
         read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
         _read_ranges(stored, tensors, [pair for pair in others if not _is_cast(tensors[pair[0].chunk])])
-        for part, memory in others:
-            if _is_cast(tensors[part.chunk]):
-                overflows[part.chunk] += _read_and_cast(stored, tensors, part, memory)
+        for span, memory in others:
+            if _is_cast(tensors[span.chunk]):
+                overflows[span.chunk] += _read_and_cast(stored, tensors, span, memory)
         return [filled]
 
     return fill
@@ -108,13 +108,13 @@ def _read_ranges(
     """Read ranges of output tensors, in the dtype they are stored in, into the memory beside each."""
     requests: list[Request] = []
     targets: list[torch.Tensor] = []
-    for part, memory in ranges:
-        mapped = tensors[part.chunk].mapped
+    for span, memory in ranges:
+        mapped = tensors[span.chunk].mapped
         dtype = FROM_NAME[mapped.dtype]
         values = torch.from_numpy(memory).view(dtype)
         if mapped.padding:
             memory[:] = 0
-        first, last = part.start // dtype.itemsize, part.stop // dtype.itemsize
+        first, last = span.start // dtype.itemsize, span.stop // dtype.itemsize
         done = 0
         for region in flat_range_regions(mapped.shape, first, last):
             view = values[done : done + region.num_elements].view(region.shape)
@@ -125,18 +125,18 @@ def _read_ranges(
     read_copies(stored, plan_load(stored, requests), targets, num_threads=1)
 
 
-def _read_and_cast(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], part: Span, memory: Bytes) -> int:
+def _read_and_cast(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], span: Span, memory: Bytes) -> int:
     """Read a range, convert it, and count the values that do not fit."""
-    tensor = tensors[part.chunk]
+    tensor = tensors[span.chunk]
     source, goal = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
-    first, last = part.start // goal.itemsize, part.stop // goal.itemsize
+    first, last = span.start // goal.itemsize, span.stop // goal.itemsize
     step = UNIT_BYTES // source.itemsize
     overflows = 0
     converted = torch.from_numpy(memory).view(goal)
     for begin in range(first, last, step):
         end = min(begin + step, last)
         wide = bounce_buffer("cast", (end - begin) * source.itemsize)
-        bytes_of = Span(part.chunk, begin * source.itemsize, end * source.itemsize)
+        bytes_of = Span(span.chunk, begin * source.itemsize, end * source.itemsize)
         _read_ranges(stored, tensors, [(bytes_of, wide)])
         values, target = torch.from_numpy(wide).view(source), converted[begin - first : end - first]
         target.copy_(values)

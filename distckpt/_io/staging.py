@@ -17,7 +17,7 @@ from distckpt._base.device import DeviceLayer
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import NUM_THREADS, run_threads
-from distckpt._io.write import Fill, NewFile, Span, gather, units_of
+from distckpt._io.write import Fill, NewFile, Span, copy_into, units_of
 
 MAX_SETS = 2
 """So many saves may have staged data at the same time; the next one waits."""
@@ -133,7 +133,12 @@ class Staging:
             else:
                 # This refers to nothing of the original, which may be freed.
                 staged.append(file._replace(fill=_filling(copies), device=None))
-        run_threads(lambda unit: gather(unit[0](*unit[1:]), unit[2]), units, self._num_threads)
+
+        def copy_unit(unit: tuple[Fill, Sequence[Span], Bytes]) -> None:
+            fill, spans, window = unit
+            copy_into(window, fill(spans, window))
+
+        run_threads(copy_unit, units, self._num_threads)
         if not self._num_uncopied:
             self.staged.set()
         return staged
@@ -194,13 +199,13 @@ def _filling(
         buffers = []
         begin = 0
         for span in unit:
-            # Where it would be gathered, so that it is not overwritten by then.
+            # Where it goes in the end, so that it is not overwritten by then.
             window = scratch[begin : begin + span.num_bytes]
             begin += span.num_bytes
             if span.chunk in copies:
                 window = copies[span.chunk][span.start : span.stop]
             elif rest is not None and note_copied is not None:
-                gather(rest([span], window), window)
+                copy_into(window, rest([span], window))
                 note_copied(len(window))
             buffers.append(window)
         return buffers

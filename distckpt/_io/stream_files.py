@@ -19,7 +19,7 @@ from distckpt._storage import locations as storage_locations
 from distckpt.tensors import chunk_tensor_by_memory, to_plain_memory
 
 
-class Layout(NamedTuple):
+class StreamLayout(NamedTuple):
     """The layout of all files: header and size of each, and by name the file and entry of each tensor, in order."""
 
     headers: list[bytes]
@@ -27,9 +27,9 @@ class Layout(NamedTuple):
     places: dict[str, tuple[int, Entry]]
 
 
-def lay_out(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> Layout:
+def lay_out(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> StreamLayout:
     """Lay out one file for each group of tensors."""
-    layout = Layout([], [], {})
+    layout = StreamLayout([], [], {})
     for number, group in enumerate(groups):
         entries = _aligned(group)
         header, first_bytes = build_header(entries, metadata)
@@ -53,7 +53,7 @@ def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
 class LocalFiles:
     """Local files of known layout; tensors are written at their places, in any order."""
 
-    def __init__(self, locations: Sequence[str], layout: Layout) -> None:
+    def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
         self._locations, self._layout = locations, layout
         self._created: list[str] = []
         # One file at a time is open: there may be more than a process may open.
@@ -102,7 +102,7 @@ class LocalFiles:
 class RemoteFiles:
     """Files of an object store, which are written from beginning to end."""
 
-    def __init__(self, locations: Sequence[str], layout: Layout) -> None:
+    def __init__(self, locations: Sequence[str], layout: StreamLayout) -> None:
         self._locations, self._layout = locations, layout
         self._next_places = iter(layout.places.values())
         self._created: list[str] = []
@@ -154,7 +154,7 @@ class RemoteFiles:
 
 
 def write_stream(
-    output: LocalFiles | RemoteFiles, layout: Layout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
+    output: LocalFiles | RemoteFiles, layout: StreamLayout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Write every tensor that comes, and remove the files unless all that were announced have come."""
     try:
@@ -176,7 +176,7 @@ def write_stream(
         raise
 
 
-def _check(layout: Layout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor) -> None:
+def _check(layout: StreamLayout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor) -> None:
     if name not in layout.places:
         raise ValueError(f"the tensor {name!r} came but was not announced{did_you_mean(str(name), layout.places)}")
     if name not in awaited:

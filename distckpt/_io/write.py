@@ -213,7 +213,7 @@ class _Output:
         unit, position, num_bytes = self.units[number], self._starts[number], self._sizes[number]
         phase = position % ALIGNMENT
         window = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)[phase : phase + num_bytes]
-        gather(self.file.fill(unit, window), window)
+        copy_into(window, self.file.fill(unit, window))
         if self.settings.with_checksums:
             self.checksums[number] = _block_checksums(unit, [window])
         first = min(-position % ALIGNMENT, num_bytes)
@@ -285,7 +285,7 @@ def _write_aligned(fd: int, data: Bytes, position: int) -> int:
     return written
 
 
-def gather(buffers: Sequence[Bytes], window: Bytes) -> None:
+def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:
     """Put the bytes of all buffers into the window, unless they are there already."""
     filled = 0
     for buffer in buffers:
