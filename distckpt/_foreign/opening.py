@@ -62,7 +62,7 @@ def find_reader(stored: StoredCheckpoint) -> Reader | None:
 
 
 def _reader_named(name: Any, location: str) -> Reader:
-    reader = READERS.get(name)
+    reader = READERS.get(name) if isinstance(name, str) else None
     if reader is None:
         raise CheckpointingException(
             f"{location!r} is of the format {name!r:.100}, for which no reader is registered here: call "

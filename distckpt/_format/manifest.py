@@ -132,7 +132,7 @@ class Manifest:
         aliases: key -> key whose chunks hold the same tensor (tied tensors are stored once).
         block_bytes: every chunk is checksummed in blocks of this many bytes, the last one shorter.
         has_checksums: False for files that others wrote; `block_checksums` is empty then.
-        origin: set when others wrote the objects too: JSON fields that say how (see `_foreign.torch_dist`).
+        origin: None for distckpt's own; else the name of the reader as `format`, and JSON fields for that reader.
     """
 
     def __init__(

@@ -195,3 +195,11 @@ def test_objects_that_nobody_loads_are_named(toy, monkeypatch):
 def test_what_no_reader_detects_is_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         distckpt.load({}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["unheard of", None, [], {}])
+def test_a_marker_cannot_name_just_any_reader(tmp_path, name):
+    marker = {"sharded_backend": "safetensors", "sharded_backend_version": 1, "manifest": None, "reader": name}
+    (tmp_path / "metadata.json").write_text(json.dumps(marker))
+    with pytest.raises(CheckpointingException, match="no reader is registered"):
+        distckpt.load_plain_tensors(tmp_path)
