@@ -12,22 +12,13 @@ import torch
 import torch.distributed as dist
 
 import distckpt
-from distckpt import CheckpointExistsError, RankFailedError, ShardedObject, ShardedTensor
+from distckpt import CheckpointExistsError, RankFailedError, ShardedTensor
 from distckpt.strategies.async_utils import AsyncCallsQueue
 from tests.support.harness import error_of, run, sum_over_ranks
+from tests.support.states import state_of
 
 PATIENCE = 60.0
-ROWS = 300
-
-
-def state_of(rank, num_ranks, value):
-    rows = torch.full((ROWS, 256), float(value))
-    return {
-        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)),
-        "shared": ShardedTensor.from_rank_offsets("shared", torch.full((64, 256), float(value)), replica_id=rank),
-        "rng": ShardedObject("rng", {"value": value}, (num_ranks,), (rank,)),
-        "value": value,
-    }
+ROWS = 100
 
 
 def overwrite(state):
@@ -37,7 +28,7 @@ def overwrite(state):
 
 
 def values_in(rank, num_ranks, path, group=None):
-    loaded = distckpt.load(state_of(rank, num_ranks, -2), path, verify="full", process_group=group)
+    loaded = distckpt.load(state_of(-2, rank, num_ranks), path, verify="full", process_group=group)
     return sorted({*loaded["rows"].unique().tolist(), *loaded["shared"].unique().tolist(), loaded["rng"]["value"]})
 
 
@@ -50,7 +41,7 @@ def train_while_saving(rank, num_ranks, folder):
 
     handles, sums = [], []
     for step in range(2):
-        state = state_of(rank, num_ranks, step)
+        state = state_of(step, rank, num_ranks)
         handles.append(distckpt.async_save(state, f"{folder}/{step}", progress=progress))
         overwrite(state)
         sums += [sum_over_ranks(i) for i in range(20)]
@@ -79,7 +70,7 @@ def save_in_subgroups(rank, folder):
     """Two pairs of ranks save at the same time, and then all four."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group, own = pairs[rank // 2], rank % 2
-    states = state_of(own, 2, rank // 2), state_of(rank, 4, 7)
+    states = state_of(rank // 2, own, 2), state_of(7, rank, 4)
     handles = [
         distckpt.async_save(states[0], f"{folder}/pair{rank // 2}", process_group=group),
         distckpt.async_save(states[1], f"{folder}/all"),
@@ -103,17 +94,17 @@ def fail_in_background(rank, folder, asks):
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    handle = distckpt.async_save(state_of(rank, 2, 1), f"{folder}/lost")
+    handle = distckpt.async_save(state_of(1, rank, 2), f"{folder}/lost")
     sums = [sum_over_ranks(1)]
     errors = [error_of(handle.result, PATIENCE)] if asks else []
     distckpt._io.background.wait_for_all()
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     if not asks:
-        errors.append(error_of(distckpt.async_save, state_of(rank, 2, 2), f"{folder}/refused"))
+        errors.append(error_of(distckpt.async_save, state_of(2, rank, 2), f"{folder}/refused"))
     sums.append(sum_over_ranks(1))
-    distckpt.async_save(state_of(rank, 2, 3), f"{folder}/next").result(PATIENCE)
-    distckpt.save(state_of(rank, 2, 4), f"{folder}/last")
+    distckpt.async_save(state_of(3, rank, 2), f"{folder}/next").result(PATIENCE)
+    distckpt.save(state_of(4, rank, 2), f"{folder}/last")
     return errors, sums, values_in(rank, 2, f"{folder}/next"), values_in(rank, 2, f"{folder}/last")
 
 
@@ -132,7 +123,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_goes_on(asks, tmp_pa
 def lose_a_race(rank, folder):
     """Another program commits its checkpoint while ours is being written."""
     may_write = threading.Event()
-    handle = distckpt.async_save(state_of(rank, 2, 1), f"{folder}/c", progress=lambda n: may_write.wait(PATIENCE))
+    handle = distckpt.async_save(state_of(1, rank, 2), f"{folder}/c", progress=lambda n: may_write.wait(PATIENCE))
     if rank == 0:
         os.makedirs(f"{folder}/c")
         with open(f"{folder}/c/metadata.json", "w") as file:
@@ -140,7 +131,7 @@ def lose_a_race(rank, folder):
     sum_over_ranks(0)
     may_write.set()
     errors = [error_of(handle.result, PATIENCE)]
-    errors.append(error_of(distckpt.save, state_of(rank, 2, 1), f"{folder}/d"))
+    errors.append(error_of(distckpt.save, state_of(1, rank, 2), f"{folder}/d"))
     return errors
 
 
@@ -153,7 +144,7 @@ def test_what_rank_0_finds_at_the_end_is_raised_as_what_it_is(tmp_path):
 def save_through_a_queue(rank, folder):
     queue, seen = AsyncCallsQueue(), []
     for value in range(2):
-        state = state_of(rank, 2, value)
+        state = state_of(value, rank, 2)
         request = distckpt.save(state, f"{folder}/{value}", async_sharded_save=True)
         request.add_finalize_fn(lambda value=value: seen.append((value, sum_over_ranks(value))))
         queue.schedule_async_request(request)
@@ -163,7 +154,7 @@ def save_through_a_queue(rank, folder):
     while queue.get_num_unfinalized_calls():
         finalized += queue.maybe_finalize_async_calls()
     queue.close()
-    request = distckpt.save(state_of(rank, 2, 2), f"{folder}/2", async_sharded_save=True)
+    request = distckpt.save(state_of(2, rank, 2), f"{folder}/2", async_sharded_save=True)
     request.execute_sync()
     return finalized, seen, [values_in(rank, 2, f"{folder}/{value}") for value in range(3)]
 
@@ -175,7 +166,7 @@ def test_the_queue(tmp_path):
 
 def stage_in_waves(rank, folder):
     may_write = threading.Event()
-    state = state_of(rank, 2, 5)
+    state = state_of(5, rank, 2)
     state["large"] = ShardedTensor.from_rank_offsets("large", torch.full((3 << 20,), 5.0), (0, rank, 2))
     handle = distckpt.async_save(
         state, f"{folder}/c", max_inflight_bytes=16 << 20, progress=lambda n: may_write.wait(PATIENCE)

@@ -23,11 +23,7 @@ from tests.support.hf_folders import read_export, same_bytes, shard_name, write_
 from tests.support.hooked_store import hooked_reads
 from tests.support.read_counts import counted_reads
 from tests.support.reference import needs_torchs_hugging_face
-
-
-def numbered(*shape, dtype=torch.float32):
-    return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
-
+from tests.support.states import numbered
 
 # ---- folders that torch wrote
 
@@ -39,7 +35,7 @@ WEIGHTS = {
     "fewer.than.ranks": (numbered(1, 4), [Shard(0)]),
     "copied.norm": (numbered(9), [Replicate()]),
     "ids": (numbered(8, dtype=torch.int64), [Shard(0)]),
-    "mask": (numbered(8, dtype=torch.bool), [Replicate()]),
+    "mask": (torch.arange(8) % 3 == 0, [Replicate()]),
     "scalar": (torch.tensor(2.5), [Replicate()]),
 }
 GRID = {"both.axes": (numbered(8, 6), [Shard(0), Shard(1)]), "only.inner": (numbered(5, 7), [Replicate(), Shard(1)])}

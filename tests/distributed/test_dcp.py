@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
 from tests.support.harness import error_of, launched, run, sum_over_ranks
+from tests.support.states import numbered
 
 TORCH, OURS = "torch.distributed.checkpoint", "distckpt.dcp"
 ROADS = [(OURS, OURS), (TORCH, OURS)]
@@ -219,10 +220,6 @@ def test_full_state_dicts_go_both_ways(tmp_path):
 
 
 # ---- all that a state dict may hold, and what only some ranks have
-
-
-def numbered(*shape):
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1
 
 
 def mixed_state(rank, size, fill):

@@ -17,21 +17,18 @@ from distckpt.modules import sharded_state_dict
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 from tests.support.harness import error_of, run
 from tests.support.layouts import Layout, even_part, flat_part
+from tests.support.states import numbered
 
 WIDTH, FEATURES, GROUPS, QUERIES, HEAD = 5, 12, 4, 2, 3
 
 
-def numbered(*shape):
-    return np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
-
-
 # ---- fused dense layers
 
-GATE, UP = numbered(FEATURES, WIDTH), -numbered(FEATURES, WIDTH)
+GATE, UP = numbered(FEATURES, WIDTH).numpy(), -numbered(FEATURES, WIDTH).numpy()
 QUERY, KEY, VALUE = (
-    numbered(GROUPS, QUERIES * HEAD, WIDTH),
-    -numbered(GROUPS, HEAD, WIDTH),
-    numbered(GROUPS, HEAD, WIDTH),
+    numbered(GROUPS, QUERIES * HEAD, WIDTH).numpy(),
+    -numbered(GROUPS, HEAD, WIDTH).numpy(),
+    numbered(GROUPS, HEAD, WIDTH).numpy(),
 )
 STORED = {
     "fc1.weight": np.concatenate([GATE, UP]),
@@ -104,7 +101,7 @@ def test_fused_layers_and_their_flat_moments_load_under_every_other_layout(saved
 # ---- experts
 
 EXPERTS = 8
-FC1, FC2 = numbered(EXPERTS, 2 * FEATURES, WIDTH), -numbered(EXPERTS, WIDTH, FEATURES)
+FC1, FC2 = numbered(EXPERTS, 2 * FEATURES, WIDTH).numpy(), -numbered(EXPERTS, WIDTH, FEATURES).numpy()
 
 
 class ExpertLayout(NamedTuple):
@@ -270,7 +267,7 @@ def test_experts_that_also_pass_for_copies_are_found_by_comparing_them(tmp_path)
 # ---- padded vocabularies
 
 VOCAB = 50_257
-WORDS = numbered(VOCAB, 2)
+WORDS = numbered(VOCAB, 2).numpy()
 
 
 def padded_size(tp):

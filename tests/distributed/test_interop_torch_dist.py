@@ -17,11 +17,7 @@ import distckpt
 from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
 from distckpt.interop import torch_dist
 from tests.support.harness import error_of, run
-
-
-def numbered(*shape, dtype=torch.float32):
-    return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
-
+from tests.support.states import numbered
 
 WEIGHTS = {
     "rows": (numbered(12, 5), [Shard(0)]),

@@ -14,12 +14,12 @@ from tests.support.harness import error_of, launched, run, signal_parent, sum_ov
 PATIENCE = 60.0
 
 
-def state_of(rank, num_ranks, value):
+def rows_of(rank, num_ranks, value):
     rows = torch.full((100, 256), float(value))
     return {"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)), "value": value}
 
 
-def value_in(loaded):
+def value_in_rows(loaded):
     (value,) = set(loaded["rows"].unique().tolist())
     assert value == loaded["value"]
     return int(value)
@@ -28,8 +28,8 @@ def value_in(loaded):
 def train(rank, num_ranks, root):
     with CheckpointManager(root, keep_last=2, best_metric="loss", durable=False) as manager:
         nothing = manager.latest(), manager.steps()
-        error = error_of(manager.load, state_of(rank, num_ranks, -1))
-        state = state_of(rank, num_ranks, 0)
+        error = error_of(manager.load, rows_of(rank, num_ranks, -1))
+        state = rows_of(rank, num_ranks, 0)
         for step in range(1, 7):
             state["rows"].data.fill_(step)
             state["value"] = step
@@ -39,7 +39,7 @@ def train(rank, num_ranks, root):
         manager.wait()
         sum_over_ranks(0)
         found = manager.latest(), manager.steps()
-        values = [value_in(manager.load(state_of(rank, num_ranks, -1), step)) for step in (None, 2)]
+        values = [value_in_rows(manager.load(rows_of(rank, num_ranks, -1), step)) for step in (None, 2)]
     return nothing, error, found, values
 
 
@@ -59,18 +59,18 @@ def resume(rank, root):
     manager = CheckpointManager(root)
     whole = torch.zeros(150, 256)
     loaded = manager.load({"rows": ShardedTensor.from_rank_offsets("rows", whole, (0, rank, 2))})
-    return value_in(loaded), list(manager.skipped), manager.latest()
+    return value_in_rows(loaded), list(manager.skipped), manager.latest()
 
 
 def fail_unnoticed(rank, root):
     manager = CheckpointManager(root)
-    manager.save(1, state_of(rank, 2, 1)).result(PATIENCE)
+    manager.save(1, rows_of(rank, 2, 1)).result(PATIENCE)
     if rank == 0:
         with open(f"{root}/step_00000002", "w") as file:
             file.write("in the way")
     sum_over_ranks(0)
-    errors = [error_of(manager.save, 2, state_of(rank, 2, 2)), error_of(manager.save, 3, {"f": rank and object()})]
-    handle = manager.save(4, state_of(rank, 2, 4))
+    errors = [error_of(manager.save, 2, rows_of(rank, 2, 2)), error_of(manager.save, 3, {"f": rank and object()})]
+    handle = manager.save(4, rows_of(rank, 2, 4))
     if rank == 1:
         handle.result(PATIENCE)
     manager.close()
@@ -92,7 +92,7 @@ def train_until_told_to_stop(rank, root):
             step += 1
             if step == 3:
                 signal_parent(os.getpid())
-        manager.save(step, state_of(rank, 2, step)).result(PATIENCE)
+        manager.save(step, rows_of(rank, 2, step)).result(PATIENCE)
     return step, guard.received
 
 
@@ -109,8 +109,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
 def save_in_turns(rank, root):
     with CheckpointManager(root, keep_last=1, async_save=False) as manager:
         for step in range(3):
-            assert manager.save(step, state_of(rank, 2, step)).done()
-        return manager.steps(), value_in(manager.load(state_of(rank, 2, -1)))
+            assert manager.save(step, rows_of(rank, 2, step)).done()
+        return manager.steps(), value_in_rows(manager.load(rows_of(rank, 2, -1)))
 
 
 def test_blocking_saves(tmp_path):

@@ -37,7 +37,7 @@ class Traffic:
         return function(*args, **kwargs), self.num_bytes - before
 
 
-def state_of(rank, num_tensors, value, rows=ROWS):
+def state_with_copies(rank, num_tensors, value, rows=ROWS):
     state = {"step": value, "rng": ShardedObject("rng", "x" * value, (NUM_RANKS,), (rank,))}
     for i in range(num_tensors):
         data = torch.full((rows, 8), float(100 * value + i))
@@ -65,7 +65,7 @@ def save_again_and_again(rank, folder):
         for num_tensors in (5, 200):
             seen[num_tensors] = []
             for value in (1, 2, 30):
-                state = state_of(rank, num_tensors, value)
+                state = state_with_copies(rank, num_tensors, value)
                 path = f"{folder}/{num_tensors}_{value}"
                 report, num_bytes = traffic.of(distckpt.save, state, path)
                 assert report.plan_reused == (value > 1)
@@ -87,25 +87,25 @@ def test_a_known_structure_is_not_exchanged_again(tmp_path):
 
 def one_rank_changes(rank, folder):
     """A structure that changes on the last rank only is planned again by all; values are never kept."""
-    reports = [distckpt.save(state_of(rank, 3, 1), f"{folder}/1")]
-    changed = state_of(rank, 3, 2)
+    reports = [distckpt.save(state_with_copies(rank, 3, 1), f"{folder}/1")]
+    changed = state_with_copies(rank, 3, 2)
     if rank == NUM_RANKS - 1:
         changed["extra"] = ShardedTensor.from_rank_offsets("extra", torch.arange(5.0))
     reports.append(distckpt.save(changed, f"{folder}/2"))
     for value in (3, 4):
-        reports.append(distckpt.save(state_of(rank, 3, value), f"{folder}/{value}"))
-    reports.append(distckpt.save(state_of(rank, 3, 5, rows=7), f"{folder}/5"))
-    moved = state_of(rank, 3, 6)
+        reports.append(distckpt.save(state_with_copies(rank, 3, value), f"{folder}/{value}"))
+    reports.append(distckpt.save(state_with_copies(rank, 3, 5, rows=7), f"{folder}/5"))
+    moved = state_with_copies(rank, 3, 6)
     for shard in moved.values():
         if isinstance(shard, ShardedTensor):
             # The same values in other memory, with other strides.
             shard.data = shard.data.t().contiguous().t()
     reports.append(distckpt.save(moved, f"{folder}/6"))
-    wrong = state_of(rank, 3, 7)
+    wrong = state_with_copies(rank, 3, 7)
     if rank == 1:
         wrong["t0"] = ShardedTensor.from_rank_offsets("t0", torch.zeros(ROWS, 8), (0, 0, NUM_RANKS))
     error = error_of(distckpt.save, wrong, f"{folder}/7")
-    reports.append(distckpt.save(state_of(rank, 3, 8), f"{folder}/8"))
+    reports.append(distckpt.save(state_with_copies(rank, 3, 8), f"{folder}/8"))
     return [report.plan_reused for report in reports], error
 
 

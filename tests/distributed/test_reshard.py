@@ -91,7 +91,7 @@ def fused_expected(layout, rank):
     )
 
 
-def state_of(layout, rank, *, blank=False):
+def model_state(layout, rank, *, blank=False):
     """Return the state dict of a rank (filled with zeros to load into it), and the bytes each tensor should have."""
     shards = {key: dense_shard(key, layout, rank, blank=blank) for key in DENSE}
     shards |= {key: uneven_shard(key, layout, rank, blank=blank) for key in UNEVEN}
@@ -108,12 +108,12 @@ def state_of(layout, rank, *, blank=False):
 
 
 def save_state(rank, layout, path):
-    distckpt.save(state_of(layout, rank)[0], path)
+    distckpt.save(model_state(layout, rank)[0], path)
 
 
 def load_state(rank, layout, path):
     """Load on one rank and return what is not as it should be."""
-    state, expected = state_of(layout, rank, blank=True)
+    state, expected = model_state(layout, rank, blank=True)
     targets = {key: shard.data for key, shard in state["model"].items()}
     loaded = distckpt.load(state, path, strict="raise_all")
     wrong = [key for key, content in expected.items() if not np.array_equal(bytes_of(loaded["model"][key]), content)]

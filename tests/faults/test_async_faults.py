@@ -9,14 +9,14 @@ import threading
 import time
 
 import pytest
-import torch
 
 import distckpt
-from distckpt import CheckpointManager, RankFailedError, ShardedObject, ShardedTensor
+from distckpt import CheckpointManager, RankFailedError
 from distckpt.strategies.safetensors import SafetensorsSave
 from tests.support.disk import tree_of
 from tests.support.disks import small_disk
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.states import state_of
 from tests.support.stopping import StopsAfter, StopsBefore, StopsWithin, stopping
 
 PATIENCE = 200.0
@@ -25,26 +25,17 @@ TIMEOUT = 12.0
 """Of exchanges in the background, in seconds: survivors wait it out; on a busy machine others are late too."""
 
 
-def state_of(rank, value, num_rows=100):
-    rows = torch.full((num_rows, 256), float(value))
-    return {
-        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, NUM_RANKS)),
-        "rng": ShardedObject("rng", {"value": value}, (NUM_RANKS,), (rank,)),
-        "value": value,
-    }
-
-
 def values_in(loaded):
     return sorted({*loaded["rows"].unique().tolist(), loaded["rng"]["value"], loaded["value"]})
 
 
 def save_to_a_full_disk(rank, folder, first):
-    handle = distckpt.async_save(state_of(rank, 1, 8000), f"{folder}/{first}")
+    handle = distckpt.async_save(state_of(1, rank, NUM_RANKS, 8000), f"{folder}/{first}")
     sums = [sum_over_ranks(step) for step in range(20)]
     error = error_of(handle.result, PATIENCE)
     sums.append(sum_over_ranks(1))
-    distckpt.async_save(state_of(rank, 2), f"{folder}/small").result(PATIENCE)
-    loaded = values_in(distckpt.load(state_of(rank, -1), f"{folder}/small"))
+    distckpt.async_save(state_of(2, rank, NUM_RANKS), f"{folder}/small").result(PATIENCE)
+    loaded = values_in(distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/small"))
     return error, sums, loaded
 
 
@@ -75,21 +66,21 @@ def test_a_file_where_a_directory_should_be(tmp_path):
 
 def save_and_lose_a_rank(rank, root, kind):
     manager = CheckpointManager(root, sharded_strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0)
-    handle = manager.save(2, state_of(rank, 2))
+    handle = manager.save(2, state_of(2, rank, NUM_RANKS))
     error = error_of(handle.result, PATIENCE)
     return error, error_of(handle.result, PATIENCE) is error
 
 
 def save_first(rank, root):
-    CheckpointManager(root).save(1, state_of(rank, 1)).result(PATIENCE)
+    CheckpointManager(root).save(1, state_of(1, rank, NUM_RANKS)).result(PATIENCE)
 
 
 def resume(rank, root):
     """What a new job does: find the newest complete step, load it, and save the next one."""
     with CheckpointManager(root) as manager:
-        found = manager.latest(), values_in(manager.load(state_of(rank, -1), verify="full"))
-        manager.save(2, state_of(rank, 3)).result(PATIENCE)
-        return found, values_in(manager.load(state_of(rank, -1)))
+        found = manager.latest(), values_in(manager.load(state_of(-1, rank, NUM_RANKS), verify="full"))
+        manager.save(2, state_of(3, rank, NUM_RANKS)).result(PATIENCE)
+        return found, values_in(manager.load(state_of(-1, rank, NUM_RANKS)))
 
 
 def check_resumed(root, step, value):
@@ -137,7 +128,7 @@ def save_twice_and_lose_a_rank(rank, root):
     """Of two saves in flight, the first loses a rank; the second one must not begin where the first one ended."""
     strategy = stopping(StopsWhenBothAreScheduled)
     manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
-    handles = [manager.save(step, state_of(rank, step)) for step in (2, 3)]
+    handles = [manager.save(step, state_of(step, rank, NUM_RANKS)) for step in (2, 3)]
     sum_over_ranks(0)
     both_are_scheduled.set()
     return [error_of(handle.result, PATIENCE) for handle in handles]
@@ -160,7 +151,7 @@ def test_a_rank_killed_with_two_saves_in_flight(tmp_path):
 
 
 def save_large(rank, root):
-    handle = CheckpointManager(root).save(2, state_of(rank, 2, 40_000), overwrite=True)
+    handle = CheckpointManager(root).save(2, state_of(2, rank, NUM_RANKS, 40_000), overwrite=True)
     ask_parent()
     handle.result(PATIENCE)
 
@@ -209,7 +200,7 @@ def go_on_without_background(rank, root):
     """A rank whose background hangs does not keep the trainer from its own exchanges."""
     strategy = stopping(StopsBefore if rank == 1 else SafetensorsSave)
     manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT)
-    handle = manager.save(1, state_of(rank, 1))
+    handle = manager.save(1, state_of(1, rank, NUM_RANKS))
     sums = [sum_over_ranks(step) for step in range(50)]
     return sums, error_of(handle.result, PATIENCE)
 

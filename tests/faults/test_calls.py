@@ -37,7 +37,7 @@ ONE_NAME = {
 """Calls by another name that do the same."""
 
 
-def state_of(value, shape=(100, 8)):
+def weight_state(value, shape=(100, 8)):
     weight = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + value
     return {"w": ShardedTensor.from_rank_offsets("w", weight), "step": value}
 
@@ -45,18 +45,18 @@ def state_of(value, shape=(100, 8)):
 def use_everything(root):
     """Do all that reads and writes files, below `root`."""
     path = f"{root}/a/checkpoint"
-    distckpt.save(state_of(1), path)
-    distckpt.save(state_of(2), path, overwrite=True)
-    distckpt.async_save(state_of(3), path, overwrite=True).result()
-    assert distckpt.load(state_of(0), path)["step"] == 3
+    distckpt.save(weight_state(1), path)
+    distckpt.save(weight_state(2), path, overwrite=True)
+    distckpt.async_save(weight_state(3), path, overwrite=True).result()
+    assert distckpt.load(weight_state(0), path)["step"] == 3
     assert distckpt.verify(path).is_whole
     # Large enough to go around the page cache, and to be read with many requests at a time.
-    distckpt.save(state_of(1, (300, 16_000)), f"{root}/large")
+    distckpt.save(weight_state(1, (300, 16_000)), f"{root}/large")
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(300, 1000), (1, 1, 16))
     assert distckpt.load({"w": part}, f"{root}/large", verify="none")["w"][0, 0] == 1001
     with CheckpointManager(f"{root}/manager", keep_last=1, async_save=False, durable=False) as manager:
         for step in range(3):
-            manager.save(step, state_of(step))
+            manager.save(step, weight_state(step))
         assert manager.latest() == 2
     for overwrite in (False, True):
         distckpt.consolidate(path, f"{root}/export", overwrite=overwrite, extra_files_from=f"{root}/given")
@@ -120,7 +120,7 @@ def test_no_call_escapes(tmp_path):
 
 def calls_of_a_save(folder):
     with recorded(folder) as calls:
-        distckpt.save(state_of(1), folder / "checkpoint")
+        distckpt.save(weight_state(1), folder / "checkpoint")
     return calls
 
 
@@ -153,7 +153,7 @@ def test_an_injected_error_reaches_the_caller(tmp_path, name, moment):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError, match="No space left"), watched(tmp_path, fail_first):
-        distckpt.save(state_of(1), tmp_path / "checkpoint")
+        distckpt.save(weight_state(1), tmp_path / "checkpoint")
     assert len(seen) == 1
 
 
@@ -162,9 +162,9 @@ def test_an_exchange_that_is_not_there_is_one_that_the_system_lacks(tmp_path):
         if call.name == "renameat2":
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    distckpt.save(state_of(1), tmp_path / "checkpoint")
+    distckpt.save(weight_state(1), tmp_path / "checkpoint")
     with watched(tmp_path, refuse):
-        distckpt.save(state_of(2), tmp_path / "checkpoint", overwrite=True)
+        distckpt.save(weight_state(2), tmp_path / "checkpoint", overwrite=True)
     assert distckpt.load({}, tmp_path / "checkpoint") == {"step": 2}
 
 
@@ -178,14 +178,14 @@ def test_short_reads_and_writes(tmp_path):
         return max(1, call.length * 2 // 3)
 
     with watched(tmp_path, shorten):
-        distckpt.save(state_of(1), tmp_path / "checkpoint")
-        loaded = distckpt.load(state_of(0), tmp_path / "checkpoint", verify="full")
-    assert torch.equal(loaded["w"], state_of(1)["w"].data)
+        distckpt.save(weight_state(1), tmp_path / "checkpoint")
+        loaded = distckpt.load(weight_state(0), tmp_path / "checkpoint", verify="full")
+    assert torch.equal(loaded["w"], weight_state(1)["w"].data)
     assert min(limited[name] for name in ("pwritev", "pwrite", "write", "read", "preadv")) > 1
 
 
 def test_reads_at_once_fail_and_are_short(tmp_path):
-    distckpt.save(state_of(1, (300, 16_000)), tmp_path / "large")
+    distckpt.save(weight_state(1, (300, 16_000)), tmp_path / "large")
     answers = iter([100, None])
 
     def interfere(call, moment):
@@ -201,6 +201,6 @@ def test_reads_at_once_fail_and_are_short(tmp_path):
         return distckpt.load({"w": part}, tmp_path / "large", verify="none")["w"]
 
     with watched(tmp_path, interfere):
-        assert torch.equal(load(), state_of(1, (300, 16_000))["w"].data[:, 1000:2000])
+        assert torch.equal(load(), weight_state(1, (300, 16_000))["w"].data[:, 1000:2000])
         with pytest.raises(OSError, match="Input/output error"):
             load()

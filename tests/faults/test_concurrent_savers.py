@@ -29,7 +29,7 @@ ROUNDS = pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.ma
 NUM_TENSORS = 5
 
 
-def state_of(value):
+def many_tensors(value):
     return {
         "tensors": [
             ShardedTensor.from_rank_offsets(f"tensor {i}", torch.full((50, 64), float(value)))
@@ -41,7 +41,7 @@ def state_of(value):
 
 def save_many_times(rank, folder, overwrite, rounds):
     return [
-        error_of(distckpt.save, state_of(rank), f"{folder}/round_{i}", stopping(StopsAfter), overwrite=overwrite)
+        error_of(distckpt.save, many_tensors(rank), f"{folder}/round_{i}", stopping(StopsAfter), overwrite=overwrite)
         for i in range(rounds)
     ]
 
@@ -56,7 +56,7 @@ def let_them_meet(launch, rounds):
 
 def value_in(path):
     """Return the value that all of a checkpoint holds."""
-    loaded = distckpt.load(state_of(-1), path, verify="full")
+    loaded = distckpt.load(many_tensors(-1), path, verify="full")
     values = {loaded["value"], *torch.cat([tensor.flatten() for tensor in loaded["tensors"]]).tolist()}
     assert len(values) == 1, f"{path} is a mixture"
     return loaded["value"]
@@ -91,7 +91,7 @@ def test_one_of_two_savers_wins(before, rounds, tmp_path):
 def test_savers_that_overwrite_both_succeed(before, rounds, tmp_path):
     if before == "a checkpoint":
         for i in range(rounds):
-            distckpt.save(state_of(7), str(tmp_path / f"round_{i}"))
+            distckpt.save(many_tensors(7), str(tmp_path / f"round_{i}"))
     with launched(save_many_times, 2, str(tmp_path), True, rounds, backend=None) as launch:
         let_them_meet(launch, rounds)
         assert launch.values() == [[None] * rounds] * 2

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import RankFailedError, ShardedObject, ShardedTensor, ShardedTensorFactory
+from distckpt import RankFailedError, ShardedTensor, ShardedTensorFactory
 from tests.support.disk import tree_of
 from tests.support.harness import ask_parent, error_of, launched, run
+from tests.support.states import state_of
 from tests.support.stopping import StopsAfter, StopsBefore, stopping
 
 NUM_RANKS = 3
@@ -23,23 +24,13 @@ SLACK = 60.0
 """Seconds by which a survivor may be later than that."""
 
 
-def state_of(rank, value, num_rows=200):
-    rows = torch.full((num_rows, 256), float(value))
-    return {
-        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, NUM_RANKS)),
-        "shared": ShardedTensor.from_rank_offsets("shared", torch.full((100, 256), float(value)), replica_id=rank),
-        "rng": ShardedObject("rng", {"value": value}, (NUM_RANKS,), (rank,)),
-        "value": value,
-    }
-
-
 def save_state(rank, path, value, overwrite=False):
-    distckpt.save(state_of(rank, value), path, overwrite=overwrite)
+    distckpt.save(state_of(value, rank, NUM_RANKS), path, overwrite=overwrite)
 
 
 def loaded_values(rank, path):
     """Return all distinct values that the checkpoint of `state_of` holds for this rank."""
-    loaded = distckpt.load(state_of(rank, -1), path, verify="full")
+    loaded = distckpt.load(state_of(-1, rank, NUM_RANKS), path, verify="full")
     tensors = torch.cat([loaded["rows"].flatten(), loaded["shared"].flatten()])
     return sorted({*tensors.tolist(), loaded["rng"]["value"], loaded["value"]})
 
@@ -53,15 +44,15 @@ def stops_while_taking_apart(rank, path):
         return ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id)
 
     factory = ShardedTensorFactory("fused", torch.ones(4), build, lambda loaded: loaded, replica_id=rank)
-    distckpt.save({**state_of(rank, 2), "fused": factory}, path, overwrite=True)
+    distckpt.save({**state_of(2, rank, NUM_RANKS), "fused": factory}, path, overwrite=True)
 
 
 def stops_before_writing(rank, path):
-    distckpt.save(state_of(rank, 2), path, stopping(StopsBefore), overwrite=True)
+    distckpt.save(state_of(2, rank, NUM_RANKS), path, stopping(StopsBefore), overwrite=True)
 
 
 def stops_after_writing(rank, path):
-    distckpt.save(state_of(rank, 2), path, stopping(StopsAfter), overwrite=True)
+    distckpt.save(state_of(2, rank, NUM_RANKS), path, stopping(StopsAfter), overwrite=True)
 
 
 def save_and_be_killed(rank, stop, path):
@@ -146,7 +137,7 @@ def save_and_stop_within(rank, path):
         if is_first.acquire(blocking=False):
             ask_parent()
 
-    distckpt.save(state_of(rank, 2, 20_000), path, overwrite=True, progress=stop)
+    distckpt.save(state_of(2, rank, NUM_RANKS, 20_000), path, overwrite=True, progress=stop)
 
 
 def files_being_written(folder):
@@ -200,7 +191,7 @@ def save_then_wait(rank, path):
     if rank == 1:
         ask_parent()
     started = time.monotonic()
-    error = error_of(distckpt.save, state_of(rank, 2), path)
+    error = error_of(distckpt.save, state_of(2, rank, NUM_RANKS), path)
     return error, time.monotonic() - started
 
 

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
-from distckpt import RankFailedError, ShardedObject, ShardedTensor
+from distckpt import RankFailedError
 from distckpt._ranks.collectives import Ranks
 from tests.support.harness import ask_parent, error_of, launched, run
+from tests.support.states import state_of
 
 NUM_RANKS = 3
 TIMEOUT = 12.0
@@ -26,26 +27,16 @@ AT_ONCE = 5
 """So many launches at the same time: they do little but wait."""
 
 
-def state_of(rank, value):
-    rows = torch.full((30, 16), float(value))
-    return {
-        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, NUM_RANKS)),
-        "shared": ShardedTensor.from_rank_offsets("shared", torch.full((40, 8), float(value)), replica_id=rank),
-        "rng": ShardedObject("rng", {"value": value}, (NUM_RANKS,), (rank,)),
-        "value": value,
-    }
-
-
 def save(rank, folder):
-    distckpt.save(state_of(rank, 2), f"{folder}/checkpoint", overwrite=True)
+    distckpt.save(state_of(2, rank, NUM_RANKS), f"{folder}/checkpoint", overwrite=True)
 
 
 def load(rank, folder):
-    distckpt.load(state_of(rank, -1), f"{folder}/checkpoint", strict="raise_all")
+    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", strict="raise_all")
 
 
 def load_sharing_reads(rank, folder):
-    distckpt.load(state_of(rank, -1), f"{folder}/checkpoint", parallel_load="on")
+    distckpt.load(state_of(-1, rank, NUM_RANKS), f"{folder}/checkpoint", parallel_load="on")
 
 
 def consolidate(rank, folder):
@@ -93,7 +84,7 @@ def stop_before_exchange(rank, verb, folder, victim, name, occurrence):
 
 
 def save_first(rank, folder):
-    distckpt.save(state_of(rank, 1), f"{folder}/checkpoint")
+    distckpt.save(state_of(1, rank, NUM_RANKS), f"{folder}/checkpoint")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ WARM_UP = 8
 PATIENCE = 120.0
 
 
-def state_of(value):
+def state_of_halves(value):
     weight = torch.full((TENSOR_BYTES // 4 // 256, 256), float(value))
     return {
         "halves": [
@@ -45,29 +45,29 @@ class Job:
         self.path = str(folder / "checkpoint")
         self.manager = CheckpointManager(folder / "run", keep_last=2)
         self.handle = None
-        distckpt.save(state_of(0), self.path)
+        distckpt.save(state_of_halves(0), self.path)
 
     def save_and_load(self, number):
-        distckpt.save(state_of(number), self.path, overwrite=True)
-        loaded = distckpt.load(state_of(-1), self.path, verify="full")
+        distckpt.save(state_of_halves(number), self.path, overwrite=True)
+        loaded = distckpt.load(state_of_halves(-1), self.path, verify="full")
         assert loaded["value"] == number
 
     def save_in_the_background(self, number):
-        self.handle = distckpt.async_save(state_of(number), self.path, overwrite=True)
+        self.handle = distckpt.async_save(state_of_halves(number), self.path, overwrite=True)
         if number % 2:
             self.handle.result(PATIENCE)
         distckpt.load_plain_tensors(self.path)
 
     def save_with_a_limit(self, number):
-        handle = distckpt.async_save(state_of(number), self.path, overwrite=True, max_inflight_bytes=1 << 20)
+        handle = distckpt.async_save(state_of_halves(number), self.path, overwrite=True, max_inflight_bytes=1 << 20)
         assert handle.staged.wait(PATIENCE)
         handle.result(PATIENCE)
 
     def keep_some(self, number):
-        self.manager.save(number, state_of(number), metrics={"loss": 1 / (1 + number)})
+        self.manager.save(number, state_of_halves(number), metrics={"loss": 1 / (1 + number)})
         if number % 5 == 0:
             self.manager.wait()
-            assert self.manager.load(state_of(-1))["value"] == number
+            assert self.manager.load(state_of_halves(-1))["value"] == number
 
     def consolidate_and_verify(self, number):
         distckpt.consolidate(self.path, self.folder / "export", overwrite=number > 0)
@@ -83,12 +83,12 @@ class Job:
         absent = str(self.folder / "absent")
         failed = [
             error_of(distckpt.save, {"w": shard}, absent),
-            error_of(distckpt.save, state_of(number), self.path),
-            error_of(distckpt.save, state_of(number), absent, progress=stop),
-            error_of(distckpt.load, state_of(-1), absent),
+            error_of(distckpt.save, state_of_halves(number), self.path),
+            error_of(distckpt.save, state_of_halves(number), absent, progress=stop),
+            error_of(distckpt.load, state_of_halves(-1), absent),
             error_of(distckpt.load, {"w": shard}, self.path),
-            error_of(distckpt.load, state_of(-1), self.path, progress=stop),
-            error_of(distckpt.async_save(state_of(number), absent, progress=stop).result, PATIENCE),
+            error_of(distckpt.load, state_of_halves(-1), self.path, progress=stop),
+            error_of(distckpt.async_save(state_of_halves(number), absent, progress=stop).result, PATIENCE),
             error_of(distckpt.consolidate, self.path, absent, keys="nothing"),
         ]
         assert None not in failed, failed

@@ -11,25 +11,18 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import ShardedObject, ShardedTensor
+from distckpt import ShardedTensor
 from tests.support.harness import error_of, launched, sum_over_ranks
+from tests.support.states import state_of
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def state_of(rank, value):
-    return {
-        "rows": ShardedTensor.from_rank_offsets("rows", torch.full((3000, 256), float(value)), (0, rank, 2)),
-        "shared": ShardedTensor.from_rank_offsets("shared", torch.full((3000, 256), float(value)), replica_id=rank),
-        "rng": ShardedObject("rng", {"value": value}, (2,), (rank,)),
-    }
-
-
 def save_and_load(rank, path):
-    distckpt.save(state_of(rank, 1), path, overwrite=True)
-    distckpt.load(state_of(rank, 0), path)
+    distckpt.save(state_of(1, rank, 2, 3000), path, overwrite=True)
+    distckpt.load(state_of(0, rank, 2, 3000), path)
     error_of(distckpt.save, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, f"{path}_invalid")
-    error_of(distckpt.load, state_of(rank, 0), f"{path}_absent")
+    error_of(distckpt.load, state_of(0, rank, 2, 3000), f"{path}_absent")
 
 
 def open_things():

@@ -12,26 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 import distckpt
-from distckpt import CheckpointingException, CheckpointManager, RankFailedError, ShardedTensor
+from distckpt import CheckpointingException, CheckpointManager, RankFailedError
 from tests.support.calls import watched
 from tests.support.harness import error_of, run
+from tests.support.states import state_of, value_of
 
 NOBODY = 65534
 TIMEOUT = 60.0
 
 
-def state_of(value, rank=0, num_ranks=1):
-    rows = torch.full((4, 8), float(value))
-    return {"w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, num_ranks)), "value": value}
-
-
 def value_in(path):
-    loaded = distckpt.load(state_of(-1), path, verify="full")
-    (value,) = {loaded["value"], *loaded["w"].flatten().tolist()}
-    return value
+    return value_of(distckpt.load(state_of(-1), path, verify="full"))
 
 
 def use_every_door(folder):
@@ -320,7 +313,7 @@ def test_a_save_does_not_depend_on_seeing_what_others_write(tmp_path):
     assert all("shard-00001" in path or "rank-00001" in path or "manifest" in path for path in own_files[0])
     assert all("shard-00002" in path or "rank-00002" in path for path in own_files[1])
     assert distckpt.verify(tmp_path / "checkpoint").is_whole
-    assert set(distckpt.load_plain_tensors(tmp_path / "checkpoint")["w"].flatten().tolist()) == {7}
+    assert set(distckpt.load_plain_tensors(tmp_path / "checkpoint")["rows"].flatten().tolist()) == {7}
 
 
 def load_half_blind(rank, folder):

@@ -20,7 +20,7 @@ from tests.support import harness, scenarios
 from tests.support.after_crash import SYNCS, history_of, merged, states_after, tree_of, write_tree
 from tests.support.calls import recorded
 from tests.support.hf_folders import read_export
-from tests.support.scenarios import NEW, SCENARIOS, Scenario, state_of, verdict_on
+from tests.support.scenarios import NEW, SCENARIOS, Scenario, scenario_state, verdict_on
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are looked up in /proc"),
@@ -35,7 +35,7 @@ FEW, MANY = 16, 2048
 
 
 def save_into_new_folders(folder, rank, num_ranks):
-    distckpt.save(state_of(NEW, rank, num_ranks), folder / "runs" / "a" / "checkpoint", overwrite=True)
+    distckpt.save(scenario_state(NEW, rank, num_ranks), folder / "runs" / "a" / "checkpoint", overwrite=True)
 
 
 def judge_new_folders(folder):
@@ -59,7 +59,7 @@ def judge_with_tracker(folder):
 
 def first_step(folder, rank, num_ranks):
     manager = CheckpointManager(folder / "run", async_save=False)
-    manager.save(3, state_of(NEW, rank, num_ranks), overwrite=True)
+    manager.save(3, scenario_state(NEW, rank, num_ranks), overwrite=True)
 
 
 def judge_first_step(folder):
@@ -71,7 +71,7 @@ def judge_first_step(folder):
 
 
 def source_to_reshard(folder):
-    distckpt.save(state_of(NEW), folder / "source")
+    distckpt.save(scenario_state(NEW), folder / "source")
 
 
 def reshard(folder, rank, num_ranks):
@@ -332,7 +332,7 @@ def test_large_files_are_flushed_whole(tmp_path, scenario):
 @pytest.mark.parametrize("has_earlier", [False, True], ids=["new", "overwrite"])
 def test_a_save_that_is_not_durable_is_not_falsely_whole(tmp_path, has_earlier):
     def save(folder, rank, num_ranks):
-        distckpt.save(state_of(NEW), folder / "checkpoint", overwrite=has_earlier, durable=False)
+        distckpt.save(scenario_state(NEW), folder / "checkpoint", overwrite=has_earlier, durable=False)
 
     scenario = NAMED["overwrite" if has_earlier else "save"]
     story = Story(scenario, tmp_path, run=save)

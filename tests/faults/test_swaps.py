@@ -19,8 +19,8 @@ from tests.support.scenarios import (
     judge_export_over_another,
     old_checkpoint,
     save,
+    scenario_state,
     source_and_old_export,
-    state_of,
     two_steps,
     verdict_on,
 )
@@ -100,9 +100,9 @@ def test_a_step_without_its_name_is_not_lost(step, tmp_path):
         assert aside.exists(), "looking changes nothing"
         if step == 2:
             with pytest.raises(CheckpointExistsError):
-                manager.save(2, state_of(NEW))
+                manager.save(2, scenario_state(NEW))
         else:
-            manager.save(3, state_of(NEW))
+            manager.save(3, scenario_state(NEW))
         assert manager.steps() == [1, *range(2, step + 1)]
     assert not aside.exists()
     assert verdict_on(tmp_path / "step_00000002") == "old"
@@ -114,7 +114,7 @@ def test_an_overwritten_step_leaves_nothing(tmp_path):
     aside = lose_name(tmp_path / "step_00000002")
     shutil.copytree(aside, tmp_path / "step_00000002")
     with CheckpointManager(tmp_path, async_save=False) as manager:
-        manager.save(3, state_of(NEW))
+        manager.save(3, scenario_state(NEW))
     assert not aside.exists()
     assert verdict_on(tmp_path / "step_00000002") == "old"
 
@@ -122,11 +122,11 @@ def test_an_overwritten_step_leaves_nothing(tmp_path):
 def save_unasked(folder):
     """Takes the overwrite for an interrupted one, and undoes it."""
     with pytest.raises(CheckpointExistsError):
-        distckpt.save(state_of(OLD), folder / "checkpoint")
+        distckpt.save(scenario_state(OLD), folder / "checkpoint")
 
 
 def overwrite_too(folder):
-    distckpt.save(state_of(OLD), folder / "checkpoint", overwrite=True)
+    distckpt.save(scenario_state(OLD), folder / "checkpoint", overwrite=True)
 
 
 def finish_a_save(folder):
@@ -139,7 +139,7 @@ def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch)
     """The overwrite goes on all the same: it replaces what is there then."""
     monkeypatch.setattr(locations, "exchange", lambda *arguments: False)
     old_checkpoint(tmp_path)
-    distckpt.save(state_of(OLD), tmp_path / "other")
+    distckpt.save(scenario_state(OLD), tmp_path / "other")
     done = []
 
     def on_call(call, moment):

@@ -13,7 +13,7 @@ def infos(arrays, dtype="I64"):
     return {key: TensorInfo(array.shape, dtype) for key, array in arrays.items()}
 
 
-def numbered(**shapes):
+def numbered_arrays(**shapes):
     """Make arrays in which no number occurs twice, none of them 0."""
     arrays, first = {}, 1
     for key, shape in shapes.items():

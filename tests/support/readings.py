@@ -16,8 +16,8 @@ from tests.support.scenarios import (
     check_same,
     checkpoint_of_torch,
     old_checkpoint,
+    scenario_state,
     source_and_old_export,
-    state_of,
     tensors_of,
 )
 
@@ -33,9 +33,9 @@ class Reading(NamedTuple):
 
 def load_all(folder: Path, rank: int, num_ranks: int) -> None:
     """Load under the layout of the ranks, from one that one process has saved."""
-    state = {key: part for key, part in state_of(0, rank, num_ranks).items() if key != "rng"}
+    state = {key: part for key, part in scenario_state(0, rank, num_ranks).items() if key != "rng"}
     loaded = distckpt.load(state, folder / "checkpoint")
-    expected = state_of(OLD, rank, num_ranks)
+    expected = scenario_state(OLD, rank, num_ranks)
     assert loaded["value"] == OLD
     check_same({key: loaded[key] for key in tensors_of(OLD)}, {key: expected[key].data for key in tensors_of(OLD)})
 

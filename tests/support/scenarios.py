@@ -77,7 +77,7 @@ def tensors_of(value: int) -> dict[str, torch.Tensor]:
     }
 
 
-def state_of(value: int, rank: int = 0, num_ranks: int = 1) -> dict[str, object]:
+def scenario_state(value: int, rank: int = 0, num_ranks: int = 1) -> dict[str, object]:
     """Return a rank's part of a state: rows, columns, a replica, an object and common state."""
     tensors = tensors_of(value)
     rows, columns = tensors["rows"].chunk(num_ranks)[rank], tensors["columns"].chunk(num_ranks, 1)[rank]
@@ -145,11 +145,11 @@ def verdict_on_tensors(found: dict[str, torch.Tensor]) -> Verdict:
 
 
 def save(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
-    distckpt.save(state_of(NEW, rank, num_ranks), folder / "checkpoint", overwrite=overwrite)
+    distckpt.save(scenario_state(NEW, rank, num_ranks), folder / "checkpoint", overwrite=overwrite)
 
 
 def save_in_background(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
-    state = state_of(NEW, rank, num_ranks)
+    state = scenario_state(NEW, rank, num_ranks)
     distckpt.async_save(state, folder / "checkpoint", overwrite=overwrite, timeout=GROUP_TIMEOUT).result(200)
 
 
@@ -171,7 +171,7 @@ def nothing(folder: Path) -> None:
 
 
 def old_checkpoint(folder: Path) -> None:
-    distckpt.save(state_of(OLD), folder / "checkpoint")
+    distckpt.save(scenario_state(OLD), folder / "checkpoint")
 
 
 def unfinished(folder: Path) -> None:
@@ -226,7 +226,7 @@ def convert(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False)
 
 
 def source_of_export(folder: Path) -> None:
-    distckpt.save(state_of(NEW), folder / "source")
+    distckpt.save(scenario_state(NEW), folder / "source")
     (folder / "reference").mkdir()
     (folder / "reference" / "config.json").write_text("{}")
 
@@ -234,7 +234,7 @@ def source_of_export(folder: Path) -> None:
 def source_and_old_export(folder: Path) -> None:
     """An earlier export, of another number of files, in a directory that holds files of others."""
     source_of_export(folder)
-    distckpt.save(state_of(OLD), folder / "old")
+    distckpt.save(scenario_state(OLD), folder / "old")
     distckpt.consolidate(folder / "old", folder / "export")
     (folder / "export" / "notes" / "deep").mkdir(parents=True)
     (folder / "export" / "notes" / "deep" / "readme.txt").write_text("mine")
@@ -284,13 +284,13 @@ def stream_folder(folder: Path, rank: int, num_ranks: int) -> None:
 def two_steps(folder: Path) -> None:
     with CheckpointManager(folder, keep_last=2, async_save=False) as manager:
         for step in (1, 2):
-            manager.save(step, state_of(OLD))
+            manager.save(step, scenario_state(OLD))
     (folder / "notes.txt").write_text("mine")
 
 
 def save_step(folder: Path, rank: int, num_ranks: int, *, in_background: bool = False, overwrite: bool = False) -> None:
     manager = CheckpointManager(folder, keep_last=2, async_save=in_background, timeout=GROUP_TIMEOUT)
-    manager.save(3, state_of(NEW, rank, num_ranks), overwrite=overwrite).result(200)
+    manager.save(3, scenario_state(NEW, rank, num_ranks), overwrite=overwrite).result(200)
 
 
 def judge_steps(folder: Path) -> Verdict:

@@ -17,10 +17,7 @@ from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor, Sha
 from distckpt.factories import apply_swiglu_sharded_factory, qkv_factory, swiglu_factory
 from distckpt.mapping import apply_factories, apply_factory_merges
 from distckpt.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
-
-
-def numbered(shape, first=1):
-    return np.arange(first, first + np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+from tests.support.states import numbered
 
 
 def shard_of(key, local, global_size, offset, dim, data=None, prepended=(), flat=None, replica_id=0):
@@ -48,7 +45,7 @@ class SwiGLU:
 
     def __init__(self, rows, other_shape, dim, separate):
         shape = (*other_shape[:dim], rows, *other_shape[dim:])
-        self.gate, self.up = numbered(shape), numbered(shape, 1 + np.prod(shape))
+        self.gate, self.up = numbered(2, *shape).numpy()
         self.num_units, self.dim, self.separate = rows, dim, separate
 
     def local(self, first, last):
@@ -73,7 +70,7 @@ class QKV:
         self.num_heads, self.num_kv_heads, self.copies, self.dim = queries * groups * copies, groups, copies, dim
         self.num_units, self.queries, self.head_size, self.layout = groups * copies, queries, head_size, layout
         fused = (*other_shape[:dim], (self.num_heads + 2 * groups) * head_size, *other_shape[dim:])
-        self.whole = numbered(fused)
+        self.whole = numbered(*fused).numpy()
         heads = np.split(self.whole, self.num_heads + 2 * groups, dim)
         per_group = queries * copies + 2
         self.groups = [heads[i : i + per_group] for i in range(0, len(heads), per_group)]
@@ -227,7 +224,7 @@ def megatron_parts(built):
 def test_swiglu_is_stored_as_megatron_stores_it(separate, offsets, shape):
     mlp = pytest.importorskip("megatron.core.transformer.mlp")
     theirs = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
-    tensor = torch.from_numpy(numbered(shape))
+    tensor = numbered(*shape)
     description = (*offsets, (len(offsets), 2, 4))
     options = {"replica_id": (0, 0, 1), "prepend_axis_num": len(offsets)}
     reference = mlp.apply_swiglu_sharded_factory(

@@ -10,7 +10,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 import distckpt
 from distckpt import (
@@ -19,10 +18,10 @@ from distckpt import (
     CheckpointManager,
     CheckpointNotFoundError,
     PreemptionGuard,
-    ShardedTensor,
 )
 from tests.support.disk import tree_of
 from tests.support.hooked_store import hooked_reads
+from tests.support.states import state_of, value_of
 
 PATIENCE = 200.0
 
@@ -32,16 +31,6 @@ def nothing_left_behind():
     yield
     distckpt._io.background.wait_for_all()
     distckpt._operations.background_save._saves_of_groups.clear()
-
-
-def state_of(value, size=1000):
-    return {"v": ShardedTensor.from_rank_offsets("v", torch.full((size,), float(value))), "value": value}
-
-
-def value_in(loaded):
-    (value,) = set(loaded["v"].tolist())
-    assert value == loaded["value"]
-    return int(value)
 
 
 def names_in(root):
@@ -71,11 +60,11 @@ def test_steps_come_back(async_save, tmp_path):
         for step in (5, 100, 123456784):
             state = state_of(step)
             handle = manager.save(step, state)
-            state["v"].data.fill_(-1)
+            state["rows"].data.fill_(-1)
             assert async_save or handle.done()
         # Loading waits for what is on its way.
-        assert value_in(manager.load(state_of(-1))) == 123456784
-        assert value_in(manager.load(state_of(-1), 5)) == 5
+        assert value_of(manager.load(state_of(-1))) == 123456784
+        assert value_of(manager.load(state_of(-1), 5)) == 5
         assert (manager.latest(), manager.steps(), manager.skipped) == (123456784, [5, 100, 123456784], {})
         assert manager.location(5) == str(root / "step_00000005")
     assert names_in(root) == [
@@ -92,8 +81,8 @@ def test_arguments_are_passed_on(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1), content_metadata={"kind": "test"}).result(PATIENCE)
         assert distckpt.load_content_metadata(manager.location(1)) == {"kind": "test"}
-        loaded, missing, unexpected = manager.load({"x": state_of(0)["v"]}, 1, strict="return_all")
-    assert (loaded["value"], missing, unexpected) == (1, set(), set())
+        loaded, missing, unexpected = manager.load({"x": state_of(0)["rows"]}, 1, strict="return_all")
+    assert (loaded["value"], missing, unexpected) == (1, {"rng", "shared"}, set())
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "7", None])
@@ -108,7 +97,7 @@ def test_a_step_that_is_there(tmp_path):
         with pytest.raises(CheckpointExistsError):
             manager.save(3, state_of(4))
         manager.save(3, state_of(5), overwrite=True).result(PATIENCE)
-        assert value_in(manager.load(state_of(-1))) == 5
+        assert value_of(manager.load(state_of(-1))) == 5
 
 
 def test_a_closed_manager(tmp_path):
@@ -283,7 +272,7 @@ def test_a_zoo_of_broken_steps(tmp_path, caplog):
     for step, words in enumerate(BREAKAGES.values(), start=2):
         assert words in manager.skipped[step], (step, manager.skipped[step])
         assert f"step {step} in {tmp_path} is passed over" in caplog.text
-    assert value_in(manager.load(state_of(-1))) == 1
+    assert value_of(manager.load(state_of(-1))) == 1
     assert tree_of(tmp_path) == before
     for step in (0, 1):
         cut_file(tmp_path / f"step_{step:08d}")
@@ -299,7 +288,7 @@ def test_a_damaged_step_does_not_stop_a_run_that_comes_to_it_again(tmp_path, cap
         assert manager.latest() == 1
         manager.save(2, state_of(2)).result(PATIENCE)
         assert manager.latest() == 2
-        assert value_in(manager.load(state_of(-1))) == 2
+        assert value_of(manager.load(state_of(-1))) == 2
     (aside,) = [name for name in names_in(tmp_path) if name.startswith(".")]
     assert aside.startswith(".step_00000002.damaged-")
     assert "is incomplete" in caplog.text
@@ -309,7 +298,7 @@ def test_checkpoints_that_no_manager_saved_can_be_the_latest(tmp_path):
     distckpt.save(state_of(7), tmp_path / "step_00000007")
     manager = CheckpointManager(tmp_path)
     assert manager.latest() == 7
-    assert value_in(manager.load(state_of(-1))) == 7
+    assert value_of(manager.load(state_of(-1))) == 7
 
 
 # --- Retention ------------------------------------------------------------------------------------------------------
@@ -348,7 +337,7 @@ def test_pinned_steps_stay_for_later_managers(tmp_path):
             manager.save(step, state_of(step), {"loss": 1.5})
         manager.wait()
         assert manager.steps() == [1, 2, 4]
-        assert value_in(manager.load(state_of(-1), 1)) == 1
+        assert value_of(manager.load(state_of(-1), 1)) == 1
 
 
 def test_only_whole_steps_count(tmp_path):
@@ -446,7 +435,7 @@ def test_on_an_object_store():
             manager.save(step, state_of(step))
         manager.wait()
         assert (manager.steps(), manager.latest()) == ([2, 3], 3)
-        assert value_in(manager.load(state_of(-1), 2)) == 2
+        assert value_of(manager.load(state_of(-1), 2)) == 2
 
 
 # --- Preemption -----------------------------------------------------------------------------------------------------

@@ -284,13 +284,13 @@ def train_net(net, torch_optimizer, steps):
     return losses
 
 
-def state_of(net, torch_optimizer):
+def training_state(net, torch_optimizer):
     model = sharded_state_dict(net)
     return {"model": model, "optimizer": optimizer.sharded_optimizer_state_dict(torch_optimizer, model)}
 
 
 def load_net(net, torch_optimizer, path, **options):
-    loaded = distckpt.load(state_of(net, torch_optimizer), path, **options)
+    loaded = distckpt.load(training_state(net, torch_optimizer), path, **options)
     load_sharded_state_dict(net, loaded["model"])
     optimizer.load_sharded_optimizer_state_dict(torch_optimizer, loaded["optimizer"])
 
@@ -318,7 +318,7 @@ def test_a_torch_optimizer_goes_on_as_if_it_had_not_stopped(make, is_new, tmp_pa
     net = Net(seed=1)
     trained = make(groups_of(net))
     train_net(net, trained, range(3))
-    distckpt.save(state_of(net, trained), tmp_path / "saved")
+    distckpt.save(training_state(net, trained), tmp_path / "saved")
 
     resumed_net = Net(seed=2)
     resumed = make(groups_of(resumed_net))
@@ -337,7 +337,7 @@ def test_describing_changes_nothing():
     steps = []
     adam.register_step_post_hook(lambda *_: steps.append(1))
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    state_of(net, adam)
+    training_state(net, adam)
     assert dict(adam.state) == {}
     assert all(p.grad is None for p in net.parameters())
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
@@ -351,7 +351,7 @@ def test_groups_go_by_the_names_of_their_parameters(tmp_path):
         [{"params": net.up.parameters(), "lr": 0.1, "betas": (0.5, 0.6)}, {"params": [net.scale], "lr": 0.2}]
     )
     train_net(net, saved, range(2))
-    distckpt.save(state_of(net, saved), tmp_path / "saved")
+    distckpt.save(training_state(net, saved), tmp_path / "saved")
 
     other = Net(seed=2)
     # In another order, one group divided, one parameter that was in no group, and other ways to compute.
@@ -375,7 +375,7 @@ def test_an_optimizer_that_keeps_something_else_is_refused(tmp_path):
     net = Net(seed=1)
     saved = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     train_net(net, saved, range(2))
-    distckpt.save(state_of(net, saved), tmp_path / "saved")
+    distckpt.save(training_state(net, saved), tmp_path / "saved")
     plain = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(
         distckpt.LoadMismatchError, match=r"keeps \[\], saved were \['momentum_buffer'\].*'momentum': 0.9"
@@ -383,7 +383,7 @@ def test_an_optimizer_that_keeps_something_else_is_refused(tmp_path):
         load_net(net, plain, tmp_path / "saved")
     with pytest.raises(distckpt.LoadMismatchError, match=r"optimizer\.state\.exp_avg"):
         load_net(net, torch.optim.Adam(net.parameters()), tmp_path / "saved")
-    loaded = distckpt.load(state_of(net, saved), tmp_path / "saved")["optimizer"]
+    loaded = distckpt.load(training_state(net, saved), tmp_path / "saved")["optimizer"]
     with pytest.raises(distckpt.LoadMismatchError, match=r"groups of \[1\] parameters, the one .* had \[6\]"):
         optimizer.load_sharded_optimizer_state_dict(torch.optim.SGD([net.scale]), loaded)
     with pytest.raises(distckpt.LoadMismatchError, match="no settings of an optimizer"):
@@ -394,7 +394,7 @@ def test_numbers_are_stored_once_and_not_as_tensors(tmp_path):
     net = Net(seed=1)
     adam = torch.optim.Adam(net.parameters())
     train_net(net, adam, range(2))
-    state = state_of(net, adam)
+    state = training_state(net, adam)
     distckpt.save(state, tmp_path / "saved")
     stored = distckpt.load_tensors_metadata(tmp_path / "saved")
     assert [key for key in stored if "step" in key] == []
@@ -445,7 +445,7 @@ def test_an_optimizer_that_does_not_show_its_state_is_refused():
     net = Net(seed=1)
     lbfgs = torch.optim.LBFGS(net.parameters())
     with pytest.raises(distckpt.CheckpointingException, match=r"LBFGS does not show .* step of its own"):
-        state_of(net, lbfgs)
+        training_state(net, lbfgs)
 
 
 def test_stacked_layers_that_share_a_key_keep_their_own_numbers(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from distckpt.core import InvalidShardingError, LoadMismatchError
 from distckpt.rule_sets import megatron_gpt_to_llama, megatron_gpt_to_mixtral
 from distckpt.rules import apply_rules, invert
-from tests.support.mapped_arrays import assert_same, infos, materialize_all, numbered
+from tests.support.mapped_arrays import assert_same, infos, materialize_all, numbered_arrays
 
 LAYERS, HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCABULARY, EXPERTS = 3, 6, 2, 4, 8, 5, 11, 4
 
@@ -32,7 +32,7 @@ def hugging_face_model(mlp_names, has_bias=False, tied=False):
         shapes[f"{attention}.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
         shapes |= {f"model.layers.{layer}.{n}_layernorm.weight": (HIDDEN,) for n in ("input", "post_attention")}
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in mlp_names.items()}
-    return numbered(**shapes)
+    return numbered_arrays(**shapes)
 
 
 def fused_qkv(model, layer, kind):

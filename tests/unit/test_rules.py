@@ -27,7 +27,7 @@ from distckpt.rules import (
     resolve_padding,
     target_view,
 )
-from tests.support.mapped_arrays import assert_same, infos, materialize, materialize_all, numbered
+from tests.support.mapped_arrays import assert_same, infos, materialize, materialize_all, numbered_arrays
 
 
 def converted(rules, arrays, **options):
@@ -41,7 +41,7 @@ def assert_round_trip(rules, arrays, **options):
 
 # Each rule against the numpy expression it stands for.
 
-A = numbered(a=(4, 6, 3))["a"]
+A = numbered_arrays(a=(4, 6, 3))["a"]
 EACH_RULE = [
     pytest.param(Rename("a", "b"), {"b": A}, id="rename"),
     pytest.param(Rename("a", "a"), {"a": A}, id="rename-to-itself"),
@@ -65,7 +65,7 @@ def test_a_rule_does_what_numpy_does(rule, expected):
 
 @pytest.mark.parametrize("shape", [(4 * (3 + 2) * 2, 7), (4 * (3 + 2) * 2,)], ids=["weight", "bias"])
 def test_fused_heads_are_taken_apart_by_group(shape):
-    arrays = numbered(qkv=shape)
+    arrays = numbered_arrays(qkv=shape)
     rule = SplitQKV("qkv", ("q", "k", "v"), num_heads=12, num_kv_heads=4, head_dim=2)
     grouped = arrays["qkv"].reshape(4, 3 + 2, 2, *shape[1:])
     expected = {
@@ -78,7 +78,7 @@ def test_fused_heads_are_taken_apart_by_group(shape):
 
 
 def test_concat_joins_what_its_wildcards_agree_on():
-    arrays = numbered(l__0__gate=(2, 3), l__1__gate=(4, 3), l__1__up=(1, 3), l__0__up=(5, 3))
+    arrays = numbered_arrays(l__0__gate=(2, 3), l__1__gate=(4, 3), l__1__up=(1, 3), l__0__up=(5, 3))
     rule = Concat(("l.*.gate", "l.*.up"), "layers.{0}.fused")
     expected = {f"layers.{n}.fused": np.concatenate([arrays[f"l.{n}.gate"], arrays[f"l.{n}.up"]]) for n in (0, 1)}
     assert_same(converted([rule], arrays), expected)
@@ -86,7 +86,7 @@ def test_concat_joins_what_its_wildcards_agree_on():
 
 
 def test_wildcards_stand_for_components_and_keep_their_order_in_new_names():
-    arrays = numbered(a__x__b__y__w=(1,), a__x__w=(2,), a__xx__b__y__w2=(3,), ab__w=(4,))
+    arrays = numbered_arrays(a__x__b__y__w=(1,), a__x__w=(2,), a__xx__b__y__w2=(3,), ab__w=(4,))
     names = {
         "a.*.b.*.w": {"y/x": "a.x.b.y.w"},
         "a.*.w": {"x": "a.x.w"},
@@ -103,7 +103,7 @@ def test_wildcards_stand_for_components_and_keep_their_order_in_new_names():
 
 
 def test_what_no_rule_matches_stays_as_it_is_or_is_refused():
-    arrays = numbered(a=(2,), b=(3,), c__0=(), c__1=(0, 4))
+    arrays = numbered_arrays(a=(2,), b=(3,), c__0=(), c__1=(0, 4))
     assert_same(
         converted([Rename("a", "x")], arrays), {"x": arrays["a"], **{k: arrays[k] for k in ("b", "c.0", "c.1")}}
     )
@@ -120,7 +120,7 @@ def test_what_no_rule_matches_stays_as_it_is_or_is_refused():
 def converted_tensors(draw, max_rules=6):
     """Draw tensors and rules, and convert the tensors with numpy alone."""
     shapes = draw(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=3))
-    arrays = numbered(**{f"s{n}": tuple(shape) for n, shape in enumerate(shapes)})
+    arrays = numbered_arrays(**{f"s{n}": tuple(shape) for n, shape in enumerate(shapes)})
     current, rules = dict(arrays), []
     for number in range(draw(st.integers(0, max_rules)) if current else 0):
         rule, consumed, produced = draw(applicable_rules(current, f"n{number}"))
@@ -215,7 +215,7 @@ def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, d
 
 
 def test_parts_in_place_are_recognisable():
-    arrays = numbered(a=(3, 2, 1, 5))
+    arrays = numbered_arrays(a=(3, 2, 1, 5))
     mapped = apply_rules([Transpose("a", "b", (2, 0, 1, 3)), Unstack("b", "c.{i}")], infos(arrays))
     # Only an axis of size 1 moved, which changes nothing in memory.
     assert mapped["c.0"].parts == (Part(whole((3, 2, 5)), "a", whole((3, 2, 1, 5)), (0, 1, 2, 3)),)
@@ -225,7 +225,7 @@ def test_parts_in_place_are_recognisable():
 
 
 def test_padding_comes_back_as_zeros_and_is_named():
-    arrays = numbered(vocabulary=(5, 2))
+    arrays = numbered_arrays(vocabulary=(5, 2))
     mapped = apply_rules([Trim("vocabulary", 0, 3), Transpose("vocabulary", "v")], infos(arrays))
     back = invert(mapped, infos(arrays))["vocabulary"]
     assert back.padding == (Region((3, 0), (2, 2)),)
@@ -235,14 +235,14 @@ def test_padding_comes_back_as_zeros_and_is_named():
 
 
 def test_whole_dropped_tensors_stay_away_and_dropped_pieces_are_refused():
-    arrays = numbered(a=(2, 2), b=(3,))
+    arrays = numbered_arrays(a=(2, 2), b=(3,))
     assert invert(apply_rules([Drop("b")], infos(arrays)), infos(arrays)).keys() == {"a"}
     with pytest.raises(InvalidShardingError, match=r"Element \(0, 1\) of 'a' is in no target"):
         invert(apply_rules([Split("a", ("x", "y"), axis=1), Drop("y")], infos(arrays)), infos(arrays))
 
 
 def test_a_mapping_is_not_inverted_over_other_tensors_or_when_it_is_ambiguous():
-    arrays = numbered(a=(2, 2), b=(3,))
+    arrays = numbered_arrays(a=(2, 2), b=(3,))
     mapped = apply_rules([Rename("a", "x")], infos(arrays))
     with pytest.raises(InvalidShardingError, match="The mapping reads 'b'"):
         invert(mapped, {"a": TensorInfo((2, 2), "I64")})

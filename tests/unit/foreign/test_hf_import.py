@@ -19,16 +19,13 @@ from distckpt import LoadMismatchError, ShardedTensor
 from distckpt.rule_sets import megatron_gpt_to_llama, megatron_gpt_to_mixtral
 from distckpt.rules import Concat, Rename, Split, Transpose, Trim, Unstack
 from tests.support.hf_folders import INDEX, read_export, same_bytes, tilings, write_indexed, write_plain
+from tests.support.states import numbered
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, EXPERTS, VOCABULARY = 2, 32, 48, 4, 2, 4, 40
 HEAD_DIM = HIDDEN // HEADS
-
-
-def numbered(*shape, dtype=torch.float32):
-    return torch.arange(1, torch.Size(shape).numel() + 1).view(shape).to(dtype)
 
 
 def part_of(key, tensor, *cuts, dtype=None, data=True):

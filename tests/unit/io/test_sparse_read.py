@@ -18,6 +18,7 @@ from distckpt import CorruptCheckpointError, ShardedTensor
 from distckpt._io import aio
 from tests.support.hf_folders import write_indexed, write_plain
 from tests.support.read_counts import counted_reads
+from tests.support.states import numbered
 
 HEADER_BYTES = 1 << 18
 """The beginning of a file, at most, in which its header is looked for."""
@@ -29,12 +30,8 @@ needs_batches = pytest.mark.skipif(not aio.is_available(), reason="the system of
 def loaded_before(tmp_path_factory):
     """Load something: modules that are imported then are not to be counted."""
     path = tmp_path_factory.mktemp("first")
-    write_plain(path / "model.safetensors", {"w": numbered(96, 4096)})
+    write_plain(path / "model.safetensors", {"w": numbered(96, 4096, dtype=torch.int32)})
     distckpt.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(48, 4096).int(), (0, 1, 2))}, path)
-
-
-def numbered(*shape, dtype=torch.int32):
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape).to(dtype)
 
 
 def asked_for(key, tensor, spans, target):
@@ -62,13 +59,13 @@ def strided(draw, extent, dtype):
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_region_into_any_memory(data):
-    tensor = numbered(*data.draw(st.sampled_from(SHAPES), "shape"))
+    tensor = numbered(*data.draw(st.sampled_from(SHAPES), "shape"), dtype=torch.int32)
     spans = [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in tensor.shape]
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]), "dtype")
     target = strided(data.draw, [high - low for low, high in spans], dtype)
     surroundings = target._base.clone() if target._base is not None else None
     with tempfile.TemporaryDirectory() as directory:
-        write_plain(Path(directory) / "model.safetensors", {"other": numbered(5), "w": tensor})
+        write_plain(Path(directory) / "model.safetensors", {"other": numbered(5, dtype=torch.int32), "w": tensor})
         distckpt.load({"w": asked_for("w", tensor, spans, target)}, directory)
     assert np.array_equal(target.numpy(), tensor.numpy()[tuple(slice(*span) for span in spans)])
     if surroundings is not None and target._base.shape != target.shape[::-1]:
@@ -92,7 +89,7 @@ LLAMA = {
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"verify": "full"}], ids=["read", "full"])
 def test_a_rank_reads_its_bytes_of_a_model_and_hardly_more(tmp_path, rank, options):
-    tensors = {key: numbered(*shape) for key, (_, shape) in LLAMA.items()}
+    tensors = {key: numbered(*shape, dtype=torch.int32) for key, (_, shape) in LLAMA.items()}
     names = list(tensors)
     files = {f"model-{i + 1:05d}-of-00002.safetensors": {k: tensors[k] for k in names[i::2]} for i in range(2)}
     write_indexed(tmp_path, files)
@@ -113,7 +110,7 @@ def test_a_rank_reads_its_bytes_of_a_model_and_hardly_more(tmp_path, rank, optio
 @needs_batches
 @pytest.mark.parametrize(("columns", "ratio"), [(2048, 1), (256, 2)])
 def test_what_lies_between_short_runs_is_read_along(tmp_path, columns, ratio):
-    tensor = numbered(2048, columns)
+    tensor = numbered(2048, columns, dtype=torch.int32)
     write_plain(tmp_path / "model.safetensors", {"w": tensor})
     target = torch.zeros(2048, columns // 2, dtype=tensor.dtype)
     with counted_reads() as counts:
@@ -124,7 +121,7 @@ def test_what_lies_between_short_runs_is_read_along(tmp_path, columns, ratio):
 
 @needs_batches
 def test_blocks_of_a_checkpoint_are_read_whole_where_they_are_verified(tmp_path):
-    tensor = numbered(1024, 4096)
+    tensor = numbered(1024, 4096, dtype=torch.int32)
     distckpt.save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "saved")
     (file,) = (tmp_path / "saved" / "tensors").iterdir()
     # In a gap of the part that is asked for.
@@ -168,7 +165,7 @@ def cut_before_reading(monkeypatch):
 @needs_batches
 @pytest.mark.parametrize("missing", [1, 4096 * 50, 4096 * 4 * 96])
 def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, cut_before_reading, missing):
-    path = write_plain(tmp_path / "model.safetensors", {"w": numbered(96, 4096)})
+    path = write_plain(tmp_path / "model.safetensors", {"w": numbered(96, 4096, dtype=torch.int32)})
     size = path.stat().st_size - missing
     cut_before_reading(path, size)
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(96, 2048, dtype=torch.int32), (1, 1, 2))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import distckpt
 from distckpt import LoadMismatchError, ShardedTensor
+from tests.support.states import numbered
 
 # ---- layouts
 
@@ -138,16 +139,12 @@ def save(path, tensors, **kwargs):
     distckpt.save(state, path, **kwargs)
 
 
-def numbered(shape, dtype=np.int32):
-    return np.arange(1, math.prod(shape) + 1, dtype=dtype).reshape(shape)
-
-
 # ---- any layout into any other
 
 
 def check_any_layout_loads_into_any_other(data):
     shapes = {key: data.draw(global_shapes(), f"shape of {key}") for key in "ab"}
-    tensors = {key: numbered(shape) for key, shape in shapes.items()}
+    tensors = {key: numbered(*shape, dtype=torch.int32).numpy() for key, shape in shapes.items()}
     stored = {
         key: (tensor, data.draw(layouts(tensor.shape), f"stored {key}"), data.draw(st.sampled_from(STRIDES)))
         for key, tensor in tensors.items()
@@ -278,7 +275,7 @@ def check_other_shapes(data):
     ndim = data.draw(st.integers(0, 3))
     sizes = st.lists(st.integers(0, 5), min_size=ndim, max_size=ndim).map(tuple)
     stored, wanted = data.draw(sizes, "stored"), data.draw(sizes, "asked for")
-    tensor = numbered(stored)
+    tensor = numbered(*stored, dtype=torch.int32).numpy()
     padded = np.zeros(tuple(map(max, stored, wanted)), np.int32)
     padded[tuple(slice(n) for n in stored)] = tensor
     expected = padded[tuple(slice(n) for n in wanted)]
@@ -342,12 +339,12 @@ def test_another_shape_is_an_error_where_it_is_not_allowed_and_nothing_is_touche
 @given(st.data())
 def test_what_was_saved_with_gaps_loads_and_the_gaps_are_errors(data):
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
-    tensor = numbered(shape)
+    tensor = numbered(*shape, dtype=torch.int32).numpy()
     pieces = data.draw(layouts(shape, replicas=False), "stored")
     kept = [piece for piece in pieces if data.draw(st.booleans())]
     is_stored = np.zeros(shape, bool)
     for piece in kept:
-        flat = numbered(shape) - 1
+        flat = numbered(*shape, dtype=torch.int32).numpy() - 1
         is_stored.reshape(-1)[piece.cut(flat).reshape(-1)] = True
     with tempfile.TemporaryDirectory() as directory:
         save(f"{directory}/ckpt", {"w": (tensor, kept, "contiguous")}, validate_access_integrity=False)

@@ -6,11 +6,11 @@ import inspect
 import threading
 
 import pytest
-import torch
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointingException, ShardedTensor
+from distckpt import CheckpointExistsError, CheckpointingException
 from distckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from tests.support.states import state_of
 
 PATIENCE = 200.0
 
@@ -22,13 +22,9 @@ def nothing_left_behind():
     distckpt._operations.background_save._saves_of_groups.clear()
 
 
-def state_of(value):
-    return {"v": ShardedTensor.from_rank_offsets("v", torch.full((1000,), float(value))), "value": value}
-
-
 def loaded(path):
     result = distckpt.load(state_of(-1), path)
-    return result["v"].unique().tolist(), result["value"]
+    return result["rows"].unique().tolist(), result["value"]
 
 
 def test_fields_and_methods_are_megatrons():
@@ -50,7 +46,7 @@ def test_a_save_through_the_queue(tmp_path):
     request.add_finalize_fn(lambda: seen.append(distckpt.check_is_distributed_checkpoint(path)))
     assert not path.exists()
     assert queue.schedule_async_request(request) == 0
-    state["v"].data.zero_()
+    state["rows"].data.zero_()
     state["value"] = 0
     assert queue.get_num_unfinalized_calls() == 1
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]

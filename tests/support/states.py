@@ -1,0 +1,34 @@
+"""States all of whose parts hold one value, so that a mixture of two saves is seen, and tensors of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from distckpt import ShardedObject, ShardedTensor
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Make a tensor of the numbers 1, 2, 3, ..., none of which is what an empty target holds."""
+    return torch.arange(1, torch.Size(shape).numel() + 1).view(shape).to(dtype)
+
+
+def state_of(value: int, rank: int = 0, num_ranks: int = 1, num_rows: int = 100) -> dict[str, Any]:
+    """Return a rank's part of a state: rows of its own, a tensor and a number that all ranks hold, an object."""
+    rows, shared = torch.full((num_rows, 256), float(value)), torch.full((64, 256), float(value))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)),
+        "shared": ShardedTensor.from_rank_offsets("shared", shared, replica_id=rank),
+        "rng": ShardedObject("rng", {"value": value}, (num_ranks,), (rank,)),
+        "value": value,
+    }
+
+
+def value_of(loaded: Mapping[str, Any]) -> int:
+    """Return the value that all parts of a loaded state hold."""
+    found = {loaded["value"], loaded["rng"]["value"]}
+    found |= {value for key in ("rows", "shared") for value in loaded[key].unique().tolist()}
+    (value,) = found
+    return int(value)
