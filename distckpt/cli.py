@@ -1,6 +1,6 @@
 """The command line: `distckpt VERB ...` or `python -m distckpt VERB ...`.
 
-A new verb is a module in `distckpt._cli` that makes a `Verb`, and its name in `VERBS`.
+To add a verb, write a module in `distckpt._cli` that defines a `Verb`, and list it in `VERBS`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     output = Output(as_json=parsed.json)
-    # Ends like Ctrl-C, so that everything is put away.
+    # Ends like Ctrl-C, so that everything is cleaned up.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         code: int = parsed.run(parsed, output)
@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has seen enough; Python would complain at its end.
+        # The reader of the output has closed it; without this Python would print an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
     except Exception as error:
         if parsed.debug:
             raise
-        # Messages give the way out in Python.
+        # Messages name the argument in Python.
         text = str(error).replace("overwrite=True", "--overwrite")
         output.error(f"{text} ({type(error).__name__}; --debug shows where)")
         return int(parsed.error_code)
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="distckpt", description="Look at checkpoints, check and convert them.")
+    parser = argparse.ArgumentParser(prog="distckpt", description="Inspect, verify, compare and convert checkpoints.")
     parser.add_argument("--version", action="version", version=f"distckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in VERBS:
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Terminated(KeyboardInterrupt):
-    """Report that the process was asked to end."""
+    """The process received SIGTERM."""
 
 
 def _terminate(signal_number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""`distckpt cat`: values of a tensor, or of an object."""
+"""`distckpt cat`: print or save the values of a tensor or an object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WIDTH = 120
 
 
 class Selection(NamedTuple):
-    """Part of a tensor: its region, and the axes that an index (not a slice) takes away."""
+    """Part of a tensor: its region, and the axes that an index (not a slice) removes."""
 
     region: Region
     dropped: tuple[int, ...]
@@ -78,7 +78,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=COMMON_KEY,
         help="a tensor, or part of it as in 'up.weight[0:4, :, 3]', or an object (default: common state)",
     )
-    parser.add_argument("--npy", metavar="FILE", help="save the values of a tensor as a numpy file, all of them")
+    parser.add_argument("--npy", metavar="FILE", help="save all values of the tensor as a numpy file")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -124,7 +124,7 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
     """Parse what stands between the brackets as numpy would, without steps."""
     items = [item.strip() for item in text.split(",")] if text.strip() else []
     if items.count("...") > 1 or len(items) - items.count("...") > len(shape):
-        raise ValueError(f"[{text}] has more parts than the tensor has axes: its shape is {shape}")
+        raise ValueError(f"[{text}] has more indices than the tensor has axes: its shape is {shape}")
     if "..." in items:
         place = items.index("...")
         items[place : place + 1] = [":"] * (len(shape) - len(items) + 1)
@@ -133,7 +133,7 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
     for axis, (item, size) in enumerate(zip(items, shape, strict=True)):
         match = re.fullmatch(r"(-?\d+)|(-?\d+)?\s*:\s*(-?\d+)?", item)
         if match is None:
-            raise ValueError(f"[{text}]: {item!r} is neither an index nor start:stop (there are no steps)")
+            raise ValueError(f"[{text}]: {item!r} is neither an index nor start:stop (steps are not supported)")
         if match[1] is None:
             start, stop, _ = slice(*(None if n is None else int(n) for n in (match[2], match[3]))).indices(size)
         else:
@@ -141,7 +141,7 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
             stop = start + 1
             dropped.append(axis)
             if not 0 <= start < size:
-                raise ValueError(f"[{text}]: {match[1]} is outside of axis {axis}, whose size is {size}")
+                raise ValueError(f"[{text}]: {match[1]} is out of range for axis {axis} of size {size}")
         offset.append(start)
         extent.append(max(0, stop - start))
     return Selection(Region(tuple(offset), tuple(extent)), tuple(dropped))
@@ -249,7 +249,7 @@ def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Turn an object into what JSON has: other types become text, tensors and arrays a summary."""
+    """Convert an object to JSON values: other types become text, tensors and arrays a summary."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else repr(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

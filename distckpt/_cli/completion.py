@@ -1,4 +1,4 @@
-"""`distckpt completion`: what a shell needs to complete verbs, options and file names."""
+"""`distckpt completion`: print a script with which a shell completes verbs, options and file names."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def verb(make_parser: Callable[[], ArgumentParser]) -> Verb:
         output.line(script)
         return 0
 
-    return Verb("completion", "Print a script that completes this command in a shell.", add_arguments, run)
+    return Verb("completion", "Print a script with which a shell completes this command.", add_arguments, run)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("shell", choices=SHELLS, help="which one reads the script")
+    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
 
 
 def script_for(parser: ArgumentParser, shell: str) -> str:
     """Return the script for a shell.
 
     Raises:
-        ModuleNotFoundError: the optional library that writes it is missing.
+        ModuleNotFoundError: shtab is not installed.
     """
     try:
         shtab: Any = importlib.import_module("shtab")

@@ -5,7 +5,16 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._cli.selection import add_dtype, add_keys, add_rename, dtype_option, warn_of_overflows
+from distckpt._cli.selection import (
+    add_dtype,
+    add_keys,
+    add_rename,
+    add_verify,
+    add_writing,
+    dtype_option,
+    given,
+    warn_of_overflows,
+)
 from distckpt._cli.verb import Verb, parse_size
 from distckpt.serialization import consolidate
 
@@ -13,27 +22,25 @@ from distckpt.serialization import consolidate
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments: those of `distckpt.consolidate`."""
     parser.add_argument("checkpoint", help="a checkpoint, or a folder of shards: a path or URL")
-    parser.add_argument("output_dir", help="gets model.safetensors, or several files and their index")
+    parser.add_argument("output_dir", help="directory for model.safetensors, or several files and their index")
     add_keys(parser)
     add_rename(parser)
     add_dtype(parser)
-    parser.add_argument("--tied", choices=("drop", "write"), default="drop", help="what to do with copies of a tensor")
-    parser.add_argument("--max-file-bytes", type=parse_size, metavar="SIZE", help="such as 5GB")
+    parser.add_argument(
+        "--tied",
+        choices=("drop", "write"),
+        default="drop",
+        help="leave out or write tied copies of a tensor (default: %(default)s)",
+    )
+    parser.add_argument("--max-file-bytes", type=parse_size, metavar="SIZE", help="largest size of a file, such as 5GB")
     parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")
-    parser.add_argument("--extra-files-from", metavar="DIR", help="copy config, tokenizer and the like from there")
-    parser.add_argument("--overwrite", action="store_true", help="replace an export that is there")
-    parser.add_argument("--verify", choices=("none", "read", "full"), default="full", help="which checksums to compare")
-    parser.add_argument("--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data on its way")
+    parser.add_argument("--extra-files-from", metavar="DIR", help="copy config, tokenizer and similar files from there")
+    add_writing(parser)
+    add_verify(parser)
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Consolidate and say what was written."""
-    # What was not given is left to the defaults of the function.
-    sizes = {
-        name: getattr(arguments, name)
-        for name in ("max_file_bytes", "max_inflight_bytes")
-        if getattr(arguments, name) is not None
-    }
+    """Consolidate, and print a summary."""
     with output.progress("writing") as progress:
         report = consolidate(
             arguments.checkpoint,
@@ -47,7 +54,7 @@ def run(arguments: Namespace, output: Output) -> int:
             overwrite=arguments.overwrite,
             verify=arguments.verify,
             progress=progress,
-            **sizes,
+            **given(arguments, "max_file_bytes", "max_inflight_bytes"),
         )
     fields = {**vars(report), "dtypes": dict(report.dtypes), "overflows": dict(report.overflows)}
     output.json({"output_dir": arguments.output_dir, **fields})

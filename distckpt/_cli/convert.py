@@ -1,4 +1,4 @@
-"""`distckpt convert`: make a distckpt checkpoint of one that PyTorch or Megatron Core wrote."""
+"""`distckpt convert`: convert a checkpoint that PyTorch or Megatron Core wrote."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("source", help="a directory with a .metadata file, or a Hugging Face directory: a path or URL")
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
     parser.add_argument(
-        "--megatron-types", action="store_true", help="import Megatron Core, and admit its Enum classes in objects"
+        "--megatron-types", action="store_true", help="import Megatron Core, and register its Enum classes for objects"
     )
     parser.add_argument(
-        "--without-common-state", action="store_true", help="leave out common state: what is not sharded"
+        "--without-common-state", action="store_true", help="leave out common state, the values that are not sharded"
     )
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Convert and say what was written."""
+    """Convert, and print a summary."""
     if arguments.megatron_types:
         megatron.register_types()
     common_state: dict[str, object] | None = {} if arguments.without_common_state else None
@@ -40,4 +40,4 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-VERB = Verb("convert", "Make a distckpt checkpoint of one that PyTorch or Megatron Core wrote.", add_arguments, run)
+VERB = Verb("convert", "Convert a checkpoint that PyTorch or Megatron Core wrote.", add_arguments, run)

@@ -1,4 +1,4 @@
-"""`distckpt diff`: what differs between two checkpoints?"""
+"""`distckpt diff`: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ _SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments: those of `distckpt.diff`."""
     parser.add_argument("a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL")
-    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("b", metavar="B", help="another checkpoint or Hugging Face directory")
     add_keys(parser)
     add_rename(parser)
     parser.add_argument(
-        "--atol", type=_tolerance, default=0.0, help="values may be this far apart (default: %(default)s)"
+        "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: %(default)s)"
     )
     parser.add_argument(
-        "--rtol", type=_tolerance, default=0.0, help="and this share of the value in B (default: %(default)s)"
+        "--rtol",
+        type=_tolerance,
+        default=0.0,
+        help="tolerated difference relative to B's value (default: %(default)s)",
     )
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Compare, list what differs, return 1 when anything does."""
+    """Compare, list the differences, return 1 if there are any."""
     with output.progress("comparing") as progress:
         report = diff(
             arguments.a,
@@ -63,7 +66,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def describe_tensor(difference: TensorDifference) -> str:
-    """Put the difference of a tensor into one line."""
+    """Format the difference of a tensor as one line."""
     parts = []
     if difference.shapes[0] != difference.shapes[1]:
         parts.append("shape {} / {}".format(*("x".join(map(str, shape)) or "()" for shape in difference.shapes)))
@@ -81,14 +84,14 @@ def describe_tensor(difference: TensorDifference) -> str:
 
 
 def describe_object(difference: ObjectDifference) -> str:
-    """Put the difference of an object into one line."""
+    """Format the difference of an object as one line."""
     part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
     path = f" at {difference.path}" if difference.path else ""
     return f"{difference.key}{part}: {_SIDES[difference.where]}{path}"
 
 
 def summary(report: DiffReport) -> str:
-    """Put the outcome into one line."""
+    """Format the outcome as one line."""
     verdict = "SAME" if report.is_same else "DIFFERENT"
     note = "" if report.objects_compared else "; objects and common state were not compared"
     rate = report.num_bytes / 1e9 / report.seconds
@@ -104,7 +107,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is no tolerance: a number from 0")
+        raise ArgumentTypeError(f"{text!r} is not a tolerance: use a number of at least 0")
     return number
 
 

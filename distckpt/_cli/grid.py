@@ -1,4 +1,4 @@
-"""The chunks of one tensor as a grid: where they lie, who wrote them, drawn as text and as SVG."""
+"""Draw the chunks of one tensor and the ranks that wrote them, as text and as SVG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TITLE_WIDTH = 1000  # a letter is about 0.65 of its height wide
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor on disk; `owner` is the rank that wrote it, the file where its name does not tell."""
+    """A piece of a tensor on disk; `owner` is the rank that wrote it, or the file if its name contains no rank."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank that wrote a file, from its name; None where that does not tell."""
+    """Return the rank that wrote a file, from its name; None if that does not contain it."""
     match = re.fullmatch(r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.safetensors", name)
     return int(match[1]) - 1 if match else None
 
@@ -59,7 +59,7 @@ def region_text(chunk: Chunk) -> str:
 
 
 def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:
-    """Choose the axes of a picture: those that the tensor is divided along; None where there are more than two."""
+    """Choose the axes of a picture: those that the tensor is divided along; None if there are more than two."""
     if not chunks or math.prod(shape) == 0:
         return None
     divided = [axis for axis, size in enumerate(shape) if any(chunk.shape[axis] != size for chunk in chunks)]

@@ -1,4 +1,4 @@
-"""`distckpt import`: make a checkpoint of a Hugging Face directory."""
+"""`distckpt import`: convert a Hugging Face directory to a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Import and say what was written."""
+    """Import, and print a summary."""
     with output.progress("importing") as progress:
         report = reshard(
             arguments.hf_dir,
@@ -37,4 +37,4 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-VERB = Verb("import", "Make a checkpoint of a Hugging Face directory.", add_arguments, run)
+VERB = Verb("import", "Convert a Hugging Face directory to a checkpoint.", add_arguments, run)

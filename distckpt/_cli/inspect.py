@@ -1,4 +1,4 @@
-"""`distckpt inspect`: what is in a checkpoint, and who wrote it."""
+"""`distckpt inspect`: show the content of a checkpoint and which ranks wrote it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Group(NamedTuple):
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
-    parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and who wrote them")
-    parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, with ranks as colours (needs --key)")
+    parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them")
+    parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, one colour per rank (needs --key)")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -78,7 +78,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def summary(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Count what a checkpoint holds."""
+    """Count the tensors, objects, chunks and files of a checkpoint."""
     manifest = stored.manifest
     is_tensor = np.array([dtype != OBJECT for dtype in manifest.dtypes], bool)
     of_tensors = is_tensor[manifest.key_ids] if len(manifest.keys) else np.zeros(0, bool)
@@ -104,7 +104,7 @@ def summary(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def group_keys(manifest: Manifest) -> list[Group]:
-    """Put keys that differ in numbers only, `layers.0.weight` and `layers.1.weight`, under one pattern."""
+    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`."""
     members: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
         pattern = re.sub(r"\d+", "*", manifest.keys[key_id])
@@ -139,7 +139,7 @@ def _numbers_text(column: Sequence[str]) -> str:
 
 
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
-    """List the files, with the rank that wrote each (None where the name does not tell) and the bytes of its data."""
+    """List the files, with the rank in the name of each (None without one) and the bytes of its data."""
     data_bytes = np.zeros(len(manifest.files), np.int64)
     np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
     return [
@@ -187,7 +187,7 @@ def _show(
 
 
 def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
-    """Draw how much each rank wrote as bars; each file where names do not tell ranks."""
+    """Draw a bar for the bytes of each rank, or of each file whose name contains no rank."""
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
     bar = "\u2588" if output.in_colour else "#"
     shown = [
@@ -205,7 +205,7 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
     sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
     if sum(sizes):
         ratio = max(sizes) * len(sizes) / sum(sizes)
-        output.line(f"{count_text(len(sizes), 'rank')} wrote; the busiest {ratio:.3f} of the mean")
+        output.line(f"{count_text(len(sizes), 'rank')} wrote; the largest share is {ratio:.3f} x the mean")
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ def _group_cells(group: Group) -> tuple[str, ...]:
 
 
 def _tree(groups: Sequence[Group]) -> Iterator[tuple[str, Group | None]]:
-    """Yield the lines of a tree of patterns, divided at dots; lines between carry no group."""
+    """Yield the lines of a tree of patterns, split at dots; inner lines have no group."""
     yield from _branches([(_segments(group.pattern), group) for group in groups], 0)
 
 
@@ -230,7 +230,7 @@ def _branches(
         for group in leaves:
             yield "  " * depth + parent + first, group
         if not leaves and len({rest[0] for rest, _ in deeper}) == 1:
-            # The only branch: on the same line.
+            # A single branch continues on the same line.
             yield from _branches(deeper, depth, f"{parent}{first}.")
         elif deeper:
             if not leaves:
@@ -239,7 +239,7 @@ def _branches(
 
 
 def _segments(pattern: str) -> list[str]:
-    # A range of numbers, {0..3}, is not divided.
+    # A range of numbers, {0..3}, is not split.
     return re.split(r"(?<!\.)\.(?!\.)", pattern)
 
 
@@ -284,4 +284,4 @@ def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Outpu
     return 0
 
 
-VERB = Verb("inspect", "Show what is in a checkpoint and who wrote it.", add_arguments, run)
+VERB = Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", add_arguments, run)

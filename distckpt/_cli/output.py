@@ -1,4 +1,4 @@
-"""What the command line prints: results to stdout, all else to stderr; in colour on terminals when rich is there."""
+"""Print results to stdout and everything else to stderr, in colour on terminals where rich is installed."""
 
 from __future__ import annotations
 
@@ -22,24 +22,20 @@ except ImportError:
     HAS_RICH = False
 
 MAX_LISTED = 50
-"""Of what a verb has found, without --json."""
+"""Findings that a verb lists without --json."""
 
 _SECONDS_BETWEEN = 0.2
 
 
 class Output:
-    """Prints what a verb has to say.
-
-    Args:
-        as_json: results go to stdout as one JSON value; tables and lines are left out.
-    """
+    """Prints the results and messages of a verb; with `as_json` the result is one JSON value only."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
     def json(self, value: Any) -> None:
-        """Print the result as JSON, when that was asked for."""
+        """Print the result as JSON if requested."""
         if self.as_json:
             print(json.dumps(finite(value), indent=1))
 
@@ -49,52 +45,38 @@ class Output:
             print(printable(text))
 
     def picture(self, lines: Iterable[str]) -> None:
-        """Print lines that hold colours and no names."""
+        """Print lines that contain colours and no names."""
         for line in lines:
             print(line)
 
-    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", num_text: int = 1) -> None:
-        """Print a table of the result.
-
-        Args:
-            heads: of the columns.
-            rows: cells.
-            title: line above.
-            num_text: so many columns hold text, the others numbers, which are aligned at the right.
-        """
+    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
+        """Print a table of the result: the first `num_text` columns hold text, the others numbers, aligned right."""
         if self.as_json:
             return
         rows = [[printable(cell) for cell in row] for row in rows]
         if not (HAS_RICH and sys.stdout.isatty()):
-            print(plain_table(heads, rows, title, num_text))
+            print(plain_table(heads, rows, num_text))
             return
-        table = Table(title=title or None, title_justify="left", title_style="bold", header_style="dim")
+        table = Table(header_style="dim")
         for index, head in enumerate(heads):
             table.add_column(head, justify="left" if index < num_text else "right", overflow="fold")
         for row in rows:
-            # As text: names may hold what rich takes for markup.
+            # As text: names may contain what rich takes for markup.
             table.add_row(*(Text(cell) for cell in row))
         Console(highlight=False).print(table)
 
     def message(self, text: str) -> None:
-        """Tell something beside the result."""
+        """Print a message to stderr."""
         print(text, file=sys.stderr, flush=True)
 
     def error(self, text: str) -> None:
-        """Say in one line what went wrong."""
+        """Print an error as one line."""
         line = "error: " + printable(" ".join(text.split()))
         self.message(f"\x1b[31m{line}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else line)
 
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], object]]:
-        """Show how far work is, on a terminal.
-
-        Args:
-            label: what is being done.
-
-        Yields:
-            A function to be called with the bytes done and the bytes to do.
-        """
+        """Show progress on a terminal; yield a function to call with the bytes done and the bytes in total."""
         if not sys.stderr.isatty():
             yield lambda done, total: None
             return
@@ -111,7 +93,7 @@ class Output:
 
 
 class _PlainProgress:
-    """Rewrites one line of a terminal, some times a second."""
+    """Rewrites one line of a terminal a few times per second."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -126,12 +108,12 @@ class _PlainProgress:
         rate = done / max(now - self._started, 1e-9)
         left = f"{(total - done) / rate:.0f} s" if rate else "unknown"
         text = f"{self._label} {size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
-        # Spaces cover what a longer text has left there.
+        # Spaces cover the rest of a longer text.
         print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    """Escape what would steer a terminal, or cannot be printed: names come from files that others made."""
+    """Escape characters that control a terminal or cannot be printed: names come from files that others wrote."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
@@ -148,8 +130,8 @@ def finite(value: Any) -> Any:
     return value
 
 
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", num_text: int = 1) -> str:
-    """Lay out a table as text whose columns are set apart by two spaces."""
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int) -> str:
+    """Lay out a table as text whose columns are separated by two spaces."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     lines = [
         "  ".join(
@@ -158,16 +140,16 @@ def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str 
         )
         for row in [heads, ["-" * width for width in widths], *rows]
     ]
-    return "\n".join([title] * bool(title) + [line.rstrip() for line in lines])
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def count_text(number: int, noun: str) -> str:
-    """Write how many there are of something: `1 file`, `2,000 files`."""
+    """Format a count: `1 file`, `2,000 files`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def size_text(num_bytes: float) -> str:
-    """Write a number of bytes for people: `1.23 GB`."""
+    """Format a number of bytes: `1.23 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"

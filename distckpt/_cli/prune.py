@@ -1,4 +1,4 @@
-"""`distckpt prune`: remove the checkpoints of a manager that are not to be kept, and what dead saves have left."""
+"""`distckpt prune`: remove the checkpoints of a manager that its retention does not keep, and leftovers."""
 
 from __future__ import annotations
 
@@ -15,31 +15,38 @@ from distckpt._storage import locations
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments: those of `distckpt.CheckpointManager` that say what is kept."""
+    """Declare the arguments: the retention arguments of `distckpt.CheckpointManager`."""
     parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
     parser.add_argument(
-        "--keep-last", type=positive, metavar="N", help="keep so many of the newest complete checkpoints (default: all)"
+        "--keep-last", type=positive, metavar="N", help="keep the newest N complete checkpoints (default: all)"
     )
-    parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of this")
-    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of this one")
+    parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N")
+    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of it")
     parser.add_argument(
-        "--best-mode", choices=("min", "max"), default="min", help="what is good (default: %(default)s)"
+        "--best-mode",
+        choices=("min", "max"),
+        default="min",
+        help="which values are best (default: %(default)s)",
     )
     parser.add_argument(
-        "--keep-best", type=positive, default=1, metavar="N", help="so many of the best (default: %(default)s)"
+        "--keep-best",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of best ones to keep (default: %(default)s)",
     )
     parser.add_argument(
         "--abandoned-after",
         type=positive,
         default=60,
         metavar="MINUTES",
-        help="remove what unfinished saves have left when nothing was written there for so long (default: %(default)s)",
+        help="remove leftovers of saves that wrote nothing for this long (default: %(default)s)",
     )
     parser.add_argument("--dry-run", action="store_true", help="list what would be removed, without removing anything")
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Remove what is not to be kept, and say so."""
+    """Remove checkpoints and leftovers, and print what was removed."""
     policy = Retention(
         arguments.keep_last,
         arguments.keep_every,
@@ -49,7 +56,7 @@ def run(arguments: Namespace, output: Output) -> int:
     )
     root = posix.resolve(arguments.root)
     if not locations.isdir(root):
-        raise CheckpointNotFoundError(f"{root!r} is no directory")
+        raise CheckpointNotFoundError(f"{root!r} is not a directory")
     saved = own_steps(root)
     removed = _removable(root, saved, policy)
     leftovers, live = _leftovers(root, arguments.abandoned_after)
@@ -61,9 +68,9 @@ def run(arguments: Namespace, output: Output) -> int:
     for name in leftovers:
         if not arguments.dry_run:
             locations.remove_tree(locations.join(root, name))
-        output.line(f"{doing} {name}, which an interrupted save or removal has left")
+        output.line(f"{doing} {name}, left by an interrupted save or removal")
     for name in live:
-        output.line(f"left alone: {name}, where a save may be writing")
+        output.line(f"kept {name}: a save may still be writing it")
     kept = [item.step for item in saved if item.step not in removed]
     output.json(
         {
@@ -80,23 +87,28 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def _removable(root: str, saved: list[Saved], policy: Retention) -> list[int]:
-    """Return the steps that are not to be kept; none as long as no step is complete."""
+    """Return the steps to remove; none as long as no step is complete."""
     if policy.keep_last is None:
         return []
 
     newest = next((item.step for item in reversed(saved) if problem_with(root, item.step) is None), None)
     if newest is None:
         return []
-    # What is newer than the newest complete step is damaged: whether it can be repaired, people decide.
+    # Steps newer than the newest complete one are damaged; whether to repair them is for the user to decide.
     return surplus(root, policy, [item for item in saved if item.step <= newest], newest)
 
 
 def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
-    """Return what interrupted saves and removals have left, and what a save may still be writing."""
+    """Return the leftovers of interrupted saves and removals, and those that a save may still be writing."""
     names = [name for name in list_root(root) if is_leftover(name)]
     latest = time.time() - 60 * abandoned_after
     dead = [name for name in names if is_trash(name) or last_change(locations.join(root, name)) < latest]
     return dead, [name for name in names if name not in dead]
 
 
-VERB = Verb("prune", "Remove checkpoints that are not to be kept, and what dead saves have left.", add_arguments, run)
+VERB = Verb(
+    "prune",
+    "Remove old checkpoints, and leftovers of interrupted saves.",
+    add_arguments,
+    run,
+)

@@ -6,8 +6,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._cli.selection import warn_of_overflows
-from distckpt._cli.verb import Verb, parse_size, positive
+from distckpt._cli.selection import add_verify, add_writing, given, warn_of_overflows
+from distckpt._cli.verb import Verb, positive
 from distckpt._operations.reshard import ReshardReport, reshard
 
 
@@ -21,36 +21,32 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="PATTERN=AxB",
         type=_grid,
         default=[],
-        help="divide these tensors into so many parts along each axis, part i for rank i; repeat",
+        help="divide matching tensors into A x B parts, part i written by rank i; can be repeated",
     )
     add_output(parser)
-    parser.add_argument("--verify", choices=("none", "read", "full"), default="full", help="which checksums to compare")
+    add_verify(parser)
 
 
 def add_output(parser: ArgumentParser) -> None:
-    """Declare the arguments that say how a checkpoint is written."""
+    """Declare the arguments for writing a checkpoint."""
     parser.add_argument(
         "--ranks",
         type=positive,
         default=1,
         metavar="N",
-        help="write the files of so many ranks, of even size (default: %(default)s)",
+        help="write the files of N ranks, of even size (default: %(default)s)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
-    parser.add_argument("--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data on its way")
+    add_writing(parser)
 
 
 def output_options(arguments: Namespace) -> dict[str, Any]:
-    """Return what `add_output` declares as arguments of `distckpt.reshard`."""
-    options = {"num_ranks": arguments.ranks, "overwrite": arguments.overwrite}
-    # What was not given is left to the default of the function.
-    if arguments.max_inflight_bytes is not None:
-        options["max_inflight_bytes"] = arguments.max_inflight_bytes
-    return options
+    """Convert the arguments of `add_output` to those of `distckpt.reshard`."""
+    sizes = given(arguments, "max_inflight_bytes")
+    return {"num_ranks": arguments.ranks, "overwrite": arguments.overwrite, **sizes}
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Rewrite and say what was written."""
+    """Reshard, and print a summary."""
     with output.progress("resharding") as progress:
         report = reshard(
             arguments.source,
@@ -65,7 +61,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def show(report: ReshardReport, output: Output) -> None:
-    """Say what was written."""
+    """Print what was written."""
     output.json(vars(report))
     output.line(
         f"{count_text(report.num_tensors, 'tensor')} in {count_text(report.num_chunks, 'chunk')}, "

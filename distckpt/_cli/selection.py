@@ -1,14 +1,15 @@
-"""Arguments that several verbs share: which tensors, under which names, in which dtype."""
+"""Arguments that several verbs share: which tensors, under which names, in which dtype, and how to write them."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from distckpt._cli.output import Output
+from distckpt._cli.verb import parse_size
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -16,7 +17,7 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 def add_keys(parser: ArgumentParser) -> None:
     """Declare `--keys`."""
     parser.add_argument(
-        "--keys", action="append", metavar="PATTERN", help="beginning of keys, or pattern with *; repeat"
+        "--keys", action="append", metavar="PATTERN", help="prefix of keys, or pattern with *; can be repeated"
     )
 
 
@@ -28,7 +29,7 @@ def add_rename(parser: ArgumentParser) -> None:
         metavar="OLD=NEW",
         type=pair,
         default=[],
-        help="replace a beginning of names; repeat",
+        help="replace a prefix of keys; can be repeated",
     )
 
 
@@ -39,12 +40,30 @@ def add_dtype(parser: ArgumentParser) -> None:
         action="append",
         metavar="[PATTERN=]DTYPE",
         type=_dtype,
-        help="convert: bf16, or '*.norm.weight=fp32'; repeat",
+        help="convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated",
     )
 
 
+def add_writing(parser: ArgumentParser) -> None:
+    """Declare `--overwrite` and `--max-inflight-bytes`."""
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    parser.add_argument("--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit")
+
+
+def add_verify(parser: ArgumentParser) -> None:
+    """Declare `--verify`."""
+    parser.add_argument(
+        "--verify", choices=("none", "read", "full"), default="full", help="checksums to compare (default: %(default)s)"
+    )
+
+
+def given(arguments: Namespace, *names: str) -> dict[str, Any]:
+    """Return the named arguments without those left out, for which the function called has defaults."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
 def pair(text: str) -> tuple[str, str]:
-    """Divide `OLD=NEW`, for use as the type of an argument."""
+    """Split `OLD=NEW`."""
     old, equals, new = text.partition("=")
     if not equals:
         raise ArgumentTypeError(f"{text!r} is not OLD=NEW")
@@ -52,17 +71,17 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def dtype_option(given: Sequence[tuple[str, torch.dtype]] | None) -> Any:
-    """Return what functions take as `dtype` for what was given with `--dtype`."""
+    """Convert the values of `--dtype` to the `dtype` argument of functions."""
     if given is None:
         return None
     if len(given) == 1 and not given[0][0]:
         return given[0][1]
-    # The first pattern that fits counts: the one for all others comes last.
+    # The first matching pattern counts: the one for all others comes last.
     return {pattern or "*": dtype for pattern, dtype in sorted(given, key=lambda pair: not pair[0])}
 
 
 def warn_of_overflows(overflows: Mapping[str, int], output: Output) -> None:
-    """Tell of values that did not fit the dtype they were converted to."""
+    """Warn about values that did not fit the dtype they were converted to."""
     for name, count in overflows.items():
         output.message(f"warning: {count} values of {name!r} did not fit the dtype they were converted to")
 

@@ -1,4 +1,4 @@
-"""What a verb of the command line is."""
+"""A verb of the command line, and the types of its arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ class Verb(NamedTuple):
     """A verb of the command line.
 
     Attributes:
-        name: what the user types.
-        summary: one line that says what it does.
-        add_arguments: declares its arguments; `--json` and `--debug` are there already.
-        run: does it and returns the exit code; what it raises becomes one line and the exit code for errors.
-        aliases: other names.
-        error_code: the exit code for errors; 2 for verbs that answer a question, where 1 is an answer.
+        summary: one line for the help.
+        add_arguments: declares its arguments, beside `--json` and `--debug`.
+        run: returns the exit code; an exception is printed as one line.
+        error_code: the exit code for exceptions; 2 for checks, whose 1 means that the check failed.
     """
 
     name: str
@@ -32,7 +30,7 @@ class Verb(NamedTuple):
 
 
 def parse_size(text: str) -> int:
-    """Convert `5GB`, `256MiB` or `1000` to bytes, for use as the type of an argument."""
+    """Convert `5GB`, `256MiB` or `1000` to bytes."""
     number = text.removesuffix("B").rstrip("KMGTi")
     unit = text.removesuffix("B")[len(number) :]
     try:
@@ -42,7 +40,7 @@ def parse_size(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Convert a number of things, one at least, for use as the type of an argument."""
+    """Convert a positive integer."""
     try:
         number = int(text)
     except ValueError:
@@ -53,7 +51,7 @@ def positive(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    """Convert a positive number, for use as the type of an argument."""
+    """Convert a positive number."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`distckpt verify`: is a checkpoint what was saved?"""
+"""`distckpt verify`: check that a checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Verify, list what is wrong, return 1 when anything is."""
+    """Verify, list the problems, return 1 if there are any."""
     with output.progress("verifying") as progress:
         report = verify(arguments.path, arguments.mode, num_threads=arguments.jobs, progress=progress)
     output.json(
@@ -48,7 +48,7 @@ def run(arguments: Namespace, output: Output) -> int:
 
 
 def describe(problem: Problem) -> str:
-    """Put a problem into one line."""
+    """Format a problem as one line."""
     text = f"{problem.file}: {problem.message}"
     if problem.first_byte is not None:
         text += f"; bytes {problem.first_byte} to {problem.stop_byte}"
@@ -58,16 +58,16 @@ def describe(problem: Problem) -> str:
 
 
 def strays_text(strays: Sequence[str]) -> str:
-    """Name files that are no part of a checkpoint, in one line."""
+    """Format the files that do not belong to a checkpoint as one line."""
     names = ", ".join([*strays[:_MAX_NAMED], *["..."] * (len(strays) > _MAX_NAMED)])
-    return f"note: {len(strays)} more files, left by interrupted saves or written by one under way: {names}"
+    return f"note: {len(strays)} more files, left by interrupted saves or being written by a save in progress: {names}"
 
 
 def summary(report: VerifyReport) -> str:
-    """Put the outcome into one line."""
+    """Format the outcome as one line."""
     verdict = "OK" if report.is_whole else f"DAMAGED ({count_text(len(report.problems), 'problem')})"
     rate = f", {report.num_bytes / 1e9 / report.seconds:.2f} GB/s" if report.mode == "full" else ""
-    note = "" if report.has_checksums else "; these files have no checksums: only their structure could be judged"
+    note = "" if report.has_checksums else "; these files have no checksums: only their structure was checked"
     keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (
         f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: {size_text(report.num_bytes)} read in "

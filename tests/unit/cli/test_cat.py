@@ -104,9 +104,9 @@ def test_objects_and_common_state(checkpoint, capsys):
 
 def test_what_makes_no_sense_is_refused(checkpoint, tmp_path, capsys):
     cases = {
-        "big[40]": "outside of axis 0, whose size is 30",
-        "big[0, 0, 0, 0]": "more parts than the tensor has axes",
-        "big[::2]": "there are no steps",
+        "big[40]": "out of range for axis 0 of size 30",
+        "big[0, 0, 0, 0]": "more indices than the tensor has axes",
+        "big[::2]": "steps are not supported",
         "big[x]": "neither an index nor start:stop",
         "bigg": "did you mean 'big'?",
         "rng[0]": "is an object",

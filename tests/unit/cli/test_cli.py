@@ -191,7 +191,7 @@ def test_inspect_compares_ranks_by_bars(tmp_path, capsys):
     text = call(capsys, "inspect", tmp_path)
     assert re.search(r"^rank 0 +#{30} +1 +96 B$", text, re.M)
     assert re.search(r"^rank 1 +#{10} +1 +32 B$", text, re.M)
-    assert "2 ranks wrote; the busiest 1.500 of the mean" in text
+    assert "2 ranks wrote; the largest share is 1.500 x the mean" in text
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------
@@ -357,7 +357,8 @@ def test_files_that_are_no_part_of_a_checkpoint_are_shown(checkpoint, store, cap
     for verb in ("inspect", "verify"):
         assert call_json(capsys, verb, url)["strays"] == strays
         (line,) = (line for line in call(capsys, verb, url).splitlines() if line.startswith("note:"))
-        assert line == f"note: 5 more files, left by interrupted saves or written by one under way: {listed}, ..."
+        causes = "left by interrupted saves or being written by a save in progress"
+        assert line == f"note: 5 more files, {causes}: {listed}, ..."
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------

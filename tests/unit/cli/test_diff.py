@@ -180,7 +180,7 @@ def test_errors_have_a_code_of_their_own(tmp_path, capsys):
     shard.write_bytes(content)
     assert "Checksum mismatch" in call_error(capsys, "diff", tmp_path / "b", tmp_path / "a", code=2)
     assert "matches ['v']" in call_error(capsys, "diff", tmp_path / "b", tmp_path / "b", "--keys", "v", code=2)
-    assert "is no tolerance" in call_usage_error(capsys, "diff", "x", "y", "--atol", "-1")
+    assert "is not a tolerance" in call_usage_error(capsys, "diff", "x", "y", "--atol", "-1")
 
 
 def test_an_interrupt_is_no_answer(tmp_path, capsys, monkeypatch):

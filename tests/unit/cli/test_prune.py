@@ -112,7 +112,7 @@ def test_leftovers_of_dead_saves_go_and_live_ones_stay(root, capsys):
     assert (tried["leftovers_removed"], tried["leftovers_kept"]) == ([trash, dead], [live])
     assert (root / dead).exists()
     text = call(capsys, "prune", root)
-    assert f"left alone: {live}" in text
+    assert f"kept {live}: " in text
     assert [name for name in (dead, live, trash) if (root / name).exists()] == [live]
     leave(root, dead, age=2 * 3600)
     assert call_json(capsys, "prune", root, "--abandoned-after", 180)["leftovers_removed"] == []
@@ -120,7 +120,7 @@ def test_leftovers_of_dead_saves_go_and_live_ones_stay(root, capsys):
 
 def test_what_makes_no_sense_is_refused(root, tmp_path, capsys):
     assert "give keep_last as well" in call_error(capsys, "prune", root, "--keep-every", 2)
-    assert "is no directory" in call_error(capsys, "prune", tmp_path / "nothing")
+    assert "is not a directory" in call_error(capsys, "prune", tmp_path / "nothing")
     assert steps(root) == [0, 1, 2, 3, 4]
 
 
