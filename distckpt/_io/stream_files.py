@@ -81,8 +81,12 @@ class LocalFiles:
         """Bring everything to disk."""
         self._close()
         for location in self._locations:
-            with storage_locations.naming(location), open(location, "r+b", 0) as file:
-                os.fsync(file)
+            with storage_locations.naming(location):
+                fd = os.open(location, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
 
     def remove(self) -> None:
         """Remove the files."""
