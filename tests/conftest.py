@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests save and load files: how long an example takes says more about the machine than about the code.
@@ -14,3 +15,30 @@ def pytest_collection_modifyitems(config, items):
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+# Imported by those tests only that need a server: moto takes seconds.
+@pytest.fixture(scope="session")
+def s3_server():
+    """The URL of a real S3 server."""
+    from tests.support.s3_server import running_server
+
+    with running_server() as url:
+        yield url
+
+
+@pytest.fixture
+def server(s3_server):
+    """The URL of a real S3 server that this process, and those it starts, find through the environment."""
+    from tests.support.s3_server import reached_at
+
+    with reached_at(s3_server):
+        yield s3_server
+
+
+@pytest.fixture
+def bucket(server):
+    """The URL of an empty bucket, such as `s3://bucket-0123`."""
+    from tests.support.s3_server import new_bucket
+
+    return new_bucket(server)

@@ -7,28 +7,16 @@ import threading
 
 import numpy as np
 import psutil
-import pytest
 import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
 from distckpt.core import CheckpointExistsError, RankFailedError
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
-from tests.support.s3_server import client, keys_in, new_bucket, reached_at, running_server, uploads_in
+from tests.support.s3_server import client, keys_in, reached_at, uploads_in
 
 ROWS = 1 << 11
 """Of 1024 elements and 4 bytes each: with two ranks each has 4 MiB of a table."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as url:
-        yield url
-
-
-@pytest.fixture
-def bucket(server):
-    return new_bucket(server)
 
 
 def table(seed: int, rows: int = ROWS) -> torch.Tensor:

@@ -18,9 +18,7 @@ from tests.support.s3_server import (
     FaultyProxy,
     client,
     keys_in,
-    new_bucket,
     reached_at,
-    running_server,
     uploads_in,
 )
 
@@ -28,17 +26,6 @@ LARGE = 4 * (1 << 20) + 77
 """Elements: a little more than 16 MiB, which go in two parts, and come in three answers."""
 FEW_ATTEMPTS = {"AWS_MAX_ATTEMPTS": "4"}
 """What goes on failing is not waited for long."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as url:
-        yield url
-
-
-@pytest.fixture
-def bucket(server):
-    return new_bucket(server)
 
 
 @contextlib.contextmanager

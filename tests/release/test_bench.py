@@ -23,7 +23,6 @@ from tests.support.s3_server import (
     keys_in,
     new_bucket,
     reached_at,
-    running_server,
     uploads_in,
 )
 
@@ -71,12 +70,6 @@ def storage(tmp_path):
     (tmp_path / "storage").mkdir()
     yield tmp_path / "storage"
     assert list((tmp_path / "storage").iterdir()) == []
-
-
-@pytest.fixture
-def server():
-    with running_server() as url:
-        yield url
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from distckpt._cli.output import Output
 from distckpt._storage import object_store
 from distckpt.cli import main
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
-from tests.support.s3_server import new_bucket, running_server
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
 GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
@@ -323,11 +322,7 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
 
 @pytest.fixture(params=["memory", "s3"])
 def store(request):
-    if request.param == "memory":
-        yield "memory://test_cli"
-        return
-    with running_server() as server:
-        yield new_bucket(server)
+    return "memory://test_cli" if request.param == "memory" else request.getfixturevalue("bucket")
 
 
 def test_urls_are_taken_everywhere(checkpoint, store, capsys):

@@ -19,13 +19,7 @@ from distckpt.core import CheckpointExistsError, CheckpointNotFoundError, Corrup
 from distckpt.strategies.base import SaveShardedStrategy
 from distckpt.strategies.defaults import get_default_save_sharded_strategy
 from distckpt.streaming import save_safetensors_streaming_sharded
-from tests.support.s3_server import FaultyProxy, client, keys_in, new_bucket, reached_at, running_server, uploads_in
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as url:
-        yield url
+from tests.support.s3_server import FaultyProxy, client, keys_in, new_bucket, reached_at, uploads_in
 
 
 class Store(NamedTuple):
