@@ -53,9 +53,6 @@ class Archive:
     def read(self, name: str) -> bytes:
         return self._read_range(*self.span(name))
 
-    def pickle(self) -> bytes:
-        return self.read("data.pkl")
-
 
 def _windowed(read_range: ReadRange, size: int) -> ReadRange:
     """Read both ends of an archive at once, and the rest when it is needed."""
@@ -75,18 +72,11 @@ def _windowed(read_range: ReadRange, size: int) -> ReadRange:
     return read
 
 
-class _RangeFile(io.RawIOBase):
-    """A seekable file for zipfile, which reads only what is requested."""
+class _RangeFile:
+    """A file for zipfile, which reads only what is requested."""
 
     def __init__(self, read_range: ReadRange, size: int) -> None:
-        super().__init__()
         self._read_range, self._size, self._position = read_range, size, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
@@ -98,8 +88,8 @@ class _RangeFile(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def read(self, size: int | None = -1) -> bytes:
-        count = self._size if size is None or size < 0 else size
+    def read(self, size: int = -1) -> bytes:
+        count = self._size if size < 0 else size
         data = self._read_range(self._position, max(self._position, min(self._position + count, self._size)))
         self._position += len(data)
         return data

@@ -33,7 +33,7 @@ _EXTRA_VALUES = 1_000_000
 """An object may amount to this many values more than its archive has bytes."""
 
 
-class Storage(NamedTuple):
+class _Storage(NamedTuple):
     """A storage in a pickle: its entry below `data/`, and the dtype of its items (None: bytes)."""
 
     name: str
@@ -51,7 +51,9 @@ class StoredTensor(NamedTuple):
 
 
 class _View(NamedTuple):
-    storage: Storage
+    """A tensor as a pickle describes it; `offset` and `strides` count items."""
+
+    storage: _Storage
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
@@ -67,7 +69,7 @@ def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
         return read_range(start, stop)
 
     archive = Archive(read_small, size)
-    view = read_pickle(archive.pickle(), _tensor_table(lambda view: view), persistent=_storage)
+    view = read_pickle(archive.read("data.pkl"), _tensor_table(lambda view: view), persistent=_storage)
     if type(view) is not _View:
         raise ValueError(f"a {type(view).__name__} where a tensor should be")
     start, stop = archive.span(f"data/{view.storage.name}")
@@ -102,7 +104,7 @@ def read_object(blob: bytes) -> Any:
         return flat.as_strided(view.shape, view.strides, view.offset)
 
     table = {**_OBJECTS, **_registered_classes(), **_tensor_table(tensor_of)}
-    obj = read_pickle(archive.pickle(), table, persistent=_storage, set_state=_set_state)
+    obj = read_pickle(archive.read("data.pkl"), table, persistent=_storage, set_state=_set_state)
     check_size(obj, len(blob) + _EXTRA_VALUES)
     return obj
 
@@ -110,16 +112,11 @@ def read_object(blob: bytes) -> Any:
 # ---- tensors
 
 
-def _storage(persistent_id: Any) -> Storage:
-    fields = persistent_id if type(persistent_id) is tuple and len(persistent_id) == 5 else (None,) * 5
-    kind, storage_type, name, _, _ = fields
-    if kind != "storage" or type(storage_type) is not _StorageType or type(name) is not str:
-        raise ValueError("a persistent id that is not a storage")
-    return Storage(name, storage_type.dtype)
-
-
-class _StorageType(NamedTuple):
-    dtype: torch.dtype | None
+def _storage(persistent_id: Any) -> _Storage:
+    match persistent_id:
+        case ("storage", (None | torch.dtype()) as dtype, str(name), _, _):
+            return _Storage(name, dtype)
+    raise ValueError("a persistent id that is not a storage")
 
 
 _STORAGE_DTYPES = {
@@ -142,16 +139,14 @@ _TENSOR_TYPES = {
 def _tensor_table(finish: Callable[[_View], Any]) -> dict[GlobalName, Any]:
     """Return what the pickle of a tensor may name; `finish` makes of a view what the pickle gets."""
 
-    def of_typed(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, flags: Any = None) -> Any:
-        return rebuild(storage, storage.dtype, offset, shape, strides, flags)
+    # After the strides come the requirement of a gradient and the hooks.
+    def of_typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, flags: Any = None) -> Any:
+        return of_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
 
     def of_untyped(
-        storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, flags: Any = None
+        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, flags: Any = None
     ) -> Any:
-        return rebuild(storage, dtype, offset, shape, strides, flags)
-
-    def rebuild(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any, flags: Any) -> Any:
-        if type(storage) is not Storage or type(dtype) is not torch.dtype or len(shape) != len(strides):
+        if type(storage) is not _Storage or type(dtype) is not torch.dtype or len(shape) != len(strides):
             raise ValueError("not a tensor")
         if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
             raise ValueError("a tensor whose shape and strides are none")
@@ -176,8 +171,8 @@ def _tensor_table(finish: Callable[[_View], Any]) -> dict[GlobalName, Any]:
 
 _TENSOR_GLOBALS: dict[GlobalName, Any] = {
     **_TENSOR_TYPES,
-    **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in _STORAGE_DTYPES.items()},
-    ("torch.storage", "UntypedStorage"): _StorageType(None),
+    **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGE_DTYPES.items()},
+    ("torch.storage", "UntypedStorage"): None,
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): Made("torch.Size", lambda sizes: torch.Size(_integers(sizes))),
     ("collections", "OrderedDict"): Made(
@@ -227,10 +222,6 @@ def _array(state: Any) -> Any:
     return np.ndarray(shape, dtype, buffer=raw, order="F" if is_fortran else "C").copy()
 
 
-def _frombuffer(raw: Any, dtype: Any, shape: Any, order: str) -> Any:
-    return _array((1, shape, dtype, order == "F", bytes(raw)))
-
-
 def _bytearray(*args: Any) -> bytearray:
     # Not of a number, which would be a size.
     return bytearray(_bytes_of_text(*args) if len(args) == 2 else b"".join(bytes(memoryview(arg)) for arg in args))
@@ -249,13 +240,9 @@ def _path(name: str) -> Callable[..., Any]:
     return lambda *parts: (cls if usable else PATHS[f"Pure{name}"])(*parts)
 
 
-def _set_of(make: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda items=(): make([hashable(item) for item in items])
-
-
 _BUILTINS: dict[str, Callable[..., Any]] = {
-    "set": _set_of(set),
-    "frozenset": _set_of(frozenset),
+    "set": lambda items=(): set(map(hashable, items)),
+    "frozenset": lambda items=(): frozenset(map(hashable, items)),
     "bytearray": _bytearray,
     "bytes": lambda: b"",
     "complex": complex,
@@ -266,7 +253,9 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 }
 _NUMPY: dict[str, dict[str, Callable[..., Any]]] = {
     "multiarray": {"_reconstruct": lambda cls, shape, code: _Array(), "scalar": _array_scalar},
-    "numeric": {"_frombuffer": _frombuffer},
+    "numeric": {
+        "_frombuffer": lambda raw, dtype, shape, order: _array((1, shape, dtype, order == "F", bytes(raw))),
+    },
 }
 _OTHERS: dict[GlobalName, Callable[..., Any]] = {
     **{(module, name): make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
@@ -299,17 +288,13 @@ def _registered_classes() -> Mapping[GlobalName, Any]:
         if issubclass(cls, enum.Enum):
             make = cls
         elif issubclass(cls, tuple) and hasattr(cls, "_make"):
-            make = functools.partial(_call_make, cls)
+            make = functools.partial(lambda cls, *values: cls._make(values), cls)
         elif dataclasses.is_dataclass(cls):
             make = functools.partial(object.__new__, cls)
         else:
             continue
         found[cls.__module__, cls.__qualname__] = Made(type_name(cls), make)
     return found
-
-
-def _call_make(cls: Any, *values: Any) -> Any:
-    return cls._make(values)
 
 
 def _set_state(obj: Any, state: Any) -> Any:

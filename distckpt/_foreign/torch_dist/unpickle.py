@@ -16,9 +16,10 @@ a call needs a `Made`, which no pickle can make; items go to plain lists, dicts 
 
 from __future__ import annotations
 
-import struct
+import pickletools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 GlobalName = tuple[str, str]
@@ -45,16 +46,12 @@ class Made(NamedTuple):
 
 
 class Record:
-    """An object of a class that is not built: its class name, the arguments it was made with, and its state.
+    """An object of a class that is not built: its class name and its state, attributes by name in most cases."""
 
-    `state` is what it was given afterwards, attributes by name in most cases.
-    """
+    __slots__ = ("kind", "state")
 
-    __slots__ = ("args", "kind", "state")
-
-    def __init__(self, kind: str, args: tuple[Any, ...] = ()) -> None:
+    def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.args = args
         self.state: Any = {}
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -65,7 +62,7 @@ class Record:
 def record(name: str) -> Made:
     """Return a table entry for a class whose objects are read as records."""
     kind = name.rpartition(".")[2]
-    return Made(name, lambda *args: Record(kind, args))
+    return Made(name, lambda *args: Record(kind))
 
 
 def _keep_state(obj: Any, state: Any) -> Any:
@@ -90,10 +87,11 @@ def read_pickle(
     `table` has for each admitted global a `Made` or a plain value; RefusedGlobalError names any other. `persistent`
     makes a value of a persistent id (None to refuse those), `set_state` returns an object with the state it is given.
     """
-    machine = _Machine(data, table, persistent, set_state)
+    # What functions may be given in all: each could copy, hash or print it.
+    machine = _Machine(table, persistent, set_state, work=4 * len(data) + _EXTRA_WORK)
     try:
-        return machine.run()
-    except (IndexError, TypeError, KeyError, AttributeError, struct.error, OverflowError) as error:
+        return machine.run(data)
+    except (IndexError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a sound pickle ({type(error).__name__}: {error!s:.200})") from error
 
 
@@ -127,72 +125,55 @@ def hashable(key: Any) -> Any:
     return key
 
 
+@dataclass
 class _Machine:
-    """The state of one run: position, stack and memo."""
+    """The state of one run; `work` counts the values that calls may still be given."""
 
-    def __init__(
-        self,
-        data: bytes,
-        table: Mapping[GlobalName, Any],
-        persistent: Callable[[Any], Any] | None,
-        set_state: Callable[[Any, Any], Any],
-    ) -> None:
-        self.data = data
-        self.position = 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.table = table
-        self.persistent = persistent
-        self.set_state = set_state
-        # What functions may be given in all: each could copy, hash or print it.
-        self.work = 4 * len(data) + _EXTRA_WORK
+    table: Mapping[GlobalName, Any]
+    persistent: Callable[[Any], Any] | None
+    set_state: Callable[[Any, Any], Any]
+    work: int
+    stack: list[Any] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
 
-    def run(self) -> Any:
-        data, size = self.data, len(self.data)
-        while self.position < size:
-            code = data[self.position]
-            self.position += 1
-            if code == _STOP:
-                if len(self.stack) != 1 or self.stack[0] is _MARK:
-                    raise ValueError("it ends with more or less than one object")
-                return self.stack[0]
-            action = _ACTIONS.get(code)
-            if action is None:
-                raise ValueError(f"instruction {bytes([code])!r} at byte {self.position - 1}")
-            action(self)
-        raise ValueError("it is cut off")
-
-    # ---- operands
-
-    def take(self, count: int) -> bytes:
-        start = self.position
-        self.position += count
-        if count < 0 or self.position > len(self.data):
-            raise ValueError("it is cut off")
-        return self.data[start : self.position]
-
-    def number(self, num_bytes: int, signed: bool = False) -> int:
-        # Stored with the lowest byte first.
-        return int.from_bytes(self.take(num_bytes)[::-1], "big", signed=signed)
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.position)
-        text = self.data[self.position : end].decode()
-        self.position = end + 1
-        return text
-
-    def text(self, length_bytes: int) -> str:
-        return self.take(self.number(length_bytes)).decode("utf-8", "surrogatepass")
+    def run(self, data: bytes) -> Any:
+        operand: Any
+        for instruction, operand, position in pickletools.genops(data):
+            name = instruction.name
+            if name in _VALUES:
+                self.push(operand)
+            elif name in _ACTIONS:
+                _ACTIONS[name](self)
+            elif name in _MEMO_READS:
+                self.push(self.memo[operand])
+            elif name in _MEMO_WRITES:
+                self.memo[len(self.memo) if operand is None else operand] = self.top()
+            elif name == "GLOBAL":
+                self.find(*operand.split(" ", 1))
+            elif name == "STOP":
+                break
+            elif name not in ("PROTO", "FRAME"):  # Those say nothing about the object.
+                raise ValueError(f"instruction {name} at byte {position}")
+        if len(self.stack) != 1:
+            raise ValueError("it ends with more or less than one object")
+        return self.pop()
 
     # ---- stack
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    def pop(self) -> Any:
-        value = self.stack.pop()
+    def top(self, *types: type) -> Any:
+        value = self.stack[-1]
         if value is _MARK:
             raise ValueError("a mark where an object should be")
+        if types and type(value) not in types:
+            raise ValueError(f"items for a {type(value).__name__}")
+        return value
+
+    def pop(self) -> Any:
+        value = self.top()
+        self.stack.pop()
         return value
 
     def pop_to_mark(self) -> list[Any]:
@@ -202,11 +183,9 @@ class _Machine:
         items.reverse()
         return items
 
-    def top(self, *types: type) -> Any:
-        value = self.stack[-1]
-        if type(value) not in types:
-            raise ValueError(f"items for a {type(value).__name__}")
-        return value
+    def push_tuple(self, size: int) -> None:
+        items = [self.pop() for _ in range(size)]
+        self.push(tuple(reversed(items)))
 
     def set_items(self, flat: list[Any]) -> None:
         if len(flat) % 2:
@@ -214,6 +193,13 @@ class _Machine:
         target = self.top(dict, OrderedDict, defaultdict)
         for key, value in zip(flat[::2], flat[1::2], strict=True):
             target[hashable(key)] = value
+
+    def add_to_set(self) -> None:
+        items = [hashable(item) for item in self.pop_to_mark()]
+        self.top(set).update(items)
+
+    def extend_list(self, items: list[Any]) -> None:
+        self.top(list).extend(items)
 
     # ---- names and calls
 
@@ -224,7 +210,8 @@ class _Machine:
             raise RefusedGlobalError(f"{module}.{name}")
         self.push(self.table[module, name])
 
-    def call(self, function: Any, args: Any) -> None:
+    def reduce(self) -> None:
+        args, function = self.pop(), self.pop()
         if type(function) is not Made or type(args) is not tuple:
             raise ValueError(f"a call of a {type(function).__name__}")
         if args:
@@ -234,119 +221,60 @@ class _Machine:
         except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, AttributeError) as error:
             raise ValueError(f"{function.name} with arguments it does not take ({error!s:.200})") from error
 
-    def reduce(self) -> None:
-        args = self.pop()
-        self.call(self.pop(), args)
-
     def new_with_keywords(self) -> None:
-        keywords = self.pop()
-        if keywords != {}:
+        if self.pop() != {}:
             raise ValueError("an object made with keywords")
         self.reduce()
 
     def build(self) -> None:
-        state = self.pop()
+        state, obj = self.pop(), self.pop()
         # The content of an array, of which a copy is made.
         self.work -= sum(len(item) for item in state if type(item) is bytes) if type(state) is tuple else 0
         if self.work < 0:
             raise ValueError("it uses its own parts too often")
-        self.push(self.set_state(self.pop(), state))
+        self.push(self.set_state(obj, state))
 
     def load_persistent(self) -> None:
         if self.persistent is None:
             raise ValueError("a persistent id")
         self.push(self.persistent(self.pop()))
 
-    def memoize(self, number: int) -> None:
-        if self.stack[-1] is _MARK:
-            raise ValueError("a mark where an object should be")
-        self.memo[number] = self.stack[-1]
 
-    def add_to_set(self) -> None:
-        items = [hashable(item) for item in self.pop_to_mark()]
-        self.top(set).update(items)
-
-    def global_of_stack(self) -> None:
-        name = self.pop()
-        self.find(self.pop(), name)
-
-    def extend_list(self, items: list[Any]) -> None:
-        self.top(list).extend(items)
-
-
-_STOP = ord(".")
-
-_Action = Callable[[_Machine], None]
-
-
-def _tuple_of(count: int) -> _Action:
-    def action(m: _Machine) -> None:
-        items = [m.pop() for _ in range(count)]
-        m.push(tuple(reversed(items)))
-
-    return action
-
-
-def _discard(m: _Machine) -> None:
-    m.stack.pop()
-
-
-_BY_BYTE: dict[bytes, _Action] = {
-    # Frames and versions say nothing about the object.
-    b"\x80": lambda m: _ignore(m.take(1)),
-    b"\x95": lambda m: _ignore(m.take(8)),
-    b"(": lambda m: m.push(_MARK),
-    b"0": _discard,
-    b"1": lambda m: _ignore(m.pop_to_mark()),
-    b"2": lambda m: m.push(m.stack[-1]),
-    b"N": lambda m: m.push(None),
-    b"\x88": lambda m: m.push(True),
-    b"\x89": lambda m: m.push(False),
-    b"J": lambda m: m.push(m.number(4, signed=True)),
-    b"K": lambda m: m.push(m.number(1)),
-    b"M": lambda m: m.push(m.number(2)),
-    b"\x8a": lambda m: m.push(m.number(m.number(1), signed=True)),
-    b"\x8b": lambda m: m.push(m.number(m.number(4), signed=True)),
-    b"G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    b"X": lambda m: m.push(m.text(4)),
-    b"\x8c": lambda m: m.push(m.text(1)),
-    b"\x8d": lambda m: m.push(m.text(8)),
-    b"B": lambda m: m.push(m.take(m.number(4))),
-    b"C": lambda m: m.push(m.take(m.number(1))),
-    b"\x8e": lambda m: m.push(m.take(m.number(8))),
-    b"\x96": lambda m: m.push(bytearray(m.take(m.number(8)))),
-    b"]": lambda m: m.push([]),
-    b"a": lambda m: m.extend_list([m.pop()]),
-    b"e": lambda m: m.extend_list(m.pop_to_mark()),
-    b"l": lambda m: m.push(m.pop_to_mark()),
-    b")": lambda m: m.push(()),
-    b"t": lambda m: m.push(tuple(m.pop_to_mark())),
-    b"\x85": _tuple_of(1),
-    b"\x86": _tuple_of(2),
-    b"\x87": _tuple_of(3),
-    b"}": lambda m: m.push({}),
-    b"s": lambda m: m.set_items([m.pop(), m.pop()][::-1]),
-    b"u": lambda m: m.set_items(m.pop_to_mark()),
-    b"\x8f": lambda m: m.push(set()),
-    b"\x90": _Machine.add_to_set,
-    b"\x91": lambda m: m.push(frozenset(hashable(item) for item in m.pop_to_mark())),
-    b"h": lambda m: m.push(m.memo[m.number(1)]),
-    b"j": lambda m: m.push(m.memo[m.number(4)]),
-    b"q": lambda m: m.memoize(m.number(1)),
-    b"r": lambda m: m.memoize(m.number(4)),
-    b"\x94": lambda m: m.memoize(len(m.memo)),
-    b"c": lambda m: m.find(m.line(), m.line()),
-    b"\x93": _Machine.global_of_stack,
-    b"R": _Machine.reduce,
-    b"\x81": _Machine.reduce,
-    b"\x92": _Machine.new_with_keywords,
-    b"b": _Machine.build,
-    b"Q": _Machine.load_persistent,
+# What is admitted: all instructions but those of protocols 0 and 1, extension codes and out-of-band buffers.
+_VALUES = {
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+}  # fmt: skip
+"""Instructions that push their operand."""
+_MEMO_READS = {"BINGET", "LONG_BINGET"}
+_MEMO_WRITES = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
+_ACTIONS: dict[str, Callable[[_Machine], object]] = {
+    "MARK": lambda m: m.push(_MARK),
+    "POP": lambda m: m.stack.pop(),
+    "POP_MARK": lambda m: m.pop_to_mark(),
+    "DUP": lambda m: m.push(m.top()),
+    "NONE": lambda m: m.push(None),
+    "NEWTRUE": lambda m: m.push(True),
+    "NEWFALSE": lambda m: m.push(False),
+    "EMPTY_LIST": lambda m: m.push([]),
+    "LIST": lambda m: m.push(m.pop_to_mark()),
+    "APPEND": lambda m: m.extend_list([m.pop()]),
+    "APPENDS": lambda m: m.extend_list(m.pop_to_mark()),
+    "EMPTY_TUPLE": lambda m: m.push(()),
+    "TUPLE": lambda m: m.push(tuple(m.pop_to_mark())),
+    "TUPLE1": lambda m: m.push_tuple(1),
+    "TUPLE2": lambda m: m.push_tuple(2),
+    "TUPLE3": lambda m: m.push_tuple(3),
+    "EMPTY_DICT": lambda m: m.push({}),
+    "SETITEM": lambda m: m.set_items([m.pop(), m.pop()][::-1]),
+    "SETITEMS": lambda m: m.set_items(m.pop_to_mark()),
+    "EMPTY_SET": lambda m: m.push(set()),
+    "ADDITEMS": _Machine.add_to_set,
+    "FROZENSET": lambda m: m.push(frozenset(hashable(item) for item in m.pop_to_mark())),
+    "STACK_GLOBAL": lambda m: m.find(*[m.pop(), m.pop()][::-1]),
+    "REDUCE": _Machine.reduce,
+    "NEWOBJ": _Machine.reduce,
+    "NEWOBJ_EX": _Machine.new_with_keywords,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.load_persistent,
 }
-"""The action of each instruction, without those of protocols 0 and 1, extension codes and out-of-band buffers."""
-
-_ACTIONS = {code[0]: action for code, action in _BY_BYTE.items()}
-
-
-def _ignore(value: object) -> None:
-    del value
