@@ -26,13 +26,7 @@ from distckpt._base.public import set_public_home
 from distckpt._geometry.region import with_item
 from distckpt._models.fused import FusedPart, fail, parts_factory
 from distckpt.dict_utils import dict_list_map_outplace
-from distckpt.mapping import (
-    ReplicaId,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from distckpt.mapping import ReplicaId, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory
 
 __all__ = ["grouped_experts", "grouped_mlp_sharded_state_dict", "sequential_experts"]
 
@@ -91,9 +85,8 @@ def grouped_experts(
         InvalidShardingError: no such rank, or an object among the shards, which cannot be divided by expert.
     """
     _check_rank(ep_rank, ep_size)
-    mapped: ShardedStateDict = _map_shards(
-        state_dict, partial(_extend_axis, ep_rank=ep_rank, ep_size=ep_size), expert_dp_rank
-    )
+    extend = partial(_extend_axis, ep_rank=ep_rank, ep_size=ep_size)
+    mapped: ShardedStateDict = _map_shards(state_dict, extend, expert_dp_rank)
     return mapped
 
 
@@ -144,45 +137,29 @@ def grouped_mlp_sharded_state_dict(
     hidden, features = weight1.shape[0], weight2.shape[0] // num_local_experts
     layers = sorted(sharded_offsets)
     layer, num_layers = tuple(position for _, position, _ in layers), tuple(size for _, _, size in layers)
-    first_shape = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
+
+    def factory(name: str, weight: torch.Tensor, num_in: int, num_out: int, parts: list[FusedPart]) -> Any:
+        # Viewed as [experts, in, out], stored as [experts, out, in].
+        return parts_factory(
+            f"{prefix}experts.{name}.weight", weight, parts, local_shape=weight.shape,
+            view_shape=(num_local_experts, num_in, num_out), axes=(0, 2, 1), prepend_axis_num=len(layers),
+            replica_id=(0, 0, 0),
+        )  # fmt: skip
+
+    stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
+    local = (num_local_experts, hidden, features)
     projections = [
-        FusedPart(
-            (0, 0, i * features),
-            (num_local_experts, hidden, features),
-            (*layer, 0, (i * tp_size + tp_rank) * features, 0),
-            first_shape,
-        )
+        FusedPart((0, 0, i * features), local, (*layer, 0, (i * tp_size + tp_rank) * features, 0), stored)
         for i in range(num_projections)
     ]
-    first = _experts_factory(
-        f"{prefix}experts.linear_fc1.weight",
-        weight1,
-        projections,
-        (num_local_experts, hidden, num_projections * features),
-        len(layers),
-    )
+    stored = (*num_layers, num_local_experts, hidden, features * tp_size)
     local = (num_local_experts, features, hidden)
-    second_shape = (*num_layers, num_local_experts, hidden, features * tp_size)
-    part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), second_shape)
-    second = _experts_factory(f"{prefix}experts.linear_fc2.weight", weight2, [part], local, len(layers))
-    state = {f"{prefix}weight1": first, f"{prefix}weight2": second}
+    part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)
+    state = {
+        f"{prefix}weight1": factory("linear_fc1", weight1, hidden, num_projections * features, projections),
+        f"{prefix}weight2": factory("linear_fc2", weight2, features, hidden, [part]),
+    }
     return grouped_experts(state, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
-
-
-def _experts_factory(
-    key: str, weight: torch.Tensor, parts: list[FusedPart], view_shape: tuple[int, ...], num_layer_axes: int
-) -> ShardedTensorFactory:
-    """Make the factory of a matrix that is viewed as [experts, in, out] and stored as [experts, out, in]."""
-    return parts_factory(
-        key,
-        weight,
-        parts,
-        local_shape=weight.shape,
-        view_shape=view_shape,
-        axes=(0, 2, 1),
-        prepend_axis_num=num_layer_axes,
-        replica_id=(0, 0, 0),
-    )
 
 
 def _map_shards(node: Any, change: Callable[[Any], Any], expert_dp_rank: int | None) -> Any:
@@ -231,14 +208,14 @@ def _extend_axis(shard: ShardedTensor | ShardedObject, ep_rank: int, ep_size: in
     axis, fragmentations = shard.prepend_axis_num, shard.axis_fragmentations
     if axis == len(shard.global_shape):
         fail(shard.key, "has no axis for the experts of this rank; sequential_experts adds one")
+    if fragmentations is not None:
+        fragmentations = with_item(fragmentations, axis, fragmentations[axis] * ep_size)
     num_local = shard.global_shape[axis]
     return replace(
         shard,
         global_shape=with_item(shard.global_shape, axis, num_local * ep_size),
         global_offset=with_item(shard.global_offset, axis, shard.global_offset[axis] + num_local * ep_rank),
-        axis_fragmentations=None
-        if fragmentations is None
-        else with_item(fragmentations, axis, fragmentations[axis] * ep_size),
+        axis_fragmentations=fragmentations,
     )
 
 

@@ -130,14 +130,9 @@ def sharded_state_dict_default(
         described: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
         return described
     entries, delegates = _entries(module)
-    state = make_sharded_tensors_for_checkpoint(
-        {name: value for name, (_, value) in entries.items()},
-        prefix,
-        {},
-        offsets,
-        tp_group=tp_group,
-        dp_cp_group=(metadata or {}).get("dp_cp_group"),
-    )
+    own_state = {name: value for name, (_, value) in entries.items()}
+    copies = (metadata or {}).get("dp_cp_group")
+    state = make_sharded_tensors_for_checkpoint(own_state, prefix, {}, offsets, tp_group=tp_group, dp_cp_group=copies)
     for name, child in delegates:
         state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata, tp_group))
     return state

@@ -39,9 +39,6 @@ class TensorSource(Protocol):
         """Return a tensor."""
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 def estimate_array_nbytes(array: Any) -> int:
     """Return the size of an array in bytes, without touching its data.
 
@@ -77,9 +74,6 @@ def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dty
     return found
 
 
-# --- dividing ---------------------------------------------------------------------------------------------------------
-
-
 def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torch.Tensor]:
     """Divide a tensor into views of a limited size.
 
@@ -103,9 +97,6 @@ def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torc
         return [tensor]
     pieces = cut_region(whole(tuple(tensor.shape)), memory_limit // tensor.element_size())
     return [tensor[piece.slices()] for piece in pieces]
-
-
-# --- moving -----------------------------------------------------------------------------------------------------------
 
 
 def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,9 +202,6 @@ def read_process_array(
     return key, _cast_floats(tensor, dtype), num_mismatches
 
 
-# --- nested states ----------------------------------------------------------------------------------------------------
-
-
 def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
     """Flatten nested dicts and lists, so that all ranks can walk through the leaves in the same order.
 
@@ -314,9 +302,6 @@ def _check_same(found: Iterable[Position], expected: Iterable[Position], problem
         raise ValueError(f"{problem}: lacking {names[0] or 'none'}, unexpected {names[1] or 'none'}")
 
 
-# --- between ranks ----------------------------------------------------------------------------------------------------
-
-
 def broadcast_tensor(
     tensor: torch.Tensor, memory_limit_bytes: int, *, src: int = 0, process_group: Any = None
 ) -> torch.Tensor:
@@ -356,9 +341,6 @@ def broadcast_tensor(
         if ranks.rank != src and plain is not chunk:
             chunk.copy_(plain)
     return tensor
-
-
-# --- Google Cloud Storage ---------------------------------------------------------------------------------------------
 
 
 def is_gcs_path(path: str | os.PathLike[str]) -> bool:

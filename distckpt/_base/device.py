@@ -8,29 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class DeviceLayer(Protocol):
-    """The operations of a device that moving bytes needs; see `TorchDevice`."""
-
-    def pinned_memory(self, num_bytes: int) -> torch.Tensor:
-        """Return new uint8 host memory that the device copies from and to by itself."""
-
-    def mark(self) -> Any:
-        """Mark the work that the calling thread has queued on the device so far."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
-        """Queue a copy behind the work that was marked; it is done when `wait` returns."""
-
-    def wait(self) -> None:
-        """Return when all copies of this thread are done."""
-
-
-class TorchDevice:
-    """A device of a kind that torch has streams for: cuda, xpu, ..."""
+class DeviceLayer:
+    """The operations of a device that moving bytes needs, for every kind that torch has streams for: cuda, xpu, ..."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -38,25 +22,25 @@ class TorchDevice:
         self._streams = threading.local()
 
     def pinned_memory(self, num_bytes: int) -> torch.Tensor:
-        """Return page-locked memory."""
+        """Return new page-locked uint8 memory, which the device reaches by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> Any:
-        """Record an event on the stream that the calling thread computes on."""
+        """Mark the work that the calling thread has queued on the device so far."""
         with self._module.device(self._device):
             event = self._module.Event()
             event.record(self._module.current_stream(self._device))
         return event
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
-        """Queue a copy on this thread's own stream."""
+        """Queue a copy behind the work that was marked, on a stream of this thread; it is done when `wait` returns."""
         stream = self._own_stream()
         stream.wait_event(after)
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait for this thread's own stream; other threads run meanwhile."""
+        """Return when all copies of this thread are done."""
         self._own_stream().synchronize()
 
     def _own_stream(self) -> Any:
@@ -72,7 +56,7 @@ def layer_of(tensor: torch.Tensor) -> DeviceLayer | None:
     """Return the device that a tensor is on; None when it is in host memory."""
     if tensor.device.type == "cpu":
         return None
-    return _layers.setdefault(tensor.device, TorchDevice(tensor.device))
+    return _layers.setdefault(tensor.device, DeviceLayer(tensor.device))
 
 
 class Copier:
@@ -84,10 +68,8 @@ class Copier:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._layers: dict[torch.device, DeviceLayer] = {}
         for tensor in tensors:
-            if tensor.device not in self._layers:
-                layer = layer_of(tensor)
-                if layer is not None:
-                    self._layers[tensor.device] = layer
+            if tensor.device not in self._layers and (layer := layer_of(tensor)) is not None:
+                self._layers[tensor.device] = layer
         self._marks = {device: layer.mark() for device, layer in self._layers.items()}
 
     @property

@@ -11,8 +11,6 @@ from typing import Any
 from distckpt._base.messages import natural_order
 from distckpt.tensors import estimate_array_nbytes
 
-# --- names of files ---------------------------------------------------------------------------------------------------
-
 BASE_PREFIX = "model"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -63,9 +61,6 @@ def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
 def belongs_to_export(name: str) -> bool:
     """Tell whether a file name is one that an export of a model has for its tensors or their index."""
     return derive_base_prefix_from_path(name) == BASE_PREFIX != name
-
-
-# --- which tensors share a file ---------------------------------------------------------------------------------------
 
 
 def group_keys_by_shard_size(flat_state: Mapping[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
@@ -147,9 +142,6 @@ def _modules_around(key: str) -> list[str]:
     parts = key.split(".")
     ends = [end for end in range(1, len(parts)) if parts[end - 1].isdigit() or end == len(parts) - 1]
     return [*(".".join(parts[:end]) + "." for end in ends), key]
-
-
-# --- the index --------------------------------------------------------------------------------------------------------
 
 
 def index_json(weight_map: Mapping[str, str], total_bytes: int, total_parameters: int) -> bytes:

@@ -220,19 +220,8 @@ def shard_of_dtensor(
             key, held.local, parts, local_shape=held.local.shape, prepend_axis_num=num_prepended, replica_id=replica
         )
     offset = _moved(first, [axis[0][0] if axis else 0 for axis in held.runs])
-    local_shape = tuple(held.local.shape)
-    return ShardedTensor(
-        key,
-        held.local,
-        held.local.dtype,
-        local_shape,
-        shape,
-        offset,
-        fragmentations,
-        replica,
-        num_prepended,
-        **attributes,
-    )
+    place = (tuple(held.local.shape), shape, offset, fragmentations)
+    return ShardedTensor(key, held.local, held.local.dtype, *place, replica, num_prepended, **attributes)
 
 
 def _placed(

@@ -100,17 +100,12 @@ def _shard(
     if is_dtensor(tensor):
         # The mesh numbers its copies itself.
         outer = default_replica_id[:2] if replica_id is None else replica_id
-        return shard_of_dtensor(
-            key, tensor, Grid(prepended_axes(offsets, "prepend_offsets"), division), outer, **attributes
-        )
+        grid = Grid(prepended_axes(offsets, "prepend_offsets"), division)
+        return shard_of_dtensor(key, tensor, grid, outer, **attributes)
+    replica_id = default_replica_id if replica_id is None else replica_id
+    own = [] if division is None else [(division[0] + len(offsets), *division[1:])]
     return ShardedTensor.from_rank_offsets(
-        key,
-        tensor,
-        *offsets,
-        *([(division[0] + len(offsets), *division[1:])] if division else []),
-        replica_id=default_replica_id if replica_id is None else replica_id,
-        prepend_axis_num=len(offsets),
-        **attributes,
+        key, tensor, *offsets, *own, replica_id=replica_id, prepend_axis_num=len(offsets), **attributes
     )
 
 
@@ -173,21 +168,18 @@ def make_sharded_tensors_for_checkpoint(
     """
     axes = tensor_parallel_layers_axis_map or {}
     offsets = tuple(sharded_offsets)
+    groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
     state: ShardedStateDict = {}
     for name, value in state_dict.items():
         key = prefix + name
         if name.endswith(extra_state_suffix):
-            state[key] = make_sharded_object_for_checkpoint(
-                value, key, offsets, tp_group=tp_group, dp_cp_group=dp_cp_group
-            )
+            state[key] = make_sharded_object_for_checkpoint(value, key, offsets, **groups)
         elif name in axes:
             state[key] = make_tp_sharded_tensor_for_checkpoint(
-                value, key, axes[name], prepend_offsets=offsets, tp_group=tp_group, dp_cp_group=dp_cp_group
+                value, key, axes[name], prepend_offsets=offsets, **groups
             )
         else:
-            state[key] = make_sharded_tensor_for_checkpoint(
-                value, key, prepend_offsets=offsets, tp_group=tp_group, dp_cp_group=dp_cp_group
-            )
+            state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, **groups)
     return state
 
 

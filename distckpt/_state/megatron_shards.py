@@ -5,6 +5,7 @@ Objects are recognised by their structure, so Megatron need not be installed, an
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +22,13 @@ register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, fro
 
 def adopt(node: Any) -> Any:
     """Convert an object of Megatron to its equivalent in distckpt; return anything else as it is."""
-    convert = _converter_of(type(node))
+    convert = _converter_of(type(node))  # type: ignore[arg-type]  # Classes are hashable.
     return node if convert is None else convert(node)
 
 
 def is_foreign(node: Any) -> bool:
     """Tell whether a value is an object of Megatron that `adopt` converts."""
-    return _converter_of(type(node)) is not None
+    return _converter_of(type(node)) is not None  # type: ignore[arg-type]
 
 
 def _adopt_tensor(node: Any) -> ShardedTensor:
@@ -49,14 +50,8 @@ def _adopt_object(node: Any) -> ShardedObject:
 
 
 def _adopt_factory(node: Any) -> ShardedTensorFactory:
-    flattened_range = getattr(node, "flattened_range", None)
-    return ShardedTensorFactory(
-        node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flattened_range=flattened_range
-    )
-
-
-def _adopt_local(node: Any) -> LocalNonpersistentObject:
-    return LocalNonpersistentObject(node.unwrap())
+    flat = getattr(node, "flattened_range", None)
+    return ShardedTensorFactory(node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flat)
 
 
 _KINDS: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
@@ -70,17 +65,8 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
 """Class name -> how to convert, and the fields that distinguish the class from others of that name."""
 
 
-_known: dict[type, Callable[[Any], Any] | None] = {}
-
-
+@functools.cache
 def _converter_of(cls: type) -> Callable[[Any], Any] | None:
-    # Called for every value of a state dict: a dict is fastest.
-    if cls not in _known:
-        _known[cls] = _find_converter(cls)
-    return _known[cls]
-
-
-def _find_converter(cls: type) -> Callable[[Any], Any] | None:
     if issubclass(cls, ShardedBase | LocalNonpersistentObject):
         return None
     for base in cls.__mro__:
@@ -88,5 +74,5 @@ def _find_converter(cls: type) -> Callable[[Any], Any] | None:
         if convert is not None and fields <= set(getattr(base, "__dataclass_fields__", ())):
             return convert
         if base.__name__ == "LocalNonpersistentObject" and callable(getattr(base, "unwrap", None)):
-            return _adopt_local
+            return lambda node: LocalNonpersistentObject(node.unwrap())
     return None

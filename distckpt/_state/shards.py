@@ -114,31 +114,30 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
     """Describe the shards of this rank, which must fit their global tensors and agree with one another."""
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
-    key_ids: list[int] = []
-    shard_ids: list[int] = []
-    tie_ids: list[int] = []
-    is_main: list[bool] = []
+    rows: list[tuple[int, int, int, bool]] = []
     regions: list[Region] = []
     ties = find_ties(shards)
     for shard_id, shard in enumerate(shards):
-        key_id = _key_id(shard, key_index, kinds)
-        main = is_main_replica(shard.replica_id)
+        row = (
+            _key_id(shard, key_index, kinds),
+            shard_id,
+            ties.get(shard_id, shard_id),
+            is_main_replica(shard.replica_id),
+        )
         for region in shard_regions(shard):
-            key_ids.append(key_id)
-            shard_ids.append(shard_id)
-            tie_ids.append(ties.get(shard_id, shard_id))
-            is_main.append(main)
+            rows.append(row)
             regions.append(region)
+    key_ids, shard_ids, tie_ids, is_main = np.array(rows, np.int64).reshape(-1, 4).T.copy()
     offsets, shapes = regions_to_arrays(regions)
     table = ShardTable(
         keys=list(key_index),
         dtypes=[dtype for dtype, _ in kinds],
         global_shapes=[shape for _, shape in kinds],
-        key_ids=np.array(key_ids, np.int64),
-        shard_ids=np.array(shard_ids, np.int64),
-        tie_ids=np.array(tie_ids, np.int64),
-        is_main=np.array(is_main, np.bool_),
-        digests=np.zeros(len(key_ids), np.uint64),
+        key_ids=key_ids,
+        shard_ids=shard_ids,
+        tie_ids=tie_ids,
+        is_main=is_main.astype(np.bool_),
+        digests=np.zeros(len(rows), np.uint64),
         offsets=offsets,
         shapes=shapes,
     )
