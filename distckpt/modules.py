@@ -21,7 +21,7 @@ import torch
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.public import set_public_home
-from distckpt._models.dtensor import Grid, is_dtensor, is_in_mesh, local_part, shard_of_dtensor
+from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part, shard_of_dtensor
 from distckpt._models.layers import (
     EXTRA_STATE,
     Group,
@@ -91,7 +91,7 @@ def sharded_state_dict(
     """
     offsets = tuple(sharded_offsets)
     copy = own_rank() if replica_id is None else replica_id
-    grid = Grid(prepended_axes(offsets, "sharded_offsets"))
+    prepended_axes(offsets, "sharded_offsets")
     state: ShardedStateDict = {}
     entries, delegates = _entries(module)
     for name, (_, value) in entries.items():
@@ -100,7 +100,7 @@ def sharded_state_dict(
             state[key] = make_sharded_object_for_checkpoint(value, key, offsets, copy)
         elif is_dtensor(value):
             if is_in_mesh(value):
-                state[key] = shard_of_dtensor(key, value, grid, replica_id)
+                state[key] = shard_of_dtensor(key, value, offsets, len(offsets), replica_id)
         else:
             state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, copy)
     for name, child in delegates:

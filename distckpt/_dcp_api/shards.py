@@ -16,7 +16,7 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._dcp_api import tree
 from distckpt._format.checksum import checksum
-from distckpt._models.dtensor import Grid, is_dtensor, is_in_mesh, shard_of_dtensor
+from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import (
     LocalNonpersistentObject,
@@ -71,7 +71,7 @@ def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
     if not isinstance(value, torch.Tensor):
         return [ShardedObject(key, value, (1,), (0,), rank)]
     if is_dtensor(value):
-        return [shard_of_dtensor(key, value, Grid(), None)] if is_in_mesh(value) else []
+        return [shard_of_dtensor(key, value, (), 0, None)] if is_in_mesh(value) else []
     if _is_torch_sharded(value):
         return list(_shards_of_torch(key, value))
     return [ShardedTensor.from_rank_offsets(key, value, replica_id=rank)]

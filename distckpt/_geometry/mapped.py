@@ -7,7 +7,7 @@ It does so in regions, so that any region of the target can be read from regions
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -166,18 +166,16 @@ def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
     for part in mapped.parts:
         source_axes = dict(_axis_pairs(part))
         moved = [source_axes[axis] for axis in order if axis in source_axes]
-        target = Region(_pick(part.target.offset, order), _pick(part.target.shape, order))
-        parts.append(Part(target, part.key, part.source, _complete_order(len(part.order), moved)))
+        parts.append(
+            Part(_with_axes(part.target, order), part.key, part.source, _complete_order(len(part.order), moved))
+        )
     return MappedTensor(_pick(mapped.shape, order), mapped.dtype, tuple(parts), mapped.trimmed)
 
 
 def drop_axis(mapped: MappedTensor, axis: int) -> MappedTensor:
     """Take out an axis of size 1."""
     kept = [a for a in range(len(mapped.shape)) if a != axis]
-    parts = tuple(
-        part._replace(target=Region(_pick(part.target.offset, kept), _pick(part.target.shape, kept)))
-        for part in mapped.parts
-    )
+    parts = tuple(part._replace(target=_with_axes(part.target, kept)) for part in mapped.parts)
     return MappedTensor(_pick(mapped.shape, kept), mapped.dtype, parts, mapped.trimmed)
 
 
@@ -309,5 +307,9 @@ def _along(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
     return Region(with_item((0,) * len(shape), axis, start), with_item(shape, axis, stop - start))
 
 
-def _pick(values: tuple[int, ...], axes: Iterable[int]) -> tuple[int, ...]:
+def _with_axes(region: Region, axes: Sequence[int]) -> Region:
+    return Region(_pick(region.offset, axes), _pick(region.shape, axes))
+
+
+def _pick(values: tuple[int, ...], axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(values[axis] for axis in axes)

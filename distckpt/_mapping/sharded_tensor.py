@@ -255,7 +255,7 @@ class ShardedTensor(ShardedBase):
         if not isinstance(data, torch.Tensor):
             fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
         local_shape = tuple(data.shape)
-        grid = _grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
+        grid = grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
         return cls(key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs)
 
     @classmethod
@@ -294,7 +294,7 @@ class ShardedTensor(ShardedBase):
         if not isinstance(data, torch.Tensor):
             fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
         local_shape = integers(cls, key, "non_flat_local_shape", non_flat_local_shape)
-        grid = _grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
+        grid = grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
         init_kwargs["flattened_range"] = flattened_range
         return cls(key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs)
 
@@ -368,7 +368,7 @@ class ShardedTensor(ShardedBase):
         return shards
 
 
-def _grid_from_ranks(
+def grid_from_ranks(
     key: str, local_shape: tuple[int, ...], rank_offsets: Iterable[Sequence[int]], prepend_axis_num: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return global shape, global offset and axis fragmentations of a shard on a regular grid."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
+from distckpt._mapping.sharded_tensor import grid_from_ranks
 from distckpt._models.fused import FusedPart, parts_factory
 from distckpt.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 
@@ -26,17 +27,6 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, none empty, in the order in which the local tensor has them."""
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
-
-
-class Grid(NamedTuple):
-    """The axes that lie in front of a tensor, and the division of one of its own among tensor parallel ranks.
-
-    `prepended` has `(position, number of parts)` per prepended axis, which it also is the size of; `tp` is `(axis,
-    position, number of parts)`: the tensor is one of so many of its shape, put together along that axis.
-    """
-
-    prepended: tuple[tuple[int, int], ...] = ()
-    tp: tuple[int, int, int] | None = None
 
 
 class Holding(NamedTuple):
@@ -193,11 +183,17 @@ def _fragmentations(shape: tuple[int, ...], splits: Sequence[_Split], runs: Sequ
 
 
 def shard_of_dtensor(
-    key: str, dtensor: Any, grid: Grid, replica_id: ReplicaId | None, **attributes: Any
+    key: str,
+    dtensor: Any,
+    rank_offsets: Sequence[tuple[int, int, int]],
+    num_prepended: int,
+    replica_id: ReplicaId | None,
+    **attributes: Any,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe what this rank holds of a DTensor that lies at `grid` in a larger tensor.
+    """Describe what this rank holds of a DTensor that is itself a part of a larger tensor.
 
-    `replica_id` numbers copies on other meshes, None numbers them by mesh; `attributes` are of the `ShardedTensor`.
+    `rank_offsets` say which part, as those of `ShardedTensor.from_rank_offsets` do. `replica_id` numbers copies on
+    other meshes, None numbers them by mesh; `attributes` are of the `ShardedTensor`.
     The data is the local part; where that lies in several places of the global tensor, the result is a factory that
     makes a shard of each.
     """
@@ -205,8 +201,10 @@ def shard_of_dtensor(
     # The lowest rank of a mesh distinguishes copies on other meshes.
     outer = _lowest_rank(dtensor.device_mesh) if replica_id is None else replica_id
     replica = ((outer,) if isinstance(outer, int) else tuple(outer)) + held.replica
-    shape, first, fragmentations = _placed(tuple(dtensor.shape), held.fragmentations, grid)
-    num_prepended = len(grid.prepended)
+    shape, first, divisions = grid_from_ranks(key, tuple(dtensor.shape), rank_offsets, num_prepended)
+    fragmentations = None
+    if held.fragmentations is not None:
+        fragmentations = tuple(map(int.__mul__, divisions, (1,) * num_prepended + held.fragmentations))
     if held.local.numel() and any(len(axis) > 1 for axis in held.runs):
         parts = [
             FusedPart(start, tuple(hi - lo for lo, hi in spans), _moved(first, [lo for lo, _ in spans]), shape)
@@ -222,26 +220,6 @@ def shard_of_dtensor(
     offset = _moved(first, [axis[0][0] if axis else 0 for axis in held.runs])
     place = (tuple(held.local.shape), shape, offset, fragmentations)
     return ShardedTensor(key, held.local, held.local.dtype, *place, replica, num_prepended, **attributes)
-
-
-def _placed(
-    shape: tuple[int, ...], fragmentations: tuple[int, ...] | None, grid: Grid
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
-    """Return the shape of the global tensor, where in it a tensor in a grid begins, and the fragmentations."""
-    sizes, first = list(shape), [0] * len(shape)
-    parts = list(fragmentations or ())
-    if grid.tp is not None:
-        axis, position, count = grid.tp
-        first[axis] = position * sizes[axis]
-        sizes[axis] *= count
-        if parts:
-            parts[axis] *= count
-    positions, prepended = tuple(p for p, _ in grid.prepended), tuple(n for _, n in grid.prepended)
-    return (
-        prepended + tuple(sizes),
-        positions + tuple(first),
-        None if fragmentations is None else prepended + tuple(parts),
-    )
 
 
 def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:

@@ -56,19 +56,10 @@ def parts_factory(
     """
     local_shape = tuple(local_shape)
     view_shape = local_shape if view_shape is None else tuple(view_shape)
-    form = _Form(local_shape, view_shape, tuple(range(len(view_shape)) if axes is None else axes), tuple(parts))
+    axes = tuple(range(len(view_shape)) if axes is None else axes)
     assert sum(math.prod(part.shape) for part in parts) == math.prod(local_shape), "the parts must tile the tensor"
-
-    def build(key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
-        bounds = form.bounds(key, tensor, flattened_range)
-        cells = list(form.cells(bounds))
-        views = form.views(tensor.detach(), cells, bounds)
-        pairs = zip(cells, views, strict=True)
-        shards = [form.shard(key, cell, view, replica_id, prepend_axis_num) for cell, view in pairs]
-        # Merging needs the bounds, which tensors alone do not show.
-        return shards if bounds is None else {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
-
-    return ShardedTensorFactory(key, data, build, form.merge, replica_id, flattened_range)
+    form = _Form(local_shape, view_shape, axes, tuple(parts), prepend_axis_num)
+    return ShardedTensorFactory(key, data, form.build, form.merge, replica_id, flattened_range)
 
 
 class _Cell(NamedTuple):
@@ -86,6 +77,16 @@ class _Form(NamedTuple):
     view_shape: tuple[int, ...]
     axes: tuple[int, ...]
     parts: tuple[FusedPart, ...]
+    prepend_axis_num: int
+
+    def build(self, key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        """Describe each cell as a shard."""
+        bounds = self.bounds(key, tensor, flattened_range)
+        cells = list(self.cells(bounds))
+        views = self.views(tensor.detach(), cells, bounds)
+        shards = [self.shard(key, cell, view, replica_id) for cell, view in zip(cells, views, strict=True)]
+        # Merging needs the bounds, which tensors alone do not show.
+        return shards if bounds is None else {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
 
     def bounds(self, key: str, tensor: torch.Tensor, flattened_range: slice | None) -> tuple[int, int] | None:
         """Return first and last + 1 element of a flat parameter, None for one that is not flat; check its shape."""
@@ -128,26 +129,16 @@ class _Form(NamedTuple):
             views.append(around[region.relative_to(run.offset).slices()].permute(self.axes))
         return views
 
-    def shard(
-        self, key: str, cell: _Cell, view: torch.Tensor, replica_id: ReplicaId, prepend_axis_num: int
-    ) -> ShardedTensor:
+    def shard(self, key: str, cell: _Cell, view: torch.Tensor, replica_id: ReplicaId) -> ShardedTensor:
         """Describe one cell."""
         part = cell.part
         within = cell.region.relative_to(part.offset).offset
-        moved = (0,) * prepend_axis_num + tuple(within[axis] for axis in self.axes)
+        moved = (0,) * self.prepend_axis_num + tuple(within[axis] for axis in self.axes)
         if part.copy:
             replica_id = (*(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)), part.copy)
-        return ShardedTensor(
-            key + part.suffix,
-            view,
-            view.dtype,
-            local_shape=tuple(view.shape),
-            global_shape=part.global_shape,
-            global_offset=tuple(map(int.__add__, part.global_offset, moved)),
-            axis_fragmentations=None,
-            replica_id=replica_id,
-            prepend_axis_num=prepend_axis_num,
-        )
+        global_offset = tuple(map(int.__add__, part.global_offset, moved))
+        place = (tuple(view.shape), part.global_shape, global_offset, None)
+        return ShardedTensor(key + part.suffix, view, view.dtype, *place, replica_id, self.prepend_axis_num)
 
     def merge(self, loaded: Any) -> torch.Tensor:
         """Put together what `build` gave, each shard replaced by its tensor."""

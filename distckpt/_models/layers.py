@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
-from distckpt._models.dtensor import Grid, is_dtensor, shard_of_dtensor
+from distckpt._models.dtensor import is_dtensor, shard_of_dtensor
 from distckpt._ranks.collectives import own_rank
 from distckpt.mapping import ReplicaId, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 
@@ -53,12 +53,9 @@ def make_tp_sharded_tensor_for_checkpoint(
         InvalidShardingError: axes or positions that do not exist.
     """
     (tp_rank, tp_size), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
-    if is_dtensor(tensor) and not (0 <= tp_axis < tensor.ndim and 0 <= tp_rank < tp_size):
-        raise InvalidShardingError(
-            f"key {key!r}: no part {tp_rank} among {tp_size} along axis {tp_axis} of {tuple(tensor.shape)}"
-        )
-    division = (tp_axis, tp_rank, tp_size)
-    return _shard(tensor, key, tuple(prepend_offsets), division, replica_id, (0, 0, dp_rank), kwargs)
+    offsets = tuple(prepend_offsets)
+    division = (len(offsets) + tp_axis, tp_rank, tp_size)
+    return _shard(tensor, key, offsets, (division,), replica_id, (0, 0, dp_rank), kwargs)
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -84,28 +81,27 @@ def make_sharded_tensor_for_checkpoint(
         kwargs: further attributes of the `ShardedTensor`.
     """
     (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
-    return _shard(tensor, key, tuple(prepend_offsets), None, replica_id, (0, tp_rank, dp_rank), kwargs)
+    return _shard(tensor, key, tuple(prepend_offsets), (), replica_id, (0, tp_rank, dp_rank), kwargs)
 
 
 def _shard(
     tensor: torch.Tensor,
     key: str,
     offsets: tuple[tuple[int, int, int], ...],
-    division: tuple[int, int, int] | None,
+    division: tuple[tuple[int, int, int], ...],
     replica_id: ReplicaId | None,
     default_replica_id: tuple[int, int, int],
     attributes: dict[str, Any],
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor: one part of a `division` (axis, position, number of parts), or all of it without one."""
+    """Describe a tensor behind prepended axes (`offsets`), itself one part of a `division` or all of it."""
     if is_dtensor(tensor):
         # The mesh numbers its copies itself.
         outer = default_replica_id[:2] if replica_id is None else replica_id
-        grid = Grid(prepended_axes(offsets, "prepend_offsets"), division)
-        return shard_of_dtensor(key, tensor, grid, outer, **attributes)
+        prepended_axes(offsets, "prepend_offsets")
+        return shard_of_dtensor(key, tensor, offsets + division, len(offsets), outer, **attributes)
     replica_id = default_replica_id if replica_id is None else replica_id
-    own = [] if division is None else [(division[0] + len(offsets), *division[1:])]
     return ShardedTensor.from_rank_offsets(
-        key, tensor, *offsets, *own, replica_id=replica_id, prepend_axis_num=len(offsets), **attributes
+        key, tensor, *offsets, *division, replica_id=replica_id, prepend_axis_num=len(offsets), **attributes
     )
 
 

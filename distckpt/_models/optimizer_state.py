@@ -20,7 +20,7 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._models.dtensor import Grid, is_dtensor, local_part, shard_of_dtensor
+from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
 from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import ShardedTensor, ShardedTensorFactory
@@ -201,17 +201,17 @@ def state_shard(
     shard: ShardedTensor | ShardedTensorFactory, param: torch.Tensor, tensor: torch.Tensor, name: str, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
     """Describe a tensor in the state of a parameter, given the parameter's shard; it has the key `<prefix>.<key>`."""
-    place = (tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
-    if place == (tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)):
+    form = (tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
+    if form == (tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)):
         return make_sharded_optimizer_tensor(shard, tensor, prefix)
     if isinstance(shard, ShardedTensor) and shard.flattened_range is None:
         if is_dtensor(tensor) and is_dtensor(param):
             outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
             outer = outer[: max(0, len(outer) - param.device_mesh.ndim)]  # type: ignore[attr-defined]
             num_prepended = shard.prepend_axis_num
-            prepended = zip(shard.global_offset[:num_prepended], shard.global_shape[:num_prepended], strict=True)
+            place = [(axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(num_prepended)]
             if shard.global_shape[num_prepended:] == tuple(param.shape):
-                return shard_of_dtensor(f"{prefix}.{shard.key}", tensor, Grid(tuple(prepended)), outer)
+                return shard_of_dtensor(f"{prefix}.{shard.key}", tensor, place, num_prepended, outer)
         elif not is_dtensor(tensor) and (found := _reduced(shard, tensor, prefix)) is not None:
             return found
     if tuple(local_part(tensor).shape) == tuple(local_part(param).shape):

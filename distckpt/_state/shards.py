@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -281,15 +282,12 @@ def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
     # One isinstance for each class, not for each shard: there may be many.
     has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
     pointers = [s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards]
+    num_at = Counter(pointers)
     first: dict[Any, int] = {}
     ties: dict[int, int] = {}
-    by_pointer: dict[int, list[int]] = {}
-    if len(set(pointers)) < len(pointers):
-        for index, pointer in enumerate(pointers):
-            by_pointer.setdefault(pointer, []).append(index)
-    # Hardly any tensors begin at the same address; the others need no closer look. Without memory the address is 0.
-    for pointer, indices in by_pointer.items():
-        for index in indices if pointer and len(indices) > 1 else ():
+    for index, pointer in enumerate(pointers):
+        # Hardly any tensors begin at the same address; the others need no closer look. Without memory the address is 0.
+        if pointer and num_at[pointer] > 1:
             shard = shards[index]
             assert isinstance(shard, ShardedTensor)
             if shard.data is not None and shard.data.numel():
