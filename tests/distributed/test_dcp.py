@@ -8,10 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
+from tests.support.example_programs import run_preloaded
 from tests.support.harness import error_of, launched, run, sum_over_ranks
 from tests.support.states import numbered
 
@@ -441,20 +439,11 @@ def test_what_is_not_stored_as_asked_for_is_refused_on_every_rank(tmp_path):
 
 
 def test_the_example_resumes_from_what_either_library_saved(tmp_path):
-    root = Path(__file__).parents[2]
-    search_path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, str(root / "examples" / "from_dcp.py"), "--work-dir", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout
+    work_dir = tmp_path / "work"
+    output = run_preloaded("from_dcp.py", work_dir)
     for name in ("by_torch", "by_distckpt"):
-        assert f"Resumed on 2 from what was saved {name}: " in done.stdout, done.stdout
-    assert "Both ended with 28 tensors, all equal." in done.stdout, done.stdout
-    losses = {name: json.loads((tmp_path / f"losses_{name}.json").read_text()) for name in ("None", "by_distckpt")}
+        assert f"Resumed on 2 from what was saved {name}: " in output, output
+    assert "Both ended with 28 tensors, all equal." in output, output
+    losses = {name: json.loads((work_dir / f"losses_{name}.json").read_text()) for name in ("None", "by_distckpt")}
     assert losses["None"][-1] < losses["None"][0], "the model did not learn, so equal losses would say little"
     assert losses["by_distckpt"] == pytest.approx(losses["None"][4:], rel=1e-4)

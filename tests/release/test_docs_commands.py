@@ -25,8 +25,8 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedObject, ShardedTensor, cli
-from tests.release.test_examples import command_of
 from tests.support.docs_pages import PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
+from tests.support.example_programs import command_of
 from tests.support.harness import run
 
 # --- Commands of distckpt, beside what the page speaks of -------------------------------------------------------------

@@ -1,13 +1,11 @@
-"""The examples, run by the command in their docstrings, and what they print compared with the page that shows it."""
+"""The examples: they run as their docstrings say, and print what the page shows."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,52 +15,18 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
+from tests.support.example_programs import ENVIRONMENT, ROOT, command_of, docstring_of, run_command, run_preloaded
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 # Run by the tests of what they show.
 ELSEWHERE = {"object_storage.py", "from_dcp.py"}
 EXAMPLES = sorted({file.name for file in (ROOT / "examples").glob("[!_]*.py")} - ELSEWHERE)
-PATHS = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH"))))
-# Without buffers the lines of ranks that print at once would be mixed.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONUNBUFFERED": "1"}
+# Run by the very command, one for each launcher: the start of a process takes longer than what most examples do.
+BY_COMMAND = {"single_process.py", "tensor_parallel_reshard.py"}
 
 
 def num_lines_of(file: Path) -> int:
     return len(file.read_text().splitlines())
-
-
-def docstring_of(name: str) -> str:
-    return ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text())) or ""
-
-
-def command_of(name: str) -> str:
-    """Return the command that the docstring of an example shows."""
-    (command,) = re.findall(r"^    ((?:python|torchrun) .*)$", docstring_of(name), re.M)
-    return command
-
-
-def run(name: str, work_dir: Path) -> str:
-    """Run an example as its docstring says, but with another place for its files; return what it printed."""
-    launcher, *arguments = shlex.split(command_of(name))
-    arguments[-1] = str(work_dir)
-    start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[launcher]
-    process = subprocess.Popen(
-        [sys.executable, *start, *arguments],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=280)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, output + errors
-    return output
 
 
 def masked(output: str, work_dir: str) -> set[str]:
@@ -210,11 +174,12 @@ CHECKS = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_what_its_page_shows(name, tmp_path):
-    output = run(name, tmp_path)
+    work_dir = tmp_path / "work"
+    output = (run_command if name in BY_COMMAND else run_preloaded)(name, work_dir)
     (shown,) = re.findall(rf"^## {re.escape(name)}\n\n```text\n(.*?)^```", PAGE, re.M | re.S)
     documented_dir = shlex.split(command_of(name))[-1]
-    assert masked(output, str(tmp_path)) == masked(shown, documented_dir), output
-    CHECKS[name](output, tmp_path)
+    assert masked(output, str(work_dir)) == masked(shown, documented_dir), output
+    CHECKS[name](output, work_dir)
 
 
 @pytest.mark.parametrize("name", sorted({*EXAMPLES, *ELSEWHERE}))
