@@ -12,7 +12,6 @@ import errno
 import os
 import platform
 import sys
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,37 +21,17 @@ MAX_RUNS = 512
 """Reads per call of the system. All processes of a machine share 65536 by default."""
 
 
-class _Calls(NamedTuple):
-    """Numbers of the system calls, which differ between processors."""
-
-    setup: int
-    destroy: int
-    getevents: int
-    submit: int
-
-
 _CALLS = {
-    "x86_64": _Calls(setup=206, destroy=207, getevents=208, submit=209),
-    "aarch64": _Calls(setup=0, destroy=1, getevents=4, submit=2),
-}.get(platform.machine() if sys.platform == "linux" and sys.maxsize > 2**32 else "")
+    "x86_64": {"setup": 206, "destroy": 207, "getevents": 208, "submit": 209},
+    "aarch64": {"setup": 0, "destroy": 1, "getevents": 4, "submit": 2},
+}.get(platform.machine() if sys.platform == "linux" and sys.maxsize > 2**32 else "", {})
+"""Numbers of the system calls."""
 _LIBC = ctypes.CDLL(None, use_errno=True) if _CALLS else None
 
-_REQUEST = np.dtype(
-    [
-        ("data", "u8"),
-        ("key", "u4"),
-        ("rw_flags", "u4"),
-        ("opcode", "u2"),
-        ("priority", "i2"),
-        ("fd", "u4"),
-        ("address", "u8"),
-        ("num_bytes", "u8"),
-        ("position", "i8"),
-        ("reserved", "u8"),
-        ("flags", "u4"),
-        ("event_fd", "u4"),
-    ]
-)
+_REQUEST = np.dtype([
+    ("data", "u8"), ("key", "u4"), ("rw_flags", "u4"), ("opcode", "u2"), ("priority", "i2"), ("fd", "u4"),
+    ("address", "u8"), ("num_bytes", "u8"), ("position", "i8"), ("reserved", "u8"), ("flags", "u4"), ("event_fd", "u4"),
+])  # fmt: skip
 """The kernel's `struct iocb`; opcode 0 is a read."""
 _EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("second", "i8")])
 """The kernel's `struct io_event`."""
@@ -83,19 +62,16 @@ def read_runs(fd: int, positions: IntArray, addresses: IntArray, num_bytes: int)
     context = _take_context()
     if context is None:
         return None
-    is_idle = False
     results = np.empty(len(positions), np.int64)
     try:
         for start in range(0, len(positions), MAX_RUNS):
             batch = slice(start, start + MAX_RUNS)
             results[batch] = _read_batch(context, fd, positions[batch], addresses[batch], num_bytes)
-        is_idle = True
-    finally:
-        if is_idle:
-            _free.append(context)
-        else:
-            # Waits for the reads under way: their memory may not live on.
-            _system_call("destroy", context)
+    except BaseException:
+        # Waits for the reads under way: their memory may not live on.
+        _system_call("destroy", context)
+        raise
+    _free.append(context)
     results[(results == -errno.EINTR) | (results == -errno.EAGAIN)] = 0
     codes = -results[results < 0]
     if np.isin(codes, _NOT_OFFERED).any():
@@ -138,7 +114,7 @@ def _take_context() -> int | None:
     """Return a context that nobody uses, None when the system has none to give."""
     with contextlib.suppress(IndexError):
         return _free.pop()
-    if _CALLS is None:
+    if not _CALLS:
         return None
     context = ctypes.c_ulong(0)
     result = _system_call("setup", MAX_RUNS, ctypes.addressof(context))
@@ -148,5 +124,5 @@ def _take_context() -> int | None:
 def _system_call(name: str, *arguments: int) -> int:
     """Make a system call; negative results are error numbers."""
     assert _LIBC is not None
-    result = int(_LIBC.syscall(ctypes.c_long(getattr(_CALLS, name)), *map(ctypes.c_long, arguments)))
+    result = int(_LIBC.syscall(ctypes.c_long(_CALLS[name]), *map(ctypes.c_long, arguments)))
     return -ctypes.get_errno() if result == -1 else result

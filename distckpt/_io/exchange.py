@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -122,7 +122,7 @@ def exchange(ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor]
             buffer = buffers.popleft()
             memory = buffer[: message.num_bytes]
             if message.is_sent:
-                _try(problems, _pack, message.views, memory)
+                _copy_views(message, memory, problems)
         start = ranks.start_send if message.is_sent else ranks.start_receive
         under_way.append(_UnderWay(message, start(memory, message.peer, tag), buffer))
     while under_way:
@@ -133,15 +133,8 @@ def _finish(ranks: Ranks, item: _UnderWay, buffers: deque[torch.Tensor], problem
     ranks.finish(item.transfer)
     if item.buffer is not None:
         if not item.message.is_sent:
-            _try(problems, _unpack, item.transfer.memory, item.message.views)
+            _copy_views(item.message, item.transfer.memory, problems)
         buffers.append(item.buffer)
-
-
-def _try(problems: list[Exception], function: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        function(*arguments)
-    except Exception as error:
-        problems.append(error)
 
 
 def _straight_memory(message: Message) -> torch.Tensor | None:
@@ -153,23 +146,16 @@ def _straight_memory(message: Message) -> torch.Tensor | None:
     return view.detach().as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
-def _pack(views: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-    for view, part in _parts(views, memory):
-        _copy_values(view, part)
-
-
-def _unpack(memory: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-    for view, part in _parts(views, memory):
-        _copy_values(part, view)
-
-
-def _parts(views: Sequence[torch.Tensor], memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each view with its values in a message, as a tensor of its shape and dtype."""
+def _copy_views(message: Message, memory: torch.Tensor, problems: list[Exception]) -> None:
+    """Copy the views of a message into the memory that is sent, or what was received there into the views."""
     start = 0
-    for view in views:
-        values = memory[start : start + view.nbytes]
-        yield view.detach(), values.view(view.dtype).view(view.shape)
-        start += _padded_bytes(view)
+    try:
+        for view in message.views:
+            values = memory[start : start + view.nbytes].view(view.dtype).view(view.shape)
+            start += _padded_bytes(view)
+            _copy_values(*((view.detach(), values) if message.is_sent else (values, view.detach())))
+    except Exception as error:
+        problems.append(error)
 
 
 def _copy_values(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -84,13 +84,9 @@ def read_chunks_into(
 
 
 def _complete_chunks(stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes]) -> list[ReadPart]:
-    parts: list[ReadPart] = []
-    for chunk, memory in zip(chunks, memories, strict=True):
-        if 0 < len(memory) <= READ_UNIT_BYTES:
-            parts.append(ReadPart(chunk, 0, len(memory), memory))
-        else:
-            parts.extend(direct_parts(chunk, 0, len(memory), memory, stored.manifest.block_bytes))
-    return parts
+    block = stored.manifest.block_bytes
+    pairs = zip(chunks, memories, strict=True)
+    return [part for chunk, memory in pairs for part in direct_parts(chunk, 0, len(memory), memory, block)]
 
 
 def _unit_bytes(location: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ def read_sharing(
     place = ranks.rank
     if is_auto:
         place = _host_number() if sharing.is_local else ranks.rank
-        requested = _count_bytes(targets, MIN_REQUESTED_BYTES)
+        requested = sum(target.nbytes for target in targets)
         if not _may_pay(ranks.all_gather_numbers([place, sharing.group, requested])):
             read(copies)
             return
@@ -103,16 +103,6 @@ def _may_pay(numbers: IntArray) -> bool:
         if num_bytes >= MIN_REQUESTED_BYTES:
             places[group].add(place)
     return any(len(members) > 1 for members in places.values())
-
-
-def _count_bytes(targets: Iterable[torch.Tensor], limit: int) -> int:
-    """Add up the sizes of tensors until they reach a limit."""
-    total = 0
-    for target in targets:
-        total += target.nbytes
-        if total >= limit:
-            break
-    return total
 
 
 def _host_number() -> int:
@@ -164,7 +154,7 @@ def _read_sample(ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read)
 
 
 class _Work(NamedTuple):
-    """The part of one rank in a plan, whose units are indices into `planned`, which are units of `pieces`."""
+    """The part of one rank in a plan, whose units are rows of `planned`; that has numbers of units of `pieces`."""
 
     sharing: Sharing
     plan: SharePlan

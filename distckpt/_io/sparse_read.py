@@ -23,10 +23,7 @@ CALL_BYTES = 4 << 20
 
 
 def is_worthwhile(shape: tuple[int, ...], region: Region, item: int) -> bool:
-    """Tell whether the runs of a region of a row-major tensor should be read without the gaps between them.
-
-    `item` is the size of an element in bytes.
-    """
+    """Tell whether to read the runs of a region of a row-major tensor without the gaps; `item` is in bytes."""
     outer = num_outer_axes(shape, region)
     num_runs = math.prod(region.shape[:outer])
     run_bytes = math.prod(region.shape[outer:]) * item
@@ -43,10 +40,7 @@ def max_elements(shape: tuple[int, ...], region: Region, item: int) -> int:
 
 
 def holds_runs(target: torch.Tensor, num_outer: int) -> bool:
-    """Tell whether a tensor's values are its bytes in CPU memory, each run contiguous.
-
-    `num_outer` counts the axes across which one steps from run to run.
-    """
+    """Tell whether a tensor's values are its bytes in CPU memory, contiguous behind its first `num_outer` axes."""
     is_bytes = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
     return is_bytes and target[(0,) * num_outer].is_contiguous()
 
@@ -61,7 +55,7 @@ def read_sparse_region(
     offer reads of this kind.
     """
     item, outer = target.element_size(), num_outer_axes(shape, region)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(outer)]
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(outer))
     positions = first_byte + item * (flat_start(shape, region) + _steps(region.shape[:outer], strides))
     addresses = target.data_ptr() + item * _steps(region.shape[:outer], target.stride()[:outer])
     run_bytes = math.prod(region.shape[outer:]) * item
@@ -86,7 +80,7 @@ def read_sparse_region(
     return stop
 
 
-def _steps(counts: tuple[int, ...], strides: list[int] | tuple[int, ...]) -> IntArray:
+def _steps(counts: tuple[int, ...], strides: tuple[int, ...]) -> IntArray:
     """Return the distances of all runs from the first, in elements."""
     steps = np.zeros(1, np.int64)
     for count, stride in zip(counts, strides, strict=True):

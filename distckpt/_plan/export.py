@@ -109,7 +109,7 @@ def plan_tensors(
         count = math.prod(mapped.shape)
         outputs.append(OutputTensor(name, TO_NAME[target], count, count * target.itemsize, mapped))
     names = [tensor.name for tensor in outputs]
-    no_text = [name for name in names if not _is_text(name)]
+    no_text = [name for name in names if name.encode(errors="ignore").decode() != name]
     if no_text:
         raise CheckpointingException(f"No safetensors file can hold the name {no_text[0]!r:.300}: rename it.")
     if len(set(names)) < len(names):
@@ -121,14 +121,6 @@ def plan_tensors(
             f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches, or an earlier pattern does."
         )
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _apply_rules(

@@ -54,7 +54,7 @@ def forbid(number, error):
 
 def load_where_a_call_fails(rank, folder, name, error):
     if name:
-        forbid(getattr(aio._CALLS, name), error)
+        forbid(aio._CALLS[name], error)
     return aio.is_available(), loads_half(folder)
 
 
