@@ -18,7 +18,7 @@ from distckpt._foreign.reader import Reader
 from distckpt._format import safetensors_file
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import file_size, read_file
-from distckpt._geometry.region import Region
+from distckpt._geometry.region import Region, whole
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -61,15 +61,16 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     """
     weight_map = _read_index(location)
     names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
-    files: dict[str, ShardFile] = {}
+    files: list[ShardFile] = []
     pieces: list[StoredPiece] = []
-    with_info: list[str] = []
     without_info: list[str] = []
     for name in names:
-        files[name], has_info, found = _read_file(location, name)
+        file, has_info, found = _read_file(location, name)
+        files.append(file)
         pieces.extend(found)
-        (with_info if has_info else without_info).append(name)
-    if without_info and (with_info or require_sharding_info):
+        if not has_info:
+            without_info.append(name)
+    if without_info and (require_sharding_info or len(without_info) < len(names)):
         raise CorruptCheckpointError(
             f"{locations.join(location, without_info[0])!r} does not say where in the global tensors its entries lie: "
             f"it has no {safetensors_file.SHARDING_INFO} in its header metadata, so it is no shard of a distributed "
@@ -77,7 +78,7 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
         )
     if weight_map is not None:
         pieces = _indexed(location, pieces, weight_map)
-    return build_manifest(HuggingFaceReader.name, location, pieces, list(files.values()))
+    return build_manifest(HuggingFaceReader.name, location, pieces, files)
 
 
 def _safetensors_names(location: str) -> list[str]:
@@ -122,16 +123,16 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPi
     path = locations.join(location, name)
     try:
         size, header_bytes, metadata, entries = read_header(path)
-        info = (
-            json.loads(metadata[safetensors_file.SHARDING_INFO]) if safetensors_file.SHARDING_INFO in metadata else None
-        )
+        has_info = safetensors_file.SHARDING_INFO in metadata
+        info = json.loads(metadata[safetensors_file.SHARDING_INFO]) if has_info else {}
         shapes = json.loads(metadata.get(safetensors_file.GLOBAL_SHAPES, "{}"))
         pieces = []
         for entry in entries:
-            offset = (0,) * len(entry.shape) if info is None else _counts(entry, info[entry.name]["saved_offsets"])
-            shape = _counts(entry, shapes[entry.name]) if entry.name in shapes else None
-            shape = entry.shape if info is None else shape
-            region = Region(offset, entry.shape)
+            if has_info:
+                region = Region(_counts(entry, info[entry.name]["saved_offsets"]), entry.shape)
+                shape = _counts(entry, shapes[entry.name]) if entry.name in shapes else None
+            else:
+                region, shape = whole(entry.shape), entry.shape
             pieces.append(StoredPiece(entry.name, entry.dtype, region, shape, name, entry.first_byte, entry.num_bytes))
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
@@ -141,21 +142,19 @@ def _read_file(location: str, name: str) -> tuple[ShardFile, bool, list[StoredPi
         raise CorruptCheckpointError(
             f"{path!r} is not a complete safetensors file ({type(error).__name__}: {error}): restore it from a copy."
         ) from error
-    return ShardFile(name, size, header_bytes, 0), info is not None, pieces
+    return ShardFile(name, size, header_bytes, 0), has_info, pieces
 
 
 def _counts(entry: safetensors_file.Entry, values: Any) -> tuple[int, ...]:
     """Check an offset or a shape that stands in the metadata, which is not trusted."""
-    if type(values) is list and len(values) == len(entry.shape):
-        for number in values:
-            if type(number) is not int or not 0 <= number < _MAX_ELEMENTS:
-                break
-        else:
-            return tuple(values)
+    is_fitting = type(values) is list and len(values) == len(entry.shape)
+    if is_fitting and all(type(number) is int and 0 <= number < _MAX_ELEMENTS for number in values):
+        return tuple(values)
     raise ValueError(f"offset or global shape {values!s:.99} of {entry.name!r:.99} do not fit its shape {entry.shape}")
 
 
 def _indexed(location: str, pieces: Sequence[StoredPiece], weight_map: Mapping[str, str]) -> list[StoredPiece]:
+    """Leave out the pieces that the index does not name, with a warning; all that it names must be there."""
     kept = [piece for piece in pieces if weight_map.get(piece.key) == piece.file]
     absent = sorted(set(weight_map) - {piece.key for piece in kept})
     if absent:

@@ -12,7 +12,7 @@ import numpy as np
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest, ShardFile
 from distckpt._format.marker import file_size
-from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays
+from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays, whole
 from distckpt._storage import locations
 
 _MAX_ELEMENTS = 1 << 62
@@ -102,7 +102,7 @@ def _group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]
 
 
 def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
-    """Return the global shape of a tensor, after checking that all its pieces agree on it."""
+    """Check that the pieces of a tensor agree, and return its global shape."""
     first = pieces[0]
     for other in pieces[1:]:
         same_kind = (other.dtype, len(other.region.shape)) == (first.dtype, len(first.region.shape))
@@ -112,22 +112,16 @@ def _global_shape(location: str, pieces: Sequence[StoredPiece]) -> tuple[int, ..
                 f"{other.file!r}, which do not fit together: the files are of different saves. Remove those that do "
                 "not belong here."
             )
-    if first.global_shape is not None:
-        if math.prod([n + 1 for n in first.global_shape]) > _MAX_ELEMENTS:
-            raise CorruptCheckpointError(
-                f"Key {first.key!r} in {location!r} has the global shape {first.global_shape} in {first.file!r}, which "
-                "is damaged. Restore the file from a copy."
-            )
-        return first.global_shape
-    ends = [tuple(map(operator.add, *piece.region)) for piece in pieces]
-    reached = tuple(map(max, zip(*ends, strict=True))) if len(ends) > 1 else ends[0]
-    if math.prod([n + 1 for n in reached]) > _MAX_ELEMENTS:
-        farthest = max(zip(ends, pieces, strict=True), key=lambda pair: max(pair[0]))[1]
+    shape = first.global_shape
+    if shape is None:
+        shape = tuple(map(max, zip(*(map(operator.add, *piece.region) for piece in pieces), strict=True)))
+    if math.prod([n + 1 for n in shape]) > _MAX_ELEMENTS:
+        farthest = max(pieces, key=lambda piece: max(map(operator.add, *piece.region)))
         raise CorruptCheckpointError(
-            f"Key {first.key!r} in {location!r} would have the global shape {reached}: its offset "
-            f"{farthest.region.offset} in {farthest.file!r} is damaged. Restore the file from a copy."
+            f"Key {first.key!r} in {location!r} would have the global shape {shape}, larger than any storage: "
+            f"{farthest.file!r}, which holds {farthest.region} of it, is damaged. Restore the file from a copy."
         )
-    return reached
+    return shape
 
 
 def _kind(piece: StoredPiece) -> str:
@@ -142,9 +136,7 @@ def _check_inside(
     ends: IntArray,
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
-    bounds = np.ones((len(shapes), ends.shape[1]), np.int64)
-    for key_id, shape in enumerate(shapes):
-        bounds[key_id, : len(shape)] = shape
+    _, bounds = regions_to_arrays([whole(shape) for shape in shapes], ends.shape[1])
     rows = np.flatnonzero((ends > bounds[key_ids]).any(axis=1))
     if len(rows):
         piece = pieces[rows[0]]

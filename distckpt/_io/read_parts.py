@@ -71,7 +71,9 @@ def divide_copy(
         return
     shape = stored.manifest.chunk_region(chunk).shape
     if exact and is_worthwhile(shape, copy.source, item):
-        yield from _sparse_parts(chunk, shape, copy.source, item, goal)
+        for piece in cut_region(copy.source, max_elements(shape, copy.source, item)):
+            piece_goal = goal[piece.relative_to(copy.source.offset).slices()]
+            yield ReadPart(chunk, *_byte_range(shape, piece, item), None, piece, piece_goal, sparse=True)
         return
     for piece in step_over(copy.source, _num_separate_axes(shape, copy.source, item, exact, unit_bytes)):
         piece_goal = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
@@ -118,14 +120,6 @@ def _num_separate_axes(shape: tuple[int, ...], region: Region, item: int, exact:
     if is_sparse and math.prod(region.shape[outer:]) * item >= LONG_RUN_BYTES:
         return outer
     return sum(2 * math.prod(shape[axis + 1 :]) > unit_bytes // item for axis in range(outer))
-
-
-def _sparse_parts(
-    chunk: int, shape: tuple[int, ...], region: Region, item: int, goal: torch.Tensor
-) -> Iterator[ReadPart]:
-    for piece in cut_region(region, max_elements(shape, region, item)):
-        target = goal[piece.relative_to(region.offset).slices()]
-        yield ReadPart(chunk, *_byte_range(shape, piece, item), None, piece, target, sparse=True)
 
 
 def with_gaps(part: ReadPart, block: int) -> Iterator[ReadPart]:

@@ -132,7 +132,7 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
 
 
 class _Intersections(NamedTuple):
-    """The intersections of requests with chunks, sorted by both: n rows, all padded to as many axes.
+    """The intersections of requests with chunks, sorted by both, as rows of arrays.
 
     `chunks` and `requests` are (n,); `in_chunks`, `in_requests` (offsets inside of either) and `shapes` (n, ndim).
     """

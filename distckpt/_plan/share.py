@@ -84,12 +84,9 @@ def describe_units(
     ndim = manifest.offsets.shape[1]
     kinds = np.array([chunks, [codes[unit.request] for unit in units]], np.int64).reshape(2, -1).T
     item_bytes = np.array([getattr(FROM_NAME.get(name), "itemsize", 0) for name in manifest.dtypes], np.int64)
-    return UnitTable(
-        rows=np.concatenate([kinds, widen(offsets, ndim, 0), widen(shapes, ndim, 1)], axis=1),
-        num_bytes=np.prod(shapes, axis=1, dtype=np.int64) * item_bytes[manifest.key_ids[chunks]],
-        group=group,
-        place=place,
-    )
+    rows = np.concatenate([kinds, widen(offsets, ndim, 0), widen(shapes, ndim, 1)], axis=1)
+    num_bytes = np.prod(shapes, axis=1, dtype=np.int64) * item_bytes[manifest.key_ids[chunks]]
+    return UnitTable(rows, num_bytes, group, place)
 
 
 class SharePlan(NamedTuple):
@@ -115,8 +112,7 @@ class SharePlan(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Encode for sending."""
-        numbers, columns = self[:2], dict(zip(self._fields[2:], self[2:], strict=True))
-        return pack(numbers, columns)
+        return pack(self[:2], dict(zip(self._fields[2:], self[2:], strict=True)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SharePlan:
@@ -126,10 +122,7 @@ class SharePlan(NamedTuple):
 
 
 def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
-    """Give every unit that several ranks request one reader among them, so that all have about as much to read.
-
-    Takes the tables of all ranks, and returns for each rank its part.
-    """
+    """Give every unit that several ranks request one reader, so that all ranks have about as much to read."""
     edges = np.cumsum([0, *(len(table.rows) for table in tables)]).tolist()
     num_bytes = np.concatenate([table.num_bytes for table in tables])
     holders = _find_holders(tables)
@@ -151,22 +144,14 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
     sends = sends[np.lexsort((sequence[units[sends]], owners[units[sends]]))]
     send_edges = np.searchsorted(owners[units[sends]], np.arange(len(tables) + 1))
     requested = np.bincount(holders.ranks, num_bytes[holders.rows], len(tables))
+    num_waves, most_bytes = int(waves.max(initial=-1)) + 1, int(requested.max())
     plans = []
     bounds = zip(itertools.pairwise(edges), itertools.pairwise(send_edges.tolist()), strict=True)
     for (low, high), (first, last) in bounds:
         mine = sends[first:last]
-        own_columns = columns[:, low:high]
-        plans.append(
-            SharePlan(
-                num_waves=int(waves.max(initial=-1)) + 1,
-                most_bytes=int(requested.max()),
-                readers=own_columns[0],
-                sequence=own_columns[1],
-                waves=own_columns[2],
-                send_units=row_of_owner[units[mine]] - low,
-                send_ranks=holders.ranks[mine],
-            )
-        )
+        own = columns[:, low:high]
+        send_units = row_of_owner[units[mine]] - low
+        plans.append(SharePlan(num_waves, most_bytes, own[0], own[1], own[2], send_units, holders.ranks[mine]))
     return plans
 
 
@@ -217,9 +202,9 @@ def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
 
 
 def _choose_readers(holders: _Holders, sizes: IntArray, loads: IntArray) -> tuple[IntArray, IntArray]:
-    """Give units with the same holders out in runs, so long that ranks with less to read so far get more.
+    """Deal out units with the same holders in runs, longer ones to ranks with less to read so far.
 
-    Returns for each unit its reader, and its place in the order in which they were given out.
+    Returns for each unit its reader, and its place in the order in which they were dealt out.
     """
     loads = loads.copy()
     readers = np.zeros(len(sizes), np.int64)

@@ -58,6 +58,10 @@ class StoredItem(NamedTuple):
     num_bytes: int
 
 
+_StoredItems = dict[tuple[str, tuple[int, ...] | None], StoredItem]
+"""Items by key and offset; objects have no offset."""
+
+
 class TensorEntry(NamedTuple):
     """A stored tensor: its regions as they are stored, and the items that hold them.
 
@@ -119,7 +123,7 @@ def _interpret(root: Any) -> Metadata:
     return Metadata(tensors, objects, _paths(root.get("planner_data")))
 
 
-def _stored_items(storage_data: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
+def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
     found = {}
     for index, info in storage_data.items():
         _require(isinstance(index, Record) and index.kind == "MetadataIndex", "a place without a name")
@@ -138,15 +142,12 @@ def _stored_items(storage_data: Mapping[Any, Any]) -> dict[tuple[str, tuple[int,
     return found
 
 
-def _tensor_entry(
-    key: str, entry: Record, stored: Mapping[tuple[str, tuple[int, ...] | None], StoredItem], mcore: Any
-) -> TensorEntry:
+def _tensor_entry(key: str, entry: Record, stored: _StoredItems, mcore: Any) -> TensorEntry:
     properties = entry.get("properties")
     _require(isinstance(properties, Record), f"{key!r} has no properties")
     state = properties.state
-    dtype = state.get("dtype") if isinstance(state, dict) else state[0]
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key!r} has no dtype")
+    dtype: Any = state.get("dtype") if isinstance(state, dict) else state[0]
+    _require(isinstance(dtype, torch.dtype), f"{key!r} has no dtype")
     shape = _counts(entry.get("size"))
     _require(math.prod(n + 1 for n in shape) < 2**62, f"{key!r} has the shape {shape}, larger than any storage")
     parts = []
@@ -155,10 +156,8 @@ def _tensor_entry(
         _require(len(region.offset) == len(region.shape) == len(shape), f"a chunk of {key!r} has other axes")
         inside = all(o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True))
         _require(inside, f"{region} of {key!r} lies outside its global shape {shape}")
-        item = stored.get((key, region.offset))
-        _require(item is not None, f"nothing says where {region} of {key!r} lies")
-        assert item is not None
-        parts.append((region, item))
+        _require((key, region.offset) in stored, f"nothing says where {region} of {key!r} lies")
+        parts.append((region, stored[key, region.offset]))
     original = (mcore or {}).get("nd_reformulated_orig_global_shape")
     return TensorEntry(key, dtype, shape, parts, None if original is None else _counts(original))
 

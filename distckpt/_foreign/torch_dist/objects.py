@@ -40,17 +40,7 @@ class _Storage(NamedTuple):
     dtype: torch.dtype | None
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in an archive: bytes [first_byte, first_byte + num_bytes) hold its storage, strides count items."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    first_byte: int
-    num_bytes: int
-
-
-class _View(NamedTuple):
+class TensorView(NamedTuple):
     """A tensor as a pickle describes it; `offset` and `strides` count items."""
 
     storage: _Storage
@@ -60,8 +50,8 @@ class _View(NamedTuple):
     strides: tuple[int, ...]
 
 
-def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
-    """Find the bytes of the one tensor that an archive of `size` bytes holds; raise ValueError where it holds none."""
+def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
+    """Find the one tensor in an archive of `size` bytes, and its first byte; raise ValueError where there is none."""
 
     def read_small(start: int, stop: int) -> bytes:
         if stop - start > _MAX_READ_BYTES:
@@ -70,7 +60,7 @@ def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
 
     archive = Archive(read_small, size)
     view = read_pickle(archive.read("data.pkl"), _tensor_table(lambda view: view), persistent=_storage)
-    if type(view) is not _View:
+    if type(view) is not TensorView:
         raise ValueError(f"a {type(view).__name__} where a tensor should be")
     start, stop = archive.span(f"data/{view.storage.name}")
     item = view.dtype.itemsize
@@ -79,7 +69,7 @@ def locate_tensor(read_range: ReadRange, size: int) -> StoredTensor:
     num_bytes = (reach if math.prod(view.shape) else 0) * item
     if first + num_bytes > stop:
         raise ValueError(f"a tensor of {num_bytes} bytes in a storage of {stop - start}")
-    return StoredTensor(view.dtype, view.shape, view.strides, first, num_bytes)
+    return view, first
 
 
 def read_object(blob: bytes) -> Any:
@@ -95,7 +85,7 @@ def read_object(blob: bytes) -> Any:
         start, stop = archive.span(f"data/{name}")
         return torch.from_numpy(np.frombuffer(blob[start:stop], np.uint8).copy())
 
-    def tensor_of(view: _View) -> torch.Tensor:
+    def tensor_of(view: TensorView) -> torch.Tensor:
         items = items_of(view.storage.name)
         num_items = len(items) // view.dtype.itemsize
         if math.prod(view.shape) > max(num_items, _EXTRA_VALUES):
@@ -136,7 +126,7 @@ _TENSOR_TYPES = {
 }
 
 
-def _tensor_table(finish: Callable[[_View], Any]) -> dict[GlobalName, Any]:
+def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
     """Return what the pickle of a tensor may name; `finish` makes of a view what the pickle gets."""
 
     # After the strides come the requirement of a gradient and the hooks.
@@ -152,7 +142,7 @@ def _tensor_table(finish: Callable[[_View], Any]) -> dict[GlobalName, Any]:
             raise ValueError("a tensor whose shape and strides are none")
         if flags:
             raise ValueError("a tensor with a pending conjugation or negation: save its resolve_conj().resolve_neg()")
-        return finish(_View(storage, dtype, offset, tuple(shape), tuple(strides)))
+        return finish(TensorView(storage, dtype, offset, tuple(shape), tuple(strides)))
 
     def of_type(function: Any, tensor_type: Any, args: Any, state: Any) -> Any:
         if tensor_type not in _TENSOR_TYPES.values() or type(function) is not Made:
@@ -169,22 +159,22 @@ def _tensor_table(finish: Callable[[_View], Any]) -> dict[GlobalName, Any]:
     return {**_TENSOR_GLOBALS, **{name: Made(".".join(name), function) for name, function in functions.items()}}
 
 
+def _size(values: Any) -> torch.Size:
+    if not all(type(n) is int for n in values):
+        raise ValueError("sizes that are no integers")
+    return torch.Size(values)
+
+
 _TENSOR_GLOBALS: dict[GlobalName, Any] = {
     **_TENSOR_TYPES,
     **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGE_DTYPES.items()},
     ("torch.storage", "UntypedStorage"): None,
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
-    ("torch", "Size"): Made("torch.Size", lambda sizes: torch.Size(_integers(sizes))),
+    ("torch", "Size"): Made("torch.Size", _size),
     ("collections", "OrderedDict"): Made(
         "collections.OrderedDict", lambda pairs=(): collections.OrderedDict((hashable(key), v) for key, v in pairs)
     ),
 }
-
-
-def _integers(values: Any) -> tuple[int, ...]:
-    if not all(type(n) is int for n in values):
-        raise ValueError("sizes that are no integers")
-    return tuple(values)
 
 
 # ---- other objects
@@ -217,7 +207,7 @@ def _array(state: Any) -> Any:
     _, shape, dtype, is_fortran, raw = state
     if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes):
         raise ValueError("an array of objects")
-    if len(shape) > MAX_NDIM or math.prod(_integers(shape)) * dtype.itemsize != len(raw):
+    if len(shape) > MAX_NDIM or math.prod(_size(shape)) * dtype.itemsize != len(raw):
         raise ValueError("an array whose size differs from its shape")
     return np.ndarray(shape, dtype, buffer=raw, order="F" if is_fortran else "C").copy()
 
@@ -281,7 +271,7 @@ _OBJECTS: dict[GlobalName, Any] = {name: Made(".".join(name), make) for name, ma
 
 
 def _registered_classes() -> Mapping[GlobalName, Any]:
-    """Return the classes that the program registered for checkpoints and whose pickles can be read."""
+    """Return the registered classes whose pickles can be read."""
     found: dict[GlobalName, Any] = {}
     for cls in REGISTERED:
         make: Callable[..., Any]

@@ -18,7 +18,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
 from distckpt._foreign.pieces import StoredPiece, build_manifest, look_up_file
 from distckpt._foreign.torch_dist.metadata import StoredItem, TensorEntry, read_metadata
-from distckpt._foreign.torch_dist.objects import StoredTensor, locate_tensor
+from distckpt._foreign.torch_dist.objects import TensorView, locate_tensor
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
 from distckpt._format.manifest import OBJECT, Manifest, ShardFile
 from distckpt._format.marker import read_marker
@@ -31,6 +31,8 @@ METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
 
 _MEGATRON_COMMON_KEY = "common_state"
+_Cell = tuple[str, tuple[int, ...], tuple[int, ...], StoredItem]
+"""A part of an object: its key, its place in the grid of parts, the shape of that grid, and where it is stored."""
 _MAX_RUNS = 1 << 20
 """Contiguous runs that one stored tensor is divided into at most."""
 
@@ -49,12 +51,13 @@ def read_directory(location: str, format_name: str) -> Manifest:
     pieces = _tensor_pieces(location, metadata.tensors)
     fields: dict[str, Any] = {}
     if is_megatron:
-        pieces += _megatron_objects(location, metadata.objects, files)
+        cells = _megatron_objects(location, metadata.objects, files)
     else:
         names = sorted(metadata.objects)
         fields["paths"] = [metadata.paths.get(name, (name,)) for name in names]
-        cells = [((index,), (len(names),), metadata.objects[name]) for index, name in enumerate(names)]
-        pieces += [_object_piece(COMMON_KEY, *cell) for cell in cells]
+        cells = [(COMMON_KEY, (i,), (len(names),), metadata.objects[name]) for i, name in enumerate(names)]
+    for key, offset, shape, item in cells:
+        pieces.append(StoredPiece(key, OBJECT, Region(offset, (1,) * len(offset)), shape, *item))
     return build_manifest(format_name, location, pieces, list(files.values()), fields)
 
 
@@ -116,15 +119,14 @@ def _pieces_of_part(location: str, entry: TensorEntry, region: Region, item: Sto
     def read_range(start: int, stop: int) -> bytes:
         return locations.read_range(path, item.first_byte + start, item.first_byte + stop)
 
-    stored = locate_tensor(read_range, item.num_bytes)
+    stored, first_byte = locate_tensor(read_range, item.num_bytes)
     if stored.dtype != entry.dtype or stored.shape != region.shape:
         raise ValueError(f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} {region.shape}")
-    dtype, first = TO_NAME[entry.dtype], item.first_byte + stored.first_byte
-    regions: Iterator[tuple[Region, int]]
+    dtype, first = TO_NAME[entry.dtype], item.first_byte + first_byte
     if entry.original_shape is None:
         shape, regions = entry.shape, _runs(stored, region)
     else:
-        shape, regions = entry.original_shape, _unflattened(entry, stored, region)
+        shape, regions = entry.original_shape, _unflattened(entry, entry.original_shape, stored, region)
     for piece, start in regions:
         yield StoredPiece(
             entry.key, dtype, piece, shape, item.file, first + start * entry.dtype.itemsize,
@@ -132,7 +134,7 @@ def _pieces_of_part(location: str, entry: TensorEntry, region: Region, item: Sto
         )  # fmt: skip
 
 
-def _runs(stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
+def _runs(stored: TensorView, region: Region) -> Iterator[tuple[Region, int]]:
     """Divide a stored tensor into regions whose elements follow one another, each with the position of the first."""
     shape, strides = region.shape, stored.strides
     if region.num_elements == 0:
@@ -158,13 +160,14 @@ def _runs(stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
         yield Region(offset, extent), sum(a * b for a, b in zip(index, strides, strict=True))
 
 
-def _unflattened(entry: TensorEntry, stored: StoredTensor, region: Region) -> Iterator[tuple[Region, int]]:
-    """Divide a flattened shard into regions of the tensor.
+def _unflattened(
+    entry: TensorEntry, original: tuple[int, ...], stored: TensorView, region: Region
+) -> Iterator[tuple[Region, int]]:
+    """Divide a flattened shard into regions of the tensor, whose shape is `original`.
 
     Such a tensor is stored as an array of one more axis: the first axes number the shards of a regular grid, the last
     one counts the elements of each, flattened.
     """
-    original = entry.original_shape or ()
     grid, flat_size = entry.shape[:-1], entry.shape[-1]
     divides = len(grid) == len(original) and all(g and n % g == 0 for n, g in zip(original, grid, strict=False))
     local = tuple(n // g for n, g in zip(original, grid, strict=False)) if divides else ()
@@ -186,16 +189,10 @@ def _unflattened(entry: TensorEntry, stored: StoredTensor, region: Region) -> It
 # ---- objects
 
 
-def _object_piece(key: str, offset: tuple[int, ...], shape: tuple[int, ...], item: StoredItem) -> StoredPiece:
-    region = Region(offset, (1,) * len(offset))
-    return StoredPiece(key, OBJECT, region, shape, item.file, item.first_byte, item.num_bytes)
-
-
-def _megatron_objects(
-    location: str, objects: Mapping[str, StoredItem], files: dict[str, ShardFile]
-) -> list[StoredPiece]:
+def _megatron_objects(location: str, objects: Mapping[str, StoredItem], files: dict[str, ShardFile]) -> list[_Cell]:
     """Place Megatron's objects, whose names end in `/shard_<offset>_<shape>`, and its common state."""
-    parsed: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], StoredItem]]] = {}
+    cells: list[_Cell] = []
+    num_parts: dict[str, int] = {}
     for name, item in objects.items():
         try:
             shard = ShardedObject.empty_from_unique_key(name)
@@ -204,28 +201,11 @@ def _megatron_objects(
                 f"The {METADATA_NAME} of {location!r} holds an object {name!r}, which is no name that Megatron gives."
             ) from error
         key = COMMON_KEY if shard.key == _MEGATRON_COMMON_KEY else shard.key
-        parsed.setdefault(key, []).append((shard.global_offset, shard.global_shape, item))
-    common_path = locations.join(location, COMMON_NAME)
-    if COMMON_KEY not in parsed and locations.exists(common_path):
+        cells.append((key, shard.global_offset, shard.global_shape, item))
+        last = shard.global_offset[-1] if shard.global_offset else 0
+        num_parts[key] = max(num_parts.get(key, 1), last + 1)
+    if COMMON_KEY not in num_parts and locations.exists(locations.join(location, COMMON_NAME)):
         files[COMMON_NAME] = look_up_file(location, COMMON_NAME, COMMON_KEY)
-        parsed[COMMON_KEY] = [((0,), (1,), StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes))]
-    return [
-        _object_piece(key, offset, shape, item)
-        for key, cells in parsed.items()
-        for offset, shape, item in _grid(location, key, cells)
-    ]
-
-
-def _grid(
-    location: str, key: str, cells: Sequence[tuple[tuple[int, ...], tuple[int, ...], StoredItem]]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], StoredItem]]:
+        cells.append((COMMON_KEY, (0,), (1,), StoredItem(COMMON_NAME, 0, files[COMMON_NAME].num_bytes)))
     # Old names lack the last size.
-    last = 1 + max((offset[-1] for offset, _, _ in cells if offset), default=0)
-    shapes = {tuple(last if n < 0 else n for n in shape) for _, shape, _ in cells}
-    if len(shapes) > 1:
-        raise CorruptCheckpointError(
-            f"The object {key!r} in {location!r} is stored as parts of several arrays, of shapes {sorted(shapes)}."
-        )
-    (shape,) = shapes
-    for offset, _, item in cells:
-        yield offset, shape, item
+    return [(key, at, tuple(num_parts[key] if n < 0 else n for n in shape), item) for key, at, shape, item in cells]
