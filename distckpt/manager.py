@@ -33,6 +33,7 @@ from distckpt._manager.steps import (
 )
 from distckpt._operations.background_save import (
     finished_handle,
+    first_unseen_error,
     prepare_background_save,
     raise_pending_errors,
     start,
@@ -248,12 +249,9 @@ class CheckpointManager:
             CheckpointingException: a save failed, and nobody has asked for its result yet.
         """
         handles, self._handles = self._handles, []
-        errors = [(handle, handle.error()) for handle in handles]
-        unknown = [(handle, error) for handle, error in errors if error is not None and not handle.was_asked]
-        for handle, _ in unknown:
-            handle.was_asked = True
-        if unknown:
-            raise unknown[0][1]
+        error = first_unseen_error(handles)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait as `wait` does, and free the memory that saves used. Calling it again does nothing."""

@@ -11,7 +11,7 @@ from distckpt import serialization
 from distckpt._base.errors import CheckpointingException
 from distckpt._dcp_api import arguments, shards, tree
 from distckpt._ranks.collectives import Ranks, lone_group
-from distckpt.serialization import SaveHandle, SaveReport
+from distckpt.serialization import SaveReport
 
 
 def save(
@@ -104,42 +104,9 @@ def async_save(
             f"async_stager ({type(async_stager).__name__}) must be None: distckpt copies what it saves itself, into "
             "memory that it uses again. Leave it out; distckpt.async_save can limit that memory."
         )
-    handle = serialization.async_save(
+    return serialization.async_save(
         **_save_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
     )
-    return _SaveFuture(handle)
-
-
-class _SaveFuture(Future[SaveReport]):
-    """Present a background save as a future, which cannot be cancelled."""
-
-    def __init__(self, handle: SaveHandle) -> None:
-        super().__init__()
-        self._handle = handle
-        self.set_running_or_notify_cancel()
-        handle.when_done(self._finish)
-
-    def _finish(self) -> None:
-        error = self._handle.error()
-        if error is None:
-            self.set_result(self._handle.result())
-        else:
-            self.set_exception(error)
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        try:
-            return super().result(timeout)
-        finally:
-            self._mark_as_read()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self._mark_as_read()
-
-    def _mark_as_read(self) -> None:
-        self._handle.was_asked = self._handle.was_asked or self.done()
 
 
 def _save_arguments(

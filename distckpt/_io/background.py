@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread
-import contextlib
 import logging
 import os
 import queue
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._commit import posix
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 class Task(concurrent.futures.Future[_Result]):
-    """Something that the background thread does, and the future of its result.
+    """Something that the background thread does, and the future of its result, which cannot be cancelled.
 
     Attributes:
         name: for messages.
@@ -47,6 +47,7 @@ class Task(concurrent.futures.Future[_Result]):
         is_abandoned: threading.Event | None = None,
     ) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
         self._function: Callable[[], _Result] | None = function
         self.name = name
         self.location = location
@@ -89,8 +90,6 @@ def _clear_frames(error: BaseException | None) -> None:
 
 
 class _Worker:
-    """The thread and its queue."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pending: list[Task[Any]] = []
@@ -143,15 +142,13 @@ def pending_tasks() -> list[Task[Any]]:
 
 def wait_for_location(location: str) -> None:
     """Wait until nothing is being written to a location; errors are not raised here."""
-    for task in pending_tasks():
-        if task.location == location:
-            task.exception()
+    resolved = posix.resolve(location)
+    concurrent.futures.wait([task for task in pending_tasks() if task.location == resolved])
 
 
 def wait_for_all() -> None:
     """Wait until all tasks have ended; errors are not raised here."""
-    for task in pending_tasks():
-        task.exception()
+    concurrent.futures.wait(pending_tasks())
 
 
 def _at_exit() -> None:
@@ -160,16 +157,12 @@ def _at_exit() -> None:
     for task in pending_tasks():
         if task.exit_timeout > 0:
             logger.info("the process ends while %s goes on: waiting up to %.0f s", task.name, task.exit_timeout)
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            task.exception(max(0.0, started + task.exit_timeout - time.monotonic()))
+        concurrent.futures.wait([task], max(0.0, started + task.exit_timeout - time.monotonic()))
     abandoned = pending_tasks()
     for task in abandoned:
         logger.warning("the process ends: %s is abandoned, nothing of it is committed", task.name)
         task.is_abandoned.set()
-    deadline = time.monotonic() + STOP_SECONDS
-    for task in abandoned:
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            task.exception(max(0.0, deadline - time.monotonic()))
+    concurrent.futures.wait(abandoned, STOP_SECONDS)
 
 
 def _forget_after_fork() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -35,8 +35,10 @@ Plan: TypeAlias = Callable[[SaveSettings], PlannedSave]
 Write: TypeAlias = Callable[[Ranks, PlannedSave], SaveReport]
 
 
-class SaveHandle:
-    """A save in the background.
+class SaveHandle(background.Task[SaveReport]):
+    """A save in the background: a `concurrent.futures.Future` of its report, which cannot be cancelled.
+
+    Not a collective operation: each rank may wait alone and gets the same outcome.
 
     Attributes:
         location: of the checkpoint.
@@ -45,26 +47,25 @@ class SaveHandle:
         was_asked: True once the caller has seen how the save ended; until then the next save raises its error.
     """
 
-    def __init__(self, location: str, staged: threading.Event, task: background.Task[SaveReport]) -> None:
-        self.location = location
+    location: str
+
+    def __init__(
+        self,
+        write: Callable[[], SaveReport],
+        location: str,
+        staged: threading.Event,
+        exit_timeout: float = 0.0,
+        is_abandoned: threading.Event | None = None,
+    ) -> None:
+        super().__init__(write, f"the save to {location}", location, exit_timeout, is_abandoned)
         self.staged = staged
         self.was_asked = False
-        self._task = task
-
-    def done(self) -> bool:
-        """Return True when the save has ended, well or not. Does not wait."""
-        return self._task.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the end of the save.
-
-        Not a collective operation: each rank may call it alone and gets the same result.
+        """Wait for the end of the save; return what was saved and how long it took.
 
         Args:
             timeout: seconds to wait, None without a limit.
-
-        Returns:
-            What was saved and how long it took.
 
         Raises:
             TimeoutError: the save has not ended yet, and goes on.
@@ -72,26 +73,39 @@ class SaveHandle:
             CheckpointExistsError: another program has saved to this place meanwhile.
         """
         try:
-            return self._task.result(timeout)
+            return super().result(timeout)
         finally:
-            self.was_asked = self.was_asked or self._task.done()
+            self.was_asked = self.was_asked or self.done()
 
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Call a function when the save has ended: in the background thread, or at once if it has."""
-        self._task.add_done_callback(lambda _: function())
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end of the save and return its error, None without one."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.was_asked = self.was_asked or self.done()
 
     def error(self) -> BaseException | None:
         """Wait for the end of the save and return its error, None without one. Does not count as asking."""
-        return self._task.exception()
+        return super().exception()
+
+    def when_done(self, function: Callable[[], None]) -> None:
+        """Call a function when the save has ended: in the background thread, or at once if it has."""
+        self.add_done_callback(lambda _: function())
+
+
+def first_unseen_error(handles: Sequence[SaveHandle]) -> BaseException | None:
+    """Wait for saves, and return the first error that nobody has asked for; now all of them count as asked for."""
+    unasked = [handle for handle in handles if not handle.was_asked]
+    return next((error for error in [handle.exception() for handle in unasked] if error is not None), None)
 
 
 def finished_handle(report: SaveReport) -> SaveHandle:
     """Return the handle of a save that has ended."""
-    task = background.Task(lambda: report, f"the save to {report.location}", report.location, 0.0)
-    task.run()
     staged = threading.Event()
     staged.set()
-    return SaveHandle(report.location, staged, task)
+    handle = SaveHandle(lambda: report, report.location, staged)
+    handle.run()
+    return handle
 
 
 # --- The saves of one process group -----------------------------------------------------------------------------------
@@ -120,11 +134,8 @@ class _GroupSaves:
 
     def take_error(self) -> BaseException | None:
         """Wait for the saves, forget them, and return the first error that nobody has asked for."""
-        unasked, self.unreported = [h for h in self.unreported if not h.was_asked], []
-        errors = [h.error() for h in unasked]
-        for handle in unasked:
-            handle.was_asked = True
-        return next((error for error in errors if error is not None), None)
+        handles, self.unreported = self.unreported, []
+        return first_unseen_error(handles)
 
 
 _saves_of_groups: dict[Any, _GroupSaves] = {}
@@ -158,40 +169,38 @@ def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
 # --- One save ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class BackgroundSave:
-    """A planned save: `stage` copies what it writes, then `write` may run in the background."""
+    """A planned save: `stage` copies what it writes, then `write` may run in the background, with `ranks`."""
 
-    def __init__(
-        self, saves: _GroupSaves, planned: PlannedSave, staging: Staging, is_abandoned: threading.Event, write: Write
-    ) -> None:
-        self.location = planned.location
-        self.settings = planned.settings
-        self.saves = saves
-        self.staging = staging
-        self.is_abandoned = is_abandoned
-        self._ranks = saves.ranks[planned.settings.timeout]
-        self._planned: PlannedSave | None = planned
-        self._write = write
+    location: str
+    exit_timeout: float
+    saves: _GroupSaves
+    ranks: Ranks
+    planned: PlannedSave | None
+    staging: Staging
+    is_abandoned: threading.Event
+    write_planned: Write
 
     def stage(self, ranks: Ranks) -> bool:
         """Copy what this rank writes; return False when the strategy cannot do this.
 
         Collective operation: all ranks of the caller's group must call it.
         """
-        assert self._planned is not None
+        assert self.planned is not None
         try:
-            with self._planned.timer.phase("stage"), ranks.phase("stage tensors"):
-                staged = self._planned.prepared.stage(self.staging)
+            with self.planned.timer.phase("stage"), ranks.phase("stage tensors"):
+                staged = self.planned.prepared.stage(self.staging)
         except BaseException:
             self.staging.release()
             raise
         if staged is not None:
-            self._planned = replace(self._planned, prepared=staged)
+            self.planned = replace(self.planned, prepared=staged)
         return staged is not None
 
     def write(self) -> SaveReport:
         """Write and commit. Runs in the background thread."""
-        ranks = self._ranks
+        ranks = self.ranks
         try:
             if self.saves.state == _OUT_OF_STEP:
                 raise RankFailedError({}, message="Not started: an earlier background save lost contact with a rank.")
@@ -207,15 +216,15 @@ class BackgroundSave:
             )  # fmt: skip
             raise
         finally:
-            self._planned = None
+            self.planned = None
             self.staging.release()
 
     def write_now(self, ranks: Ranks) -> SaveReport:
         """Write and commit in this thread. Collective operation: all given ranks must call it."""
-        planned, self._planned = self._planned, None
+        planned, self.planned = self.planned, None
         assert planned is not None
         try:
-            return self._write(ranks, planned)
+            return self.write_planned(ranks, planned)
         finally:
             # The staged copies must be unused when their memory is given back.
             del planned
@@ -246,19 +255,20 @@ def prepare_background_save(
     inflight_bytes = settings.max_inflight_bytes if half is None else half
     planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes))
     staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size))
-    return BackgroundSave(saves, planned, staging, is_abandoned, write)
+    background_ranks = saves.ranks[settings.timeout]
+    return BackgroundSave(
+        planned.location, settings.exit_timeout, saves, background_ranks, planned, staging, is_abandoned, write
+    )
 
 
 def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
     """Stage a save and put it into the queue. Collective operation: all ranks must call it."""
-    name = f"the save to {save.location}"
     if not save.stage(ranks):
-        logger.warning("the strategy of %s cannot stage data: it is saved before training goes on", name)
+        logger.warning("the strategy of the save to %s cannot stage data: saved before training goes on", save.location)
         return finished_handle(save.write_now(ranks))
-    task = background.Task(save.write, name, save.location, save.settings.exit_timeout, save.is_abandoned)
-    handle = SaveHandle(save.location, save.staging.staged, task)
+    handle = SaveHandle(save.write, save.location, save.staging.staged, save.exit_timeout, save.is_abandoned)
     save.saves.watch(handle)
-    background.submit(task)
+    background.submit(handle)
     return handle
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
-from distckpt._commit import posix
 from distckpt._foreign import opening
 from distckpt._format.marker import read_marker
 from distckpt._io import background
@@ -64,7 +63,7 @@ def read_unchanged(
     have the same content: it holds the checksum of the manifest, which holds those of all data.
     """
     location = locations.normalize(checkpoint_dir)
-    background.wait_for_location(posix.resolve(location))
+    background.wait_for_location(location)
     for _ in range(MAX_READS):
         before = _marker_of(location) if ranks.is_coordinator else None
         error, result = None, None

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._commit import posix
 from distckpt._io import background
 from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES
 from distckpt.rules import Rule
@@ -82,7 +81,7 @@ def consolidate(
         LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
-    background.wait_for_location(posix.resolve(os.fspath(checkpoint)))
+    background.wait_for_location(os.fspath(checkpoint))
     strategy = HuggingFaceConsolidationStrategy(
         keys=keys,
         rules=rules,

@@ -16,7 +16,6 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, as_integers, to_numpy
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, UnsupportedObjectError
 from distckpt._base.messages import natural_order
-from distckpt._commit import posix
 from distckpt._foreign.opening import open_checkpoint
 from distckpt._foreign.stored_values import holds_objects, object_keys, read_encoded, read_region
 from distckpt._format import codec
@@ -188,7 +187,7 @@ def diff(
 
 def _open(checkpoint_dir: str | os.PathLike[str], keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> _Side:
     location = locations.normalize(checkpoint_dir)
-    background.wait_for_location(posix.resolve(location))
+    background.wait_for_location(location)
     stored = open_checkpoint(location)
     names: dict[str, str] = {}
     for name in stored.manifest.key_index:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from distckpt._commit import posix
 from distckpt._foreign import opening
 from distckpt._io import background
 from distckpt._operations.consistent_read import read_unchanged
@@ -112,7 +111,7 @@ def remove_sharded_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: s
         CheckpointNotFoundError: no complete checkpoint is there.
     """
     location = locations.normalize(checkpoint_dir)
-    background.wait_for_location(posix.resolve(location))
+    background.wait_for_location(location)
     load_strategy(None, opening.identify(location), location).remove_sharded_tensors(location, key_prefix)
 
 

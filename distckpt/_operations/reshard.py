@@ -128,7 +128,7 @@ def reshard(
     location, target = locations.normalize(source_dir), posix.resolve(os.fspath(checkpoint_dir))
     if target == posix.resolve(location):
         raise CheckpointingException(f"A checkpoint cannot be rewritten in its own place {location!r}.")
-    background.wait_for_location(posix.resolve(location))
+    background.wait_for_location(location)
     posix.check_target(target, overwrite)
 
     # 1. What is written.
