@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -20,24 +19,9 @@ from distckpt._base.public import set_public_home
 from distckpt._commit import posix
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._io import background
+from distckpt._manager import retention, steps
 from distckpt._manager.preemption import PreemptionGuard
-from distckpt._manager.retention import Retention, clear_leftovers, remove_step, surplus
-from distckpt._manager.steps import (
-    NOTE,
-    TRACKER,
-    committed_steps,
-    newest_complete_step,
-    own_steps,
-    problem_with,
-    step_name,
-)
-from distckpt._operations.background_save import (
-    finished_handle,
-    first_unseen_error,
-    prepare_background_save,
-    raise_pending_errors,
-    start,
-)
+from distckpt._operations import background_save
 from distckpt._operations.planned_save import (
     DEFAULT_EXIT_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -85,13 +69,8 @@ class CheckpointManager:
         best_metric: keep the checkpoints with the best values of this metric, see `save`.
         best_mode: "min" when small values are good, "max" when large ones are.
         keep_best: how many of the best to keep.
-        async_save: save in the background, see `distckpt.async_save`; False saves before `save` returns.
-        process_group: see `distckpt.save`.
-        sharded_strategy: see `distckpt.save`.
-        max_inflight_bytes: see `distckpt.async_save`.
-        durable: see `distckpt.save`.
-        timeout: see `distckpt.async_save`.
-        exit_timeout: see `distckpt.async_save`.
+        async_save: save in the background; False saves before `save` returns. All further arguments are those of
+            `distckpt.async_save`.
 
     Attributes:
         skipped: the problem of each step that the last `latest` or `load` passed over, by step.
@@ -117,7 +96,7 @@ class CheckpointManager:
     ) -> None:
         self.root = posix.resolve(os.fspath(root))
         self.skipped: dict[int, str] = {}
-        self._policy = Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
+        self._policy = retention.Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
         self._is_async = async_save
         self._settings = SaveSettings(
             process_group=process_group,
@@ -132,7 +111,7 @@ class CheckpointManager:
 
     def location(self, step: int) -> str:
         """Return where a step is saved, whether it is there or not."""
-        return locations.join(self.root, step_name(step))
+        return locations.join(self.root, steps.step_name(step))
 
     @paused_garbage_collection()
     def save(
@@ -168,25 +147,26 @@ class CheckpointManager:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
         note = {"step": step, "metrics": _finite(metrics or {}), "pinned": bool(pinned)}
         ranks = self._ranks()
-        raise_pending_errors(ranks, self._settings.process_group)
+        background_save.raise_pending_errors(ranks, self._settings.process_group)
         self._handles = [handle for handle in self._handles if not handle.done()]
         with ranks.phase("check the target step", decision=True):
             # What the coordinator finds counts.
-            replaces = overwrite or (ranks.is_coordinator and self._must_replace(step))
-        settings = replace(self._settings, overwrite=replaces, content_metadata=content_metadata, notes={NOTE: note})
+            overwrite = overwrite or (ranks.is_coordinator and self._must_replace(step))
+        notes = {steps.NOTE: note}
+        settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata, notes=notes)
         plan = partial(plan_save, ranks, sharded_state_dict, self.location(step))
         write = partial(self._write, step)
         if self._is_async:
-            handle = start(ranks, prepare_background_save(ranks, settings, plan, write))
+            handle = background_save.start(ranks, background_save.prepare(ranks, settings, plan, write))
         else:
-            handle = finished_handle(write(ranks, plan(settings)))
+            handle = background_save.finished_handle(write(ranks, plan(settings)))
         self._handles.append(handle)
         return handle
 
     def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         if ranks.is_coordinator:
             with _only_logging(f"clear up in {self.root}"):
-                clear_leftovers(self.root)
+                retention.clear_leftovers(self.root)
         report = write_and_commit(ranks, save)
         if ranks.is_coordinator:
             self._after_commit(step)
@@ -222,25 +202,21 @@ class CheckpointManager:
 
         Marker, manifest, and the sizes and headers of all files are checked. Saves in progress do not count.
         """
-        ranks = self._ranks()
-        found: tuple[int | None, dict[int, str]] = (None, {})
-        with ranks.phase("find the latest checkpoint", decision=True):
-            if ranks.is_coordinator:
-                found = newest_complete_step(self.root)
-                for step, reason in found[1].items():
-                    logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
-        latest, skipped = json.loads(ranks.broadcast(json.dumps([found[0], list(found[1].items())]).encode()))
+
+        def find() -> tuple[int | None, list[tuple[int, str]]]:
+            newest, skipped = steps.newest_complete_step(self.root)
+            for step, reason in skipped.items():
+                logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
+            return newest, list(skipped.items())
+
+        newest: int | None
+        newest, skipped = self._ranks().decide_json("find the latest checkpoint", find)
         self.skipped = dict(skipped)
-        return None if latest is None else int(latest)
+        return newest
 
     def steps(self) -> list[int]:
         """Return the steps that were committed and are still there, in ascending order, without checking them."""
-        ranks = self._ranks()
-        found: list[int] = []
-        with ranks.phase("list the checkpoints", decision=True):
-            if ranks.is_coordinator:
-                found = committed_steps(self.root)
-        return [int(step) for step in json.loads(ranks.broadcast(json.dumps(found).encode()))]
+        return list(self._ranks().decide_json("list the checkpoints", lambda: steps.committed_steps(self.root)))
 
     def wait(self) -> None:
         """Wait until all saves have ended and old checkpoints are removed.
@@ -248,10 +224,7 @@ class CheckpointManager:
         Raises:
             CheckpointingException: a save failed, and nobody has asked for its result yet.
         """
-        handles, self._handles = self._handles, []
-        error = first_unseen_error(handles)
-        if error is not None:
-            raise error
+        background_save.raise_unseen_error(self._handles)
 
     def close(self) -> None:
         """Wait as `wait` does, and free the memory that saves used. Calling it again does nothing."""
@@ -285,25 +258,25 @@ class CheckpointManager:
         location = self.location(step)
         if not locations.exists(locations.join(location, CONFIG_FNAME)):
             return False
-        problem = problem_with(self.root, step)
+        problem = steps.problem_with(self.root, step)
         if problem is None:
             return False
         if not locations.is_local(location):
             logger.warning("%s is incomplete (%s): it is replaced when the new one is complete", location, problem)
             return True
-        aside = locations.join(self.root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
+        aside = locations.join(self.root, f".{steps.step_name(step)}.damaged-{secrets.token_hex(8)}")
         logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
         locations.rename(location, aside)
         return False
 
     def _after_commit(self, step: int) -> None:
         """Update the tracker file and remove what is not kept. An error here does not fail the save."""
-        with _only_logging(f"write {TRACKER}"):
-            locations.write_bytes(locations.join(self.root, TRACKER), str(step).encode(), self._settings.durable)
+        with _only_logging(f"write {steps.TRACKER}"):
+            locations.write_bytes(locations.join(self.root, steps.TRACKER), str(step).encode(), self._settings.durable)
         with _only_logging(f"remove old checkpoints from {self.root}"):
-            saved = own_steps(self.root) if self._policy.keep_last is not None else []
-            for old in surplus(self.root, self._policy, saved, step):
-                remove_step(self.root, old)
+            saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
+            for old in retention.surplus(self.root, self._policy, saved, step):
+                retention.remove_step(self.root, old)
                 logger.info("removed step %d from %s", old, self.root)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from distckpt._operations.load import stored_keys
 from distckpt._ranks.collectives import Ranks, lone_group
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
+from distckpt._storage import locations
 from distckpt.mapping import ShardedBase, ShardedObject
 from distckpt.strategies.base import Options
 from distckpt.strategies.defaults import load_strategy
@@ -63,7 +64,7 @@ def load(
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
     arguments.check_planner(planner, "DefaultLoadPlanner")
-    location = arguments.loaded_location(checkpoint_id, storage_reader)
+    location = locations.normalize(arguments.loaded_location(checkpoint_id, storage_reader))
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     # 1. Flatten the state dict.
@@ -72,7 +73,7 @@ def load(
         leaves = tree.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.
     is_strict = not getattr(planner, "allow_partial_load", False)
-    others = read_unchanged(ranks, location, lambda marker: _read(ranks, group, location, marker, leaves, is_strict))
+    others = read_unchanged(ranks, location, partial(_read, ranks, group, location, leaves, is_strict))
     # 3. Put the other values in their places; nothing can fail any more.
     for path, value in others.items():
         tree.put(target, path, value)
@@ -86,16 +87,16 @@ def load(
 def _read(
     ranks: Ranks,
     process_group: Any,
-    checkpoint_dir: str | os.PathLike[str],
-    marker: dict[str, Any] | None,
+    location: str,
     leaves: Sequence[tree.Leaf],
     is_strict: bool,
+    found: dict[str, Any] | None,
 ) -> dict[tree.Path, Any]:
     """Fill the tensors among some leaves from a checkpoint, and return the other values, by path.
 
     Collective operation: all ranks must call it.
     """
-    location, marker = find_checkpoint(ranks, checkpoint_dir, marker)
+    marker = find_checkpoint(ranks, location, found)
     options = Options(process_group, allow_dtype_cast=True, marker=marker)
     strategy = load_strategy(None, marker, location).configure(options)
     stored = stored_keys(ranks, strategy, location)

@@ -79,16 +79,11 @@ def async_save(
 
     Collective operation: all ranks of the process group must call it, unless `no_dist` is set.
 
+    Arguments that are not described here are those of `save`.
+
     Args:
-        state_dict: see `save`.
-        checkpoint_id: see `save`.
-        storage_writer: see `save`.
-        planner: see `save`.
-        process_group: see `save`.
         async_checkpointer_type: accepted and ignored: no process is started.
         async_stager: must be None: tensors are copied before this returns.
-        no_dist: see `save`.
-        use_collectives: must be True.
 
     Returns:
         The future of what `save` returns. When the save fails and the result is never read, the next save

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
@@ -13,7 +13,7 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import IntArray, flat_range_regions
+from distckpt._geometry.region import flat_range_regions
 from distckpt._io.read import read_chunks_into, read_copies
 from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
@@ -22,6 +22,8 @@ from distckpt.rules import resolve, target_view
 
 _COUNTED_AT_ONCE = 1 << 17
 """Elements; counting makes several temporary tensors of 8 bytes an element."""
+_counting = threading.Lock()
+"""Held while a thread adds to the number of overflows of a tensor, to which others may add as well."""
 
 
 def write_output_file(
@@ -40,18 +42,18 @@ def write_output_file(
     order = safetensors_file.layout_order(entries)
     tensors, entries = [file.tensors[i] for i in order], [entries[i] for i in order]
     header, _ = safetensors_file.build_header(entries, {"format": "pt"})
-    overflows = np.zeros(len(tensors), np.int64)
+    overflows: dict[str, int] = {}
     fill = filling(stored, tensors, overflows)
     sizes = [entry.num_bytes for entry in entries]
     settings = WriteSettings(with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress)
     write_files([NewFile(location, header, sizes, fill)], settings)
-    return {tensors[i].name: int(overflows[i]) for i in np.flatnonzero(overflows).tolist()}
+    return overflows
 
 
-def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows: IntArray) -> Fill:
+def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows: dict[str, int]) -> Fill:
     """Return the function that fills a file whose chunks are `tensors`.
 
-    It adds to `overflows`, for each of them, the number of values that did not fit the dtype they were converted to.
+    It adds to `overflows`, by name, the number of values that did not fit the dtype they were converted to.
     """
     chunks = _complete_chunks(stored, tensors)
 
@@ -71,8 +73,11 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
         read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
         _read_ranges(stored, tensors, [pair for pair in others if not _is_cast(tensors[pair[0].chunk])])
         for span, memory in others:
-            if _is_cast(tensors[span.chunk]):
-                overflows[span.chunk] += _read_and_cast(stored, tensors, span, memory)
+            tensor = tensors[span.chunk]
+            num_overflows = _read_and_cast(stored, tensors, span, memory) if _is_cast(tensor) else 0
+            if num_overflows:
+                with _counting:
+                    overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
         return [filled]
 
     return fill

@@ -13,16 +13,8 @@ from typing import Literal
 from distckpt._base.messages import check_choice
 from distckpt._commit import conditional_put, posix
 from distckpt._format.marker import CONFIG_FNAME
-from distckpt._manager.steps import (
-    Saved,
-    all_steps,
-    committed_steps,
-    is_leftover,
-    list_root,
-    problem_with,
-    replaced_step,
-    step_name,
-)
+from distckpt._manager import steps
+from distckpt._manager.steps import Saved, step_name
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -64,7 +56,7 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
         if num_complete < policy.keep_last and step != newest:
             # Also one that is incomplete, or cannot be read today: only what is older than enough complete ones goes.
             kept.add(step)
-            num_complete += problem_with(root, step) is None
+            num_complete += steps.problem_with(root, step) is None
         is_round = policy.keep_every is not None and step % policy.keep_every == 0
         if item.pinned or is_round or (policy.keep is not None and policy.keep(step)):
             kept.add(step)
@@ -109,15 +101,15 @@ def last_change(location: str) -> float:
 
 def clear_leftovers(root: str) -> None:
     """Remove what interrupted saves and removals of earlier runs have left, and give a lost step its name back."""
-    for name in list_root(root):
-        replaced = replaced_step(name)
+    for name in steps.list_root(root):
+        replaced = steps.replaced_step(name)
         if replaced is not None:
             posix.put_back(locations.join(root, step_name(replaced)))
         location = locations.join(root, name)
-        if is_leftover(name) or (replaced is not None and locations.exists(location)):
+        if steps.is_leftover(name) or (replaced is not None and locations.exists(location)):
             logger.info("removing %s, which an interrupted save or removal has left in %s", name, root)
             locations.remove_tree(location)
     if not locations.is_local(root):
-        for step in set(all_steps(root)).difference(committed_steps(root)):
+        for step in set(steps.all_steps(root)).difference(steps.committed_steps(root)):
             logger.info("removing what an interrupted save of step %d has left in %s", step, root)
             conditional_put.remove_unfinished(locations.join(root, step_name(step)))

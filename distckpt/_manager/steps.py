@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._commit import posix
 from distckpt._foreign.opening import BACKEND
-from distckpt._format.marker import CONFIG_FNAME, maybe_load_config, read_marker
+from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
 
@@ -18,7 +18,7 @@ NOTE = "manager"
 """Field of the marker that says which step a manager saved, its metrics, and whether it is pinned."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _LEFTOVER = re.compile(rf"\.step_\d{{8,}}\.(tmp|trash)-[0-9a-f]{{16}}|\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
 _REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
 
@@ -41,10 +41,8 @@ def step_name(step: int) -> str:
 def parse_step(name: str) -> int | None:
     """Return the step of a directory, None when it has another kind of name."""
     match = _STEP.fullmatch(name)
-    if match is None or not match[1].isascii():
-        return None
-    step = int(match[1])
-    return step if step_name(step) == name else None
+    # Others may have written more zeros than a step has.
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def is_leftover(name: str) -> bool:
@@ -88,16 +86,16 @@ def problem_with(root: str, step: int) -> str | None:
     location = locations.join(root, step_name(step))
     try:
         marker = read_marker(location)
-        config = maybe_load_config(location)
-        if marker is None or config is None:
+        if marker is None:
             aside = posix.left_aside(location)
             if aside is not None:
                 return f"its overwriting was interrupted: the next save renames {aside!r}, which is its content"
             return f"there is no {CONFIG_FNAME}: the save was not finished"
+        backend = parse_config(marker, location).sharded_backend
         noted = marker.get(NOTE)
         if isinstance(noted, dict) and noted.get("step") != step:
             return f"the marker says that this is step {noted.get('step')!r}"
-        problems = verify(location, "fast").problems if config.sharded_backend == BACKEND else ()
+        problems = verify(location, "fast").problems if backend == BACKEND else ()
     except (CheckpointingException, OSError) as error:
         return f"{type(error).__name__}: {error}"
     if not problems:
@@ -131,19 +129,10 @@ def own_steps(root: str) -> list[Saved]:
             marker = read_marker(location) or {}
         except (CheckpointingException, OSError):
             continue
-        saved = _parse_note(marker.get(NOTE))
-        if saved is not None and saved.step == step:
-            found.append(saved)
+        noted = marker.get(NOTE)
+        if isinstance(noted, dict) and noted.get("step") == step:
+            metrics = noted.get("metrics")
+            numbers = metrics.items() if isinstance(metrics, dict) else ()
+            finite = {str(name): float(value) for name, value in numbers if isinstance(value, int | float)}
+            found.append(Saved(step, finite, noted.get("pinned") is True))
     return found
-
-
-def _parse_note(noted: Any) -> Saved | None:
-    if not isinstance(noted, dict) or not isinstance(noted.get("step"), int):
-        return None
-    metrics = noted.get("metrics")
-    numbers = metrics.items() if isinstance(metrics, dict) else ()
-    return Saved(
-        noted["step"],
-        {str(name): float(value) for name, value in numbers if isinstance(value, int | float)},
-        noted.get("pinned") is True,
-    )

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._operations.background_save import SaveHandle, prepare_background_save, raise_pending_errors, start
+from distckpt._operations import background_save
+from distckpt._operations.background_save import SaveHandle
 from distckpt._operations.planned_save import DEFAULT_EXIT_TIMEOUT, DEFAULT_TIMEOUT, SaveSettings
 from distckpt._operations.save import plan_save
 from distckpt._ranks.collectives import Ranks
@@ -46,22 +47,15 @@ def async_save(
 
     Collective operation: all ranks must call it. The first call also makes the process group of the background.
 
+    Arguments that are not described here are those of `save`.
+
     Args:
-        sharded_state_dict: see `save`.
-        checkpoint_dir: see `save`.
-        sharded_strategy: see `save`. Strategies whose saves cannot be staged (`PreparedSave.stage`) are finished
-            before this returns.
-        validate_access_integrity: see `save`.
-        preprocess_common_before_consistancy_check: see `save`.
-        content_metadata: see `save`.
-        overwrite: see `save`.
-        process_group: see `save`.
-        validate_replicas: see `save`.
-        durable: see `save`.
+        sharded_strategy: as in `save`. A save that a strategy cannot stage (`PreparedSave.stage`) is finished before
+            this returns.
         max_inflight_bytes: how much memory copies and data on its way to storage may take on each rank, at least two
             windows of 8 MiB; None for as much as this rank writes. With a limit, what does not fit is copied while
             files are being written: wait for `staged` of the handle before changing any tensor.
-        progress: see `save`; called in the background.
+        progress: as in `save`; called in the background.
         timeout: seconds that ranks wait for each other in the background, and for memory that earlier saves use.
         exit_timeout: seconds that the end of the process waits for the save; then, or at once with 0, it is
             abandoned, and nothing of it is committed.
@@ -71,10 +65,7 @@ def async_save(
         and the next save of these ranks raises it.
 
     Raises:
-        InvalidShardingError: as `save` does.
-        CheckpointExistsError: as `save` does.
-        RankFailedError: raised on all ranks when any rank failed; also when an earlier background save did and nobody
-            has asked for its result.
+        CheckpointingException: as `save` does, for errors that are found before anything is written.
     """
     ranks = Ranks(process_group)
     settings = SaveSettings(
@@ -91,9 +82,9 @@ def async_save(
         timeout=timeout,
         exit_timeout=exit_timeout,
     )
-    raise_pending_errors(ranks, process_group)
+    background_save.raise_pending_errors(ranks, process_group)
     # 1. Flatten the state dict; decide who writes what.
     plan = partial(plan_save, ranks, sharded_state_dict, os.fspath(checkpoint_dir))
-    save = prepare_background_save(ranks, settings, plan)
+    save = background_save.prepare(ranks, settings, plan)
     # 2. Copy what this rank writes. 3. In the background: write everything beside the target, and commit.
-    return start(ranks, save)
+    return background_save.start(ranks, save)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -93,10 +93,13 @@ class SaveHandle(background.Task[SaveReport]):
         self.add_done_callback(lambda _: function())
 
 
-def first_unseen_error(handles: Sequence[SaveHandle]) -> BaseException | None:
-    """Wait for saves, and return the first error that nobody has asked for; now all of them count as asked for."""
+def raise_unseen_error(handles: list[SaveHandle]) -> None:
+    """Wait for saves, take them from the list, and raise the first error that nobody has asked for."""
     unasked = [handle for handle in handles if not handle.was_asked]
-    return next((error for error in [handle.exception() for handle in unasked] if error is not None), None)
+    handles.clear()
+    for error in [handle.exception() for handle in unasked]:
+        if error is not None:
+            raise error
 
 
 def finished_handle(report: SaveReport) -> SaveHandle:
@@ -132,11 +135,6 @@ class _GroupSaves:
         self.unreported = [h for h in self.unreported if not h.was_asked and not (h.done() and h.error() is None)]
         self.unreported.append(handle)
 
-    def take_error(self) -> BaseException | None:
-        """Wait for the saves, forget them, and return the first error that nobody has asked for."""
-        handles, self.unreported = self.unreported, []
-        return first_unseen_error(handles)
-
 
 _saves_of_groups: dict[Any, _GroupSaves] = {}
 """By process group of the caller."""
@@ -161,9 +159,7 @@ def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
         saves.ranks.clear()
     saves.state = _FINE
     with ranks.phase("save in the background"):
-        error = saves.take_error()
-        if error is not None:
-            raise error
+        raise_unseen_error(saves.unreported)
 
 
 # --- One save ---------------------------------------------------------------------------------------------------------
@@ -206,10 +202,8 @@ class BackgroundSave:
                 raise RankFailedError({}, message="Not started: an earlier background save lost contact with a rank.")
             return self.write_now(ranks)
         except BaseException as error:
-            # Only after an error that they have exchanged are ranks in step.
-            in_step = ranks.size == 1 or ranks.is_known_to_all(error)
-            lost = not in_step or (isinstance(error, RankFailedError) and error.is_lost_contact)
-            self.saves.state = max(self.saves.state, _OUT_OF_STEP if lost else _FAILED)
+            state = _FAILED if ranks.are_in_step_after(error) else _OUT_OF_STEP
+            self.saves.state = max(self.saves.state, state)
             logger.error(
                 "rank %d: the background save to %s failed: %s: %s",
                 ranks.rank, self.location, type(error).__name__, error,
@@ -231,9 +225,7 @@ class BackgroundSave:
             self.staging.release()
 
 
-def prepare_background_save(
-    ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = write_and_commit
-) -> BackgroundSave:
+def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = write_and_commit) -> BackgroundSave:
     """Plan a save that is to be written in the background.
 
     Collective operation: all ranks must call it; for the first save it makes the process group of the background.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -24,19 +23,14 @@ MAX_READS = 20
 _Result = TypeVar("_Result")
 
 
-def find_checkpoint(
-    ranks: Ranks, checkpoint_dir: str | os.PathLike[str], marker: dict[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
-    """Find a checkpoint; return its location, and its marker or the fields that another format's marker would need.
+def find_checkpoint(ranks: Ranks, location: str, marker: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the marker of a checkpoint, or the fields that another format's marker would need.
 
     Collective operation: all ranks must call it. `marker` is what rank 0 has found there, if anything; only rank 0
     looks.
     """
-    location = locations.normalize(checkpoint_dir)
-    with ranks.phase("find the checkpoint", decision=True):
-        if ranks.is_coordinator:
-            marker = opening.identify(location, marker)
-    return location, json.loads(ranks.broadcast(json.dumps(marker).encode()))
+    found: dict[str, Any] = ranks.decide_json("find the checkpoint", lambda: opening.identify(location, marker))
+    return found
 
 
 @contextlib.contextmanager
@@ -70,8 +64,7 @@ def read_unchanged(
         try:
             result = read(before)
         except BaseException as caught:
-            # Only after an error that they have exchanged are ranks in step.
-            if ranks.size > 1 and (not ranks.is_known_to_all(caught) or getattr(caught, "is_lost_contact", False)):
+            if not ranks.are_in_step_after(caught):
                 raise
             error = caught
         may_repeat = error is None or isinstance(error, CheckpointingException | OSError)

@@ -72,7 +72,7 @@ def consolidate(
             thread at a time.
 
     Returns:
-        What was written, as read back from the files.
+        The content of the export, after comparison with the headers of the written files.
 
     Raises:
         CheckpointNotFoundError: there is nothing to consolidate.
@@ -85,14 +85,14 @@ def consolidate(
     strategy = HuggingFaceConsolidationStrategy(
         keys=keys,
         rules=rules,
-        rename=rename or {},
+        rename=rename,
         dtype=dtype,
         tied=tied,
         unmatched=unmatched,
         max_file_bytes=max_file_bytes,
         fqn_to_index_mapping=fqn_to_index_mapping,
-        like=None if like is None else os.fspath(like),
-        extra_files_from=None if extra_files_from is None else os.fspath(extra_files_from),
+        like=like,
+        extra_files_from=extra_files_from,
         overwrite=overwrite,
         verify=verify,
         max_inflight_bytes=max_inflight_bytes,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +100,7 @@ class DiffReport:
 
     @property
     def is_same(self) -> bool:
-        """Tell whether no difference was found."""
+        """Return True when no difference was found."""
         return not (self.only_in_a or self.only_in_b or self.tensors or self.objects)
 
 
@@ -115,6 +115,9 @@ class _Side(NamedTuple):
 
     def dtype(self, key: str) -> str:
         return self.stored.dtype_name(self.names[key])
+
+    def num_bytes(self, key: str) -> int:
+        return math.prod(self.shape(key)) * FROM_NAME[self.dtype(key)].itemsize
 
     def read(self, key: str, region: Region) -> torch.Tensor:
         return read_region(self.stored, self.names[key], region)
@@ -159,18 +162,17 @@ def diff(
         LoadMismatchError: `keys` matches nothing on either side.
     """
     started = time.perf_counter()
-    sides = (_open(a, keys, rename or {}), _open(b, keys, {}))
-    first, second = sides
+    first, second = _open(a, keys, rename or {}), _open(b, keys, {})
     if keys is not None and not (first.names or second.names):
         raise LoadMismatchError(
             f"No tensor of {first.stored.location!r} or {second.stored.location!r} matches {keys!r}."
         )
     common = sorted(first.names.keys() & second.names.keys(), key=natural_order)
     comparable = [key for key in common if first.shape(key) == second.shape(key)]
-    num_bytes = sum(_num_bytes(side, key) for side in sides for key in comparable)
+    num_bytes = sum(first.num_bytes(key) + second.num_bytes(key) for key in comparable)
     count = counting(progress, num_bytes)
     found = [_diff_tensor(first, second, key, atol, rtol, count) for key in common]
-    objects_compared = keys is None and all(holds_objects(side.stored) for side in sides)
+    objects_compared = keys is None and holds_objects(first.stored) and holds_objects(second.stored)
     return DiffReport(
         first.stored.location,
         second.stored.location,
@@ -198,10 +200,6 @@ def _open(checkpoint_dir: str | os.PathLike[str], keys: str | Sequence[str] | No
             raise CheckpointingException(f"{name!r} and {names[new]!r} would both be {new!r}: change rename.")
         names[new] = name
     return _Side(stored, names)
-
-
-def _num_bytes(side: _Side, key: str) -> int:
-    return math.prod(side.shape(key)) * FROM_NAME[side.dtype(key)].itemsize
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -233,9 +231,9 @@ def _diff_tensor(
         spans = _extend(spans, differs, window)
     if num_different == 0 and dtypes[0] == dtypes[1]:
         return None
-    region = Region(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans)) if num_different else None
-    counts = (math.prod(shapes[0]), num_different, max_difference)
-    return TensorDifference(key, shapes, dtypes, *counts, first_index, None if region is None else str(region))
+    region = str(Region(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans))) if num_different else None
+    num_elements = math.prod(shapes[0])
+    return TensorDifference(key, shapes, dtypes, num_elements, num_different, max_difference, first_index, region)
 
 
 def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) -> tuple[npt.NDArray[np.bool_], float]:
@@ -273,19 +271,22 @@ def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], window: Regi
 
 
 def _diff_objects(first: _Side, second: _Side) -> Iterator[ObjectDifference]:
-    keys = [set(object_keys(side.stored)) for side in (first, second)]
-    for key in sorted(keys[0] | keys[1], key=natural_order):
-        if key not in keys[0] or key not in keys[1]:
-            yield ObjectDifference(key, None, "", "a" if key in keys[0] else "b")
+    keys_a, keys_b = set(object_keys(first.stored)), set(object_keys(second.stored))
+    for key in sorted(keys_a | keys_b, key=natural_order):
+        if (where := _where(key, keys_a, keys_b)) != "both":
+            yield ObjectDifference(key, None, "", where)
             continue
-        cells = [read_encoded(side.stored, key) for side in (first, second)]
-        for offset in sorted(cells[0].keys() | cells[1].keys()):
-            blobs = [cell.get(offset) for cell in cells]
-            if blobs[0] is None or blobs[1] is None:
-                yield ObjectDifference(key, offset, "", "b" if blobs[0] is None else "a")
-            elif blobs[0] != blobs[1]:
-                for path, where in _diff_paths(blobs[0], blobs[1]):
+        cells_a, cells_b = read_encoded(first.stored, key), read_encoded(second.stored, key)
+        for offset in sorted(cells_a | cells_b):
+            if (where := _where(offset, cells_a, cells_b)) != "both":
+                yield ObjectDifference(key, offset, "", where)
+            elif cells_a[offset] != cells_b[offset]:
+                for path, where in _diff_paths(cells_a[offset], cells_b[offset]):
                     yield ObjectDifference(key, offset, path, where)
+
+
+def _where(name: Any, a: Container[Any], b: Container[Any]) -> str:
+    return "both" if name in a and name in b else "a" if name in a else "b"
 
 
 def _diff_paths(left: bytes, right: bytes) -> list[tuple[str, str]]:
@@ -295,9 +296,4 @@ def _diff_paths(left: bytes, right: bytes) -> list[tuple[str, str]]:
     except UnsupportedObjectError:
         # Of a class that this program does not know: equal objects have equal bytes, and these differ.
         return [("", "both")]
-    places = {**a, **b}
-    return [
-        (path, "both" if path in a and path in b else "a" if path in a else "b")
-        for path in places
-        if a.get(path) != b.get(path)
-    ]
+    return [(path, _where(path, a, b)) for path in a | b if a.get(path) != b.get(path)]

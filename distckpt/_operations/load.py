@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 
@@ -22,6 +23,7 @@ from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, check_common_strategy
 from distckpt._state.shards import ShardTable, describe, merge_tables
 from distckpt._state.validation import validate_shards
+from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
@@ -101,7 +103,7 @@ def load(
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
     check_common_strategy(common_strategy)
-    ranks, timer = Ranks(process_group), PhaseTimer()
+    ranks, timer, location = Ranks(process_group), PhaseTimer(), locations.normalize(checkpoint_dir)
     options = Options(
         process_group=process_group,
         validate_access_integrity=validate_access_integrity,
@@ -112,55 +114,39 @@ def load(
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    request = _Request(sharded_state_dict, sharded_strategy, strict, options)
-    loaded = read_unchanged(ranks, checkpoint_dir, lambda marker: _load(ranks, timer, checkpoint_dir, request, marker))
-    report = LoadReport(loaded.location, *timer.summarize(ranks, loaded.num_bytes, "read"))
+    read = partial(_load, ranks, timer, sharded_state_dict, location, sharded_strategy, strict, options)
+    num_bytes, state_dict, missing, unexpected = read_unchanged(ranks, location, read)
+    report = LoadReport(location, *timer.summarize(ranks, num_bytes, "read"))
     if ranks.is_coordinator:
         logger.info("%s", report)
     if on_report is not None:
         on_report(report)
     returns_keys = StrictHandling.requires_returning_mismatch_keys(parse_strict_flag(strict))
-    return (loaded.state_dict, loaded.missing, loaded.unexpected) if returns_keys else loaded.state_dict
-
-
-class _Request(NamedTuple):
-    """The arguments of a load, see `load`."""
-
-    sharded_state_dict: ShardedStateDict
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None
-    strict: str | StrictHandling
-    options: Options
-
-
-class _Loaded(NamedTuple):
-    """A loaded state dict, the keys that only the checkpoint or only the request has, and how much was read."""
-
-    location: str
-    state_dict: StateDict
-    missing: set[str]
-    unexpected: set[str]
-    num_bytes: int
+    return (state_dict, missing, unexpected) if returns_keys else state_dict
 
 
 def _load(
     ranks: Ranks,
     timer: PhaseTimer,
-    checkpoint_dir: str | os.PathLike[str],
-    request: _Request,
-    marker: dict[str, Any] | None,
-) -> _Loaded:
+    sharded_state_dict: ShardedStateDict,
+    location: str,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
+    strict: str | StrictHandling,
+    options: Options,
+    found: dict[str, Any] | None,
+) -> tuple[int, StateDict, set[str], set[str]]:
+    """Return the number of bytes read, the state dict, missing and unexpected keys; `found` is the marker on rank 0."""
     # 1. Find the checkpoint and the strategy that reads it.
     with timer.phase("plan"):
-        location, marker = find_checkpoint(ranks, checkpoint_dir, marker)
+        marker = find_checkpoint(ranks, location, found)
         with ranks.phase("prepare to load"):
-            options = replace(request.options, marker=marker)
             check_choice("verify", options.verify, get_args(Verify))
             check_choice("parallel_load", options.parallel_load, get_args(ParallelLoad))
-            mode = parse_strict_flag(request.strict)
+            mode = parse_strict_flag(strict)
             if options.rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
                 raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
-            strategy = load_strategy(request.sharded_strategy, marker, location).configure(options)
-            shards, _, skeleton = flatten.split(request.sharded_state_dict)
+            strategy = load_strategy(sharded_strategy, marker, location).configure(replace(options, marker=marker))
+            shards, _, skeleton = flatten.split(sharded_state_dict)
             table = describe(shards)
 
         # 2. Compare the requests of the ranks with each other and with the checkpoint.
@@ -176,7 +162,7 @@ def _load(
         loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
         num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
         state_dict = flatten.put_together(skeleton, loaded, values["common"])
-    return _Loaded(location, state_dict, missing, unexpected, num_bytes)
+    return num_bytes, state_dict, missing, unexpected
 
 
 def _compare_requests(ranks: Ranks, table: ShardTable) -> None:
@@ -213,9 +199,8 @@ def stored_keys(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -> s
 
     Collective operation: all ranks must call it; rank 0 reads.
     """
-    keys = b""
-    with ranks.phase("read the keys of the checkpoint", decision=True):
-        if ranks.is_coordinator:
-            stored = {shard.key for shard in strategy.load_sharded_metadata(location).values()} - {COMMON_KEY}
-            keys = json.dumps(sorted(stored)).encode()
-    return set(json.loads(ranks.broadcast(keys)))
+
+    def read_keys() -> list[str]:
+        return sorted({shard.key for shard in strategy.load_sharded_metadata(location).values()} - {COMMON_KEY})
+
+    return set(ranks.decide_json("read the keys of the checkpoint", read_keys))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,12 +23,13 @@ from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import crop
-from distckpt._geometry.region import IntArray, Region, whole
+from distckpt._geometry.region import Region, whole
 from distckpt._io import background
 from distckpt._io.export import filling
 from distckpt._io.save import encoded_objects, object_file_of
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
+from distckpt._plan.cache import SavePlan
 from distckpt._plan.export import OutputTensor, matches, plan_tensors, renamed, select_tensors
 from distckpt._plan.layout import PlannedChunk, PlannedFile, chunk_table, lay_out_files, manifest_of_keys
 from distckpt._plan.save import plan_owners
@@ -46,7 +46,7 @@ from distckpt.strategies.safetensors import SafetensorsSave
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What was written.
+    """The content of a rewritten checkpoint.
 
     Attributes:
         location: of the new checkpoint.
@@ -93,7 +93,7 @@ def reshard(
 
         distckpt.reshard("checkpoints/step_100", "resharded/step_100", num_ranks=8, grids={"*.up.weight": (4, 1)})
 
-    One process calls, alone.
+    One process calls, alone. Arguments that are not described here are those of `consolidate`.
 
     Args:
         source_dir: what `load` reads: a checkpoint of distckpt, a Hugging Face directory, and those of others.
@@ -102,15 +102,10 @@ def reshard(
         grids: pattern of new keys -> into how many parts each axis is divided. Part i (row-major) goes to rank i, from
             the first rank again after the last; with more ranks than parts, several share it as replicas do. The first
             pattern that fits counts. Other tensors are held by all ranks.
-        keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; None for all.
-        rules: changes of names and shapes, see `distckpt.rules`. What no rule matches is kept as it is.
-        rename: afterwards, old beginnings of keys -> new ones.
-        dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new keys.
+        rules: as in `consolidate`; what no rule matches is kept as it is.
         overwrite: replace a checkpoint that is there.
-        verify: as in `load`; the checksums of a distckpt checkpoint are verified by default.
         max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used. Objects are in memory
             whole.
-        progress: called with the bytes written so far and the bytes to write, now and then, from one thread at a time.
 
     Returns:
         What was written.
@@ -133,8 +128,13 @@ def reshard(
 
     # 1. What is written.
     stored = open_checkpoint(location, verify)
-    outputs = _plan_outputs(stored.manifest, keys, rules, rename or {}, dtype)
-    aliases = {} if rules else _aliases(stored.manifest, keys, rename or {})
+    manifest, rename = stored.manifest, rename or {}
+    outputs: list[OutputTensor] = []
+    if keys is not None or any(name != OBJECT for name in manifest.dtypes):
+        # Rules may make different tensors of tied ones, which are written one by one then.
+        tensors = select_tensors(manifest, keys, write_tied=bool(rules))
+        outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True)
+    aliases = {} if rules else _aliases(manifest, keys, rename)
     objects = _read_objects(stored)
 
     # 2. Who writes it.
@@ -143,43 +143,19 @@ def reshard(
 
     # 3. Write beside the target, and commit.
     num_bytes = sum(output.num_bytes for output in outputs) + sum(len(shard.data) for shard in objects)
-    settings = WriteSettings(
-        num_threads=min(NUM_THREADS, num_export_threads(max_inflight_bytes)),
-        progress=counting(progress, num_bytes),
-    )
-    files, overflows = _files_of(stored, outputs, planned, object_files)
+    num_threads = min(NUM_THREADS, num_export_threads(max_inflight_bytes))
+    settings = WriteSettings(num_threads=num_threads, progress=counting(progress, num_bytes))
+    overflows: dict[str, int] = {}
+    files = _files_of(stored, outputs, planned, object_files, overflows)
     chunks = chunk_table(planned)
-    rewrite = SafetensorsSave(lambda: files, [], {}, new_manifest, [chunks], settings, num_bytes)
-    config = CheckpointingConfig(BACKEND, VERSION)
-    save = PlannedSave(target, SaveSettings(overwrite=overwrite), config, rewrite, PhaseTimer())
-    write_and_commit(Ranks.alone(), save)
-    return ReshardReport(
-        target,
-        len(outputs),
-        len(objects),
-        len(chunks.key_ids) - len(objects),
-        len(planned),
-        num_bytes,
-        _counted(overflows),
-        time.perf_counter() - started,
-    )
+    rewrite = SafetensorsSave(lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes)
+    save_settings, config = SaveSettings(overwrite=overwrite), CheckpointingConfig(BACKEND, VERSION)
+    write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, PhaseTimer()))
+    num_chunks, seconds = len(chunks.key_ids) - len(objects), time.perf_counter() - started
+    return ReshardReport(target, len(outputs), len(objects), num_chunks, len(planned), num_bytes, overflows, seconds)
 
 
 # --- What is written --------------------------------------------------------------------------------------------------
-
-
-def _plan_outputs(
-    manifest: Manifest,
-    keys: str | Sequence[str] | None,
-    rules: Sequence[Rule],
-    rename: Mapping[str, str],
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
-) -> list[OutputTensor]:
-    if keys is None and all(stored == OBJECT for stored in manifest.dtypes):
-        return []
-    # Rules may make different tensors of tied ones, which are written one by one then.
-    tensors = select_tensors(manifest, keys, write_tied=bool(rules))
-    return plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True)
 
 
 def _aliases(manifest: Manifest, keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> dict[str, str]:
@@ -291,20 +267,19 @@ def _files_of(
     outputs: Sequence[OutputTensor],
     planned: Sequence[PlannedFile],
     object_files: Mapping[str, NewFile],
-) -> tuple[list[NewFile], list[tuple[list[str], IntArray]]]:
-    """Return the files to write, and, counted while they are written, by file and tensor the values that do not fit."""
+    overflows: dict[str, int],
+) -> list[NewFile]:
+    """Return the files to write; `overflows` gets, while they are written, the numbers of values that do not fit."""
     by_name = {output.name: output for output in outputs}
     files: list[NewFile] = []
-    overflows: list[tuple[list[str], IntArray]] = []
     for file in planned:
         if file.name in object_files:
             files.append(object_files[file.name])
-            continue
-        tensors = [_cropped(by_name[chunk.key], chunk) for chunk in file.chunks]
-        overflows.append(([tensor.name for tensor in tensors], np.zeros(len(tensors), np.int64)))
-        fill = filling(stored, tensors, overflows[-1][1])
-        files.append(NewFile(file.name, file.header, file.chunk_bytes, fill))
-    return files, overflows
+        else:
+            tensors = [_cropped(by_name[chunk.key], chunk) for chunk in file.chunks]
+            fill = filling(stored, tensors, overflows)
+            files.append(NewFile(file.name, file.header, file.chunk_bytes, fill))
+    return files
 
 
 def _cropped(output: OutputTensor, chunk: PlannedChunk) -> OutputTensor:
@@ -312,11 +287,3 @@ def _cropped(output: OutputTensor, chunk: PlannedChunk) -> OutputTensor:
     is_whole = chunk.region == whole(output.mapped.shape)
     mapped = output.mapped if is_whole else crop(output.mapped, chunk.region)
     return OutputTensor(output.name, output.dtype, chunk.region.num_elements, chunk.num_bytes, mapped)
-
-
-def _counted(overflows: Sequence[tuple[list[str], IntArray]]) -> dict[str, int]:
-    """Return for each tensor in which values did not fit the dtype they were converted to, how many."""
-    found: Counter[str] = Counter()
-    for names, counts in overflows:
-        found.update({names[i]: int(counts[i]) for i in np.flatnonzero(counts).tolist()})
-    return dict(found)

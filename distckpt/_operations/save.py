@@ -12,19 +12,12 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._commit import posix
 from distckpt._format.marker import CheckpointingConfig
-from distckpt._operations.background_save import async_request, prepare_background_save, raise_pending_errors
+from distckpt._operations import background_save
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, SaveReport
-from distckpt._state import flatten
-from distckpt._state.common_state import (
-    COMMON_KEY,
-    CONTENT_METADATA,
-    check_common_strategy,
-    comparable,
-    digest,
-    warn_about_differences,
-)
+from distckpt._state import common_state, flatten
+from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA, check_common_strategy
 from distckpt._state.shards import Shard
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt.strategies.base import SaveShardedStrategy, prepare_save
@@ -115,10 +108,10 @@ def save(
         preprocess_common=preprocess_common_before_consistancy_check,
     )
     plan = partial(plan_save, ranks, sharded_state_dict, os.fspath(checkpoint_dir))
-    raise_pending_errors(ranks, process_group)
+    background_save.raise_pending_errors(ranks, process_group)
     if async_sharded_save:
         # Not in the annotation: only programs for Megatron use it, and all others would have to exclude it.
-        return async_request(ranks, prepare_background_save(ranks, settings, plan))  # type: ignore[return-value]
+        return background_save.async_request(ranks, background_save.prepare(ranks, settings, plan))  # type: ignore[return-value]
     # 1. Flatten the state dict; decide who writes what.
     planned = plan(settings)
     # 2. Write everything beside the target. 3. Commit.
@@ -138,11 +131,11 @@ def plan_save(
             location = posix.resolve(checkpoint_dir)
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
             shards, common = _flatten(sharded_state_dict, settings.content_metadata)
-            compared = comparable(common, settings.preprocess_common)
+            compared = common_state.comparable(common, settings.preprocess_common)
             compares = settings.validate_access_integrity and ranks.size > 1
-            digest_of_common = digest(compared) if compares else 0
+            digest_of_common = common_state.digest(compared) if compares else 0
         if compares:
-            warn_about_differences(ranks, compared, digest_of_common)
+            common_state.warn_about_differences(ranks, compared, digest_of_common)
         with ranks.phase("check the target", decision=True):
             if ranks.is_coordinator:
                 posix.check_target(location, settings.overwrite)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.memory import Bytes, bounce_buffer
+from distckpt._base.messages import check_choice
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign import opening
 from distckpt._format.checksum import checksum
@@ -83,7 +85,7 @@ class VerifyReport:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether nothing is wrong."""
+        """Return True when nothing is wrong."""
         return not self.problems
 
 
@@ -99,7 +101,7 @@ def verify(
         report = distckpt.verify("checkpoints/step_100")
         assert report.is_whole, report.problems
 
-    Any process may call, alone. Nothing is changed. Bytes that the operating system still has in memory are taken from
+    Any process may call, alone. Bytes that the operating system still has in memory are taken from
     there: what a disk has kept shows only after they have left it.
 
     Args:
@@ -116,36 +118,42 @@ def verify(
         CheckpointNotFoundError: nothing that could be verified is there.
         ValueError: `mode` is neither "fast" nor "full".
     """
-    if mode not in ("fast", "full"):
-        raise ValueError(f"mode must be 'fast' or 'full', got {mode!r}")
+    check_choice("mode", mode, ("fast", "full"))
     location = locations.normalize(checkpoint_dir)
-    return read_unchanged(
-        Ranks.alone(), location, lambda marker: _verify(location, marker, mode, num_threads, progress)
-    )
+    return read_unchanged(Ranks.alone(), location, partial(_verify, location, mode, num_threads, progress))
 
 
 def _verify(
     location: str,
-    marker: dict[str, Any] | None,
     mode: str,
     num_threads: int,
     progress: Callable[[int, int], object] | None,
+    marker: dict[str, Any] | None,
 ) -> VerifyReport:
     started = time.perf_counter()
     stored = _open(location, marker)
     if isinstance(stored, Problem):
         return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started)
     manifest = stored.manifest
+    # An interrupt ends the iteration, which cancels what has not begun.
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
+        # 1. Files are there, have their sizes, and begin with the headers that were written.
+        checked = pool.map(partial(_check_file, stored), range(len(manifest.files)))
+        problems = [problem for problem in checked if problem is not None]
+        num_bytes = sum(file.header_bytes for file in manifest.files)
 
-    # 1. Files are there, have their sizes, and begin with the headers that were written.
-    problems, num_bytes = _check_files(stored, num_threads)
-
-    # 2. Blocks have their checksums.
-    if mode == "full":
-        found, num_read = _check_blocks(stored, num_threads, progress)
-        problems += found
-        num_bytes += num_read
-    strays = stray_files(location, {file.name for file in manifest.files})
+        # 2. Blocks have their checksums.
+        if mode == "full":
+            blocks = _list_blocks(manifest)
+            bad: list[tuple[int, str]] = []
+            num_read, num_to_read = 0, int((blocks.stops - blocks.starts).sum())
+            for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), _units(blocks)):
+                bad += found
+                num_read += num_of_unit
+                if progress is not None:
+                    progress(num_read, num_to_read)
+            problems += _describe(stored, blocks, bad)
+            num_bytes += num_read
     return VerifyReport(
         location,
         mode,
@@ -156,12 +164,12 @@ def _verify(
         len(manifest.key_ids),
         num_bytes,
         time.perf_counter() - started,
-        tuple(strays),
+        tuple(stray_files(location, {file.name for file in manifest.files})),
     )
 
 
 def _open(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Problem:
-    """Open what is at a location, or say which of the files that describe it is damaged."""
+    """Open what is at a location, or return which of the files that describe it is damaged."""
     file = locations.join(location, CONFIG_FNAME)
     try:
         marker = opening.identify(location, marker)
@@ -177,17 +185,6 @@ def _open(location: str, marker: dict[str, Any] | None) -> StoredCheckpoint | Pr
         raise
     except CheckpointingException as error:
         return Problem(file, str(error))
-
-
-# --- Files and headers ------------------------------------------------------------------------------------------------
-
-
-def _check_files(stored: StoredCheckpoint, num_threads: int) -> tuple[list[Problem], int]:
-    """Compare sizes and headers; return problems and the bytes that were read."""
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
-        found = pool.map(lambda file_id: _check_file(stored, file_id), range(len(stored.manifest.files)))
-        problems = [problem for problem in found if problem is not None]
-    return problems, sum(file.header_bytes for file in stored.manifest.files)
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
@@ -210,9 +207,6 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     return None
 
 
-# --- Blocks -----------------------------------------------------------------------------------------------------------
-
-
 class _Blocks(NamedTuple):
     """The checksum blocks of all chunks in file order, as columns; `expected` is empty without checksums."""
 
@@ -221,24 +215,6 @@ class _Blocks(NamedTuple):
     starts: IntArray
     stops: IntArray
     expected: npt.NDArray[np.uint64]
-
-
-def _check_blocks(
-    stored: StoredCheckpoint, num_threads: int, progress: Callable[[int, int], object] | None
-) -> tuple[list[Problem], int]:
-    """Read all blocks and compare their checksums; return problems and the bytes that were read."""
-    blocks = _list_blocks(stored.manifest)
-    total_bytes = int((blocks.stops - blocks.starts).sum())
-    bad: list[tuple[int, str]] = []
-    num_bytes = 0
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
-        # An interrupt ends the iteration, which cancels what has not begun.
-        for found, num_read in pool.map(lambda unit: _check_unit(stored, blocks, unit), _units(blocks)):
-            bad += found
-            num_bytes += num_read
-            if progress is not None:
-                progress(num_bytes, total_bytes)
-    return _describe(stored, blocks, bad), num_bytes
 
 
 def _list_blocks(manifest: Manifest) -> _Blocks:
@@ -269,15 +245,14 @@ def _check_unit(stored: StoredCheckpoint, blocks: _Blocks, unit: range) -> tuple
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
     try:
         data = _read(path, begin, end)
-    except CorruptCheckpointError:
-        return [(unit[0], "")], 0
+    except (CorruptCheckpointError, FileNotFoundError):
+        return [], 0  # what is wrong with the file is reported already
     except OSError as error:
-        if len(unit) > 1:
-            # Narrow it down: one by one.
-            parts = [_check_unit(stored, blocks, range(index, index + 1)) for index in unit]
-            return [entry for found, _ in parts for entry in found], sum(num_read for _, num_read in parts)
-        missing = isinstance(error, FileNotFoundError)
-        return [(unit[0], "" if missing else f"a chunk cannot be read: {error.strerror or error}")], 0
+        if len(unit) == 1:
+            return [(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
+        # Narrow it down: one by one.
+        parts = [_check_unit(stored, blocks, range(index, index + 1)) for index in unit]
+        return [entry for found, _ in parts for entry in found], sum(num_read for _, num_read in parts)
     bad = []
     for index in unit:
         start, stop = int(blocks.starts[index]) - begin, int(blocks.stops[index]) - begin
@@ -291,18 +266,16 @@ def _check_unit(stored: StoredCheckpoint, blocks: _Blocks, unit: range) -> tuple
 def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int, str]]) -> list[Problem]:
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
-    chunk_before = -1
     for index, message in bad:
-        if not message:
-            continue  # a missing file, which is reported already
         chunk = int(blocks.chunks[index])
         start, stop = int(blocks.starts[index]), int(blocks.stops[index])
-        if problems and chunk == chunk_before and problems[-1][1] == message and problems[-1].stop_byte == start:
-            problems[-1] = problems[-1]._replace(stop_byte=stop)
-            continue
-        chunk_before = chunk
         region = str(stored.manifest.chunk_region(chunk))
-        problems.append(Problem(stored.path_of(chunk), message, stored.key_of(chunk), region, start, stop))
+        problem = Problem(stored.path_of(chunk), message, stored.key_of(chunk), region, start, stop)
+        follows = bool(problems) and problems[-1].stop_byte == start
+        if follows and problems[-1]._replace(first_byte=start, stop_byte=stop) == problem:
+            problems[-1] = problems[-1]._replace(stop_byte=stop)
+        else:
+            problems.append(problem)
     return problems
 
 

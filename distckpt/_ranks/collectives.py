@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -156,9 +156,25 @@ class Ranks:
                 return common
         return RankFailedError(failures, phase=name)
 
+    def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
+        """Call a function on the coordinator, as a decision (see `phase`); return its result on every rank."""
+        decided = b""
+        with self.phase(name, decision=True):
+            if self.is_coordinator:
+                decided = function()
+        return self.broadcast(decided)
+
+    def decide_json(self, name: str, function: Callable[[], Any]) -> Any:
+        """Do as `decide` does, for what JSON can hold."""
+        return json.loads(self.decide(name, lambda: json.dumps(function()).encode()))
+
     def is_known_to_all(self, error: BaseException) -> bool:
-        """Return True when all ranks have raised this error, or one of the same cause, together: they are in step."""
+        """Return True when all ranks have raised this error, or one of the same cause, together."""
         return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
+
+    def are_in_step_after(self, error: BaseException) -> bool:
+        """Return True when ranks may go on together after an error: all have raised it, and none was lost."""
+        return self.size == 1 or (self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False))
 
     @contextlib.contextmanager
     def _contact(self, name: str, *, of_all: bool = True) -> Iterator[None]:
@@ -323,9 +339,9 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def lowest_global_rank(process_group: Any) -> int:
-    """Return the lowest global rank of a group, which identifies it among disjoint groups."""
-    return min(dist.get_process_group_ranks(process_group))
+def group_number(process_group: Any) -> int:
+    """Return a number that identifies a group among disjoint ones, its lowest global rank; 0 for None."""
+    return 0 if process_group is None else min(dist.get_process_group_ranks(process_group))
 
 
 def lone_group() -> Any:

@@ -50,7 +50,7 @@ def convert(
     one (a URL) each rank holds its whole share. The objects of its share, and common state, are in memory whole. Each
     stored chunk becomes a chunk.
 
-    Collective: every rank of the process group calls.
+    Collective operation: all ranks of the process group must call it.
 
     Args:
         source_dir: a path or URL of what `distckpt.load` can read.
@@ -71,32 +71,23 @@ def convert(
         RankFailedError: raised on all ranks when any rank failed.
     """
     ranks = Ranks(process_group)
-    location, data = locations.normalize(source_dir), b""
-    with ranks.phase("open the source", decision=True):
-        if ranks.is_coordinator:
-            data = opening.manifest_bytes(location, opening.identify(location))
-    data = ranks.broadcast(data)
+    location = locations.normalize(source_dir)
+    data = ranks.decide("open the source", lambda: opening.manifest_bytes(location, opening.identify(location)))
     with ranks.phase("prepare to convert"):
         stored = opening.decode_manifest(location, data, "none")
         if stored.manifest.has_checksums:
             raise CheckpointingException(f"{location!r} is a checkpoint of distckpt already: copy it.")
         if common_state is None:
-            common_state = _common_state(stored)
+            common_state = load_common_state(stored)
+            if not isinstance(common_state, dict):
+                kind = type(common_state).__name__
+                raise CorruptCheckpointError(f"The common state of {location!r} is a {kind}, not a dict.")
         shards = _share(stored, ranks.rank, ranks.size)
     # Under a name that no common state has; an empty list would be common state itself.
     state = {**common_state, **({uuid.uuid4().hex: shards} if shards else {})}
     tensors = [shard.data for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None]
     count = counting(progress, sum(tensor.nbytes for tensor in tensors))
     return save(state, checkpoint_dir, overwrite=overwrite, process_group=process_group, progress=count)
-
-
-def _common_state(stored: StoredCheckpoint) -> CommonStateDict:
-    common = load_common_state(stored)
-    if not isinstance(common, dict):
-        raise CorruptCheckpointError(
-            f"The common state of {stored.location!r} is a {type(common).__name__}, not a dict."
-        )
-    return common
 
 
 def _share(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[ShardedTensor | ShardedObject]:
@@ -106,21 +97,19 @@ def _share(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[ShardedT
     ends = np.cumsum([int(manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
     mine = [pair for pair, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
-    tensors = [(key, chunk) for key, chunk in mine if not stored.is_object(key)]
-    objects = [
-        ShardedObject(key, None, stored.global_shape(key), manifest.chunk_region(chunk).offset)
-        for key, chunk in mine
-        if stored.is_object(key)
-    ]
-    contents = _tensor_contents(stored, [chunk for _, chunk in tensors])
-    shards: list[ShardedTensor | ShardedObject] = []
-    for key, chunk in tensors:
-        region, dtype = manifest.chunk_region(chunk), stored.dtype_of(chunk)
-        data = torch.from_numpy(contents[chunk]).view(dtype).reshape(region.shape)
-        shards.append(ShardedTensor(key, data, dtype, region.shape, stored.global_shape(key), region.offset, None))
-    for shard, value in zip(objects, load_objects(stored, objects), strict=True):
-        shards.append(replace(shard, data=value))
-    return shards
+    contents = _tensor_contents(stored, [chunk for key, chunk in mine if not stored.is_object(key)])
+    tensors: list[ShardedTensor] = []
+    objects: list[ShardedObject] = []
+    for key, chunk in mine:
+        region, shape = manifest.chunk_region(chunk), stored.global_shape(key)
+        if stored.is_object(key):
+            objects.append(ShardedObject(key, None, shape, region.offset))
+        else:
+            dtype = stored.dtype_of(chunk)
+            data = torch.from_numpy(contents[chunk]).view(dtype).reshape(region.shape)
+            tensors.append(ShardedTensor(key, data, dtype, region.shape, shape, region.offset, None))
+    values = load_objects(stored, objects)
+    return [*tensors, *(replace(shard, data=value) for shard, value in zip(objects, values, strict=True))]
 
 
 def _tensor_contents(stored: StoredCheckpoint, chunks: list[int]) -> Mapping[int, Bytes]:

@@ -78,14 +78,6 @@ class AsyncRequest(NamedTuple):
             self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
 
-class _Active(NamedTuple):
-    """A request that was scheduled."""
-
-    idx: int
-    task: background.Task[None]
-    async_request: AsyncRequest
-
-
 class AsyncCallsQueue:
     """Scheduled requests, finalized in their order.
 
@@ -94,7 +86,7 @@ class AsyncCallsQueue:
     """
 
     def __init__(self, persistent: bool = False) -> None:
-        self.async_calls: deque[_Active] = deque()
+        self.async_calls: deque[tuple[background.Task[None], AsyncRequest]] = deque()
         self.call_idx = -1
         self.persistent = persistent
 
@@ -110,7 +102,7 @@ class AsyncCallsQueue:
         request = async_request.freeze()._with_preloaded()._replace(call_idx=self.call_idx)
         task = background.Task(request._call, f"request {self.call_idx}", None, _EXIT_TIMEOUT)
         # Only the task refers to the arguments, so they go when it is done.
-        self.async_calls.append(_Active(self.call_idx, task, request._replace(async_fn_args=(), async_fn=None)))
+        self.async_calls.append((task, request._replace(async_fn_args=(), async_fn=None)))
         background.submit(task)
         return self.call_idx
 
@@ -132,20 +124,20 @@ class AsyncCallsQueue:
         finalized: list[int] = []
         ranks = Ranks.alone() if no_dist else Ranks()
         while self.async_calls:
-            task = self.async_calls[0].task
+            task, request = self.async_calls[0]
             is_done = 1 if blocking else int(task.done())
             if not (ranks.all_equal(is_done) and is_done):
                 break
-            index, _, request = self.async_calls.popleft()
-            with ranks.phase(f"finish request {index}"):
+            self.async_calls.popleft()
+            with ranks.phase(f"finish request {request.call_idx}"):
                 task.result()
             for finalize in request.finalize_fns:
                 finalize()
-            if not ranks.all_equal(index):
+            if not ranks.all_equal(request.call_idx):
                 raise CheckpointingException(
-                    f"Ranks finalize different requests (number {index} here): all must schedule the same ones."
+                    f"Ranks finalize different requests (number {request.call_idx} here): all must schedule the same."
                 )
-            finalized.append(index)
+            finalized.append(request.call_idx)
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -162,8 +154,8 @@ class AsyncCallsQueue:
         """
         if not abort:
             self.maybe_finalize_async_calls(blocking=True)
-        for active in self.async_calls:
-            active.task.is_abandoned.set()
+        for task, _ in self.async_calls:
+            task.is_abandoned.set()
         self.async_calls.clear()
 
     def warmup_persistent_caller(self, rank: int, **kwargs: Any) -> None:

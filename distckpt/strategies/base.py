@@ -30,18 +30,10 @@ _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 class Options:
     """The settings of one call of `save` or `load` that concern strategies; each uses those it supports.
 
+    Attributes that are not described here are arguments of `save` or `load`.
+
     Attributes:
-        process_group: the ranks that save or load together; None for the default group, or this process alone.
         exchange_group: when set, replicas share work only with ranks of this group.
-        validate_access_integrity: see `save`.
-        validate_replicas: see `save`.
-        verify: see `load`.
-        allow_dtype_cast: see `load`.
-        parallel_load: see `load`.
-        rules: see `load`.
-        durable: see `save`.
-        max_inflight_bytes: see `save` and `load`.
-        progress: see `save` and `load`.
         marker: of the checkpoint that is loaded; None where it has not been read yet.
     """
 
@@ -60,7 +52,7 @@ class Options:
 
 
 class StrategyAction(Enum):
-    """What a registered strategy does."""
+    """The tasks that strategies are registered for."""
 
     LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"

@@ -27,14 +27,8 @@ for _name in READERS:
 
 def save_strategy(given: SaveShardedStrategy | tuple[str, int] | None) -> SaveShardedStrategy:
     """Return the strategy to save with: the caller's, or the one registered under the caller's or the default name."""
-    strategy: Any = given
-    if given is None or isinstance(given, tuple):
-        strategy = get_default_save_sharded_strategy(*(given or ()))
-    if not isinstance(strategy, SaveShardedStrategy):
-        raise CheckpointingException(
-            f"sharded_strategy must be a SaveShardedStrategy, (backend, version) or None, got {type(given).__name__}."
-        )
-    return strategy
+    chosen: SaveShardedStrategy = _chosen(SaveShardedStrategy, StrategyAction.SAVE_SHARDED, given or (BACKEND, VERSION))
+    return chosen
 
 
 def load_strategy(
@@ -43,24 +37,25 @@ def load_strategy(
     """Return the strategy to load with: the caller's, or the one registered under the caller's or the marker's name."""
     if given is None:
         given = (marker["sharded_backend"], marker.get("sharded_backend_version", 1))
-    strategy: Any = given
-    if isinstance(given, tuple):
-        try:
-            strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *given)
-        except CheckpointingException as error:
-            raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
-    if not isinstance(strategy, LoadShardedStrategy):
+    try:
+        chosen: LoadShardedStrategy = _chosen(LoadShardedStrategy, StrategyAction.LOAD_SHARDED, given)
+    except CheckpointingException as error:
+        raise CheckpointingException(f"Cannot read {location!r}: {error}") from error
+    return chosen
+
+
+def _chosen(kind: type, action: StrategyAction, given: Any) -> Any:
+    strategy = get_default_strategy(action, *given) if isinstance(given, tuple) else given
+    if not isinstance(strategy, kind):
         raise CheckpointingException(
-            f"sharded_strategy must be a LoadShardedStrategy, (backend, version) or None, got {type(given).__name__}."
+            f"sharded_strategy must be a {kind.__name__}, (backend, version) or None, got {type(given).__name__}."
         )
     return strategy
 
 
 def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VERSION) -> SaveShardedStrategy:
     """Return the saving strategy registered for a backend."""
-    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
-    assert isinstance(strategy, SaveShardedStrategy)
-    return strategy
+    return save_strategy((backend, version))
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadShardedStrategy:

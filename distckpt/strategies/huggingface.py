@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,7 +50,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The content of an export, as read back from the written files.
+    """The content of an export, after comparison with the headers of the written files.
 
     Attributes:
         num_tensors: number of tensors.
@@ -76,14 +78,14 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
 
     keys: str | Sequence[str] | None = None
     rules: Sequence[Rule] = ()
-    rename: Mapping[str, str] = field(default_factory=dict)
+    rename: Mapping[str, str] | None = None
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
     tied: Literal["drop", "write"] = "drop"
     unmatched: Literal["error", "keep"] = "error"
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     fqn_to_index_mapping: Mapping[str, int] | None = None
-    like: str | None = None
-    extra_files_from: str | None = None
+    like: str | os.PathLike[str] | None = None
+    extra_files_from: str | os.PathLike[str] | None = None
     overwrite: bool = False
     verify: Verify = "full"
     max_inflight_bytes: int = 256 << 20
@@ -117,12 +119,7 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
         location, target = locations.normalize(checkpoint_dir), posix.resolve(output_dir)
 
         # 1. Read the manifest and plan: everything is checked before a byte is written.
-        data = b""
-        with ranks.phase("open the checkpoint", decision=True):
-            if ranks.is_coordinator:
-                self._check_target(location, target)
-                data = self._manifest_bytes(location)
-        data = ranks.broadcast(data)
+        data = ranks.decide("open the checkpoint", partial(self._check_and_read, location, target))
         with ranks.phase("plan the export"):
             stored = opening.decode_manifest(location, data, self.verify)
             files = self._plan(stored.manifest, is_speaker=ranks.is_coordinator)
@@ -134,30 +131,23 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             overflows = self._write_all(ranks, stored, files, staging)
 
             # 3. Check what was written, write the index, commit.
-            report: dict[str, Any] = {}
             with ranks.phase("commit the export", decision=True):
                 if ranks.is_coordinator:
                     if self._manifest_bytes(location) != data:
                         raise CheckpointingException(
                             f"{location!r} was overwritten while it was exported: nothing was exported, try again."
                         )
-                    report = self._commit(staging, target, files)
+                    for file in files:
+                        _check_written(locations.join(staging, file.name), file)
+                    self._write_others(staging, files)
+                    posix.commit_beside_others(staging, target, belongs_to_export)
         except BaseException:
             if ranks.is_coordinator:
                 _abandon(staging, target, files)
             raise
-        report = json.loads(ranks.broadcast(json.dumps(report).encode()))
-        names = tuple(file.name for file in files)
         if overflows and ranks.is_coordinator:
             logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
-        return ExportReport(files=names, overflows=overflows, seconds=time.perf_counter() - started, **report)
-
-    def _commit(self, staging: str, target: str, files: Sequence[OutputFile]) -> dict[str, Any]:
-        """Complete the export and make it visible; return the figures of its report."""
-        report = _check_written(staging, files)
-        self._write_others(staging, files, report)
-        posix.commit_beside_others(staging, target, belongs_to_export)
-        return report
+        return _report(files, overflows, time.perf_counter() - started)
 
     def _write_all(
         self, ranks: Ranks, stored: StoredCheckpoint, files: Sequence[OutputFile], staging: str
@@ -168,29 +158,31 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
             locations.make_directories(staging)
             mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
             progress = counting(self.progress, sum(file.num_bytes for file in mine))
+            num_threads = min(self.num_threads, num_export_threads(self.max_inflight_bytes))
             for file in mine:
                 path = locations.join(staging, file.name)
-                overflows.update(write_output_file(stored, file, path, self._threads(), progress))
+                overflows.update(write_output_file(stored, file, path, num_threads, progress))
             locations.sync_directory(staging)
         for other in ranks.all_gather(json.dumps(overflows).encode()):
             overflows.update(json.loads(other))
         return overflows
 
-    def _check_target(self, location: str, target: str) -> None:
+    def _check_and_read(self, location: str, target: str) -> bytes:
+        """Check that an export may be written to the target; return the bytes of the manifest."""
         source = posix.resolve(location)
         if target in (source, *(locations.join(source, name) for name in posix.SUBDIRECTORIES)):
             raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
         posix.put_back(target)
-        if not locations.exists(target):
-            return
-        if not locations.isdir(target):
+        exists = locations.exists(target)
+        if exists and not locations.isdir(target):
             raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
-        present = [name for name in locations.list_names(target) if belongs_to_export(name)]
+        present = [name for name in locations.list_names(target) if belongs_to_export(name)] if exists else []
         if present and not (self.overwrite and locations.is_local(target)):
             raise CheckpointExistsError(
                 f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, on local file "
                 "systems, pass overwrite=True."
             )
+        return self._manifest_bytes(location)
 
     def _manifest_bytes(self, location: str) -> bytes:
         if self.require_sharding_info:
@@ -200,16 +192,14 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
     def _plan(self, manifest: Manifest, is_speaker: bool) -> list[OutputFile]:
         tensors = select_tensors(manifest, self.keys, write_tied=self.tied == "write")
         keep = self.unmatched == "keep"
-        outputs = plan_tensors(tensors, self.rules, self.rename, self.dtype, keep_unmatched=keep)
+        outputs = plan_tensors(tensors, self.rules, self.rename or {}, self.dtype, keep_unmatched=keep)
         numbers = self.fqn_to_index_mapping
         if self.like is not None:
             numbers = _file_numbers(locations.normalize(self.like), outputs, is_speaker)
         return plan_files(outputs, self.max_file_bytes, numbers)
 
-    def _threads(self) -> int:
-        return min(self.num_threads, num_export_threads(self.max_inflight_bytes))
-
-    def _write_others(self, staging: str, files: Sequence[OutputFile], report: Mapping[str, Any]) -> None:
+    def _write_others(self, staging: str, files: Sequence[OutputFile]) -> None:
+        """Copy the extra files, and write the index of several files."""
         if self.extra_files_from is not None:
             origin = locations.normalize(self.extra_files_from)
             for name in locations.list_names(origin):
@@ -218,7 +208,8 @@ class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
                     locations.write_bytes(locations.join(staging, name), locations.read_bytes(path))
         if len(files) > 1:
             weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
-            index = index_json(weight_map, report["num_bytes"], report["num_parameters"])
+            num_parameters = sum(tensor.num_elements for file in files for tensor in file.tensors)
+            index = index_json(weight_map, sum(file.num_bytes for file in files), num_parameters)
             locations.write_bytes(locations.join(staging, hugging_face.INDEX_NAME), index)
 
 
@@ -255,23 +246,20 @@ def _file_numbers(like: str, outputs: Sequence[OutputTensor], is_speaker: bool) 
     }
 
 
-def _check_written(staging: str, files: Sequence[OutputFile]) -> dict[str, Any]:
-    """Compare the headers of the written files with the plan, and sum up what they hold."""
-    dtypes: Counter[str] = Counter()
-    num_parameters = num_bytes = 0
-    for file in files:
-        path = locations.join(staging, file.name)
-        written = {entry.name: (entry.dtype, entry.shape) for entry in hugging_face.read_header(path).entries}
-        planned = {tensor.name: (tensor.dtype, tensor.mapped.shape) for tensor in file.tensors}
-        if written != planned:
-            different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
-            raise CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")
-        dtypes.update(dtype for dtype, _ in written.values())
-        num_parameters += sum(tensor.num_elements for tensor in file.tensors)
-        num_bytes += file.num_bytes
-    return {
-        "num_tensors": dtypes.total(),
-        "num_bytes": num_bytes,
-        "num_parameters": num_parameters,
-        "dtypes": dict(dtypes),
-    }
+def _report(files: Sequence[OutputFile], overflows: Mapping[str, int], seconds: float) -> ExportReport:
+    tensors = [tensor for file in files for tensor in file.tensors]
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    num_parameters = sum(tensor.num_elements for tensor in tensors)
+    dtypes = dict(Counter(tensor.dtype for tensor in tensors))
+    return ExportReport(
+        len(tensors), num_bytes, num_parameters, tuple(file.name for file in files), dtypes, overflows, seconds
+    )
+
+
+def _check_written(path: str, file: OutputFile) -> None:
+    """Compare the header of a written file with the plan."""
+    written = {entry.name: (entry.dtype, entry.shape) for entry in hugging_face.read_header(path).entries}
+    planned = {tensor.name: (tensor.dtype, tensor.mapped.shape) for tensor in file.tensors}
+    if written != planned:
+        different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
+        raise CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")

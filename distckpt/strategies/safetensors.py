@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from distckpt._commit import posix
 from distckpt._foreign import opening
 from distckpt._foreign.opening import BACKEND, VERSION
 from distckpt._foreign.stored_values import load_objects
-from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._format.manifest import ChunkTable
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_copies
@@ -34,21 +34,19 @@ from distckpt._io.save import (
 from distckpt._io.shared_read import Sharing, read_sharing
 from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, write_files
-from distckpt._plan.cache import PlanCache, structure_of
-from distckpt._plan.layout import PlannedChunk, chunk_table
+from distckpt._plan.cache import PlanCache, SavePlan, structure_of
+from distckpt._plan.layout import chunk_table
 from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
 from distckpt._plan.translate import translate
 from distckpt._ranks import collectives
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import Shard, describe, region_view, shard_regions
+from distckpt._state.shards import describe, region_view, shard_regions
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
-
-_S = TypeVar("_S", bound=Shard)
 
 
 @dataclass
@@ -70,20 +68,12 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
     _plans: PlanCache = field(default_factory=PlanCache, repr=False, compare=False)
 
     def configure(self, options: Options) -> SafetensorsSaveStrategy:
-        """Return this strategy with the settings of one call."""
         return replace(self, options=options)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any]:
-        """Write all shards and the manifest into a directory.
+        """Write all shards and the manifest; on the coordinator, return the marker fields that name the manifest.
 
-        Collective operation: all ranks of the process group must call it.
-
-        Returns:
-            On the coordinator the marker fields that name the manifest, elsewhere nothing.
-
-        Raises:
-            InvalidShardingError: shards overlap, leave gaps or disagree; nothing is written.
-            RankFailedError: a rank failed.
+        Collective operation: all ranks of the process group must call it. Raises what `prepare` raises.
         """
         return self.prepare(sharded_state_dict).write(checkpoint_dir, Ranks(self.options.process_group))
 
@@ -101,9 +91,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         known = None
         with ranks.phase("describe the shards"):
             shards = [ready_to_save(shard, options.validate_replicas) for shard in sharded_state_dict.values()]
-            group = 0
-            if options.exchange_group is not None:
-                group = collectives.lowest_global_rank(options.exchange_group)
+            group = collectives.group_number(options.exchange_group)
             structure = structure_of(shards, ranks, options.validate_access_integrity, group)
             # Comparing the content of replicas takes an exchange each time.
             known = None if options.validate_replicas else self._plans.find(structure)
@@ -126,43 +114,30 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         )
         encoded = encoded_objects(plan.objects, shards)
         num_bytes = sum(sum(file.chunk_bytes) for file in plan.files) + sum(map(len, encoded.values()))
-        return SafetensorsSave(
-            make_tensor_files=tensor_files_of(plan.files, shards),
-            objects=plan.objects,
-            encoded=encoded,
-            manifest=plan.manifest,
-            tables=plan.tables,
-            settings=settings,
-            num_bytes=num_bytes,
-            plan_reused=plan is known,
-        )
+        return SafetensorsSave(tensor_files_of(plan.files, shards), plan, encoded, settings, num_bytes, plan is known)
 
 
 @dataclass
 class SafetensorsSave(PreparedSave):
-    """What one rank is going to write, and on the coordinator the manifest of it all.
+    """What one rank is going to write.
 
     Attributes:
         make_tensor_files: call it in the thread that computes, see `file_of_tensors`.
-        objects: what is written after the tensors, into a file of its own.
-        encoded: the same, by unique key.
-        manifest: on the coordinator, without chunks.
-        tables: on the coordinator, the chunks of each rank's files of tensors.
+        plan: its objects are written after the tensors, into a file of their own.
+        encoded: the objects, by unique key.
         settings: how files are written.
     """
 
     make_tensor_files: Callable[[], Sequence[NewFile]]
-    objects: Sequence[PlannedChunk]
+    plan: SavePlan
     encoded: Mapping[str, bytes]
-    manifest: Manifest | None
-    tables: Sequence[ChunkTable]
     settings: WriteSettings
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
 
     def stage(self, staging: Staging) -> SafetensorsSave:
-        """Copy what this rank owns; objects are copies already, encoded ones."""
+        # Objects are copies already, encoded ones.
         staged = staging.copy(self.make_tensor_files())
         return replace(self, make_tensor_files=lambda: staged)
 
@@ -171,12 +146,12 @@ class SafetensorsSave(PreparedSave):
 
         Collective operation: all ranks must call it. Chunks of objects, and checksums, go to the coordinator.
         """
-        suffix, settings = self.folder_suffix, self.settings
+        plan, suffix, settings = self.plan, self.folder_suffix, self.settings
         with ranks.phase("write shard files"):
             files = [*self.make_tensor_files()]
             object_table = ChunkTable.empty()
-            if self.objects:
-                planned, object_file = object_file_of(ranks.rank, self.objects, self.encoded)
+            if plan.objects:
+                planned, object_file = object_file_of(ranks.rank, plan.objects, self.encoded)
                 object_table = chunk_table([planned])
                 files.append(object_file)
             checksums = write_files([file.below(checkpoint_dir, suffix) for file in files], settings)
@@ -184,9 +159,9 @@ class SafetensorsSave(PreparedSave):
         gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
         fields: Mapping[str, Any] = {}
         with ranks.phase("write the manifest", decision=True):
-            if self.manifest is not None:
-                tables = list(itertools.chain(*zip(self.tables, gathered, strict=True)))
-                fields = write_manifest(checkpoint_dir, self.manifest, tables, suffix, settings.durable)
+            if plan.manifest is not None:
+                tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
+                fields = write_manifest(checkpoint_dir, plan.manifest, tables, suffix, settings.durable)
         return fields
 
 
@@ -206,7 +181,6 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     _opened: dict[str, tuple[Any, StoredCheckpoint]] = field(default_factory=dict, init=False, repr=False)
 
     def configure(self, options: Options) -> SafetensorsLoadStrategy:
-        """Return this strategy with the settings of one call."""
         return replace(self, options=options, ranks=Ranks(options.process_group))
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
@@ -228,11 +202,10 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return {name: loaded[name] for name in sharded_state_dict}
 
     def _load_tensors(self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
-        options, group = self.options, 0
+        options = self.options
         with self.ranks.phase("plan the reads"):
             filled, copies, targets = self._plan_tensors(stored, tensors)
-            if options.exchange_group is not None:
-                group = collectives.lowest_global_rank(options.exchange_group)
+            group = collectives.group_number(options.exchange_group)
         is_local = locations.is_local(stored.location)
         sharing = Sharing(self.ranks, options.parallel_load, group, is_local, options.max_inflight_bytes)
         num_threads = (num_threads_within if is_local else num_requests_within)(options.max_inflight_bytes)
@@ -274,7 +247,6 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return plan_load(stored, requests)
 
     def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:
-        """Describe every stored tensor, undivided and without data, by key. Any rank may call, alone."""
         stored = self._open(checkpoint_dir)
         described = {}
         for key in stored.manifest.key_index:
@@ -285,7 +257,6 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return described
 
     def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
-        """Describe every stored tensor, by key, and every stored object, by unique key. Any rank may call, alone."""
         stored = self._open(checkpoint_dir)
         described: dict[str, ShardedTensor | ShardedObject] = {**self.load_tensors_metadata(checkpoint_dir)}
         for key in filter(stored.is_object, stored.manifest.keys):
@@ -296,7 +267,6 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return described
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-        """Remove the tensors whose keys begin with a prefix. One rank calls; the checkpoint stays complete."""
         config = CheckpointingConfig(self.backend, self.version)
         manifest = self._open(checkpoint_dir).manifest
         if not manifest.has_checksums:
@@ -318,11 +288,10 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def _open_together(self, checkpoint_dir: str) -> StoredCheckpoint:
         if self.ranks.size == 1:
             return self._open(checkpoint_dir)
-        data = b""
-        with self.ranks.phase("read the manifest", decision=True):
-            if self.ranks.is_coordinator:
-                data = opening.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
-        return opening.decode_manifest(checkpoint_dir, self.ranks.broadcast(data), self.options.verify)
+        data = self.ranks.decide(
+            "read the manifest", lambda: opening.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
+        )
+        return opening.decode_manifest(checkpoint_dir, data, self.options.verify)
 
     def _marker(self, checkpoint_dir: str) -> Mapping[str, Any]:
         return opening.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
