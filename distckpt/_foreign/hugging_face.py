@@ -45,10 +45,8 @@ class HuggingFaceReader(Reader):
     name = "huggingface"
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
-        if marker is not None or not locations.isdir(location):
-            return False
         # A directory with a manifest but no marker is an incomplete checkpoint.
-        return any(name.endswith(SUFFIX) and not is_manifest_name(name) for name in locations.list_names(location))
+        return marker is None and not all(map(is_manifest_name, _safetensors_names(location)))
 
     def manifest(self, location: str) -> Manifest:
         return read_directory(location)
@@ -61,6 +59,8 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     """
     weight_map = _read_index(location)
     names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
+    if not names:
+        raise CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
     files: list[ShardFile] = []
     pieces: list[StoredPiece] = []
     without_info: list[str] = []
@@ -83,10 +83,7 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
 
 def _safetensors_names(location: str) -> list[str]:
     present = locations.list_names(location) if locations.isdir(location) else []
-    names = [name for name in present if name.endswith(SUFFIX)]
-    if not names:
-        raise CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
-    return sorted(names, key=natural_order)
+    return sorted((name for name in present if name.endswith(SUFFIX)), key=natural_order)
 
 
 def _read_index(location: str) -> dict[str, str] | None:

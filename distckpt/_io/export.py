@@ -55,7 +55,7 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
 
     It adds to `overflows`, by name, the number of values that did not fit the dtype they were converted to.
     """
-    chunks = _complete_chunks(stored, tensors)
+    chunks = [_complete_chunk(stored, tensor) for tensor in tensors]
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         filled = scratch[: sum(span.num_bytes for span in unit)]
@@ -87,24 +87,17 @@ def _is_cast(tensor: OutputTensor) -> bool:
     return tensor.dtype != tensor.mapped.dtype
 
 
-def _complete_chunks(stored: StoredCheckpoint, tensors: Sequence[OutputTensor]) -> list[int | None]:
-    """Return for each tensor the chunk whose bytes are exactly its own, None when there is no such chunk."""
-    manifest = stored.manifest
-    rows, num_bytes = manifest.key_starts.tolist(), manifest.num_bytes.tolist()
-    chunks: list[int | None] = []
-    for tensor in tensors:
-        chunk = None
-        if len(tensor.mapped.parts) == 1 and not _is_cast(tensor):
-            part = tensor.mapped.parts[0]
-            key_id = manifest.key_index[part.key]
-            row = rows[key_id]
-            # One whole tensor becomes another, and there is one chunk, which is as large.
-            is_whole = part.source.shape == manifest.global_shapes[key_id] and part.target.shape == tensor.mapped.shape
-            in_order = part.order == tuple(range(len(part.order)))
-            if is_whole and in_order and rows[key_id + 1] == row + 1 and num_bytes[row] == tensor.num_bytes:
-                chunk = row
-        chunks.append(chunk)
-    return chunks
+def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
+    """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
+    if len(tensor.mapped.parts) != 1 or _is_cast(tensor):
+        return None
+    part = tensor.mapped.parts[0]
+    is_whole = part.source.shape == stored.global_shape(part.key) and part.target.shape == tensor.mapped.shape
+    if not is_whole or part.order != tuple(range(len(part.order))):
+        return None
+    chunks = stored.chunks_of(part.key)
+    has_one = len(chunks) == 1 and int(stored.manifest.num_bytes[chunks[0]]) == tensor.num_bytes
+    return chunks[0] if has_one else None
 
 
 def _read_ranges(

@@ -39,10 +39,7 @@ def read_copies(
 
     `targets` has for each request a tensor of its region's shape, of any strides, device and dtype. Each thread has a
     buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called with numbers of bytes, from several
-    threads.
-
-    Raises:
-        CorruptCheckpointError: naming file, key, region and bytes.
+    threads. Damage raises CorruptCheckpointError, which names file, key, region and bytes.
     """
     # Checksums are of blocks: where there are some to verify, what lies between the runs is needed as well.
     exact = locations.is_local(stored.location) and not stored.verifies
@@ -177,8 +174,6 @@ def _read_unit(reading: _Reading, unit: list[ReadPart]) -> None:
 def _read_sparse(reading: _Reading, part: ReadPart) -> bool:
     """Read the runs of a part only; return False when the system cannot."""
     stored, copier, _ = reading
-    assert part.region is not None
-    assert part.target is not None
     region, target = part.region, part.target
     shape = stored.manifest.chunk_region(part.chunk).shape
     dtype = stored.dtype_of(part.chunk)
@@ -200,8 +195,6 @@ def _read_sparse(reading: _Reading, part: ReadPart) -> bool:
 
 def _deliver(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes, copier: Copier) -> None:
     """Copy what a part holds of its region to where it belongs."""
-    assert part.region is not None
-    assert part.target is not None
     shape = stored.manifest.chunk_region(part.chunk).shape
     dtype = stored.dtype_of(part.chunk)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

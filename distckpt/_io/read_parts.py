@@ -36,16 +36,17 @@ LONG_RUN_BYTES = 128 << 10
 class ReadPart(NamedTuple):
     """Bytes [start, stop) of a chunk, and where they go.
 
-    Either straight into `memory`; or what they hold of `region` (of the chunk) goes to its place in `target` (of the
-    shape of the region), through a bounce buffer. A `sparse` part is all of its region, read without what lies between.
+    Either straight into `memory`; or, where that is None, what they hold of `region` (of the chunk) goes to its place
+    in `target` (of the shape of the region), through a bounce buffer. A `sparse` part is all of its region, read
+    without what lies between.
     """
 
     chunk: int
     start: int
     stop: int
     memory: Bytes | None = None
-    region: Region | None = None
-    target: torch.Tensor | None = None
+    region: Region = Region((), ())
+    target: torch.Tensor = torch.empty(0)
     sparse: bool = False
 
 
@@ -130,7 +131,6 @@ def with_gaps(part: ReadPart, block: int) -> Iterator[ReadPart]:
 
 def regions_within(stored: StoredCheckpoint, part: ReadPart) -> Iterator[Region]:
     """Yield what of a part's region lies between its first and its last byte."""
-    assert part.region is not None
     shape = stored.manifest.chunk_region(part.chunk).shape
     item = stored.dtype_of(part.chunk).itemsize
     for run in flat_range_regions(shape, part.start // item, part.stop // item):

@@ -37,14 +37,10 @@ Read = Callable[[Sequence[Copy]], None]
 
 
 class Sharing(NamedTuple):
-    """The ranks that share reads, and when.
+    """The ranks that load together, and when they share reads.
 
-    Attributes:
-        ranks: load together.
-        mode: "on", "off" or "auto".
-        group: number of the group of ranks that this rank shares with; others share in groups of their own.
-        is_local: whether the checkpoint is read through this machine's file system, whose cache ranks share anyway.
-        max_inflight_bytes: memory for messages.
+    `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the checkpoint is read
+    through this machine's file system, whose cache ranks share anyway. `max_inflight_bytes` is memory for messages.
     """
 
     ranks: Ranks
@@ -90,8 +86,10 @@ def read_sharing(
     plan = _plan_together(ranks, table)
     if plan.num_waves and (not is_auto or plan.most_bytes >= MIN_SHARED_BYTES):
         with ranks.phase("prepare to share reads"):
-            work = _Work(sharing, plan, pieces, left, targets)
-        _read_in_waves(work, read)
+            is_own = plan.readers == ranks.rank
+            to_read = [pieces.join(left[is_own & (plan.waves == wave)]) for wave in range(plan.num_waves)]
+        units = [pieces.units[i] for i in left.tolist()]
+        _read_in_waves(sharing, plan, to_read, read, units, targets)
         left = left[plan.readers < 0]
     read(pieces.join(left))
 
@@ -153,58 +151,51 @@ def _read_sample(ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read)
     return np.sort(in_turn[~is_sample]), all_fast
 
 
-class _Work(NamedTuple):
-    """The part of one rank in a plan, whose units are rows of `planned`; that has numbers of units of `pieces`."""
+def _read_in_waves(
+    sharing: Sharing,
+    plan: SharePlan,
+    to_read: Sequence[Sequence[Copy]],
+    read: Read,
+    units: Sequence[Copy],
+    targets: Sequence[torch.Tensor],
+) -> None:
+    """Read and exchange shared units: each wave is read while the one before is exchanged.
 
-    sharing: Sharing
-    plan: SharePlan
-    pieces: _Pieces
-    planned: IntArray
-    targets: Sequence[torch.Tensor]
-
-    def to_read(self, wave: int) -> list[Copy]:
-        """Return what this rank reads in a wave."""
-        is_own = (self.plan.readers == self.sharing.ranks.rank) & (self.plan.waves == wave)
-        return self.pieces.join(self.planned[is_own])
-
-    def view(self, unit: int) -> torch.Tensor:
-        """Return the part of a target that a planned unit fills."""
-        copy = self.pieces.units[int(self.planned[unit])]
-        target = self.targets[copy.request]
-        return target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
-
-
-def _read_in_waves(work: _Work, read: Read) -> None:
-    """Read and exchange shared units: each wave is read while the one before is exchanged."""
-    ranks, num_waves = work.sharing.ranks, work.plan.num_waves
+    `to_read` has for each wave what this rank reads; `units` are those of the plan.
+    """
+    ranks = sharing.ranks
     problems: list[Exception] = []
-    buffers = make_buffers(work.sharing.max_inflight_bytes // 2)
+    buffers = make_buffers(sharing.max_inflight_bytes // 2)
     with ThreadPoolExecutor(1, thread_name_prefix="distckpt-share") as background:
-        reading = background.submit(read, work.to_read(0))
-        for wave in range(num_waves):
+        reading = background.submit(read, to_read[0])
+        for wave in range(plan.num_waves):
             with ranks.phase("read for other ranks"):
                 reading.result()
                 if problems:
                     raise problems[0]
-            if wave + 1 < num_waves:
-                reading = background.submit(read, work.to_read(wave + 1))
-            exchange(ranks, _messages(work, wave), buffers, problems)
+            if wave + 1 < plan.num_waves:
+                reading = background.submit(read, to_read[wave + 1])
+            exchange(ranks, _messages(ranks.rank, plan, wave, units, targets), buffers, problems)
     if problems:
         raise problems[0]
 
 
-def _messages(work: _Work, wave: int) -> list[Message]:
+def _messages(
+    rank: int, plan: SharePlan, wave: int, units: Sequence[Copy], targets: Sequence[torch.Tensor]
+) -> list[Message]:
     """Put together what this rank exchanges with each peer in a wave."""
-    rank, plan = work.sharing.ranks.rank, work.plan
-    units_by_peer: dict[tuple[int, bool], list[int]] = defaultdict(list)
+
+    def content(number: int) -> tuple[int, torch.Tensor]:
+        unit = units[number]
+        target = targets[unit.request]
+        view = target if unit.target.shape == tuple(target.shape) else target[unit.target.slices()]
+        return int(plan.sequence[number]), view
+
+    by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
     sends = np.flatnonzero(plan.waves[plan.send_units] == wave)
-    for unit, peer in zip(plan.send_units[sends].tolist(), plan.send_ranks[sends].tolist(), strict=True):
-        units_by_peer[peer, True].append(unit)
+    for number, peer in zip(plan.send_units[sends].tolist(), plan.send_ranks[sends].tolist(), strict=True):
+        by_peer[peer, True].append(content(number))
     received = np.flatnonzero((plan.waves == wave) & (plan.readers != rank))
-    for unit in received[np.argsort(plan.sequence[received])].tolist():
-        units_by_peer[int(plan.readers[unit]), False].append(unit)
-    messages: list[Message] = []
-    for (peer, is_sent), units in units_by_peer.items():
-        content = [(int(plan.sequence[unit]), work.view(unit)) for unit in units]
-        messages.extend(make_messages(rank, peer, is_sent, content))
-    return messages
+    for number in received[np.argsort(plan.sequence[received])].tolist():
+        by_peer[int(plan.readers[number]), False].append(content(number))
+    return [m for (peer, is_sent), some in by_peer.items() for m in make_messages(rank, peer, is_sent, some)]

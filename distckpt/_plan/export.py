@@ -60,18 +60,17 @@ def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_t
     """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written."""
     names = [*manifest.keys, *manifest.aliases]
     key_index = manifest.key_index
-    chosen: dict[str, int] = {}
+    chosen: dict[str, TensorInfo] = {}
     taken: set[int] = set()
     for name in names:
         key_id = key_index[name]
         is_wanted = manifest.dtypes[key_id] != OBJECT and (keys is None or matches(name, keys))
         if is_wanted and (write_tied or key_id not in taken):
-            chosen[name] = key_id
+            chosen[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
             taken.add(key_id)
     if not chosen:
         raise LoadMismatchError(f"No tensor matches {keys!r}; there are {summarize_keys(names)}.")
-    infos = list(map(TensorInfo, manifest.global_shapes, manifest.dtypes))
-    return {name: infos[chosen[name]] for name in sorted(chosen, key=natural_order)}
+    return {name: chosen[name] for name in sorted(chosen, key=natural_order)}
 
 
 def plan_tensors(
@@ -156,10 +155,10 @@ def plan_files(
                 f"The mapping of tensors to files does not name {summarize_keys(unmapped)}"
                 f"{did_you_mean(unmapped[0], file_numbers)}: add them, or select other keys."
             )
-        bad = [(name, file_numbers[name]) for name in by_name if not _is_file_number(file_numbers[name])]
-        if bad:
-            name, number = bad[0]
-            raise CheckpointingException(f"Files are numbered from 1 to {MAX_FILES}, got {number!r} for {name!r}.")
+        for name in by_name:
+            number = file_numbers[name]
+            if not isinstance(number, int) or not 1 <= number <= MAX_FILES:
+                raise CheckpointingException(f"Files are numbered from 1 to {MAX_FILES}, got {number!r} for {name!r}.")
         groups = [[] for _ in range(max(file_numbers[name] for name in by_name))]
         for name in by_name:
             groups[file_numbers[name] - 1].append(name)
@@ -170,10 +169,6 @@ def plan_files(
         for number, names in enumerate(groups, start=1)
         if names
     ]
-
-
-def _is_file_number(number: object) -> bool:
-    return isinstance(number, int) and 1 <= number <= MAX_FILES
 
 
 def assign_files(files: Sequence[OutputFile], num_ranks: int) -> list[list[int]]:

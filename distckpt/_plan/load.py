@@ -14,7 +14,15 @@ from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import IntArray, Region, find_tiling_faults, intersect_many, regions_to_arrays
+from distckpt._geometry.region import (
+    IntArray,
+    Region,
+    TilingFault,
+    find_tiling_faults,
+    intersect_many,
+    regions_to_arrays,
+    whole,
+)
 from distckpt.mapping import ShardedObject
 
 MAX_PAIRS = 1 << 18
@@ -112,22 +120,19 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
         _check_shape(stored, request)
     common = _intersect_chunks(stored.manifest, requests)
     extents = [_stored_extent(stored, request) for request in requests]
-    found = np.zeros(len(requests), np.int64)
-    np.add.at(found, common.requests, np.prod(common.shapes, axis=1))
-    for request, extent, num_found in zip(requests, extents, found.tolist(), strict=True):
-        num_stored = math.prod(extent)
-        if num_found > num_stored:
-            raise _stored_twice(stored, request)
-        if num_found < num_stored:
-            raise LoadMismatchError(
-                f"Region {request.region} of key {request.key!r} is not stored completely in {stored.location!r}: it "
-                "was saved with gaps (validate_access_integrity=False). Request a region that was saved.",
-                unexpected=[request.key],
+    fault = _find_fault(common, extents)
+    if fault is not None:
+        request = requests[fault.tensor]
+        if fault.num_covers > 1:
+            raise CorruptCheckpointError(
+                f"Some of region {request.region} of key {request.key!r} is stored twice in {stored.location!r}, which "
+                "no save does: the manifest is damaged. Load another checkpoint."
             )
-    # The numbers agree: an element that is found twice leaves another one unread.
-    twice = _find_overlap(common, extents)
-    if twice is not None:
-        raise _stored_twice(stored, requests[twice])
+        raise LoadMismatchError(
+            f"Region {request.region} of key {request.key!r} is not stored completely in {stored.location!r}: it was "
+            "saved with gaps (validate_access_integrity=False). Request a region that was saved.",
+            unexpected=[request.key],
+        )
     return _to_copies(common, [len(request.region.shape) for request in requests])
 
 
@@ -177,22 +182,19 @@ def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
     return copies
 
 
-def _find_overlap(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> int | None:
-    """Find a request of which an element is stored twice, when as many elements are stored as it has."""
-    counts = np.bincount(common.requests, minlength=len(extents))
-    divided = np.flatnonzero(counts > 1)
-    if not len(divided):
-        return None
-    rows = np.flatnonzero(counts[common.requests] > 1)
-    ndim = common.shapes.shape[1]
-    shapes = [extents[index] + (1,) * (ndim - len(extents[index])) for index in divided.tolist()]
+def _find_fault(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> TilingFault | None:
+    """Find a request that intersections do not cover exactly once; `tensor` of the fault is its index."""
+    num_found = np.zeros(len(extents), np.int64)
+    np.add.at(num_found, common.requests, np.prod(common.shapes, axis=1))
+    is_divided = np.bincount(common.requests, minlength=len(extents)) > 1
+    # One intersection of the right size is the request.
+    is_suspect = is_divided | (num_found != [math.prod(extent) for extent in extents])
+    suspects, rows = np.flatnonzero(is_suspect), np.flatnonzero(is_suspect[common.requests])
+    _, shapes = regions_to_arrays([whole(extents[index]) for index in suspects.tolist()], common.shapes.shape[1])
     faults = find_tiling_faults(
-        np.searchsorted(divided, common.requests[rows]),
-        common.in_requests[rows],
-        common.shapes[rows],
-        np.array(shapes, np.int64).reshape(len(divided), ndim),
+        np.searchsorted(suspects, common.requests[rows]), common.in_requests[rows], common.shapes[rows], shapes
     )
-    return int(divided[faults[0].tensor]) if faults else None
+    return faults[0]._replace(tensor=int(suspects[faults[0].tensor])) if faults else None
 
 
 def _stored_extent(stored: StoredCheckpoint, request: Request) -> tuple[int, ...]:
@@ -201,13 +203,6 @@ def _stored_extent(stored: StoredCheckpoint, request: Request) -> tuple[int, ...
         return request.region.shape
     spans = zip(*request.region, stored.global_shape(request.key), strict=True)
     return tuple(max(min(o + n, size) - o, 0) for o, n, size in spans)
-
-
-def _stored_twice(stored: StoredCheckpoint, request: Request) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"Some of region {request.region} of key {request.key!r} is stored twice in {stored.location!r}, which no save "
-        "does: the manifest is damaged. Load another checkpoint."
-    )
 
 
 def _check_shape(stored: StoredCheckpoint, request: Request) -> None:

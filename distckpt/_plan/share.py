@@ -90,16 +90,11 @@ def describe_units(
 
 
 class SharePlan(NamedTuple):
-    """The part of one rank in a plan, by its own units.
+    """The part of one rank in a plan of `num_waves` waves.
 
-    Attributes:
-        num_waves: of the whole plan; all ranks go through as many.
-        most_bytes: shared bytes of the rank that requests most of them.
-        readers: (n,) the rank that reads each unit, -1 for those that are not shared.
-        sequence: (n,) place of each unit in the order of all units.
-        waves: (n,) in which each is read and sent.
-        send_units: (m,) units to send, ascending in the order of all units.
-        send_ranks: (m,) who gets each.
+    Each of its n units has in `readers` the rank that reads it (-1: not shared), in `sequence` its place in the order
+    of all units, and in `waves` when it is read and sent. The m `send_units`, in that order, go to `send_ranks`.
+    `most_bytes` are the shared bytes of the rank that requests most of them.
     """
 
     num_waves: int

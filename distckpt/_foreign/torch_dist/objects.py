@@ -241,20 +241,14 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "xrange": range,
     **dict.fromkeys(("bool", "dict", "float", "int", "list", "long", "str", "tuple", "unicode"), _never),
 }
-_NUMPY: dict[str, dict[str, Callable[..., Any]]] = {
-    "multiarray": {"_reconstruct": lambda cls, shape, code: _Array(), "scalar": _array_scalar},
-    "numeric": {
-        "_frombuffer": lambda raw, dtype, shape, order: _array((1, shape, dtype, order == "F", bytes(raw))),
-    },
+_NUMPY: dict[GlobalName, Callable[..., Any]] = {
+    ("multiarray", "_reconstruct"): lambda cls, shape, code: _Array(),
+    ("multiarray", "scalar"): _array_scalar,
+    ("numeric", "_frombuffer"): lambda raw, dtype, shape, order: _array((1, shape, dtype, order == "F", bytes(raw))),
 }
 _OTHERS: dict[GlobalName, Callable[..., Any]] = {
     **{(module, name): make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
-    **{
-        (f"numpy.{core}.{module}", name): make
-        for core in ("core", "_core")
-        for module, functions in _NUMPY.items()
-        for name, make in functions.items()
-    },
+    **{(f"numpy.{core}.{at}", name): make for core in ("core", "_core") for (at, name), make in _NUMPY.items()},
     ("numpy", "ndarray"): _never,
     ("numpy", "dtype"): _plain_dtype,
     ("_codecs", "encode"): _bytes_of_text,
