@@ -96,7 +96,7 @@ def sharded_state_dict(
     entries, delegates = _entries(module)
     for name, (_, value) in entries.items():
         key = prefix + name
-        if not _is_tensor_entry(name, value):
+        if name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
             state[key] = make_sharded_object_for_checkpoint(value, key, offsets, copy)
         elif is_dtensor(value):
             if is_in_mesh(value):
@@ -253,7 +253,3 @@ def _plain_name(name: str) -> str:
     if not any(wrapper in name for wrapper in _WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _is_tensor_entry(name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)

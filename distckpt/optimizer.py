@@ -29,15 +29,13 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.public import set_public_home
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
-from distckpt._models.optimizer_blank import BlankStates
 from distckpt._models.optimizer_state import (
+    BlankStates,
     ParamState,
-    by_param,
     describe,
     make_sharded_optimizer_tensor,
     options_of,
     param_name,
-    restored_value,
     set_options,
     state_shard,
     unite,
@@ -281,7 +279,7 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
             f"The optimizer has groups of {[len(group['params']) for group in optimizer.param_groups]} parameters, the "
             f"one that was described had {list(map(len, loaded['own']))}: describe this optimizer before loading."
         )
-    settings = by_param(loaded["settings"])
+    settings = {name: entry for entry in loaded["settings"] for name in entry["params"]}
     states: dict[torch.Tensor, dict[str, Any] | None] = {}
     options: list[dict[str, Any] | None] = []
     position = 0
@@ -327,7 +325,11 @@ def _restored(kept: ParamState, entry: dict[str, Any], tensors: StateDict) -> di
         target = local_part(tensor).detach()
         if _memory(target) is None or _memory(target) != _memory(tensors[name]):
             target.copy_(local_part(tensors[name]))
-    values = {name: restored_value(kept.values.get(name), value) for name, value in entry["values"].items()}
+    values = dict(entry["values"])
+    for name, value in values.items():
+        # In the form that the optimizer uses, where it has one.
+        if isinstance(own := kept.values.get(name), torch.Tensor):
+            values[name] = torch.full_like(own, value)
     return {**values, **kept.tensors}
 
 

@@ -12,7 +12,7 @@ components. In new names, `{0}` is what the first of them matched, `{1}` the sec
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
@@ -187,11 +187,8 @@ class SplitQKV(OneKeyRule):
             starts = [group * group_rows + first for group in range(self.num_kv_heads)]
             return join([crop_axis(tensor, 0, start, start + rows) for start in starts], 0)
 
-        pieces = [
-            gather(0, query_rows),
-            gather(query_rows, self.head_dim),
-            gather(query_rows + self.head_dim, self.head_dim),
-        ]
+        spans = ((0, query_rows), (query_rows, self.head_dim), (query_rows + self.head_dim, self.head_dim))
+        pieces = [gather(first, rows) for first, rows in spans]
         return _name_pieces([fill_name(name, captures) for name in self.to], tensor, pieces)
 
 
@@ -379,7 +376,4 @@ def _name_pieces(
 ) -> list[tuple[str, MappedTensor]]:
     """Pair names with the pieces of a tensor; the record of what was trimmed from it goes to the first of them."""
     trimmed = (tensor.trimmed, *[()] * (len(pieces) - 1))
-    return [
-        (name, MappedTensor(piece.shape, piece.dtype, piece.parts, cut))
-        for name, piece, cut in zip(names, pieces, trimmed, strict=True)
-    ]
+    return [(name, replace(piece, trimmed=cut)) for name, piece, cut in zip(names, pieces, trimmed, strict=True)]

@@ -14,9 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
+from typing import Any, TypeAlias
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._mapping.sharded_tensor import grid_from_ranks
@@ -27,19 +25,6 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, none empty, in the order in which the local tensor has them."""
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
-
-
-class Holding(NamedTuple):
-    """The part of a DTensor that this rank holds.
-
-    `runs` has one item per axis. `fragmentations` counts the parts along each axis when all are of one size, else it
-    is None. `replica` is this rank's place among copies: its mesh coordinates, 0 where the mesh divides the tensor.
-    """
-
-    local: torch.Tensor
-    runs: tuple[Runs, ...]
-    fragmentations: tuple[int, ...] | None
-    replica: tuple[int, ...]
 
 
 def is_dtensor(value: Any) -> bool:
@@ -67,23 +52,23 @@ def is_in_mesh(dtensor: Any) -> bool:
     return dtensor.device_mesh.get_coordinate() is not None
 
 
-def holding_of(key: str, dtensor: Any) -> Holding:
-    """Find out what this rank, which must be in the mesh, holds of a DTensor.
+def _find_part(key: str, dtensor: Any) -> tuple[tuple[Runs, ...], tuple[int, ...] | None, tuple[int, ...]]:
+    """Find the part of a DTensor that this rank holds, which must be in the mesh.
 
-    InvalidShardingError when the tensor is not divided into parts and copies (a sum that is yet to be made, say), or
-    its local part has another shape than mesh and placements give it.
+    Returns its runs per axis; the number of parts along each axis if all are of one size, else None; and this rank's
+    place among copies: its mesh coordinates, 0 where the mesh divides the tensor. InvalidShardingError when the tensor
+    is not divided into parts and copies (a sum that is yet to be made, say), or its local part has another shape than
+    mesh and placements give it.
     """
-    mesh, local = dtensor.device_mesh, dtensor._local_tensor
+    mesh, local_shape = dtensor.device_mesh, tuple(dtensor._local_tensor.shape)
     coordinate, mesh_shape = tuple(mesh.get_coordinate()), tuple(mesh.shape)
     shape, placements = tuple(dtensor.shape), dtensor.placements
     splits = tuple(_splits(key, placements, mesh_shape))
-    candidates = _possible_runs(shape, splits, coordinate)
-    local_shape = tuple(local.shape)
-    for runs, fragmentations in candidates:
+    for runs, fragmentations in _possible_runs(shape, splits, coordinate):
         if tuple(sum(stop - start for start, stop in axis) for axis in runs) == local_shape:
             divided = {mesh_axis for mesh_axis, *_ in splits}
             replica = tuple(0 if i in divided else position for i, position in enumerate(coordinate))
-            return Holding(local, runs, fragmentations, replica)
+            return runs, fragmentations, replica
     raise InvalidShardingError(
         f"DTensor {key!r} of shape {shape} has the placements {tuple(placements)} on a mesh of {mesh_shape}; at "
         f"{coordinate} of it that does not give a local part of {local_shape}. Make it with distribute_tensor or "
@@ -197,29 +182,29 @@ def shard_of_dtensor(
     The data is the local part; where that lies in several places of the global tensor, the result is a factory that
     makes a shard of each.
     """
-    held = holding_of(key, dtensor)
+    local, (runs, parts_per_axis, place_in_mesh) = dtensor._local_tensor, _find_part(key, dtensor)
     # The lowest rank of a mesh distinguishes copies on other meshes.
     outer = _lowest_rank(dtensor.device_mesh) if replica_id is None else replica_id
-    replica = ((outer,) if isinstance(outer, int) else tuple(outer)) + held.replica
+    replica = ((outer,) if isinstance(outer, int) else tuple(outer)) + place_in_mesh
     shape, first, divisions = grid_from_ranks(key, tuple(dtensor.shape), rank_offsets, num_prepended)
     fragmentations = None
-    if held.fragmentations is not None:
-        fragmentations = tuple(map(int.__mul__, divisions, (1,) * num_prepended + held.fragmentations))
-    if held.local.numel() and any(len(axis) > 1 for axis in held.runs):
+    if parts_per_axis is not None:
+        fragmentations = tuple(map(int.__mul__, divisions, (1,) * num_prepended + parts_per_axis))
+    if local.numel() and any(len(axis) > 1 for axis in runs):
         parts = [
             FusedPart(start, tuple(hi - lo for lo, hi in spans), _moved(first, [lo for lo, _ in spans]), shape)
-            for start, spans in zip(_starts(held.runs), itertools.product(*held.runs), strict=True)
+            for start, spans in zip(_starts(runs), itertools.product(*runs), strict=True)
         ]
         if attributes:
             raise InvalidShardingError(
                 f"DTensor {key!r} lies in several places of the global tensor: its shards take no {sorted(attributes)}."
             )
         return parts_factory(
-            key, held.local, parts, local_shape=held.local.shape, prepend_axis_num=num_prepended, replica_id=replica
+            key, local, parts, local_shape=local.shape, prepend_axis_num=num_prepended, replica_id=replica
         )
-    offset = _moved(first, [axis[0][0] if axis else 0 for axis in held.runs])
-    place = (tuple(held.local.shape), shape, offset, fragmentations)
-    return ShardedTensor(key, held.local, held.local.dtype, *place, replica, num_prepended, **attributes)
+    offset = _moved(first, [axis[0][0] if axis else 0 for axis in runs])
+    place = (tuple(local.shape), shape, offset, fragmentations)
+    return ShardedTensor(key, local, local.dtype, *place, replica, num_prepended, **attributes)
 
 
 def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:

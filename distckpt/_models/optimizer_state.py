@@ -11,13 +11,14 @@ the number of groups and their order may change.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.errors import CheckpointingException, InvalidShardingError, LoadMismatchError
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
@@ -52,17 +53,9 @@ def describe(groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]) -> l
         for state, values in zip(states, _plain_values(states), strict=True):
             values = values if state.has_state else {}
             kind = (number, state.has_state, tuple(state.tensors), repr(values))
-            entry = entries.setdefault(
-                kind,
-                {
-                    "options": options,
-                    "values": values,
-                    "tensors": sorted(state.tensors),
-                    "has_state": state.has_state,
-                    "params": [],
-                },
-            )
-            entry["params"].append(state.name)
+            entry: Entry = {"options": options, "values": values, "tensors": sorted(state.tensors)}
+            entry |= {"has_state": state.has_state, "params": []}
+            entries.setdefault(kind, entry)["params"].append(state.name)
     return list(entries.values())
 
 
@@ -117,11 +110,6 @@ def _merged(entries: list[Entry]) -> list[Entry]:
     return [entry for entry in merged.values() if entry["params"]]
 
 
-def by_param(entries: Iterable[Entry]) -> dict[str, Entry]:
-    """Return the entry of each parameter."""
-    return {name: entry for entry in entries for name in entry["params"]}
-
-
 def options_of(entries: Iterable[Entry], names: Sequence[str]) -> dict[str, Any] | None:
     """Return the stored options of a group with these parameters; None when none of them was stored.
 
@@ -157,11 +145,6 @@ def set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
             group[name] = value.item()
         else:
             group[name] = value
-
-
-def restored_value(own: Any, value: Any) -> Any:
-    """Return a stored value in the form that the optimizer uses: a tensor like its own, or as it is."""
-    return torch.full_like(own, value) if isinstance(own, torch.Tensor) else value
 
 
 def make_sharded_optimizer_tensor(
@@ -252,3 +235,54 @@ def _reduced(shard: ShardedTensor, tensor: torch.Tensor, prefix: str) -> Sharded
         global_offset=shard.global_offset[:num_prepended] + tuple(start for _, start, _ in place),
         axis_fragmentations=prepended + tuple(count for _, _, count in place),
     )
+
+
+class BlankStates:
+    """Makes the states that an optimizer will keep; it tries a step once for all parameters of one kind.
+
+    The `step` of the optimizer must need no closure. Neither the optimizer nor its parameters are changed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._prototypes: dict[Any, dict[str, Any]] = {}
+
+    def make(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """Return what the optimizer would keep for a parameter of a group, by name, with zeros in place of the values.
+
+        Numbers and 0-D tensors are those after a first step. CheckpointingException when the optimizer cannot make a
+        step with gradients of zero.
+        """
+        mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
+        kind = (id(group), tuple(param.shape), param.stride(), param.dtype, param.device, mesh, placements)
+        if kind not in self._prototypes:
+            self._prototypes[kind] = _state_after_a_step(self._optimizer, group, param)
+        return {name: _blank(value) for name, value in self._prototypes[kind].items()}
+
+
+def _blank(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros_like(value) if value.ndim else value.clone()
+
+
+def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    # On a stand-in: even with gradients and learning rate of zero, a step may change a parameter (0 / 0 with eps=0).
+    stand_in = torch.zeros_like(param).detach().requires_grad_()
+    stand_in.grad = torch.zeros_like(stand_in)
+    # Not copy.copy, which leaves attributes of subclasses behind.
+    shadow: Any = object.__new__(type(optimizer))
+    shadow.__dict__.update(vars(optimizer))
+    # Learning rate schedulers replace `step` by one that is bound to the optimizer itself, and hooks count steps.
+    shadow.__dict__.pop("step", None)
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    shadow.state, shadow.param_groups = defaultdict(dict), [{**group, "params": [stand_in]}]
+    try:
+        shadow.step()
+    except Exception as error:
+        raise CheckpointingException(
+            f"{type(optimizer).__name__} does not show what it keeps for a parameter of shape {tuple(param.shape)}: a "
+            f"step with gradients of zero failed ({type(error).__name__}: {error}). Have it make a step of its own "
+            "before calling sharded_optimizer_state_dict, for saving and for loading."
+        ) from error
+    return dict(shadow.state[stand_in])

@@ -14,13 +14,7 @@ from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
 from distckpt._format.codec import HOLE
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
-from distckpt.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 
 class _Slot(NamedTuple):
@@ -62,17 +56,14 @@ def split(state_dict: Any) -> SplitState:
     shards: list[Shard] = []
 
     def skeleton_of(node: Any, inside_factory: bool = False) -> Any:
+        # By far the most frequent type first; isinstance is slow for an abstract class.
         if type(node) is not ShardedTensor:
             node = adopt(node)
-        if type(node) is ShardedTensor:
-            # By far the most frequent; isinstance is slow for an abstract class.
+        if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
             shards.append(node)
             return _Slot(len(shards) - 1)
         if isinstance(node, ShardedTensorFactory):
             return _Merge(node, skeleton_of(node.build(), True))
-        if isinstance(node, ShardedTensor | ShardedObject):
-            shards.append(node)
-            return _Slot(len(shards) - 1)
         if isinstance(node, ShardedBase):
             raise UnsupportedObjectError(
                 f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject and "

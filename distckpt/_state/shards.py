@@ -7,6 +7,7 @@ everything after this point is about regions only.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -128,7 +129,9 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
         for region in shard_regions(shard):
             rows.append(row)
             regions.append(region)
-    key_ids, shard_ids, tie_ids, is_main = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    key_ids, shard_ids, tie_ids, is_main = (
+        np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 4).T.copy()
+    )
     offsets, shapes = regions_to_arrays(regions)
     table = ShardTable(
         keys=list(key_index),

@@ -72,17 +72,15 @@ def _explain_fault(table: GlobalTable, key_id: int, element: tuple[int, ...], al
         mains = np.array(pair)
     name = f" (global shape {table.global_shape(key_id)})"
     if len(mains) > 1:
-        places = " and ".join(_place(table, row) for row in mains[:3].tolist())
         return (
-            f"{name}: {len(mains)} main replicas hold the same element {element if not allow_gaps else ''}: {places}. "
-            "If they are copies, number them with replica_id (one has 0); if they are different tensors, such as "
-            "experts counted from 0 on every rank, give them different keys or offsets."
+            f"{name}: {len(mains)} main replicas hold the same element {element if not allow_gaps else ''}: "
+            f"{_places(table, mains)}. If they are copies, number them with replica_id (one has 0); if they are "
+            "different tensors, such as experts counted from 0 on every rank, give them different keys or offsets."
         )
     if len(holders):
-        places = " and ".join(_place(table, row) for row in holders[:3].tolist())
         return (
-            f"{name}: no main replica holds element {element}; it is only in copies with another replica_id: {places}. "
-            "Exactly one replica of each shard has replica_id 0."
+            f"{name}: no main replica holds element {element}; it is only in copies with another replica_id: "
+            f"{_places(table, holders)}. Exactly one replica of each shard has replica_id 0."
         )
     return (
         f"{name}: no rank holds element {element}. Check the offsets and fragmentations, and that every rank of the "
@@ -90,8 +88,8 @@ def _explain_fault(table: GlobalTable, key_id: int, element: tuple[int, ...], al
     )
 
 
-def _place(table: GlobalTable, row: int) -> str:
-    return f"{table.row_region(row)} on rank {int(table.ranks[row])}"
+def _places(table: GlobalTable, rows: IntArray) -> str:
+    return " and ".join(f"{table.row_region(row)} on rank {int(table.ranks[row])}" for row in rows[:3].tolist())
 
 
 def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, int] | None:

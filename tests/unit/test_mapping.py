@@ -569,9 +569,9 @@ def test_factories_merge_in_lists_of_the_same_length():
     [
         ({"a": {}}, {"a": {"w": make_factory()}}, r"\('a',\).*'w' was not loaded"),
         ({"a": [1]}, {"a": [make_factory()] * 2}, r"\('a',\).*lengths"),
-        ({"a": [1]}, {"a": {"0": make_factory()}}, r"\('a',\).*no index"),
-        ({"a": [1]}, {"a": {1: make_factory()}}, r"\('a',\).*no index"),
-        ({"a": [1]}, {"a": {-1: make_factory()}}, r"\('a',\).*no index"),
+        ({"a": [1]}, {"a": {"0": make_factory()}}, r"\('a',\).*not an index"),
+        ({"a": [1]}, {"a": {1: make_factory()}}, r"\('a',\).*not an index"),
+        ({"a": [1]}, {"a": {-1: make_factory()}}, r"\('a',\).*not an index"),
         ({"a": {0: 1}}, {"a": [make_factory()]}, r"\('a',\).*dict"),
         ({"a": 1}, {"a": {"w": make_factory()}}, r"\('a',\).*int"),
         ({"a": 1}, {"a": 1}, r"\('a',\).*int"),

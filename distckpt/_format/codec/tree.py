@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import pathlib
 import re
@@ -113,7 +114,8 @@ def default_functions(cls: Any) -> tuple[Callable[[Any], object], Callable[[Any]
         fields = dataclasses.fields(cls)
         factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
         defaults = {f.name: (lambda f=f: f.default) for f in fields if f.default is not dataclasses.MISSING}
-        return _field_functions([field.name for field in fields], {**defaults, **factories}, _rebuild_dataclass(cls))
+        rebuild = functools.partial(_rebuild_dataclass, cls)
+        return _field_functions([field.name for field in fields], {**defaults, **factories}, rebuild)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         defaults = {name: (lambda value=value: value) for name, value in cls._field_defaults.items()}
         return _field_functions(cls._fields, defaults, lambda values: cls._make(values.values()))
@@ -123,14 +125,11 @@ def default_functions(cls: Any) -> tuple[Callable[[Any], object], Callable[[Any]
     )
 
 
-def _rebuild_dataclass(cls: Any) -> Callable[[dict[str, object]], object]:
-    def rebuild(values: dict[str, object]) -> object:
-        obj = object.__new__(cls)
-        for name, value in values.items():
-            object.__setattr__(obj, name, value)  # Frozen dataclasses refuse setattr.
-        return obj
-
-    return rebuild
+def _rebuild_dataclass(cls: Any, values: dict[str, object]) -> object:
+    obj = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(obj, name, value)  # Frozen dataclasses refuse setattr.
+    return obj
 
 
 def _field_functions(
