@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, cast
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
@@ -145,14 +144,15 @@ class CheckpointManager:
         """
         if self._is_closed:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
-        note = {"step": step, "metrics": _finite(metrics or {}), "pinned": bool(pinned)}
+        # JSON has no numbers for other values; without them a step is never the best one.
+        finite = {str(name): float(value) for name, value in (metrics or {}).items() if math.isfinite(float(value))}
         ranks = self._ranks()
         background_save.raise_pending_errors(ranks, self._settings.process_group)
         self._handles = [handle for handle in self._handles if not handle.done()]
         with ranks.phase("check the target step", decision=True):
             # What the coordinator finds counts.
             overwrite = overwrite or (ranks.is_coordinator and self._must_replace(step))
-        notes = {steps.NOTE: note}
+        notes = {steps.NOTE: {"step": step, "metrics": finite, "pinned": bool(pinned)}}
         settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata, notes=notes)
         plan = partial(plan_save, ranks, sharded_state_dict, self.location(step))
         write = partial(self._write, step)
@@ -240,9 +240,7 @@ class CheckpointManager:
         """Return the manager."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the manager. An error of the block is not replaced by one of a save."""
         if error is None:
             self.close()
@@ -278,11 +276,6 @@ class CheckpointManager:
             for old in retention.surplus(self.root, self._policy, saved, step):
                 retention.remove_step(self.root, old)
                 logger.info("removed step %d from %s", old, self.root)
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Leave out values that JSON has no numbers for; such a step is never the best one."""
-    return {str(name): float(value) for name, value in metrics.items() if math.isfinite(float(value))}
 
 
 @contextlib.contextmanager

@@ -130,11 +130,6 @@ class _GroupSaves:
     unreported: list[SaveHandle] = field(default_factory=list)
     state: int = _FINE
 
-    def watch(self, handle: SaveHandle) -> None:
-        """Remember a save until its outcome is known; forget those that went well."""
-        self.unreported = [h for h in self.unreported if not h.was_asked and not (h.done() and h.error() is None)]
-        self.unreported.append(handle)
-
 
 _saves_of_groups: dict[Any, _GroupSaves] = {}
 """By process group of the caller."""
@@ -259,7 +254,9 @@ def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
         logger.warning("the strategy of the save to %s cannot stage data: saved before training goes on", save.location)
         return finished_handle(save.write_now(ranks))
     handle = SaveHandle(save.write, save.location, save.staging.staged, save.exit_timeout, save.is_abandoned)
-    save.saves.watch(handle)
+    # Those that went well are forgotten.
+    unreported = [h for h in save.saves.unreported if not h.was_asked and not (h.done() and h.error() is None)]
+    save.saves.unreported = [*unreported, handle]
     background.submit(handle)
     return handle
 

@@ -75,11 +75,10 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torc
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
     """
-
-    def load_all(strategy: LoadShardedStrategy, location: str) -> dict[str, torch.Tensor]:
-        return strategy.load(dict(strategy.load_tensors_metadata(location)), location)
-
-    return _read_alone(checkpoint_dir, load_all)
+    return _read_alone(
+        checkpoint_dir,
+        lambda strategy, location: strategy.load(dict(strategy.load_tensors_metadata(location)), location),
+    )
 
 
 def load_content_metadata(

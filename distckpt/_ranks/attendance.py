@@ -39,19 +39,14 @@ class AttendanceLog:
         self.record()
         deadline = time.monotonic() + LATE_SECONDS
         while True:
-            counts = self._counts()
+            counts: list[int] = []
+            names = [str(rank) for rank in range(self._size)]
+            # A store that does not answer leaves all ranks unknown.
+            with contextlib.suppress(RuntimeError):
+                if self._store is not None:
+                    counts = [int(self._store.get(name)) if self._store.check([name]) else 0 for name in names]
             fewest = min(counts, default=0)
             absent = [rank for rank, count in enumerate(counts) if count == fewest < self._num_exchanges]
             if not absent or time.monotonic() > deadline:
                 return absent
             time.sleep(0.02)
-
-    def _counts(self) -> list[int]:
-        """Return how many exchanges each rank has reached; nothing when the store does not answer."""
-        names = [str(rank) for rank in range(self._size)]
-        if self._store is None:
-            return []
-        try:
-            return [int(self._store.get(name)) if self._store.check([name]) else 0 for name in names]
-        except RuntimeError:
-            return []

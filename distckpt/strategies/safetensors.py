@@ -229,7 +229,11 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         if not self.options.rules:
             # Before memory is allocated: what is not stored may be of any size.
             copies = self._plan(stored, requests, [_dtype_of(tensors[name]) for name, _ in regions])
-        filled = {name: _with_data(shard) for name, shard in tensors.items()}
+        filled = dict(tensors)
+        for name, shard in tensors.items():
+            if shard.data is None:
+                filled[name] = shard.without_data()
+                filled[name].init_data("cpu")
         targets = [region_view(filled[name], region) for name, region in regions]
         if self.options.rules:
             requests, targets = translate(self.options.rules, requests, targets)
@@ -299,12 +303,3 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
 def _dtype_of(shard: ShardedTensor) -> torch.dtype:
     return shard.dtype if shard.data is None else shard.data.dtype
-
-
-def _with_data(shard: ShardedTensor) -> ShardedTensor:
-    """Return the shard, or a copy with a new tensor when it has none."""
-    if shard.data is not None:
-        return shard
-    allocated = shard.without_data()
-    allocated.init_data("cpu")
-    return allocated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import os
 import threading
@@ -378,6 +379,17 @@ def test_result_raises_and_then_nothing_else_does(tmp_path, caplog):
             handle.result(PATIENCE)
     assert f"the background save to {tmp_path}/c failed: CheckpointExistsError" in caplog.text
     distckpt.async_save({"v": 1}, tmp_path / "d").result(PATIENCE)
+
+
+def test_a_handle_is_a_future_that_cannot_be_cancelled(gate, tmp_path):
+    handle = distckpt.async_save({"v": whole("v", torch.ones(3))}, tmp_path / "c", progress=gate.progress)
+    assert not handle.cancel()
+    assert concurrent.futures.wait([handle], timeout=0).not_done == {handle}
+    gate.open()
+    assert handle.exception(PATIENCE) is None
+    failed = failing_save(tmp_path / "d")
+    assert isinstance(failed.exception(PATIENCE), CheckpointExistsError)
+    distckpt.save({"v": 1}, tmp_path / "e")
 
 
 @pytest.mark.parametrize("verb", [distckpt.save, distckpt.async_save])
