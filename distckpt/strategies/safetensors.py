@@ -220,21 +220,22 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]
     ) -> tuple[dict[str, ShardedTensor], list[Copy], Sequence[torch.Tensor]]:
         """Return the shards with their tensors, and what to read into which parts of those."""
-        regions = [(name, region) for name, shard in tensors.items() for region in shard_regions(shard)]
+        pieces = [(name, shard, region) for name, shard in tensors.items() for region in shard_regions(shard)]
         requests = [
             Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
-            for shard, region in ((tensors[name], region) for name, region in regions)
+            for _, shard, region in pieces
         ]
         copies: list[Copy] = []
         if not self.options.rules:
             # Before memory is allocated: what is not stored may be of any size.
-            copies = self._plan(stored, requests, [_dtype_of(tensors[name]) for name, _ in regions])
+            dtypes = [shard.dtype if shard.data is None else shard.data.dtype for _, shard, _ in pieces]
+            copies = self._plan(stored, requests, dtypes)
         filled = dict(tensors)
         for name, shard in tensors.items():
             if shard.data is None:
                 filled[name] = shard.without_data()
                 filled[name].init_data("cpu")
-        targets = [region_view(filled[name], region) for name, region in regions]
+        targets = [region_view(filled[name], region) for name, _, region in pieces]
         if self.options.rules:
             requests, targets = translate(self.options.rules, requests, targets)
             copies = self._plan(stored, requests, [target.dtype for target in targets])
@@ -299,7 +300,3 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
     def _marker(self, checkpoint_dir: str) -> Mapping[str, Any]:
         return opening.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
-
-
-def _dtype_of(shard: ShardedTensor) -> torch.dtype:
-    return shard.dtype if shard.data is None else shard.data.dtype
