@@ -166,7 +166,7 @@ def load_and_be_killed(rank, path):
         del flattened_range
         return ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id)
 
-    data = torch.zeros(100, 256)
+    data = torch.zeros(64, 256)
     factory = ShardedTensorFactory("shared", data, build, merge, replica_id=rank)
     return error_of(distckpt.load, {"shared": factory}, path)
 
