@@ -42,3 +42,27 @@ def bucket(server):
     from tests.support.s3_server import new_bucket
 
     return new_bucket(server)
+
+
+@pytest.fixture
+def memory():
+    """The prefix of an empty in-memory object store."""
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+    yield "memory://bucket"
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def no_saves_left():
+    """Let no save of one test go on into the next, and no error of it surface there."""
+    import distckpt
+
+    yield
+    distckpt._io.background.wait_for_all()
+    distckpt._operations.background_save._saves_of_groups.clear()
+    distckpt.release_staging_memory()

@@ -26,14 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
 from tests.support.example_programs import run_preloaded
 from tests.support.harness import error_of, launched, run, sum_over_ranks
+from tests.support.parallel_modules import fsdp, fsdp_over_tp, hsdp, plain
 from tests.support.states import numbered
 
 TORCH, OURS = "torch.distributed.checkpoint", "distckpt.dcp"
@@ -47,12 +46,12 @@ def library(name):
     return importlib.import_module(name)
 
 
-def plain(value):
+def without_dtensors(value):
     """Return a value without DTensors, to be compared and sent."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: without_dtensors(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [without_dtensors(item) for item in value]
     if isinstance(value, DTensor):
         return value.full_tensor().detach().clone()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -89,25 +88,6 @@ class Net(torch.nn.Module):
 
     def forward(self, tokens):
         return self.head(self.down(self.up(self.embedding(tokens)).relu()))
-
-
-def fsdp(net):
-    fully_shard(net.up)
-    fully_shard(net)
-
-
-def hsdp(net):
-    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def fsdp_over_tp(net):
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(net, mesh=mesh["dp"])
-
-
-def alone(net):
-    pass
 
 
 class AppState(Stateful):
@@ -148,9 +128,9 @@ def trained(layout, seed, lr=0.01, steps=2):
 def values_of(net, optimizer):
     """Return what training goes on with, by name, whatever the layout."""
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    moments = {names[id(p)]: plain(dict(state)) for p, state in optimizer.state.items()}
+    moments = {names[id(p)]: without_dtensors(dict(state)) for p, state in optimizer.state.items()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return {"model": plain(dict(net.state_dict())), "moments": moments, "groups": groups}
+    return {"model": without_dtensors(dict(net.state_dict())), "moments": moments, "groups": groups}
 
 
 def save_app(rank, name, path, layout):
@@ -169,7 +149,7 @@ def load_app(rank, name, path, layout):
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    [((4, fsdp), (2, fsdp)), ((4, fsdp_over_tp), (4, hsdp)), ((4, hsdp), (1, alone))],
+    [((4, fsdp), (2, fsdp)), ((4, fsdp_over_tp), (4, hsdp)), ((4, hsdp), (1, plain))],
 )
 def test_the_app_state_of_the_recipe_moves_to_another_layout(tmp_path, saving, loading):
     saved = {name: run(save_app, saving[0], name, str(tmp_path / name), saving[1]) for name in (TORCH, OURS)}
@@ -253,7 +233,7 @@ def load_mixed(rank, name, path, size):
     library(name).load(state, checkpoint_id=path)
     assert state["list"][2]["deep"][0] is before, "tensors are filled in place"
     last = state["stages"].pop("last")
-    return plain(state), last.to_local().clone()
+    return without_dtensors(state), last.to_local().clone()
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -20,7 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import distckpt
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
+from tests.support import parallel_modules
 from tests.support.harness import error_of, run
+from tests.support.parallel_modules import fsdp, hsdp, plain, tp
 
 
 class Scaled(torch.nn.Module):
@@ -55,28 +57,10 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def plain(net: Net) -> None:
-    pass
-
-
-def fsdp(net: Net) -> None:
-    fully_shard(net.up)
-    fully_shard(net)
-
-
 def fsdp_columns(net: Net) -> None:
     # Along another axis than the first FSDP2 wants parts of one size.
     even = {net.embedding.weight} if dist.get_world_size() in (2, 3) else set()
     fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p in even else Shard(0))
-
-
-def hsdp(net: Net) -> None:
-    fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def tp(net: Net) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def tp_beside_copies(net: Net) -> None:
@@ -86,9 +70,7 @@ def tp_beside_copies(net: Net) -> None:
 
 
 def fsdp_over_tp(net: Net) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(net, mesh=mesh["dp"])
+    parallel_modules.fsdp_over_tp(net)
     assert any(isinstance(p, _StridedShard) for p in net.up.weight.placements)
 
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distckpt
@@ -22,6 +20,7 @@ from distckpt import ShardedTensor
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 from tests.support.harness import error_of, run
+from tests.support.parallel_modules import fsdp, fsdp_over_tp, plain, tp
 
 
 class Factored(torch.optim.Optimizer):
@@ -69,27 +68,6 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Cloned, since FSDP2 warns of modules that return views.
         return self.down(torch.tanh(self.up(x))).clone()
-
-
-def plain(net: Net) -> None:
-    pass
-
-
-def fsdp(net: Net) -> None:
-    for layer in (net.up, net.expert):
-        fully_shard(layer)
-    fully_shard(net)
-
-
-def tp(net: Net) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def fsdp_over_tp(net: Net) -> None:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(net, mesh=mesh["dp"])
 
 
 def make(layout, optimizer_name: str, seed: int) -> tuple[Net, torch.optim.Optimizer]:

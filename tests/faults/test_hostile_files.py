@@ -26,11 +26,9 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-import distckpt
-from distckpt import ShardedObject, ShardedTensor
-from distckpt._format import codec, safetensors_file
 from tests.fuzz.contained import VERBS, serve
 from tests.fuzz.targets import WEIGHT, save_dcp, save_example, torch_saved
+from tests.support.forged_files import entry, file_of, forge, marker_of, object_of, with_object
 
 HUGE = 5 << 40
 """Size of a file without content, which takes no space on the disk."""
@@ -204,10 +202,6 @@ def a_distcp_file_turned(path, turn):
 # ---- markers
 
 
-def marker_of(path):
-    return json.loads((path / "metadata.json").read_text())
-
-
 MARKERS = {
     "nesting": lambda m: '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
     "nesting that can just be read": lambda m: json.dumps(m)[:-1] + ',"a":' + "[" * 900 + "]" * 900 + "}",
@@ -237,21 +231,6 @@ def a_marker_with(path, change):
 
 
 # ---- manifests, with a marker that agrees
-
-
-def forge(path, change):
-    """Change the manifest, and the marker with it so that they agree."""
-    file = path / "manifest.safetensors"
-    columns = safetensors.numpy.load(file.read_bytes())
-    fields = json.loads(columns.pop("json").tobytes())
-    columns = {name: column.copy() for name, column in columns.items()}
-    change(fields, columns)
-    columns["json"] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
-    data = safetensors.numpy.save({name: np.ascontiguousarray(column) for name, column in columns.items()})
-    file.write_bytes(data)
-    marker = marker_of(path)
-    marker["manifest"].update(bytes=len(data), checksum=f"{xxhash.xxh3_64_intdigest(data):016x}")
-    (path / "metadata.json").write_text(json.dumps(marker))
 
 
 FILE_NAMES = {
@@ -467,22 +446,6 @@ def fields_that_nest(path):
 # ---- encoded objects
 
 
-def with_object(path, blob):
-    """Save a checkpoint again, its object encoded as `blob`."""
-    shutil.rmtree(path)
-    encode = codec.encode
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "encode", lambda obj: blob if obj == "hostile" else encode(obj))
-        state = {"w": ShardedTensor.from_rank_offsets("w", WEIGHT), "o": ShardedObject("o", "hostile", (1,), (0,))}
-        distckpt.save(state, path)
-
-
-def object_of(tree, entries=(), **metadata):
-    text = tree if isinstance(tree, str) else json.dumps(tree)
-    named = {f"{i:08}": raw for i, raw in enumerate(entries)}
-    return safetensors_file.join_file(named, {"codec_version": "1", "tree": text, **metadata})
-
-
 def colliding(count):
     """Make different numbers whose hashes are equal."""
     return [{"$complex": [float(-1000003 * i), float(i)]} for i in range(count)]
@@ -522,15 +485,6 @@ def an_object(path, blob):
 
 
 # ---- Hugging Face directories
-
-
-def file_of(header, body=b"", length=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length % 2**64) + text + body
-
-
-def entry(shape, first, end, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
 
 
 def sharded(shape, offset, global_shape=None):
@@ -802,7 +756,7 @@ def a_common_state_archive(path, data):
     (path / "common.pt").write_bytes(data)
 
     def change(metadata):
-        for name in [n for n, entry in metadata.state_dict_metadata.items() if not hasattr(entry, "chunks")]:
+        for name in [n for n, stored in metadata.state_dict_metadata.items() if not hasattr(stored, "chunks")]:
             del metadata.state_dict_metadata[name]
 
     change_metadata(path, change)

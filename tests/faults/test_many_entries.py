@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 from distckpt import CheckpointingException
-from tests.faults.test_hostile_files import entry, file_of, forge, object_of, with_object
 from tests.fuzz.contained import VERBS, limit_memory
 from tests.fuzz.targets import save_example
+from tests.support.forged_files import entry, file_of, forge, object_of, with_object
 from tests.support.harness import run
 
 MEMORY_BYTES = 2 << 30

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint
 
 import distckpt
 from distckpt import cli
-from tests.distributed import test_interop_megatron as megatron
+from tests.support import megatron_gpt
 from tests.support.docs_pages import BLOCKS, PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 from tests.support.harness import run
 
@@ -54,12 +54,18 @@ def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
     exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
 
 
-def run_for_megatron(rank: int, block: Block, directory: Path) -> None:
-    """Run a block in a directory, with the model that the page speaks of."""
-    os.chdir(directory)
+def run_blocks_for_megatron(rank: int, directories: list[Path]) -> None:
+    """Run each block in a directory of its own; one process, since Megatron takes seconds to import."""
     warnings.simplefilter("ignore")  # Megatron, when it is imported
+    for block, directory in zip(FOR_MEGATRON, directories, strict=True):
+        os.chdir(directory)
+        run_for_megatron(block)
+
+
+def run_for_megatron(block: Block) -> None:
+    """Run a block, with the model that the page speaks of."""
     if block.language == "python":
-        names = {"gpt_model": megatron.make_model(1, 1)} if "gpt_model" in block.text else {}
+        names = {"gpt_model": megatron_gpt.make_model(1, 1)} if "gpt_model" in block.text else {}
         exec(compile(block.text, block.name, "exec"), {"__name__": "__main__", **names})
         return
     for line in lines_of(block.text):
@@ -67,21 +73,20 @@ def run_for_megatron(rank: int, block: Block, directory: Path) -> None:
         assert (program, cli.main(arguments)) == ("distckpt", 0)
 
 
-@megatron.pytestmark
-@pytest.mark.timeout(600)  # each block is a process that imports Megatron, with a limit of its own
+@megatron_gpt.needs_megatron
 def test_blocks_for_megatron_run(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     source = str(tmp_path / "megatron" / "iter_0001000")
-    run(megatron.save_with_megatron, 2, source, group_timeout=megatron.TIMEOUT)
+    run(megatron_gpt.save_with_megatron, 2, source, group_timeout=megatron_gpt.TIMEOUT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         torch.distributed.checkpoint.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path / "fsdp" / "step_1000"))
-    for block in FOR_MEGATRON:
-        place = tmp_path / block.name
-        place.mkdir()
+    directories = [tmp_path / block.name for block in FOR_MEGATRON]
+    for directory in directories:
+        directory.mkdir()
         for name in ("megatron", "fsdp"):
-            (place / name).symlink_to(tmp_path / name)
-        run(run_for_megatron, 1, block, place, group_timeout=megatron.TIMEOUT)
+            (directory / name).symlink_to(tmp_path / name)
+    run(run_blocks_for_megatron, 1, directories, group_timeout=megatron_gpt.TIMEOUT)
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------

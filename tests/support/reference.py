@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
+from typing import Any
+
 import pytest
 import safetensors
 import torch
@@ -28,3 +32,11 @@ def skip_where_safetensors_lacks(dtype: torch.dtype) -> None:
     """Skip a test that reads a tensor with safetensors itself, where that is too old for the dtype."""
     if OLD_SAFETENSORS and str(dtype).removeprefix("torch.") in NEW_DTYPES:
         pytest.skip(f"safetensors {safetensors.__version__} reads no {dtype}")
+
+
+def megatron_or_skip(module: str) -> Any:
+    """Import a module below `megatron.core`; skip the test where Megatron Core is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
+        return importlib.import_module(f"megatron.core.{module}")

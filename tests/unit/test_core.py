@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
-import warnings
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from distckpt import core
+from tests.support.reference import megatron_or_skip
 
 EXTRA_BASES = {
     core.CheckpointingException: Exception,
@@ -139,15 +138,8 @@ def test_bad_marker_is_a_corrupt_checkpoint(tmp_path, content):
         assert str(path) in str(caught.value)
 
 
-def megatron_core():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
-        return importlib.import_module("megatron.core.dist_checkpointing.core")
-
-
 def test_markers_are_readable_in_both_directions(tmp_path: Path):
-    megatron = megatron_core()
+    megatron = megatron_or_skip("dist_checkpointing.core")
     core.save_config(core.CheckpointingConfig("safetensors", 2), str(tmp_path))
     theirs = megatron.maybe_load_config(str(tmp_path))
     assert (theirs.sharded_backend, theirs.sharded_backend_version) == ("safetensors", 2)

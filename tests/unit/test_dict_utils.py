@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import collections
-import importlib
-import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from distckpt import dict_utils
 from distckpt.mapping import ShardedObject
+from tests.support.reference import megatron_or_skip
 
 NESTED = st.recursive(
     st.integers(0, 5),
@@ -223,10 +222,7 @@ def test_map_reduce_groups_in_order_of_appearance():
 
 @pytest.fixture(scope="module")
 def megatron():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
-        return importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
+    return megatron_or_skip("dist_checkpointing.dict_utils")
 
 
 @given(x=CONTAINERS, lists_as_dicts=st.booleans())

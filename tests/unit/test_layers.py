@@ -201,3 +201,18 @@ def test_the_architecture_page_names_every_folder_and_only_files_that_exist():
     assert [name for name in named if not (package / name).is_file() and not list(package.rglob(name))] == []
     picture = (ROOT / "docs/architecture.svg").read_text()
     assert {name for name in folders if name.startswith("_")} <= set(re.findall(r">(_\w+)<", picture))
+
+
+def test_no_test_module_imports_another():
+    """What several of them need is in tests/support."""
+    imported = []
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            imported += [f"{file.name}: {name}" for name in names if re.match(r"tests\..*\btest_", name)]
+    assert imported == []

@@ -23,14 +23,9 @@ from tests.support.disk import tree_of
 from tests.support.hooked_store import hooked_reads
 from tests.support.states import state_of, value_of
 
+pytestmark = pytest.mark.usefixtures("no_saves_left")
+
 PATIENCE = 200.0
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    distckpt._io.background.wait_for_all()
-    distckpt._operations.background_save._saves_of_groups.clear()
 
 
 def names_in(root):

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import math
 import pickle
-import warnings
 from dataclasses import fields, replace
 from functools import partial
 
@@ -25,6 +24,7 @@ from distckpt.mapping import (
     apply_factory_merges,
     is_main_replica,
 )
+from tests.support.reference import megatron_or_skip
 
 
 @st.composite
@@ -587,10 +587,7 @@ def test_factory_without_counterpart_is_an_error(loaded, factories, problem):
 
 @pytest.fixture(scope="module")
 def megatron():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
-        return importlib.import_module("megatron.core.dist_checkpointing.mapping")
+    return megatron_or_skip("dist_checkpointing.mapping")
 
 
 def attributes(shard):

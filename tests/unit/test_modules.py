@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import importlib
 import itertools
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedObject, ShardedTensor, modules
 from distckpt._models import dtensor
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
+from tests.support.reference import megatron_or_skip
 
 
 class Counter(torch.nn.Module):
@@ -251,14 +250,11 @@ def group_of_one():
 
 @pytest.fixture(scope="module")
 def megatron():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
-        names = ["make_sharded_tensors_for_checkpoint", "make_sharded_object_for_checkpoint"]
-        theirs = {name: getattr(importlib.import_module("megatron.core.transformer.utils"), name) for name in names}
-        names = ["make_tp_sharded_tensor_for_checkpoint", "make_sharded_tensor_for_checkpoint"]
-        theirs |= {name: getattr(importlib.import_module("megatron.core.utils"), name) for name in names}
-        return SimpleNamespace(**theirs)
+    names = ["make_sharded_tensors_for_checkpoint", "make_sharded_object_for_checkpoint"]
+    theirs = {name: getattr(megatron_or_skip("transformer.utils"), name) for name in names}
+    names = ["make_tp_sharded_tensor_for_checkpoint", "make_sharded_tensor_for_checkpoint"]
+    theirs |= {name: getattr(megatron_or_skip("utils"), name) for name in names}
+    return SimpleNamespace(**theirs)
 
 
 class Group:

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +16,7 @@ from distckpt import optimizer
 from distckpt.core import InvalidShardingError
 from distckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
+from tests.support.reference import megatron_or_skip
 
 
 def split_in_two(key, data, replica_id, flattened_range):
@@ -203,11 +202,7 @@ def test_failure_changes_nothing_and_says_what_to_do():
 
 @pytest.fixture(scope="module")
 def megatron():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
-        package = "megatron.core.dist_checkpointing"
-        return importlib.import_module(f"{package}.optimizer"), importlib.import_module(f"{package}.mapping")
+    return megatron_or_skip("dist_checkpointing.optimizer"), megatron_or_skip("dist_checkpointing.mapping")
 
 
 def test_optimizer_state_agrees_with_megatron(megatron):

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
-import warnings
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torch
 from distckpt import utils
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from tests.support.reference import megatron_or_skip
 
 
 def make_state(module=None):
@@ -197,11 +196,7 @@ def test_debug_time_keeps_quiet_below_the_threshold_but_hides_no_error(caplog):
 
 @pytest.fixture(scope="module")
 def megatron():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
-        package = "megatron.core.dist_checkpointing"
-        return importlib.import_module(f"{package}.utils"), importlib.import_module(f"{package}.mapping")
+    return megatron_or_skip("dist_checkpointing.utils"), megatron_or_skip("dist_checkpointing.mapping")
 
 
 @pytest.mark.parametrize("name", EXTRACTIONS)

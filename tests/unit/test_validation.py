@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import importlib
 import itertools
 import logging
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -33,6 +31,7 @@ from distckpt.validation import (
     validate_sharding_integrity,
     verify_checkpoint,
 )
+from tests.support.reference import megatron_or_skip
 
 
 def tensor_shard(key, region, global_shape, replica_id=0, dtype=torch.float32):
@@ -413,10 +412,7 @@ def test_strict_flags_are_modes_or_their_names():
 
 
 def test_modes_agree_with_megatron():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its optional dependencies warn when they are absent
-        pytest.importorskip("megatron.core", reason="megatron-core is not installed; only the comparison is skipped")
-        theirs = importlib.import_module("megatron.core.dist_checkpointing.validation").StrictHandling
+    theirs = megatron_or_skip("dist_checkpointing.validation").StrictHandling
     assert {mode.name: mode.value for mode in StrictHandling} == {mode.name: mode.value for mode in theirs}
     for name in (
         "requires_explicit_ckpt_mismatch_check",

@@ -48,16 +48,6 @@ class FailsAfterWriting(SaveShardedStrategy):
         raise OSError(28, "No space left on device", "somewhere")
 
 
-@pytest.fixture
-def memory():
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-    yield "memory://bucket"
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-
-
 # ---- what is there already
 
 

@@ -19,7 +19,9 @@ from distckpt import CheckpointExistsError, CheckpointingException, ShardedObjec
 from distckpt._base import device as base_device
 from distckpt.strategies.base import SaveShardedStrategy
 from tests.support.disk import tree_of
-from tests.unit.base.test_device import SlowDevice
+from tests.support.slow_device import SlowDevice
+
+pytestmark = pytest.mark.usefixtures("no_saves_left")
 
 PATIENCE = 200.0
 
@@ -44,15 +46,6 @@ def gate():
     gate = Gate()
     yield gate
     gate.open()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """Let no save of one test go on into the next, and no error of it surface there."""
-    yield
-    distckpt._io.background.wait_for_all()
-    distckpt._operations.background_save._saves_of_groups.clear()
-    distckpt.release_staging_memory()
 
 
 def whole(key, tensor):

@@ -23,7 +23,7 @@ from distckpt._plan.share import (
     divide,
     plan_shares,
 )
-from tests.unit.plan.test_load import manifest_of
+from tests.support.manifests import manifest_of
 
 MIB = 1 << 20
 

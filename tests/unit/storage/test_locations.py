@@ -9,17 +9,6 @@ import pytest
 from distckpt._storage import locations
 
 
-@pytest.fixture
-def memory():
-    """The prefix of an empty in-memory object store."""
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-    yield "memory://bucket"
-    files.store.clear()
-    files.pseudo_dirs[:] = [""]
-
-
 @pytest.fixture(params=["local", "memory"])
 def base(request, tmp_path):
     return str(tmp_path) if request.param == "local" else request.getfixturevalue("memory")

@@ -12,14 +12,9 @@ from distckpt import CheckpointExistsError, CheckpointingException
 from distckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from tests.support.states import state_of
 
+pytestmark = pytest.mark.usefixtures("no_saves_left")
+
 PATIENCE = 200.0
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    yield
-    distckpt._io.background.wait_for_all()
-    distckpt._operations.background_save._saves_of_groups.clear()
 
 
 def loaded(path):
