@@ -241,12 +241,13 @@ def check_lost_ranks(name: str, folder: Path, num_ranks: int, num_points: int | 
 
 
 SEVERAL = [name for name, scenario in SCENARIOS.items() if scenario.max_ranks > 1]
-SAMPLED = [("save", 3), ("async_manager", 2), ("export_over_another", 2)]
+SAMPLED = [("save", 3, 1), ("async_manager", 2, 2), ("export_over_another", 2, 2)]
+"""Scenario, number of ranks, and at how many points each of them dies."""
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), SAMPLED)
-def test_a_rank_dies(name, num_ranks, tmp_path, record_property):
-    record_property("points", check_lost_ranks(name, tmp_path, num_ranks, num_points=2))
+@pytest.mark.parametrize(("name", "num_ranks", "num_points"), SAMPLED)
+def test_a_rank_dies(name, num_ranks, num_points, tmp_path, record_property):
+    record_property("points", check_lost_ranks(name, tmp_path, num_ranks, num_points))
 
 
 @pytest.mark.slow
