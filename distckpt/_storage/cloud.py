@@ -37,6 +37,9 @@ _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
 _ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
 """HTTP status -> what it means for a file; EIO for others."""
 
+_CONTAINER = re.compile(r"[A-Za-z0-9._-]+(@[A-Za-z0-9.-]+)?")
+_NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+
 
 class CloudLocation(RemoteLocation):
     """An object, or a prefix of objects, of S3, Google Cloud Storage or Azure."""
@@ -45,6 +48,10 @@ class CloudLocation(RemoteLocation):
         super().__init__(location)
         scheme, _, rest = location.partition("://")
         container, _, self._path = rest.partition("/")
+        if not _CONTAINER.fullmatch(container):
+            raise OSError(errno.EINVAL, f"{container!r} is no name of a bucket or container", location)
+        if self._path and not {"", ".", ".."}.isdisjoint(self._path.split("/")):
+            raise OSError(errno.EINVAL, "a part of the path is empty, '.' or '..'", location)
         self.num_attempts = _num_attempts()
         self._connection = _connect(location, scheme, container)
         self._store = self._connection.store
@@ -197,6 +204,8 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
     variables = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "HOME")
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(variables)))
     try:
+        if empty := [name for name, value in environment if "ENDPOINT" in name and not value]:
+            raise ValueError(f"the environment variable {empty[0]} is empty: unset it")
         return _connection_in(environment, scheme, container)
     except ImportError as error:
         raise ImportError(f"{location}: {error}: pip install 'distckpt[{_PROVIDERS[scheme]}]'") from error
@@ -237,7 +246,10 @@ def _connection_in(environment: tuple[tuple[str, str], ...], scheme: str, contai
 
 
 def _num_attempts() -> int:
-    return int(os.environ.get("AWS_MAX_ATTEMPTS", _ATTEMPTS))
+    text = os.environ.get("AWS_MAX_ATTEMPTS") or str(_ATTEMPTS)
+    if not text.isdecimal():
+        raise ValueError(f"The environment variable AWS_MAX_ATTEMPTS is {text!r}, not a number.")
+    return int(text)
 
 
 def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
@@ -288,6 +300,9 @@ def _azure_config(container: str) -> dict[str, str]:
 
 def _os_error(error: Exception, location: str) -> Exception:
     """Return an error that names the location in place of one of the libraries; others as they are."""
+    if _NO_CONTAINER.search(str(error)) and (_is_of_library(error) or isinstance(error, FileNotFoundError)):
+        # Not FileNotFoundError, which would pass for a bucket without this checkpoint.
+        return OSError(errno.ENXIO, "the bucket or container does not exist", location)
     if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
         number = errno.EEXIST
     elif isinstance(error, FileNotFoundError) and error.errno is None:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -24,13 +25,23 @@ from distckpt._storage import object_store
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MAX_NAME_BYTES = 255
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?:[^/]|/*$)")
 
 
 def normalize(location: str | os.PathLike[str]) -> str:
-    """Return the location as a `str`: an absolute path for local files, an unchanged URL otherwise."""
+    """Return the location as a `str`: an absolute path for local files, an unchanged URL otherwise.
+
+    Raises:
+        ValueError: it is a URL without its second slash, which `pathlib` removes, or one that names nothing.
+    """
     text = os.fspath(location)
     if text.startswith("file://"):
         text = text[len("file://") :]
+    if _BROKEN_URL.match(text):
+        raise ValueError(
+            f"{text!r} is no complete URL: write a str such as 's3://bucket/run', since pathlib removes a slash. "
+            f"If a local directory is meant, write './{text}'."
+        )
     return os.path.abspath(text) if is_local(text) else text.rstrip("/")
 
 

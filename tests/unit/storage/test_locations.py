@@ -34,6 +34,14 @@ def test_locations_are_normalized(given, normalized):
     assert locations.normalize(given) == normalized
 
 
+@pytest.mark.parametrize(
+    "given", [Path("s3://bucket/run"), "s3:/bucket/run", "file:/tmp/x", "s3://", "gs:///"], ids=str
+)
+def test_broken_urls_are_no_local_directories(given):
+    with pytest.raises(ValueError, match="is no complete URL"):
+        locations.normalize(given)
+
+
 def test_relative_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert locations.normalize("run/../ckpt") == str(tmp_path / "ckpt")

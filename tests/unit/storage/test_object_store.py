@@ -506,3 +506,32 @@ def test_reshard(store):
     distckpt.save(state(2.0), f"{store.url}/d")
     distckpt.reshard(f"{store.url}/c", f"{store.url}/d", num_ranks=3, overwrite=True)
     assert holds(f"{store.url}/d", 1.0)
+
+
+def test_a_missing_bucket_is_no_empty_run(server):
+    with pytest.raises(OSError, match="bucket or container does not exist"):
+        CheckpointManager("s3://no-such-bucket/run").latest()
+    with pytest.raises(OSError, match="bucket or container does not exist"):
+        distckpt.check_is_distributed_checkpoint("s3://no-such-bucket/run/step_1")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("s3:///run/step_1", "'' is no name of a bucket"),
+        ("s3://two words/x", "'two words' is no name of a bucket"),
+        ("s3://b/a//c", "a part of the path is empty"),
+        ("s3://b/../c", "a part of the path is empty"),
+    ],
+)
+def test_urls_that_name_no_place_are_refused_at_once(path, problem):
+    with pytest.raises(OSError, match=problem) as caught:
+        distckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, path)
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("AWS_ENDPOINT_URL", ""), ("AWS_MAX_ATTEMPTS", "abc")])
+def test_odd_settings_are_named(bucket, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises((OSError, ValueError), match=name):
+        distckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, f"{bucket}/x")
