@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distckpt import validation
@@ -19,8 +20,9 @@ from distckpt._storage import locations
 BACKEND = "safetensors"
 VERSION = 1
 
-READERS: dict[str, Reader] = {}
+READERS: dict[str, Reader] = {reader.name: reader for reader in (TorchDistReader(), HuggingFaceReader())}
 """Readers by name. Those that were registered last look first at what is at a location."""
+_RESERVED_NAMES = {*READERS, BACKEND, "distckpt"}
 
 
 def register_reader(reader: Reader) -> None:
@@ -28,13 +30,32 @@ def register_reader(reader: Reader) -> None:
 
     Args:
         reader: takes the place of an earlier one of the same name, and looks at checkpoints before all others do.
+
+    Raises:
+        TypeError: `reader` is no instance of `Reader`.
+        ValueError: its name is empty, or that of a built-in format.
     """
+    if not isinstance(reader, Reader):
+        raise TypeError(f"register_reader takes an instance of a Reader, got {reader!r:.100}.")
+    if not isinstance(reader.name, str) or not reader.name or reader.name in _RESERVED_NAMES:
+        raise ValueError(
+            f"{reader.name!r:.100} cannot name a format: use a string other than {sorted(_RESERVED_NAMES)}."
+        )
     READERS.pop(reader.name, None)
     READERS[reader.name] = reader
 
 
-register_reader(TorchDistReader())
-register_reader(HuggingFaceReader())
+@contextlib.contextmanager
+def naming_reader(reader: Reader, location: str) -> Iterator[None]:
+    """Name the reader and the location in errors of a reader that are not meant for users."""
+    try:
+        yield
+    except (CheckpointingException, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointingException(
+            f"The reader of {reader.name!r} failed on {location!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -49,7 +70,9 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
         validation.check_marker(marker, location)
     if marker is None or marker["sharded_backend"] != BACKEND:
         for reader in reversed(READERS.values()):
-            if reader.detect(location, marker):
+            with naming_reader(reader, location):
+                is_found = reader.detect(location, marker)
+            if is_found:
                 config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
                 return {**config, "manifest": None, "reader": reader.name}
     return validation.check_marker(marker, location)
@@ -75,7 +98,9 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
     """Read the manifest that a marker names; for a foreign format let its reader make one."""
     expected = marker.get("manifest", {})
     if expected is None:
-        return _reader_named(marker.get("reader"), location).manifest(location).to_bytes()
+        reader = _reader_named(marker.get("reader"), location)
+        with naming_reader(reader, location):
+            return reader.manifest(location).to_bytes()
     if not isinstance(expected, dict) or not is_manifest_name(expected.get("name")):
         raise CorruptCheckpointError(
             f"The marker of {location!r} names no {MANIFEST_NAME}: it was not written by the {BACKEND!r} backend, or "

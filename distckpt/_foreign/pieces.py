@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,6 +155,9 @@ def _check_tiling(
 ) -> None:
     """Check that the pieces of each tensor cover it exactly once; parts of objects may be missing."""
     key_ids, offsets, extents = columns
+    for group, shape in zip(groups, shapes, strict=True):
+        if group[0].dtype == OBJECT:
+            _check_parts_of_object(location, group, shape)
     ndims = np.array([-1 if g[0].dtype == OBJECT else len(s) for g, s in zip(groups, shapes, strict=True)], np.int64)
     for ndim in sorted(set(ndims.tolist()) - {-1}):
         members = np.flatnonzero(ndims == ndim)
@@ -167,6 +171,18 @@ def _check_tiling(
         if faults:
             key_id = int(members[faults[0].tensor])
             raise _tiling_error(location, groups[key_id], shapes[key_id], faults[0].element)
+
+
+def _check_parts_of_object(location: str, parts: Sequence[StoredPiece], shape: tuple[int, ...]) -> None:
+    for part in parts:
+        if any(size != 1 for size in part.region.shape):
+            raise CorruptCheckpointError(
+                f"The object {part.key!r} in {location!r}: {part.region} in {part.file!r} is not one cell of a grid."
+            )
+    # Equal offsets follow one another.
+    for first, second in itertools.pairwise(parts):
+        if first.region.offset == second.region.offset:
+            raise _tiling_error(location, parts, shape, first.region.offset)
 
 
 def _check_positions(location: str, pieces: Sequence[StoredPiece], sizes: Mapping[str, int]) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._foreign.opening import find_reader
+from distckpt._foreign.opening import find_reader, naming_reader
+from distckpt._foreign.reader import Reader
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
@@ -35,7 +36,7 @@ def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> l
     if reader is None:
         parts = iter([_decode(stored, *pair) for pair in zip(chunks, read_chunks(stored, chunks), strict=True)])
     else:
-        parts = iter(reader.load_objects(stored, chunks))
+        parts = iter(_load_parts(reader, stored, chunks))
     return [next(parts) if is_wanted else load_common_state(stored) for is_wanted in is_part]
 
 
@@ -43,7 +44,14 @@ def load_common_state(stored: StoredCheckpoint) -> Any:
     """Load the common state; an empty dict where there is none."""
     reader = find_reader(stored)
     if reader is not None:
-        return reader.load_common_state(stored)
+        with naming_reader(reader, stored.location):
+            common = reader.load_common_state(stored)
+        if not isinstance(common, dict):
+            raise CheckpointingException(
+                f"The reader of {reader.name!r} returned a {type(common).__name__} for the common state of "
+                f"{stored.location!r}: it must be a dict."
+            )
+        return common
     if COMMON_KEY not in stored.manifest.key_index:
         return {}
     return load_objects(stored, [ShardedObject(COMMON_KEY, None, (1,), (0,))])[0]
@@ -70,7 +78,18 @@ def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], by
     offsets = [stored.manifest.chunk_region(chunk).offset for chunk in chunks]
     if reader is None:
         return dict(zip(offsets, read_chunks(stored, chunks), strict=True))
-    return dict(zip(offsets, map(codec.encode, reader.load_objects(stored, chunks)), strict=True))
+    return dict(zip(offsets, map(codec.encode, _load_parts(reader, stored, chunks)), strict=True))
+
+
+def _load_parts(reader: Reader, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
+    with naming_reader(reader, stored.location):
+        values = list(reader.load_objects(stored, chunks))
+    if len(values) != len(chunks):
+        raise CheckpointingException(
+            f"The reader of {reader.name!r} returned {len(values)} values for {len(chunks)} parts of objects in "
+            f"{stored.location!r}."
+        )
+    return values
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:

@@ -203,3 +203,66 @@ def test_a_marker_cannot_name_just_any_reader(tmp_path, name):
     (tmp_path / "metadata.json").write_text(json.dumps(marker))
     with pytest.raises(CheckpointingException, match="no reader is registered"):
         distckpt.load_plain_tensors(tmp_path)
+
+
+# --- Readers with mistakes --------------------------------------------------------------------------------------------
+
+
+class _Named(ToyReader):
+    def __init__(self, name):
+        self.name = name
+
+
+@pytest.mark.parametrize("name", ["", None, 5, "safetensors", "huggingface", "torch_dist", "distckpt"])
+def test_names_that_a_reader_cannot_have(name):
+    with pytest.raises(ValueError, match="cannot name a format"):
+        register_reader(_Named(name))
+
+
+def test_a_class_is_no_reader():
+    with pytest.raises(TypeError, match="an instance of a Reader"):
+        register_reader(ToyReader)
+
+
+READS = {
+    "load": lambda toy: distckpt.load({"sampler": ShardedObject("sampler", None, (1,), (0,))}, toy),
+    "diff": lambda toy: distckpt.diff(toy, toy),
+    "reshard": lambda toy: distckpt.reshard(toy, f"{toy}-resharded"),
+}
+
+
+@pytest.mark.parametrize("values", [[], [SAMPLER, SAMPLER], None], ids=["too few", "too many", "none"])
+@pytest.mark.parametrize("read", READS)
+def test_a_wrong_number_of_objects_is_an_error_that_names_the_reader(toy, monkeypatch, values, read):
+    monkeypatch.setattr(ToyReader, "load_objects", lambda self, stored, chunks: values)
+    with pytest.raises(CheckpointingException, match="The reader of 'toy'"):
+        READS[read](toy)
+
+
+@pytest.mark.parametrize("common", [None, [1]])
+def test_common_state_that_is_no_dict_is_an_error(toy, monkeypatch, common):
+    monkeypatch.setattr(ToyReader, "load_common_state", lambda self, stored: common)
+    with pytest.raises(CheckpointingException, match="must be a dict"):
+        distckpt.load({}, toy)
+
+
+@pytest.mark.parametrize("method", ["detect", "manifest", "load_objects", "load_common_state"])
+def test_errors_of_a_reader_name_it_and_the_location(toy, monkeypatch, method):
+    def fail(*arguments):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(ToyReader, method, fail)
+    with pytest.raises(CheckpointingException, match=r"The reader of 'toy' failed on '.*toy.*': ZeroDivisionError: oh"):
+        distckpt.load({"sampler": ShardedObject("sampler", None, (1,), (0,))}, toy)
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [([((0,), (1,)), ((0,), (1,))], "is stored several times"), ([((0,), (2,))], "is not one cell")],
+    ids=["twice", "two cells in one"],
+)
+def test_parts_of_objects_are_checked(tmp_path, parts, problem):
+    (tmp_path / "x.bin").write_bytes(b"1234")
+    pieces = [StoredPiece("o", OBJECT, Region(*region), (2,), "x.bin", i, 1) for i, region in enumerate(parts)]
+    with pytest.raises(CorruptCheckpointError, match=problem):
+        build_manifest("toy", str(tmp_path), pieces)
