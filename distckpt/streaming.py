@@ -39,7 +39,7 @@ StateDictMeta: TypeAlias = Iterable[StateDictMetaItem]
 
 
 class TensorMeta(NamedTuple):
-    """What is announced of a tensor: its name, its dtype as safetensors names it, and its shape as torch counts."""
+    """Describe a tensor in advance: its name, its dtype as safetensors names it, and its shape as torch counts."""
 
     name: str
     dtype: str

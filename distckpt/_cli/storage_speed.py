@@ -28,7 +28,7 @@ TENSOR_BYTES = 16 << 20
 
 
 class Task(NamedTuple):
-    """What to measure: `num_runs` rounds of saves and loads in a folder, of `num_tensors` tensors in each rank."""
+    """A measurement: `num_runs` rounds of saves and loads in a folder, of `num_tensors` tensors in each rank."""
 
     folder: str
     num_ranks: int
@@ -49,7 +49,7 @@ class Contestant(NamedTuple):
 
 
 def measure(rank: int, task: Task) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of each round, by case and contestant; every rank calls."""
+    """Return the seconds of each round, by case and contestant; all ranks must call it."""
     make_raw = _raw_file if locations.is_local(task.folder) else _raw_objects
     contestants = {
         "distckpt": _distckpt(rank, task),

@@ -1,1 +1,1 @@
-"""How a checkpoint becomes visible: a rename, or a conditional put on an object store."""
+"""Make a checkpoint visible in one step: a rename, or a conditional put on an object store."""

@@ -59,7 +59,7 @@ def already_complete(location: str, advice: str) -> CheckpointExistsError:
 
 
 def prepare(staging: str, durable: bool = True) -> None:
-    """Create the directories of a save; every rank calls this, since not all may see each other's at once.
+    """Create the directories of a save; all ranks must call it, since not all may see each other's at once.
 
     When durable, the directories above `staging` are on disk on return; `sync` and `commit` see to the others.
     """
@@ -128,7 +128,7 @@ def _swap(staging: str, location: str, durable: bool = True) -> None:
         "this file system cannot swap directories: %s is absent for a moment, its earlier content is in %s meanwhile",
         location, aside,
     )  # fmt: skip
-    # Of an attempt that another program came in between: what it has put there since stands for this now.
+    # Left by an earlier attempt that another program overtook: the location holds that program's checkpoint now.
     locations.remove_tree(aside)
     locations.rename(location, aside, durable)
     with locations.undone_by(lambda: locations.rename(aside, location, durable)):

@@ -114,7 +114,7 @@ def _read(
 
 
 class _Request(NamedTuple):
-    """What one rank loads: shards to fill, objects to read and values of common state by path, and missing keys."""
+    """The request of one rank: shards to fill, objects to read and values of common state by path, and missing keys."""
 
     tensors: list[ShardedBase]
     objects: dict[tree.Path, ShardedBase]

@@ -122,7 +122,7 @@ class ChunkTable(NamedTuple):
 
 
 class Manifest:
-    """What a checkpoint holds, and where: its keys and the table of their chunks.
+    """The content of a checkpoint: its keys and the table of their chunks.
 
     Args:
         keys: names of tensors and objects, distinct.
@@ -280,7 +280,7 @@ class Manifest:
         _require(bool((np.abs(expected) < 2.0**62).all()), "a chunk is larger than any file")
         exact = np.prod(self.shapes, axis=1) * per_item
         _require(bool(((per_item == 0) | (exact == self.num_bytes)).all()), "a chunk's size contradicts its shape")
-        # No byte is in two chunks, so nothing small stands for much. In floating point: sums wrap around, too.
+        # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would wrap around.
         in_files = np.bincount(self.file_ids, self.num_bytes.astype(np.float64), len(self.files))
         _require(all(in_files <= [float(f.num_bytes) for f in self.files]), "chunks take more room than their file has")
         _require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")

@@ -23,7 +23,7 @@ CONFIG_FNAME = "metadata.json"
 _MAX_MARKER_BYTES = 4 << 20
 _MAX_BACKEND_CHARS = 255
 _NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
-"""What the system says when a name leads to no file; other errors are of the disk, and may pass."""
+"""Errors for a name that leads to no file; others are of the disk, and may be temporary."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from distckpt._storage import locations
 
 
 class StoredCheckpoint(NamedTuple):
-    """Where a checkpoint lies, what it holds, and how its reads are verified.
+    """A checkpoint on disk: its location and manifest, and how its reads are verified.
 
     Chunks are given as rows of the manifest's table, keys by name.
 

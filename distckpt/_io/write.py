@@ -71,7 +71,7 @@ class NewFile(NamedTuple):
 
 @dataclass(frozen=True)
 class WriteSettings:
-    """How files are written.
+    """The settings of writing files.
 
     Attributes:
         durable: whether bytes must be on disk when `write_files` returns.

@@ -24,7 +24,7 @@ MAX_PLANS = 4
 
 
 class SavePlan(NamedTuple):
-    """What one rank writes where.
+    """The plan of a save for one rank.
 
     Attributes:
         number: identifies the plan on all ranks.

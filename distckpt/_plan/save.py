@@ -23,7 +23,7 @@ MIN_SLICE_BYTES = 4096
 
 
 class Pieces(NamedTuple):
-    """What one rank writes: regions of its shards, and the ids that their keys have in the manifest."""
+    """Regions of the shards of one rank that it writes, and the ids that their keys have in the manifest."""
 
     key_ids: IntArray
     shard_ids: IntArray

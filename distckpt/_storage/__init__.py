@@ -1,1 +1,1 @@
-"""Where bytes lie: local files and object stores behind one set of functions."""
+"""Local files, object stores and other URLs behind one set of functions."""

@@ -119,7 +119,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
 
 @dataclass
 class SafetensorsSave(PreparedSave):
-    """What one rank is going to write.
+    """The part of one rank in a planned save.
 
     Attributes:
         make_tensor_files: call it in the thread that computes, see `file_of_tensors`.
