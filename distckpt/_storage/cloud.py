@@ -126,7 +126,12 @@ class CloudLocation(RemoteLocation):
         mode = "create" if known_version is None else known_version
         try:
             self._request(lambda: self._connection.unrepeated.put(self._path, data, mode=mode))
-        except (FileExistsError, FileNotFoundError):
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            # The object of the known version has been removed.
+            if known_version is None:
+                raise
             return False
         return True
 

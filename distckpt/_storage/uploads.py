@@ -81,18 +81,18 @@ class _Upload:
             remote.write_stream(self._pieces, num_bytes, self._num_requests)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield the header and the units, some of which are read ahead."""
+        """Yield the header and the units; with several requests at a time, further units are read ahead."""
         yield self._file.header
         ahead: deque[Future[bytes]] = deque()
-        num_units = len(self._file.unit_bytes)
-        for number in range(num_units + self._num_requests):
+        num_units, num_ahead = len(self._file.unit_bytes), self._num_requests - 1
+        for number in range(num_units + num_ahead):
             if number < num_units:
                 ahead.append(self._readers.submit(self._read, number))
-            if number >= self._num_requests:
+            if number >= num_ahead:
                 self._check()
                 yield ahead.popleft().result()
                 # In another thread: this one drives obstore's requests, and the callback may make some of its own.
-                self._readers.submit(self._report, number - self._num_requests).result()
+                self._readers.submit(self._report, number - num_ahead).result()
 
     def _read(self, number: int) -> bytes:
         content = io.BytesIO()

@@ -146,7 +146,7 @@ def test_a_rank_killed_with_two_saves_in_flight(tmp_path):
     for first, second in outcomes[:2]:
         assert list(first.failures) == [2]
         assert isinstance(second, RankFailedError)
-        assert "An earlier background save lost contact" in str(second)
+        assert "an earlier background save lost contact" in str(second)
     check_resumed(tmp_path, 1, 1)
 
 

@@ -41,7 +41,7 @@ def test_without_a_verb_usage_is_shown():
 def test_a_traceback_on_demand(tmp_path):
     trace = run("inspect", tmp_path / "nothing", "--debug", code=1).stderr
     assert trace.startswith("Traceback")
-    assert "sources.py" in trace
+    assert "opening.py" in trace
 
 
 def test_a_reader_that_stops_early_is_no_error(checkpoint):

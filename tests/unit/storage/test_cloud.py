@@ -16,16 +16,10 @@ from distckpt import ShardedTensor
 from distckpt._storage import object_store
 from distckpt.core import CheckpointExistsError
 from tests.support.cloud_servers import running_azurite, running_google_proxy
-from tests.support.s3_server import client, keys_in, new_bucket, reached_at, running_server
+from tests.support.s3_server import client, keys_in, new_bucket, reached_at
 
 LARGE = 4 * (1 << 20) + 77
 """Elements: a little more than 16 MiB, which go in two parts."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
