@@ -57,6 +57,20 @@ def remove_unfinished(location: str) -> None:
     object_store.abort_uploads(location)
 
 
+@contextlib.contextmanager
+def naming_winner(location: str) -> Iterator[None]:
+    """Report a save whose upload is gone as overtaken: a save that wins aborts the uploads of the others."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if locations.is_local(location) or not str(error.filename).startswith(location):
+            raise
+        raise CheckpointExistsError(
+            f"Another program has removed what this save was writing to {location!r}, since it has saved there itself. "
+            "Choose another location, or save again."
+        ) from error
+
+
 class Transaction:
     """A save to an object store, used by the coordinator alone.
 

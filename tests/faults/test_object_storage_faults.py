@@ -174,14 +174,29 @@ def test_the_loser_of_a_race_is_told_so_though_its_answer_was_lost(server, bucke
         if next(others, None):
             distckpt.save(state(3), location)
 
+    # Put with one request, before the other save begins, so that only the marker is left to put.
+    small = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(10)), "step": 2}
     with (
         failing(server, Fault("PUT", r"/metadata\.json", "lose answer", 2)) as proxy,
         pytest.raises(CheckpointExistsError, match="Another program"),
     ):
-        distckpt.save(state(2), location, progress=progress)
+        distckpt.save(small, location, progress=progress)
     assert proxy.happened
     assert holds(location, 3)
     assert len(keys_in(server, location)) == 4
+
+
+def test_a_save_whose_upload_the_winner_of_a_race_aborts_is_told_so(server, bucket):
+    location, others = f"{bucket}/c", iter([1])
+
+    def progress(num_bytes):
+        if next(others, None):
+            distckpt.save(state(3), location)
+
+    with pytest.raises(CheckpointExistsError, match="Another program"):
+        distckpt.save(state(2), location, progress=progress)
+    assert holds(location, 3)
+    assert uploads_in(server, bucket) == []
 
 
 def test_missing_credentials_are_said_at_once(server):
