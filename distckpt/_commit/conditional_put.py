@@ -57,20 +57,6 @@ def remove_unfinished(location: str) -> None:
     object_store.abort_uploads(location)
 
 
-@contextlib.contextmanager
-def naming_winner(location: str) -> Iterator[None]:
-    """Report a save whose upload is gone as overtaken: a save that wins aborts the uploads of the others."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        if locations.is_local(location) or not str(error.filename).startswith(location):
-            raise
-        raise CheckpointExistsError(
-            f"Another program has removed what this save was writing to {location!r}, since it has saved there itself. "
-            "Choose another location, or save again."
-        ) from error
-
-
 class Transaction:
     """A save to an object store, used by the coordinator alone.
 
@@ -94,6 +80,22 @@ class Transaction:
         if not self._is_conditional:
             self._warn_about_conditions()
 
+    @contextlib.contextmanager
+    def naming_winner(self) -> Iterator[None]:
+        """Report a save whose upload is gone as overtaken: a save that wins aborts the uploads of the others."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if self._marker.version() == self._version:
+                raise
+            raise self._overtaken() from error
+
+    def _overtaken(self) -> CheckpointExistsError:
+        return CheckpointExistsError(
+            f"Another program has saved to {self._location!r}, or removed what was there, while this save was "
+            "being written: that stays. Choose another location, or save again."
+        )
+
     def commit(self, fields: Mapping[str, Any]) -> None:
         """Put the marker unless it has changed since the save began, then remove what the checkpoint does not name.
 
@@ -115,10 +117,7 @@ class Transaction:
         self._may_be_committed = True
         if not self._put(content):
             self._may_be_committed = False
-            raise CheckpointExistsError(
-                f"Another program has saved to {self._location!r}, or removed what was there, while this save was "
-                "being written: that stays. Choose another location, or save again."
-            )
+            raise self._overtaken()
         with _only_logging(f"remove what the checkpoint in {self._location} does not need"):
             object_store.remove_all(locations.join(self._location, name) for name in strays)
             for upload in uploads:
