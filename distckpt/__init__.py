@@ -111,8 +111,7 @@ if not TYPE_CHECKING:  # else a type checker believes that the package has every
         if name in __all__:
             modules = (importlib.import_module(f"{__name__}.{home}") for home in _HOMES)
             globals()[name] = value = next(getattr(module, name) for module in modules if hasattr(module, name))
-            if "._" in value.__module__:
-                value.__module__ = __name__
+            importlib.import_module("distckpt._base.public").give_home(value, __name__)
             return value
         full_name = f"{__name__}.{name}"
         try:

@@ -28,6 +28,8 @@ from distckpt._cli import (
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb
 
+__all__ = ["main"]
+
 VERBS: tuple[Verb, ...] = (
     inspect.VERB,
     cat.VERB,

@@ -14,6 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 
+__all__ = [
+    "DiffResult",
+    "Position",
+    "dict_list_map_inplace",
+    "dict_list_map_outplace",
+    "dict_map",
+    "dict_map_with_key",
+    "diff",
+    "extract_matching_values",
+    "inspect_types",
+    "map_reduce",
+    "merge",
+    "nested_items_iter",
+    "nested_values",
+]
+
 Position = tuple[Any, ...]
 DiffResult = tuple[list[Any], list[Any], list[Any]]
 

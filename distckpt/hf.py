@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.public import set_public_home
+from distckpt._commit import posix
 from distckpt._format.hf_names import (
     derive_base_prefix_from_path,
     group_keys_by_shard_size,
@@ -20,7 +22,9 @@ from distckpt._format.hf_names import (
     output_filenames,
     shard_filename,
 )
-from distckpt.strategies.huggingface import HuggingFaceConsolidationStrategy
+from distckpt._operations.consolidate import open_source, write_export
+from distckpt._plan.export import plan_files, plan_tensors, select_tensors
+from distckpt._ranks.collectives import Ranks
 
 __all__ = [
     "consolidate_safetensors_files",
@@ -53,7 +57,7 @@ def consolidate_safetensors_files(
         ValueError: the shards do not belong together: one is missing, has no sharding metadata, is left over from
             another save, is damaged, or differs in dtype; naming file and key. Nothing is written then.
     """
-    _consolidate(input_dir, output_dir, fqn_to_index_mapping=fqn_to_index_mapping, num_threads=num_threads, alone=True)
+    _consolidate(Ranks.alone(), input_dir, output_dir, fqn_to_index_mapping, num_threads)
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -78,20 +82,19 @@ def consolidate_safetensors_files_on_every_rank(
         ValueError: see `consolidate_safetensors_files`.
         RankFailedError: raised on all ranks when any rank failed otherwise.
     """
-    _consolidate(
-        input_dir,
-        output_dir,
-        fqn_to_index_mapping=fqn_to_index_mapping,
-        num_threads=num_threads,
-        process_group=process_group,
-    )
+    _consolidate(Ranks(process_group), input_dir, output_dir, fqn_to_index_mapping, num_threads)
 
 
-def _consolidate(input_dir: str, output_dir: str, **settings: Any) -> None:
-    strategy = HuggingFaceConsolidationStrategy(
-        max_file_bytes=2**63, overwrite=True, require_sharding_info=True, **settings
-    )
+@paused_garbage_collection()
+def _consolidate(
+    ranks: Ranks, input_dir: str, output_dir: str, file_numbers: Mapping[str, int] | None, num_threads: int
+) -> None:
+    target = posix.resolve(output_dir)
     try:
-        strategy.consolidate(input_dir, output_dir)
+        stored, data = open_source(ranks, input_dir, target, overwrite=True, verify="full", require_sharding_info=True)
+        with ranks.phase("plan the export"):
+            outputs = plan_tensors(select_tensors(stored.manifest, None, write_tied=False), (), {}, None)
+            files = plan_files(outputs, 2**63, file_numbers)
+        write_export(ranks, stored, data, files, target, max(1, num_threads))
     except CorruptCheckpointError as error:
         raise ValueError(str(error)) from error

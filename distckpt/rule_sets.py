@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from distckpt.rules import Concat, Rename, Rule, Split, SplitQKV, Trim, Unstack
 
+__all__ = ["megatron_gpt_to_llama", "megatron_gpt_to_mixtral"]
+
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 _EXPERTS = "mlp.experts.experts."

@@ -3,7 +3,7 @@
 from distckpt._base.public import set_public_home
 from distckpt._operations.async_save import async_save
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
-from distckpt._operations.consolidate import consolidate
+from distckpt._operations.consolidate import ExportReport, consolidate
 from distckpt._operations.load import load
 from distckpt._operations.queries import (
     load_common_state_dict,
@@ -17,7 +17,6 @@ from distckpt._operations.save import save
 from distckpt._ranks.report import LoadReport, SaveReport
 from distckpt.strategies.base import ParallelLoad, Verify
 from distckpt.strategies.defaults import get_default_load_sharded_strategy, get_default_save_sharded_strategy
-from distckpt.strategies.huggingface import ExportReport
 
 __all__ = [
     "ExportReport",

@@ -23,6 +23,16 @@ from distckpt._io.stream_files import LocalFiles, RemoteFiles, StreamLayout, lay
 from distckpt._storage import locations
 from distckpt.tensors import as_torch_dtype
 
+__all__ = [
+    "DTYPE_ELEMENT_SIZE",
+    "DTYPE_TO_SAFETENSORS",
+    "StateDictMeta",
+    "StateDictMetaItem",
+    "TensorMeta",
+    "save_safetensors_streaming",
+    "save_safetensors_streaming_sharded",
+]
+
 DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
     spelling: name
     for dtype, name in TO_NAME.items()

@@ -17,12 +17,33 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.memory import estimate_available_memory as estimate_available_memory
-from distckpt._base.memory import is_plain_memory, tensor_bytes
+from distckpt._base.memory import estimate_available_memory, is_plain_memory, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.public import set_public_home
 from distckpt._geometry.region import cut_region, whole
 from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import Position
+
+__all__ = [
+    "TensorFunction",
+    "TensorSource",
+    "apply_gather_functions",
+    "as_torch_dtype",
+    "broadcast_tensor",
+    "chunk_tensor_by_memory",
+    "estimate_array_nbytes",
+    "estimate_available_memory",
+    "flatten_for_broadcast",
+    "is_gcs_path",
+    "parse_gcs_path",
+    "read_process_array",
+    "reshard",
+    "to_host",
+    "to_plain_memory",
+    "unflatten_from_broadcast",
+]
+
+set_public_home(globals())
 
 logger = logging.getLogger(__name__)
 

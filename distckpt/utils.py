@@ -20,6 +20,22 @@ from distckpt.mapping import (
     StateDict,
 )
 
+__all__ = [
+    "add_prefix_for_sharding",
+    "apply_prefix_mapping",
+    "debug_msg",
+    "debug_time",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "extract_sharded_tensors",
+    "extract_sharded_tensors_and_factories",
+    "extract_sharded_tensors_or_nonpersistent",
+    "force_all_tensors_to_non_fp8",
+    "logger_stack",
+    "replace_prefix_for_sharding",
+    "zip_strict",
+]
+
 # Key, global offset, and the bounds of the flattened range of a flat shard.
 _ShardId = tuple[str, tuple[int, ...], tuple[int | None, int | None] | None]
 # Key, global offset, and global shape.

@@ -10,7 +10,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.memory import Bytes, bounce_buffer
-from distckpt._base.threads import UNIT_BYTES
+from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import flat_range_regions
@@ -20,10 +20,17 @@ from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._plan.load import Request, plan_load
 from distckpt.rules import resolve, target_view
 
+_WINDOWS_PER_THREAD = 4
+"""Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening, conversion."""
 _COUNTED_AT_ONCE = 1 << 17
 """Elements; counting makes several temporary tensors of 8 bytes an element."""
 _counting = threading.Lock()
 """Held while a thread adds to the number of overflows of a tensor, to which others may add as well."""
+
+
+def num_export_threads(max_inflight_bytes: int) -> int:
+    """Return how many threads, one at least, may write output within a limit of memory."""
+    return min(NUM_THREADS, max(1, max_inflight_bytes // (_WINDOWS_PER_THREAD * UNIT_BYTES)))
 
 
 def write_output_file(

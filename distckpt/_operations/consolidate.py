@@ -1,19 +1,70 @@
-"""Merge the shards of a checkpoint into a Hugging Face checkpoint."""
+"""Merge the shards of a checkpoint into a Hugging Face checkpoint, without the model and within bounded memory."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import secrets
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
+from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
 from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.messages import check_choice, summarize_keys
+from distckpt._commit import posix
+from distckpt._foreign import hugging_face, opening
+from distckpt._format.hf_names import belongs_to_export, index_json
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
-from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES
+from distckpt._io.export import num_export_threads, write_output_file
+from distckpt._plan.export import (
+    DEFAULT_MAX_FILE_BYTES,
+    OutputFile,
+    OutputTensor,
+    assign_files,
+    plan_files,
+    plan_tensors,
+    select_tensors,
+)
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import counting
+from distckpt._storage import locations
 from distckpt.rules import Rule
 from distckpt.strategies.base import Verify
-from distckpt.strategies.huggingface import ExportReport, HuggingFaceConsolidationStrategy
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The content of an export, after comparison with the headers of the written files.
+
+    Attributes:
+        num_tensors: number of tensors.
+        num_bytes: size of their data.
+        num_parameters: number of their elements.
+        files: names of the files that hold them.
+        dtypes: number of tensors of each safetensors dtype.
+        overflows: for each tensor with values that did not fit the dtype they were converted to (finite ones that
+            became infinite or, in 8-bit floats without infinities, NaN; numbers beyond an integer's range), how many.
+        seconds: that it took.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    num_parameters: int
+    files: tuple[str, ...]
+    dtypes: Mapping[str, int]
+    overflows: Mapping[str, int]
+    seconds: float
 
 
 @paused_garbage_collection()
@@ -81,22 +132,186 @@ def consolidate(
         LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
+    started = time.perf_counter()
+    check_choice("tied", tied, ("drop", "write"))
+    check_choice("unmatched", unmatched, ("error", "keep"))
+    check_choice("verify", verify, get_args(Verify))
     background.wait_for_location(os.fspath(checkpoint))
-    strategy = HuggingFaceConsolidationStrategy(
-        keys=keys,
-        rules=rules,
-        rename=rename,
-        dtype=dtype,
-        tied=tied,
-        unmatched=unmatched,
-        max_file_bytes=max_file_bytes,
-        fqn_to_index_mapping=fqn_to_index_mapping,
-        like=like,
-        extra_files_from=extra_files_from,
-        overwrite=overwrite,
-        verify=verify,
-        max_inflight_bytes=max_inflight_bytes,
-        progress=progress,
-        process_group=process_group,
+    ranks, target = Ranks(process_group), posix.resolve(os.fspath(output_dir))
+
+    # 1. Read the manifest.
+    stored, data = open_source(ranks, os.fspath(checkpoint), target, overwrite, verify)
+
+    # 2. Plan: everything is checked before a byte is written.
+    with ranks.phase("plan the export"):
+        tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
+        outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+        numbers = fqn_to_index_mapping
+        if like is not None:
+            numbers = _file_numbers(locations.normalize(like), outputs, ranks.is_coordinator)
+        files = plan_files(outputs, max_file_bytes, numbers)
+
+    # 3. Write beside the target, and commit.
+    num_threads = num_export_threads(max_inflight_bytes)
+    overflows = write_export(ranks, stored, data, files, target, num_threads, progress, extra_files_from)
+    return _report(files, overflows, time.perf_counter() - started)
+
+
+# --- Steps ------------------------------------------------------------------------------------------------------------
+
+
+def open_source(
+    ranks: Ranks, checkpoint: str, target: str, overwrite: bool, verify: Verify, require_sharding_info: bool = False
+) -> tuple[StoredCheckpoint, bytes]:
+    """Check that an export may be written to the target; return the opened checkpoint and the bytes of its manifest.
+
+    Collective operation: all ranks must call it; rank 0 reads.
+    """
+    location = locations.normalize(checkpoint)
+
+    def check_and_read() -> bytes:
+        _check_target(location, target, overwrite)
+        if require_sharding_info:
+            return hugging_face.read_directory(location, require_sharding_info=True).to_bytes()
+        return opening.manifest_bytes(location, opening.identify(location))
+
+    data = ranks.decide("open the checkpoint", check_and_read)
+    with ranks.phase("open the checkpoint"):
+        return opening.decode_manifest(location, data, verify), data
+
+
+def _check_target(location: str, target: str, overwrite: bool) -> None:
+    source = posix.resolve(location)
+    if target in (source, *(locations.join(source, name) for name in posix.SUBDIRECTORIES)):
+        raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
+    posix.put_back(target)
+    exists = locations.exists(target)
+    if exists and not locations.isdir(target):
+        raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
+    present = [name for name in locations.list_names(target) if belongs_to_export(name)] if exists else []
+    if present and not (overwrite and locations.is_local(target)):
+        raise CheckpointExistsError(
+            f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, on local file "
+            "systems, pass overwrite=True."
+        )
+
+
+def write_export(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    data: bytes,
+    files: Sequence[OutputFile],
+    target: str,
+    num_threads: int,
+    progress: Callable[[int, int], object] | None = None,
+    extra_files_from: str | os.PathLike[str] | None = None,
+) -> dict[str, int]:
+    """Write an export beside the target, check it and make it visible; return the overflows by tensor.
+
+    Collective operation: all ranks must call it; each writes whole files. `data` is the manifest as it was read.
+    """
+    nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
+    staging = posix.staging_location(target, nonce)
+    try:
+        overflows = _write_files(ranks, stored, files, staging, num_threads, progress)
+        with ranks.phase("commit the export", decision=True):
+            if ranks.is_coordinator:
+                if opening.manifest_bytes(stored.location, opening.identify(stored.location)) != data:
+                    raise CheckpointingException(
+                        f"{stored.location!r} was overwritten while it was exported: nothing was exported, try again."
+                    )
+                for file in files:
+                    _check_written(locations.join(staging, file.name), file)
+                _write_others(staging, files, extra_files_from)
+                posix.commit_beside_others(staging, target, belongs_to_export)
+    except BaseException:
+        if ranks.is_coordinator:
+            _abandon(staging, target, files)
+        raise
+    if overflows and ranks.is_coordinator:
+        logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
+    return overflows
+
+
+def _write_files(
+    ranks: Ranks,
+    stored: StoredCheckpoint,
+    files: Sequence[OutputFile],
+    staging: str,
+    num_threads: int,
+    progress: Callable[[int, int], object] | None,
+) -> dict[str, int]:
+    """Write this rank's share of the files; return the overflows in those of all ranks."""
+    overflows: dict[str, int] = {}
+    with ranks.phase("write output files"):
+        locations.make_directories(staging)
+        mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
+        count = counting(progress, sum(file.num_bytes for file in mine))
+        for file in mine:
+            overflows.update(write_output_file(stored, file, locations.join(staging, file.name), num_threads, count))
+        locations.sync_directory(staging)
+    for other in ranks.all_gather(json.dumps(overflows).encode()):
+        overflows.update(json.loads(other))
+    return overflows
+
+
+def _write_others(staging: str, files: Sequence[OutputFile], extra_files_from: str | os.PathLike[str] | None) -> None:
+    """Copy the extra files, and write the index of several files."""
+    if extra_files_from is not None:
+        origin = locations.normalize(extra_files_from)
+        for name in locations.list_names(origin):
+            path = locations.join(origin, name)
+            if not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and not locations.isdir(path):
+                locations.write_bytes(locations.join(staging, name), locations.read_bytes(path))
+    if len(files) > 1:
+        weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+        num_parameters = sum(tensor.num_elements for file in files for tensor in file.tensors)
+        index = index_json(weight_map, sum(file.num_bytes for file in files), num_parameters)
+        locations.write_bytes(locations.join(staging, hugging_face.INDEX_NAME), index)
+
+
+def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
+    if staging != target:
+        locations.remove_tree(staging)
+        return
+    # On an object store the files are in their final place; the index was not written.
+    for file in files:
+        locations.remove_file(locations.join(target, file.name))
+
+
+def _file_numbers(like: str, outputs: Sequence[OutputTensor], is_speaker: bool) -> dict[str, int]:
+    """Number the files of a reference directory, after checking that it holds tensors of the same shapes."""
+    reference = hugging_face.read_directory(like)
+    absent = set(reference.keys) - {tensor.name for tensor in outputs}
+    if absent and is_speaker:
+        logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
+    for tensor in outputs:
+        key_id = reference.key_index.get(tensor.name)
+        if key_id is not None and reference.global_shapes[key_id] != tensor.mapped.shape:
+            raise CheckpointingException(
+                f"Tensor {tensor.name!r} would be exported with shape {tensor.mapped.shape}; in {like!r} it has "
+                f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
+            )
+    return {
+        key: int(reference.file_ids[reference.chunk_rows(key_id).start]) + 1
+        for key, key_id in reference.key_index.items()
+    }
+
+
+def _report(files: Sequence[OutputFile], overflows: Mapping[str, int], seconds: float) -> ExportReport:
+    tensors = [tensor for file in files for tensor in file.tensors]
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    num_parameters = sum(tensor.num_elements for tensor in tensors)
+    dtypes = dict(Counter(tensor.dtype for tensor in tensors))
+    return ExportReport(
+        len(tensors), num_bytes, num_parameters, tuple(file.name for file in files), dtypes, overflows, seconds
     )
-    return strategy.consolidate(os.fspath(checkpoint), os.fspath(output_dir))
+
+
+def _check_written(path: str, file: OutputFile) -> None:
+    """Compare the header of a written file with the plan."""
+    written = {entry.name: (entry.dtype, entry.shape) for entry in hugging_face.read_header(path).entries}
+    planned = {tensor.name: (tensor.dtype, tensor.mapped.shape) for tensor in file.tensors}
+    if written != planned:
+        different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
+        raise CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")

@@ -15,7 +15,6 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.threads import NUM_THREADS
 from distckpt._commit import posix
 from distckpt._foreign.opening import BACKEND, VERSION, open_checkpoint
 from distckpt._foreign.stored_values import object_keys, read_encoded
@@ -25,7 +24,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import crop
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
-from distckpt._io.export import filling
+from distckpt._io.export import filling, num_export_threads
 from distckpt._io.save import encoded_objects, object_file_of
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
@@ -40,7 +39,6 @@ from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedTensor
 from distckpt.rules import Rule
-from distckpt.strategies.huggingface import num_export_threads
 from distckpt.strategies.safetensors import SafetensorsSave
 
 
@@ -51,7 +49,7 @@ class ReshardReport:
     Attributes:
         location: of the new checkpoint.
         num_tensors: stored tensors; tied ones count once.
-        num_objects: parts of objects, common state included.
+        num_objects: stored objects, without common state.
         num_chunks: pieces that the tensors are stored in.
         num_files: files that hold them.
         num_bytes: size of tensors and objects.
@@ -143,7 +141,7 @@ def reshard(
 
     # 3. Write beside the target, and commit.
     num_bytes = sum(output.num_bytes for output in outputs) + sum(len(shard.data) for shard in objects)
-    num_threads = min(NUM_THREADS, num_export_threads(max_inflight_bytes))
+    num_threads = num_export_threads(max_inflight_bytes)
     settings = WriteSettings(num_threads=num_threads, progress=counting(progress, num_bytes))
     overflows: dict[str, int] = {}
     files = _files_of(stored, outputs, planned, object_files, overflows)
@@ -151,8 +149,9 @@ def reshard(
     rewrite = SafetensorsSave(lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes)
     save_settings, config = SaveSettings(overwrite=overwrite), CheckpointingConfig(BACKEND, VERSION)
     write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, PhaseTimer()))
+    num_objects = len({shard.key for shard in objects} - {COMMON_KEY})
     num_chunks, seconds = len(chunks.key_ids) - len(objects), time.perf_counter() - started
-    return ReshardReport(target, len(outputs), len(objects), num_chunks, len(planned), num_bytes, overflows, seconds)
+    return ReshardReport(target, len(outputs), num_objects, num_chunks, len(planned), num_bytes, overflows, seconds)
 
 
 # --- What is written --------------------------------------------------------------------------------------------------

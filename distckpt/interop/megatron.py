@@ -19,6 +19,8 @@ from distckpt._format.codec import register_object_type
 from distckpt._state.megatron_shards import adopt
 from distckpt.mapping import ShardedStateDict
 
+__all__ = ["convert", "register_types"]
+
 _ENUM_MODULES = ("megatron.core.enums", "megatron.core.transformer.enums", "megatron.core.rerun_state_machine")
 _SETTINGS_MODULE = "megatron.core.optimizer.optimizer_config"
 

@@ -33,6 +33,8 @@ from distckpt._storage import locations
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedTensor
 from distckpt.serialization import SaveReport, save
 
+__all__ = ["convert"]
+
 
 def convert(
     source_dir: str | os.PathLike[str],

@@ -14,6 +14,8 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 
+__all__ = ["AsyncCallsQueue", "AsyncRequest"]
+
 _EXIT_TIMEOUT = 600.0
 """Seconds that the end of the process waits for a request."""
 

@@ -20,6 +20,19 @@ from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
 
+__all__ = [
+    "LoadShardedStrategy",
+    "Options",
+    "ParallelLoad",
+    "PreparedSave",
+    "SaveShardedStrategy",
+    "StrategyAction",
+    "StrategyBase",
+    "Verify",
+    "get_default_strategy",
+    "register_default_strategy",
+]
+
 Verify = Literal["none", "read", "full"]
 ParallelLoad = Literal["auto", "on", "off"]
 
@@ -58,7 +71,6 @@ class StrategyAction(Enum):
     LOAD_SHARDED = "load_sharded"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
-    CONSOLIDATE = "consolidate"
 
 
 class StrategyBase(ABC):
@@ -187,14 +199,6 @@ class LoadShardedStrategy(StrategyBase):
         raise CheckpointingException(
             f"{type(self).__name__} cannot remove tensors ({key_prefix!r}, {checkpoint_dir!r})."
         )
-
-
-class ConsolidationStrategy(StrategyBase):
-    """Merges a checkpoint into files without shards."""
-
-    @abstractmethod
-    def consolidate(self, checkpoint_dir: str, output_dir: str) -> object:
-        """Write the merged files; may return a report."""
 
 
 _registry: dict[StrategyAction, dict[tuple[str, int], StrategyBase]] = defaultdict(dict)

@@ -18,6 +18,8 @@ from distckpt.strategies.base import (
 )
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 
+__all__ = ["get_default_load_sharded_strategy", "get_default_save_sharded_strategy"]
+
 register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SafetensorsSaveStrategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, SafetensorsLoadStrategy())
 for _name in READERS:

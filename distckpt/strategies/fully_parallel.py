@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy, prepare_save
 
+__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
+
 
 class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
     """Let replicas share writing only with the ranks of a group.

@@ -46,6 +46,8 @@ from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
 
+__all__ = ["SafetensorsLoadStrategy", "SafetensorsSaveStrategy"]
+
 logger = logging.getLogger(__name__)
 
 

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -69,14 +70,23 @@ def public_modules():
 
 
 @pytest.mark.parametrize("name", public_modules())
-def test_public_names_say_a_public_module(name):
+def test_public_modules_list_their_names(name):
     module = importlib.import_module(name)
-    hidden = [
-        public
-        for public in getattr(module, "__all__", ())
-        if "._" in getattr(getattr(module, public), "__module__", "")
-    ]
-    assert hidden == []
+    if any(getattr(value, "__module__", None) == name for value in vars(module).values()):
+        assert module.__all__ == sorted(set(module.__all__))
+        assert [public for public in module.__all__ if not hasattr(module, public)] == []
+
+
+@pytest.mark.parametrize("name", ["distckpt", *public_modules()])
+def test_public_names_say_a_public_module_and_have_types(name):
+    """Those of a class that has moved are found in its new home."""
+    module = importlib.import_module(name)
+    for value in (getattr(module, public) for public in getattr(module, "__all__", ())):
+        assert "._" not in getattr(value, "__module__", "")
+        members = [value, *vars(value).values()] if inspect.isclass(value) else [value]
+        for member in members:
+            if inspect.isclass(member) or inspect.isfunction(member):
+                typing.get_type_hints(member)
 
 
 @pytest.mark.parametrize("name", public_modules())

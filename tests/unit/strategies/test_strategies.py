@@ -147,8 +147,8 @@ def test_a_name_stands_for_one_strategy(registered):
     with pytest.raises(CheckpointingException, match="'text' version 3 already has SaveText for save_sharded"):
         register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SafetensorsSaveStrategy())
     assert isinstance(get_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3), SaveText)
-    with pytest.raises(CheckpointingException, match="No strategy for consolidate"):
-        get_default_strategy(StrategyAction.CONSOLIDATE, "text", 3)
+    with pytest.raises(CheckpointingException, match="No strategy for save_common"):
+        get_default_strategy(StrategyAction.SAVE_COMMON, "text", 3)
 
 
 # ---- the built-in ones
