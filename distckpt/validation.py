@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 
-from distckpt._base.errors import (
-    CheckpointingException,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    LoadMismatchError,
-)
-from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.public import set_public_home
-from distckpt._commit import posix
-from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._commit.presence import READER_VERSION, check_marker
+from distckpt._format.marker import read_marker
 from distckpt._ranks import collectives
 from distckpt._state.shards import Shard, describe, merge_tables
-from distckpt._state.validation import validate_shards as validate_shards
+from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
+from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
@@ -39,71 +32,6 @@ __all__ = [
 
 set_public_home(globals())
 
-logger = logging.getLogger(__name__)
-
-READER_VERSION = 1
-"""The newest format version this package reads."""
-
-
-class StrictHandling(Enum):
-    """Choose how a load treats keys that only the checkpoint or only the request has (Megatron's names and meaning).
-
-    *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint and requested by
-    no rank.
-    """
-
-    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Unexpected keys are an error while loading; missing ones are ignored."""
-    LOG_UNEXPECTED = "log_unexpected"
-    """Unexpected keys are left out with a warning; missing ones are ignored."""
-    LOG_ALL = "log_all"
-    """Unexpected keys are left out with a warning; missing ones are warned about."""
-    RAISE_UNEXPECTED = "raise_unexpected"
-    """Unexpected keys are an error; missing ones are ignored."""
-    RAISE_ALL = "raise_all"
-    """Unexpected and missing keys are errors."""
-    RETURN_UNEXPECTED = "return_unexpected"
-    """Unexpected keys are left out and returned; `load` returns `(state_dict, missing, unexpected)`."""
-    RETURN_ALL = "return_all"
-    """Both are returned; `load` returns `(state_dict, missing, unexpected)`."""
-    IGNORE_ALL = "ignore_all"
-    """Unexpected keys are left out silently; missing ones are ignored."""
-
-    @staticmethod
-    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Tell whether the keys of the checkpoint must be known."""
-        return val != StrictHandling.ASSUME_OK_UNEXPECTED
-
-    @staticmethod
-    def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Tell whether the keys that all ranks request must be known."""
-        return val in (
-            StrictHandling.LOG_ALL,
-            StrictHandling.RAISE_ALL,
-            StrictHandling.RETURN_ALL,
-            StrictHandling.IGNORE_ALL,
-        )
-
-    @staticmethod
-    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Tell whether `load` returns the differing keys."""
-        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
-
-
-def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """Turn the name of a mode into the mode.
-
-    Raises:
-        ValueError: no such mode.
-    """
-    if isinstance(strict, StrictHandling):
-        return strict
-    try:
-        return StrictHandling(strict)
-    except ValueError:
-        names = ", ".join(repr(mode.value) for mode in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}. Use a StrictHandling or one of {names}.") from None
-
 
 def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
     """Check that a complete checkpoint of a readable format is there (its marker is; contents are not read).
@@ -119,66 +47,7 @@ def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
     return check_marker(read_marker(location), location)
 
 
-def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
-    """Check that a marker that was read, None when there is none, is of a readable format; as `verify_checkpoint`."""
-    if marker is None:
-        if not locations.exists(location):
-            aside = posix.left_aside(location)
-            hint = "" if aside is None else f" Its overwriting was interrupted: rename {aside!r}, which is its content."
-            raise CheckpointNotFoundError(f"Checkpoint directory {location!r} does not exist.{hint}")
-        raise CheckpointNotFoundError(
-            f"{location!r} is not a distributed checkpoint: it has no {CONFIG_FNAME}. Either nothing was saved "
-            "here, or a save did not finish; load another step."
-        )
-    parse_config(marker, location)
-    oldest_reader = marker.get("min_reader_version", 1)
-    if type(oldest_reader) is not int or not 1 <= oldest_reader < 2**31:
-        raise CorruptCheckpointError(
-            f"{location!r} needs a reader of format version {oldest_reader!r:.50}, which is no version: its "
-            f"{CONFIG_FNAME} was damaged. Restore it from a copy, or load another checkpoint."
-        )
-    if oldest_reader > READER_VERSION:
-        raise CorruptCheckpointError(
-            f"{location!r} needs a reader of format version {oldest_reader}; this release of distckpt reads up to "
-            f"{READER_VERSION}. Install a newer release: pip install --upgrade distckpt"
-        )
-    return marker
-
-
-def mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str) -> str:
-    """Describe differing keys: grouped by pattern, with the nearest names in the checkpoint."""
-    missing, unexpected = sorted(missing), sorted(unexpected)
-    lines = [f"The requested keys and those in the checkpoint {location!r} differ."]
-    if unexpected:
-        hint = did_you_mean(unexpected[0], known) if len(unexpected) <= 20 else ""
-        lines.append(f"Unexpected (requested, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
-    if missing:
-        lines.append(f"Missing (in the checkpoint, requested by no rank): {summarize_keys(missing)}.")
-    lines.append("Correct the sharded state dict, or choose another StrictHandling.")
-    return " ".join(lines)
-
-
-def handle_mismatch(
-    strict: StrictHandling,
-    missing: set[str],
-    unexpected: set[str],
-    known: Iterable[str],
-    location: str,
-    logs: bool = True,
-) -> None:
-    """Raise LoadMismatchError, log a warning (on one rank) or do nothing about differing keys, as the mode says."""
-    if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):
-        missing = set()
-    if not (missing or unexpected):
-        return
-    if strict in (StrictHandling.RAISE_ALL, StrictHandling.RAISE_UNEXPECTED):
-        message = mismatch_message(missing, unexpected, known, location)
-        raise LoadMismatchError(message, missing=missing, unexpected=unexpected)
-    if logs and strict in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED):
-        logger.warning(mismatch_message(missing, unexpected, known, location))
-
-
-def sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[Shard]:
+def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[Shard]:
     """List the `ShardedTensor`s and `ShardedObject`s of nested dicts and lists."""
     return [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor | ShardedObject)]
 
@@ -193,7 +62,7 @@ def determine_global_metadata(
     Returns:
         `(mine, all)`: the shards of this rank without data, and those of every rank by rank.
     """
-    mine = [shard.without_data() for shard in sharded_leaves(sharded_state_dict)]
+    mine = [shard.without_data() for shard in _sharded_leaves(sharded_state_dict)]
     texts = collectives.Ranks(process_group).all_gather(json.dumps([_to_json(shard) for shard in mine]).encode())
     return mine, [[_from_json(fields) for fields in json.loads(text)] for text in texts]
 
@@ -257,7 +126,7 @@ def validate_integrity_and_strict_load(
         if ckpt_sharded_metadata is None:
             raise CheckpointingException("Cannot compare keys: ckpt_sharded_metadata is None.")
         known = {shard.key for shard in ckpt_sharded_metadata.values()}
-        requested = {shard.key for shard in local_metadata or sharded_leaves(sharded_state_dict)}
+        requested = {shard.key for shard in local_metadata or _sharded_leaves(sharded_state_dict)}
         unexpected = requested - known
         if StrictHandling.requires_global_app_metadata(strict):
             if global_metadata is None:

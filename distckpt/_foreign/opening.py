@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distckpt import validation
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._commit.presence import check_marker
 from distckpt._foreign.hugging_face import HuggingFaceReader
 from distckpt._foreign.reader import Reader
 from distckpt._foreign.torch_dist.reader import TorchDistReader
@@ -15,6 +15,7 @@ from distckpt._format.checksum import checksum
 from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
 BACKEND = "safetensors"
@@ -50,9 +51,14 @@ def naming_reader(reader: Reader, location: str) -> Iterator[None]:
     """Name the reader and the location in errors of a reader that are not meant for users."""
     try:
         yield
-    except (CheckpointingException, OSError, MemoryError):
+    except (CheckpointingException, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and (reader.name in _RESERVED_NAMES or error.errno is None):
+            raise
+        if isinstance(error, OSError):
+            text = f"{error.strerror} (in the reader of {reader.name!r}, for {location!r})"
+            raise OSError(error.errno, text, error.filename) from error
         raise CheckpointingException(
             f"The reader of {reader.name!r} failed on {location!r}: {type(error).__name__}: {error}"
         ) from error
@@ -67,15 +73,19 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
     if marker is None:
         marker = read_marker(location)
     if marker is not None:
-        validation.check_marker(marker, location)
-    if marker is None or marker["sharded_backend"] != BACKEND:
+        check_marker(marker, location)
+        is_foreign = marker["sharded_backend"] != BACKEND
+    else:
+        # A reader is not asked about what does not exist.
+        is_foreign = locations.exists(location)
+    if is_foreign:
         for reader in reversed(READERS.values()):
             with naming_reader(reader, location):
                 is_found = reader.detect(location, marker)
             if is_found:
                 config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
                 return {**config, "manifest": None, "reader": reader.name}
-    return validation.check_marker(marker, location)
+    return check_marker(marker, location)
 
 
 def find_reader(stored: StoredCheckpoint) -> Reader | None:
@@ -100,7 +110,13 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
     if expected is None:
         reader = _reader_named(marker.get("reader"), location)
         with naming_reader(reader, location):
-            return reader.manifest(location).to_bytes()
+            manifest = reader.manifest(location)
+            if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
+                raise CheckpointingException(
+                    f"The reader of {reader.name!r} gives an object of {location!r} the key {COMMON_KEY!r}, which is "
+                    "reserved: return what it holds from load_common_state, or give it another key."
+                )
+            return manifest.to_bytes()
     if not isinstance(expected, dict) or not is_manifest_name(expected.get("name")):
         raise CorruptCheckpointError(
             f"The marker of {location!r} names no {MANIFEST_NAME}: it was not written by the {BACKEND!r} backend, or "

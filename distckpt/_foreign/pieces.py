@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest, ShardFile
 from distckpt._format.marker import file_size
@@ -62,9 +63,15 @@ def build_manifest(
         A manifest without checksums.
 
     Raises:
-        CorruptCheckpointError: a file is missing, or the pieces of a tensor overlap, leave gaps or differ in dtype;
-            naming file and key.
+        CorruptCheckpointError: a file is missing, a piece contradicts itself, or the pieces of a tensor overlap, leave
+            gaps or differ in dtype; naming file and key.
     """
+    pieces = list(pieces)
+    for piece in pieces:
+        if fault := _fault_of(piece):
+            raise CorruptCheckpointError(
+                f"The reader of {format_name!r} describes {location!r} wrongly: {fault} in {piece!r:.500}"
+            )
     groups = _group_by_key(pieces)
     shapes = [_global_shape(location, group) for group in groups.values()]
     in_order = [piece for group in groups.values() for piece in group]
@@ -89,6 +96,22 @@ def build_manifest(
     )
     origin = {**(fields or {}), "format": format_name}
     return Manifest(list(groups), dtypes, shapes, chunks, {}, has_checksums=False, origin=origin)
+
+
+def _fault_of(piece: StoredPiece) -> str | None:
+    """Return what is wrong with a piece by itself, None when nothing is."""
+    key, dtype, (offset, shape), global_shape, file, first_byte, num_bytes = piece
+    if not (isinstance(key, str) and isinstance(file, str)):
+        return "a key or a file is no str"
+    if dtype != OBJECT and (not isinstance(dtype, str) or dtype not in FROM_NAME):
+        return "the dtype is unknown"
+    numbers = (*offset, *shape, *(global_shape or ()), first_byte, num_bytes)
+    if not all(isinstance(number, int | np.integer) and 0 <= number < _MAX_ELEMENTS for number in numbers):
+        return "a number is no integer from 0 on"
+    if not len(offset) == len(shape) == len(offset if global_shape is None else global_shape):
+        return "offset and shapes differ in their number of axes"
+    expected = num_bytes if dtype == OBJECT else math.prod(shape) * FROM_NAME[dtype].itemsize
+    return None if num_bytes == expected else f"{num_bytes} bytes instead of {expected}"
 
 
 def _group_by_key(pieces: Iterable[StoredPiece]) -> dict[str, list[StoredPiece]]:

@@ -22,13 +22,13 @@ from distckpt._ranks.report import LoadReport, PhaseTimer
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, check_common_strategy
 from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
 from distckpt.strategies.defaults import load_strategy
-from distckpt.validation import StrictHandling, handle_mismatch, parse_strict_flag
 
 logger = logging.getLogger(__name__)
 

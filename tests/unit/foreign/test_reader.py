@@ -8,10 +8,11 @@ import os
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError, ShardedObject
+from distckpt._foreign import opening
 from distckpt.cli import main
 from distckpt.readers import OBJECT, Reader, Region, StoredPiece, build_manifest, read_chunks, register_reader
 from tests.support.harness import run
@@ -187,9 +188,7 @@ def test_objects_that_nobody_loads_are_named(toy, monkeypatch):
         with pytest.raises(CheckpointingException, match="WithoutObjects describes objects"):
             distckpt.load({"sampler": sampler_shard()}, toy)
     finally:
-        from distckpt._foreign.opening import READERS
-
-        del READERS["without"]
+        del opening.READERS["without"]
 
 
 def test_what_no_reader_detects_is_no_checkpoint(tmp_path):
@@ -266,3 +265,68 @@ def test_parts_of_objects_are_checked(tmp_path, parts, problem):
     pieces = [StoredPiece("o", OBJECT, Region(*region), (2,), "x.bin", i, 1) for i, region in enumerate(parts)]
     with pytest.raises(CorruptCheckpointError, match=problem):
         build_manifest("toy", str(tmp_path), pieces)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"region": Region((0.5,), (4,))}, "no integer"),
+        ({"region": Region((-1,), (4,))}, "no integer"),
+        ({"region": Region((0, 0), (4,))}, "number of axes"),
+        ({"global_shape": (4, 4)}, "number of axes"),
+        ({"key": 7}, "no str"),
+        ({"file": None}, "no str"),
+        ({"dtype": "F31"}, "dtype is unknown"),
+        ({"dtype": ["F32"]}, "dtype is unknown"),
+        ({"first_byte": 1.0}, "no integer"),
+        ({"first_byte": -4}, "no integer"),
+        ({"num_bytes": 12}, "12 bytes instead of 16"),
+    ],
+    ids=str,
+)
+def test_a_piece_that_cannot_be_is_named_with_the_reader(toy, changes, fault):
+    wrong = piece((0,), (4,))._replace(**changes)
+    with pytest.raises(CorruptCheckpointError, match=f"reader of 'toy' describes .*toy' wrongly: .*{fault}") as caught:
+        build_manifest("toy", str(toy), [piece((0,), (4,), key="right"), wrong])
+    assert repr(wrong) in str(caught.value)
+
+
+def test_offsets_may_be_numbers_of_numpy(toy):
+    pieces = [piece((np.int64(0),), (np.int32(4),)), piece((4,), (2,), np.uint64(16))]
+    assert build_manifest("toy", str(toy), pieces).global_shapes == [(6,)]
+
+
+class Greedy(ToyReader):
+    name = "greedy"
+
+    def detect(self, location, marker):
+        return True
+
+
+@pytest.fixture
+def greedy():
+    register_reader(Greedy())
+    yield
+    del opening.READERS["greedy"]
+
+
+def test_a_reader_is_not_asked_about_what_does_not_exist(tmp_path, greedy):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        distckpt.load({}, tmp_path / "nowhere")
+
+
+def test_a_reader_that_takes_what_it_cannot_read_is_named(tmp_path, greedy):
+    save_file({"w": WEIGHT}, tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"in the reader of 'greedy', for '.*index\.toy\.json"):
+        distckpt.load_plain_tensors(tmp_path)
+    distckpt.save({"step": 3}, tmp_path / "ours")
+    assert distckpt.load_common_state_dict(tmp_path / "ours") == {"step": 3}
+
+
+def test_the_key_of_common_state_is_reserved(toy, tmp_path):
+    index = json.loads((toy / "index.toy.json").read_text())
+    index["pieces"][-1]["key"] = "distckpt.common_state"
+    (toy / "index.toy.json").write_text(json.dumps(index))
+    for read in (distckpt.load_plain_tensors, lambda path: distckpt.reshard(path, tmp_path / "resharded")):
+        with pytest.raises(CheckpointingException, match=r"reader of 'toy' .* reserved: .*load_common_state"):
+            read(toy)

@@ -1,0 +1,105 @@
+"""How a load treats keys that only the checkpoint or only the request has. `distckpt.validation` is the public path."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from enum import Enum
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import did_you_mean, summarize_keys
+
+logger = logging.getLogger(__name__)
+
+
+class StrictHandling(Enum):
+    """Choose how a load treats keys that only the checkpoint or only the request has (Megatron's names and meaning).
+
+    *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint and requested by
+    no rank.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Unexpected keys are an error while loading; missing ones are ignored."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """Unexpected keys are left out with a warning; missing ones are ignored."""
+    LOG_ALL = "log_all"
+    """Unexpected keys are left out with a warning; missing ones are warned about."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """Unexpected keys are an error; missing ones are ignored."""
+    RAISE_ALL = "raise_all"
+    """Unexpected and missing keys are errors."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """Unexpected keys are left out and returned; `load` returns `(state_dict, missing, unexpected)`."""
+    RETURN_ALL = "return_all"
+    """Both are returned; `load` returns `(state_dict, missing, unexpected)`."""
+    IGNORE_ALL = "ignore_all"
+    """Unexpected keys are left out silently; missing ones are ignored."""
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Tell whether the keys of the checkpoint must be known."""
+        return val != StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Tell whether the keys that all ranks request must be known."""
+        return val in (
+            StrictHandling.LOG_ALL,
+            StrictHandling.RAISE_ALL,
+            StrictHandling.RETURN_ALL,
+            StrictHandling.IGNORE_ALL,
+        )
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Tell whether `load` returns the differing keys."""
+        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """Turn the name of a mode into the mode.
+
+    Raises:
+        ValueError: no such mode.
+    """
+    if isinstance(strict, StrictHandling):
+        return strict
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        names = ", ".join(repr(mode.value) for mode in StrictHandling)
+        raise ValueError(f"Invalid strict flag: {strict!r}. Use a StrictHandling or one of {names}.") from None
+
+
+def _mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str) -> str:
+    """Describe differing keys: grouped by pattern, with the nearest names in the checkpoint."""
+    missing, unexpected = sorted(missing), sorted(unexpected)
+    lines = [f"The requested keys and those in the checkpoint {location!r} differ."]
+    if unexpected:
+        hint = did_you_mean(unexpected[0], known) if len(unexpected) <= 20 else ""
+        lines.append(f"Unexpected (requested, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
+    if missing:
+        lines.append(f"Missing (in the checkpoint, requested by no rank): {summarize_keys(missing)}.")
+    lines.append("Correct the sharded state dict, or choose another StrictHandling.")
+    return " ".join(lines)
+
+
+def handle_mismatch(
+    strict: StrictHandling,
+    missing: set[str],
+    unexpected: set[str],
+    known: Iterable[str],
+    location: str,
+    logs: bool = True,
+) -> None:
+    """Raise LoadMismatchError, log a warning (on one rank) or do nothing about differing keys, as the mode says."""
+    if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):
+        missing = set()
+    if not (missing or unexpected):
+        return
+    if strict in (StrictHandling.RAISE_ALL, StrictHandling.RAISE_UNEXPECTED):
+        message = _mismatch_message(missing, unexpected, known, location)
+        raise LoadMismatchError(message, missing=missing, unexpected=unexpected)
+    if logs and strict in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED):
+        logger.warning(_mismatch_message(missing, unexpected, known, location))
