@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 UNIT_BYTES = 8 << 20
@@ -21,6 +21,39 @@ NUM_REQUESTS = 10
 """Requests to an object store at the same time: they wait for the network, not for a processor."""
 
 _Item = TypeVar("_Item")
+
+
+class Pool(ThreadPoolExecutor):
+    """A pool in which the calling thread does the work that finds no new thread.
+
+    No thread starts beyond the limits on processes and memory, nor, in some versions of Python, while the interpreter
+    shuts down, when background saves still go on.
+    """
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """Call a function in a thread of the pool, or at once in this one."""
+        future: Future[Any] = Future()
+        # A pool that could not start a thread has queued the call for its other threads nevertheless.
+        tickets = [None]
+
+        def call() -> None:
+            try:
+                tickets.pop()
+            except IndexError:
+                return
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*arguments, **options))
+            except BaseException as error:
+                # Without the frame of this function, which refers to the future.
+                future.set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+
+        try:
+            super().submit(call)
+        except (RuntimeError, MemoryError):
+            call()
+        return future
 
 
 def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_threads: int = NUM_THREADS) -> None:
@@ -44,7 +77,7 @@ def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_th
                 errors.append(error)
 
     num_threads = min(num_threads, len(work))
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-io") as pool:
+    with Pool(num_threads, thread_name_prefix="distckpt-io") as pool:
         running = [pool.submit(take_items) for _ in range(num_threads)]
         try:
             wait(running)

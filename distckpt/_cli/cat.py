@@ -10,7 +10,7 @@ import re
 import secrets
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ _SUMMARIZED = 1000
 _EDGE = 3
 _WINDOW_ELEMENTS = 4 << 20
 _WIDTH = 120
+_MAX_DECIMAL_BITS = 1 << 12
+"""Python prints longer integers as decimals slowly, and those over 4300 digits not at all; they are shown in hex."""
 
 
 class Selection(NamedTuple):
@@ -251,7 +253,7 @@ def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
 def plain(value: Any) -> Any:
     """Convert an object to JSON values: other types become text, tensors and arrays a summary."""
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else repr(key): plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _text(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -259,7 +261,16 @@ def plain(value: Any) -> Any:
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": listed}
     if isinstance(value, np.generic):
         return plain(value.item())
-    return value if value is None or isinstance(value, str | bool | int | float) else repr(value)
+    is_json = value is None or isinstance(value, str | bool | int | float)
+    return value if is_json and not _is_long(value) else _text(value)
+
+
+def _text(value: object) -> str:
+    return hex(value) if _is_long(value) else repr(value)
+
+
+def _is_long(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and value.bit_length() > _MAX_DECIMAL_BITS
 
 
 VERB = Verb("cat", "Print values of a tensor or an object, or save them for numpy.", add_arguments, run)

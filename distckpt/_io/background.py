@@ -54,6 +54,12 @@ class Task(concurrent.futures.Future[_Result]):
         self.exit_timeout = exit_timeout
         self.is_abandoned = is_abandoned or threading.Event()
 
+    def disown(self) -> None:
+        """In a forked process, forget what the parent's thread does, and its locks, which may have been held."""
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.set_exception(CheckpointingException(f"{self.name} goes on in the process that forked this one."))
+
     def result(self, timeout: float | None = None) -> _Result:
         """Wait until it has ended, and return or raise what it did."""
         try:
@@ -98,21 +104,32 @@ class _Worker:
 
     def submit(self, task: Task[Any]) -> None:
         with self.lock:
-            if self.thread is None:
-                # A daemon: the process must be able to end without it.
-                self.thread = threading.Thread(target=self._work, name="distckpt-background", daemon=True)
-                self.thread.start()
             self.pending.append(task)
-            self._queue.put(task)
+            has_thread = self.thread is not None or self._start_thread()
+            if has_thread:
+                self._queue.put(task)
+        if not has_thread:
+            self._run(task)
+
+    def _start_thread(self) -> bool:
+        # A daemon: the process must be able to end without it.
+        thread = threading.Thread(target=self._work, name="distckpt-background", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("no thread can be started (%s): saved before this returns", error)
+            return False
+        self.thread = thread
+        return True
 
     def _work(self) -> None:
         while True:
-            task = self._queue.get()
-            task.run()
-            with self.lock:
-                self.pending.remove(task)
-            # Else it would live until the next task comes.
-            del task
+            self._run(self._queue.get())
+
+    def _run(self, task: Task[Any]) -> None:
+        task.run()
+        with self.lock:
+            self.pending.remove(task)
 
 
 _worker = _Worker()
@@ -151,24 +168,49 @@ def wait_for_all() -> None:
     concurrent.futures.wait(pending_tasks())
 
 
+class _ExitCode:
+    """Makes the exit code of the process 1 when it is destroyed, if a save was lost.
+
+    That is when Python clears its modules, after all exit functions; those of other libraries are not skipped.
+    """
+
+    is_failure = False
+
+    def __del__(self, end_process: Callable[[int], object] = os._exit) -> None:
+        if self.is_failure:
+            end_process(1)
+
+
+_exit_code = _ExitCode()
+
+
 def _at_exit() -> None:
     """Wait for each unfinished task as long as its `exit_timeout`; then abandon the rest."""
     started = time.monotonic()
-    for task in pending_tasks():
-        if task.exit_timeout > 0:
-            logger.info("the process ends while %s goes on: waiting up to %.0f s", task.name, task.exit_timeout)
-        concurrent.futures.wait([task], max(0.0, started + task.exit_timeout - time.monotonic()))
-    abandoned = pending_tasks()
-    for task in abandoned:
-        logger.warning("the process ends: %s is abandoned, nothing of it is committed", task.name)
-        task.is_abandoned.set()
-    concurrent.futures.wait(abandoned, STOP_SECONDS)
+    tasks = pending_tasks()
+    try:
+        for task in tasks:
+            if task.exit_timeout > 0:
+                logger.info("the process ends while %s goes on: waiting up to %.0f s", task.name, task.exit_timeout)
+            concurrent.futures.wait([task], max(0.0, started + task.exit_timeout - time.monotonic()))
+    finally:
+        abandoned = pending_tasks()
+        for task in abandoned:
+            logger.warning("the process ends: %s is abandoned, nothing of it is committed", task.name)
+            task.is_abandoned.set()
+        concurrent.futures.wait(abandoned, STOP_SECONDS)
+        # Who waits for 0 s wants it to be abandoned.
+        waited_for = [task for task in tasks if task.exit_timeout > 0]
+        _exit_code.is_failure = any(not task.done() or task.exception() for task in waited_for)
 
 
 def _forget_after_fork() -> None:
     # A forked process has none of its parent's threads, and does none of their work.
     global _worker
+    for task in _worker.pending:
+        task.disown()
     _worker = _Worker()
+    _exit_code.is_failure = False
 
 
 # When ordinary exit functions run, thread pools refuse work already. This one must run before pools are closed:

@@ -10,12 +10,12 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from distckpt._base.threads import Pool
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray
@@ -166,7 +166,7 @@ def _read_in_waves(
     ranks = sharing.ranks
     problems: list[Exception] = []
     buffers = make_buffers(sharing.max_inflight_bytes // 2)
-    with ThreadPoolExecutor(1, thread_name_prefix="distckpt-share") as background:
+    with Pool(1, thread_name_prefix="distckpt-share") as background:
         reading = background.submit(read, to_read[0])
         for wave in range(plan.num_waves):
             with ranks.phase("read for other ranks"):

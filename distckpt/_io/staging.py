@@ -69,12 +69,17 @@ class StagingMemory:
 
     def _end_use(self) -> None:
         with self._changed:
-            self._num_used -= 1
+            # In a forked process, what its parent uses does not count.
+            self._num_used = max(0, self._num_used - 1)
             self._changed.notify_all()
 
 
 shared_memory = StagingMemory()
 """Of all saves of this process."""
+
+if hasattr(os, "register_at_fork"):
+    # The parent's background thread may have held the lock, and goes on with the buffers.
+    os.register_at_fork(after_in_child=shared_memory.__init__)  # type: ignore[misc]
 
 
 class Staging:

@@ -14,6 +14,7 @@ report   from `SaveHandle.result`; an error that nobody asked for is raised by t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,11 @@ class SaveHandle(background.Task[SaveReport]):
         """Wait for the end of the save and return its error, None without one. Does not count as asking."""
         return super().exception()
 
+    def disown(self) -> None:
+        """In a forked process, forget the save: it is the parent's, and so is its error."""
+        super().disown()
+        self.was_asked = True
+
     def when_done(self, function: Callable[[], None]) -> None:
         """Call a function when the save has ended: in the background thread, or at once if it has."""
         self.add_done_callback(lambda _: function())
@@ -133,6 +139,9 @@ class _GroupSaves:
 
 _saves_of_groups: dict[Any, _GroupSaves] = {}
 """By process group of the caller."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_saves_of_groups.clear)
 
 
 def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:

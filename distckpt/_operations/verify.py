@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice
+from distckpt._base.threads import Pool
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign import opening
 from distckpt._format.checksum import checksum
@@ -136,7 +136,7 @@ def _verify(
         return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started)
     manifest = stored.manifest
     # An interrupt ends the iteration, which cancels what has not begun.
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="distckpt-verify") as pool:
+    with Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
         checked = pool.map(partial(_check_file, stored), range(len(manifest.files)))
         problems = [problem for problem in checked if problem is not None]

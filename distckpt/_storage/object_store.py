@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
+from distckpt._base.threads import Pool
 from distckpt._storage.cloud import CLOUD_SCHEMES, CloudLocation
 from distckpt._storage.fsspec_urls import FsspecLocation
 from distckpt._storage.remote import RemoteLocation
@@ -21,7 +21,7 @@ def at(location: str) -> RemoteLocation:
 
 def remove_all(locations: Iterable[str]) -> None:
     """Remove objects, several at a time."""
-    with ThreadPoolExecutor(_NUM_REMOVALS, thread_name_prefix="distckpt-remove") as pool:
+    with Pool(_NUM_REMOVALS, thread_name_prefix="distckpt-remove") as pool:
         list(pool.map(lambda location: at(location).remove(), locations))
 
 

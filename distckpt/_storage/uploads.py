@@ -6,10 +6,11 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from distckpt._base.memory import Bytes
+from distckpt._base.threads import Pool
 from distckpt._storage import object_store
 from distckpt._storage.remote import PART_BYTES
 
@@ -39,8 +40,8 @@ def upload_files(
     num_at_once = min(num_requests, len(files))
     stop = threading.Event()
     with (
-        ThreadPoolExecutor(num_requests, thread_name_prefix="distckpt-io") as readers,
-        ThreadPoolExecutor(num_at_once, thread_name_prefix="distckpt-upload") as uploaders,
+        Pool(num_requests, thread_name_prefix="distckpt-io") as readers,
+        Pool(num_at_once, thread_name_prefix="distckpt-upload") as uploaders,
     ):
         uploads = [_Upload(file, num_requests // num_at_once, readers, stop, progress) for file in files]
         running = [uploaders.submit(upload.run) for upload in uploads]
@@ -61,7 +62,7 @@ class _Stopped(Exception):
 
 class _Upload:
     def __init__(
-        self, file: OutgoingFile, num_requests: int, readers: ThreadPoolExecutor, stop: threading.Event,
+        self, file: OutgoingFile, num_requests: int, readers: Pool, stop: threading.Event,
         progress: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
         self._file, self._num_requests = file, num_requests

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 import distckpt
-from distckpt import ShardedTensor
+from distckpt import CheckpointManager, ShardedTensor
 from tests.support.harness import run
 
 PATIENCE = 200.0
@@ -63,6 +66,94 @@ handle.result(200)
     done = run_script(body, tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path)) == ["c", "of_the_child"]
+
+
+def fork_while_saving(rank, folder):
+    """Return what came of the forked process, of the saves, and the errors that it had from waiting for them."""
+    del rank
+    gate, state = threading.Event(), {"v": ShardedTensor.from_rank_offsets("v", torch.ones(1000))}
+    manager = CheckpointManager(f"{folder}/run")
+    first = distckpt.async_save(state, f"{folder}/first", progress=lambda num_bytes: gate.wait() and 1 / 0)
+    second = manager.save(1, state)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for handle in (first, second):
+                assert "goes on in the process that forked this one" in str(handle.exception(0))
+            manager.close()
+            distckpt.async_save(state, f"{folder}/of_the_child").result(PATIENCE)
+            distckpt.save(state, f"{folder}/another")
+            code = 5
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    gate.set()
+    return code, first.exception(), second.exception()
+
+
+def test_a_forked_process_neither_waits_nor_reports_for_its_parent(tmp_path):
+    [(code, first, second)] = run(fork_while_saving, 1, str(tmp_path), backend=None)
+    assert code == 5
+    assert isinstance(first, ZeroDivisionError)
+    assert second is None
+    assert sorted(os.listdir(tmp_path)) == ["another", "of_the_child", "run"]
+
+
+def start_no_more_threads():
+    """From now on this process is at its limit of threads; those that run already go on."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("can't start new thread")
+
+    threading._start_new_thread = threading._start_joinable_thread = refuse
+
+
+def work_without_threads(rank, folder):
+    del rank
+    start_no_more_threads()
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(5 << 20)) for key in "ab"}
+    for attempt in range(2):
+        assert distckpt.async_save(state, f"{folder}/{attempt}").done()
+    distckpt.save(state, "memory://without/threads")
+    assert distckpt.verify(f"{folder}/0").is_whole
+    distckpt.consolidate(f"{folder}/0", f"{folder}/export")
+    paths = ["memory://without/threads", *(f"{folder}/{name}" for name in (0, 1, "export"))]
+    return [distckpt.load_plain_tensors(path)["b"].unique().tolist() for path in paths]
+
+
+def test_where_no_thread_can_be_started_the_calling_one_does_the_work(tmp_path):
+    assert run(work_without_threads, 1, str(tmp_path), backend=None) == [[[1]] * 4]
+
+
+def test_a_save_at_the_end_of_the_process_finds_no_new_thread(tmp_path):
+    """As in Python 3.12.0 to 3.12.2, which start no thread while the interpreter shuts down."""
+    body = f"""
+{inspect.getsource(start_no_more_threads)}
+state = {{key: ShardedTensor.from_rank_offsets(key, torch.ones(5 << 20)) for key in 'vw'}}
+distckpt.async_save(state, 'c', progress=lambda num_bytes: gate.wait(), durable=False)
+distckpt.async_save(state, 'd')
+threading._register_atexit(lambda: (start_no_more_threads(), gate.set()))
+"""
+    done = run_script(body, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("c", "d"):
+        loaded = distckpt.load_plain_tensors(tmp_path / name)
+        assert {key: tensor.unique().tolist() for key, tensor in loaded.items()} == {"v": [1], "w": [1]}
+
+
+@pytest.mark.parametrize("problem", ["gate.wait()", "gate.wait(0.3) or 1 / 0"])
+def test_a_save_that_is_lost_at_the_end_of_the_process_shows_in_its_exit_code(problem, tmp_path):
+    body = f"""
+import atexit
+atexit.register(lambda: print('other exit functions run'))
+distckpt.async_save(state, 'c', progress=lambda num_bytes: {problem}, exit_timeout=0.1, durable=False)
+threading._register_atexit(lambda: threading.Timer(0.5, gate.set).start())
+"""
+    done = run_script(body, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "other exit functions run\n"
+    assert os.listdir(tmp_path) == []
 
 
 MANY_BYTES = 40 << 20

@@ -102,6 +102,15 @@ def test_objects_and_common_state(checkpoint, capsys):
     assert found["parts"][1] == {"offset": [1], "value": {"seed": 1, "state": state}}
 
 
+def test_a_long_integer_is_printed_in_hex(tmp_path, capsys):
+    path = str(tmp_path / "c")
+    distckpt.save({"long": 10**5000, "short": [10**1000], "keys": {10**5000: 1}}, path)
+    found = json.loads(call(capsys, "cat", path))
+    assert int(found["long"], 16) == 10**5000
+    assert found["short"] == [10**1000]
+    assert found["keys"] == {hex(10**5000): 1}
+
+
 def test_what_makes_no_sense_is_refused(checkpoint, tmp_path, capsys):
     cases = {
         "big[40]": "out of range for axis 0 of size 30",
