@@ -7,6 +7,7 @@ agent: it survives the death of any rank.
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -20,9 +21,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,7 +37,8 @@ OVERALL_TIMEOUT = 240.0
 """Seconds after which what is left of a launch is killed."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed.checkpoint", "distckpt.manager"])
+_context.set_forkserver_preload(["tests.support.preloaded"])
+ROOT = Path(__file__).parents[2]
 
 _to_parent: Any = None
 
@@ -175,6 +179,7 @@ def launched(
         backend: of the default process group; None starts processes that have none.
         group_timeout: of the process group, in seconds.
     """
+    _start_server()
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as log_dir:
         launch = Launch(function, args, Setting(num_ranks, store.port, backend, group_timeout), Path(log_dir))
@@ -216,6 +221,14 @@ def sum_over_ranks(value: int, group: Any = None) -> int:
     total = torch.tensor([value])
     dist.all_reduce(total, group=group)
     return int(total)
+
+
+@functools.cache
+def _start_server() -> None:
+    """Start the process that ranks are forked from where it finds what it preloads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        forkserver.ensure_running()
 
 
 def _run_rank(
