@@ -105,6 +105,8 @@ class CheckpointManager:
             timeout=timeout,
             exit_timeout=exit_timeout,
         )
+        # A save in which nothing happens for longer has lost a rank, and fails.
+        self._looks = retention.Looks(2 * timeout, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
         self._is_closed = False
 
@@ -152,7 +154,8 @@ class CheckpointManager:
         with ranks.phase("check the target step", decision=True):
             # What the coordinator finds counts.
             overwrite = overwrite or (ranks.is_coordinator and self._must_replace(step))
-        notes = {steps.NOTE: {"step": step, "metrics": finite, "pinned": bool(pinned)}}
+            name = self._looks.begin_save(self.root, step) if ranks.is_coordinator else ""
+        notes = {steps.NOTE: {"step": step, "save": name, "metrics": finite, "pinned": bool(pinned)}}
         settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata, notes=notes)
         plan = partial(plan_save, ranks, sharded_state_dict, self.location(step))
         write = partial(self._write, step)
@@ -166,7 +169,7 @@ class CheckpointManager:
     def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         if ranks.is_coordinator:
             with _only_logging(f"clear up in {self.root}"):
-                retention.clear_leftovers(self.root)
+                retention.clear_leftovers(self.root, self._looks)
         report = write_and_commit(ranks, save)
         if ranks.is_coordinator:
             self._after_commit(step)
@@ -204,6 +207,7 @@ class CheckpointManager:
         """
 
         def find() -> tuple[int | None, list[tuple[int, str]]]:
+            self._looks.look(self.root)
             newest, skipped = steps.newest_complete_step(self.root)
             for step, reason in skipped.items():
                 logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
@@ -263,19 +267,24 @@ class CheckpointManager:
             logger.warning("%s is incomplete (%s): it is replaced when the new one is complete", location, problem)
             return True
         aside = locations.join(self.root, f".{steps.step_name(step)}.damaged-{secrets.token_hex(8)}")
-        logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
-        locations.rename(location, aside)
+        with contextlib.suppress(FileNotFoundError):  # another program has removed it
+            locations.rename(location, aside)
+            if steps.problem_at(aside, step) is None:
+                # Another program has saved the step since we looked: back with it.
+                locations.rename(aside, location)
+            else:
+                logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
         return False
 
     def _after_commit(self, step: int) -> None:
         """Update the tracker file and remove what is not kept. An error here does not fail the save."""
         with _only_logging(f"write {steps.TRACKER}"):
-            locations.write_bytes(locations.join(self.root, steps.TRACKER), str(step).encode(), self._settings.durable)
+            steps.write_tracker(self.root, step, self._settings.durable)
         with _only_logging(f"remove old checkpoints from {self.root}"):
             saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
             for old in retention.surplus(self.root, self._policy, saved, step):
-                retention.remove_step(self.root, old)
-                logger.info("removed step %d from %s", old, self.root)
+                if self._looks.knows(old) and retention.remove_step(self.root, old.step, old.save):
+                    logger.info("removed step %d from %s", old.step, self.root)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 
 from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb, positive
-from distckpt._commit import posix
-from distckpt._manager.retention import Retention, last_change, remove_step, surplus
-from distckpt._manager.steps import Saved, is_leftover, is_trash, list_root, own_steps, problem_with, step_name
+from distckpt._commit import posix, running
+from distckpt._manager.retention import Retention, changes_in, discard, remove_step, surplus
+from distckpt._manager.steps import Saved, is_free_to_remove, is_leftover, list_root, own_steps, problem_with, step_name
 from distckpt._storage import locations
 
 
@@ -58,16 +61,17 @@ def run(arguments: Namespace, output: Output) -> int:
     if not locations.isdir(root):
         raise CheckpointNotFoundError(f"{root!r} is not a directory")
     saved = own_steps(root)
-    removed = _removable(root, saved, policy)
+    surplus_steps = _removable(root, saved, policy)
+    removed = [item.step for item in surplus_steps]
     leftovers, live = _leftovers(root, arguments.abandoned_after)
     doing = "would remove" if arguments.dry_run else "removed"
-    for step in removed:
+    for item in surplus_steps:
         if not arguments.dry_run:
-            remove_step(root, step)
-        output.line(f"{doing} {step_name(step)}")
+            remove_step(root, item.step, item.save)
+        output.line(f"{doing} {step_name(item.step)}")
     for name in leftovers:
         if not arguments.dry_run:
-            locations.remove_tree(locations.join(root, name))
+            _remove_leftover(locations.join(root, name))
         output.line(f"{doing} {name}, left by an interrupted save or removal")
     for name in live:
         output.line(f"kept {name}: a save may still be writing it")
@@ -86,7 +90,7 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-def _removable(root: str, saved: list[Saved], policy: Retention) -> list[int]:
+def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
     """Return the steps to remove; none as long as no step is complete."""
     if policy.keep_last is None:
         return []
@@ -101,9 +105,32 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[int]:
 def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
     """Return the leftovers of interrupted saves and removals, and those that a save may still be writing."""
     names = [name for name in list_root(root) if is_leftover(name)]
-    latest = time.time() - 60 * abandoned_after
-    dead = [name for name in names if is_trash(name) or last_change(locations.join(root, name)) < latest]
+    latest = _clock_of(root) - 60 * abandoned_after
+
+    def is_dead(name: str) -> bool:
+        location = locations.join(root, name)
+        with running.claimed(location) as has_ended:
+            if has_ended is None:
+                return max((time for _, time in changes_in(location).values()), default=0.0) < latest
+            return has_ended
+
+    dead = [name for name in names if is_free_to_remove(name) or is_dead(name)]
     return dead, [name for name in names if name not in dead]
+
+
+def _clock_of(root: str) -> float:
+    """Return the time by the clock that file times in a directory come from, which may be a server's."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=root) as probe:
+        return os.fstat(probe.fileno()).st_mtime
+    return time.time()
+
+
+def _remove_leftover(location: str) -> None:
+    with running.claimed(location) as has_ended:
+        if has_ended is not False and locations.isdir(location):
+            discard(location)
+        else:
+            locations.remove_tree(location)
 
 
 VERB = Verb(

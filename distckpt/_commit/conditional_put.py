@@ -16,7 +16,7 @@ import errno
 import json
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
@@ -49,6 +49,32 @@ def stray_files(location: str, named: Container[str]) -> list[str]:
         return []
     manifest_name = _manifest_named_by(read_marker(location) or {})
     return [name for name in _files_of_saves(location) if name != manifest_name and name not in named]
+
+
+def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
+    """Remove a checkpoint, the marker first; False when it is not the one that is meant, or is being replaced."""
+    marker = object_store.at(locations.join(location, CONFIG_FNAME))
+    version = marker.version()
+    if version is None or not is_meant(location):
+        return False
+    if marker.has_conditions:
+        # Removals have no conditions. A marker that is put on one fails all saves that may replace this checkpoint.
+        fields = {**(read_marker(location) or {}), "removed": True}
+        try:
+            if not marker.replace(json.dumps(fields, indent=1).encode(), version):
+                return False
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+    marker.remove()
+    locations.remove_tree(location)
+    return True
+
+
+def unfinished_files(location: str) -> list[str]:
+    """Return the files and uploads of saves at a location."""
+    uploads = object_store.at(location).list_uploads()
+    return [*_files_of_saves(location), *(f"{upload.location} {upload.id}" for upload in uploads)]
 
 
 def remove_unfinished(location: str) -> None:

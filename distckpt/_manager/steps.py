@@ -24,9 +24,10 @@ _REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
 
 
 class Saved(NamedTuple):
-    """A step that a manager has saved; `metrics` without those that were no finite numbers."""
+    """A step that a manager has saved; `metrics` without those that were no finite numbers, `save` names the save."""
 
     step: int
+    save: str
     metrics: Mapping[str, float]
     pinned: bool
 
@@ -56,9 +57,26 @@ def replaced_step(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def is_trash(name: str) -> bool:
-    """Return True for the name of a checkpoint whose removal was interrupted."""
-    return is_leftover(name) and ".trash-" in name
+def step_in(name: str) -> int | None:
+    """Return the step of a directory, also of one that is being overwritten or removed."""
+    step = parse_step(name)
+    return replaced_step(name) if step is None else step
+
+
+def is_free_to_remove(name: str) -> bool:
+    """Return True for the name of a leftover that is no directory of a save, which may be running."""
+    return is_leftover(name) and ".tmp-" not in name
+
+
+def write_tracker(root: str, step: int, durable: bool) -> None:
+    """Write the number of a step into the tracker file."""
+    for is_last in (False, False, True):
+        try:
+            return locations.write_bytes(locations.join(root, TRACKER), str(step).encode(), durable)
+        except FileNotFoundError:
+            # Another manager took the new file for one that an interrupted save has left.
+            if is_last:
+                raise
 
 
 def list_root(root: str) -> list[str]:
@@ -71,8 +89,7 @@ def list_root(root: str) -> list[str]:
 
 def all_steps(root: str) -> list[int]:
     """Return all steps that have a directory or file, in ascending order."""
-    names = list_root(root)
-    return sorted({step for parse in (parse_step, replaced_step) for step in map(parse, names) if step is not None})
+    return sorted({step for step in map(step_in, list_root(root)) if step is not None})
 
 
 def committed_steps(root: str) -> list[int]:
@@ -84,6 +101,23 @@ def committed_steps(root: str) -> list[int]:
 def problem_with(root: str, step: int) -> str | None:
     """Check marker, manifest, and sizes and headers of the files of a step; return the problem, None without one."""
     location = locations.join(root, step_name(step))
+    while True:
+        before = _marker_bytes(location)
+        problem = problem_at(location, step)
+        # Another program may have replaced it meanwhile, so that parts of two checkpoints were seen.
+        if problem is None or _marker_bytes(location) == before:
+            return problem
+
+
+def _marker_bytes(location: str) -> bytes | None:
+    try:
+        return locations.read_bytes(locations.join(location, CONFIG_FNAME), max_bytes=1 << 24)
+    except OSError:
+        return None
+
+
+def problem_at(location: str, step: int) -> str | None:
+    """Check the checkpoint of a step at a location that need not be its own."""
     try:
         marker = read_marker(location)
         if marker is None:
@@ -120,19 +154,23 @@ def own_steps(root: str) -> list[Saved]:
 
     Only those whose marker says so count: not links, not what other programs have put there.
     """
-    found = []
-    for step in all_steps(root):
-        location = locations.join(root, step_name(step))
-        if locations.is_local(location) and os.path.islink(location):
-            continue
-        try:
-            marker = read_marker(location) or {}
-        except (CheckpointingException, OSError):
-            continue
-        noted = marker.get(NOTE)
-        if isinstance(noted, dict) and noted.get("step") == step:
-            metrics = noted.get("metrics")
-            numbers = metrics.items() if isinstance(metrics, dict) else ()
-            finite = {str(name): float(value) for name, value in numbers if isinstance(value, int | float)}
-            found.append(Saved(step, finite, noted.get("pinned") is True))
-    return found
+    found = (saved_at(locations.join(root, step_name(step)), step) for step in all_steps(root))
+    return [saved for saved in found if saved is not None]
+
+
+def saved_at(location: str, step: int) -> Saved | None:
+    """Return what the marker at a location says about a step, None when no manager has saved it."""
+    if locations.is_local(location) and os.path.islink(location):
+        return None
+    try:
+        marker = read_marker(location) or {}
+    except (CheckpointingException, OSError):
+        return None
+    noted = marker.get(NOTE)
+    if not isinstance(noted, dict) or noted.get("step") != step:
+        return None
+    metrics = noted.get("metrics")
+    numbers = metrics.items() if isinstance(metrics, dict) else ()
+    finite = {str(name): float(value) for name, value in numbers if isinstance(value, int | float)}
+    # Earlier versions gave saves no names.
+    return Saved(step, str(noted.get("save")), finite, noted.get("pinned") is True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distckpt._commit import posix
+from distckpt._commit import posix, running
 from distckpt._commit.conditional_put import Transaction, folder_suffix
 from distckpt._format.marker import CheckpointingConfig, save_config
 from distckpt._ranks.collectives import Ranks
@@ -56,11 +55,15 @@ class PlannedSave:
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     """Write everything beside the target and commit it. Collective operation: all ranks must call it."""
     location, timer, durable = save.location, save.timer, save.settings.durable
-    nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
+    nonce = ranks.broadcast(running.new_nonce(location).encode()).decode()
     staging = posix.staging_location(location, nonce)
     transaction = None
+    held = contextlib.ExitStack()
     try:
         with timer.phase("write"):
+            with ranks.phase("create the staging directory", decision=True):
+                if ranks.is_coordinator and locations.is_local(location):
+                    held.enter_context(running.locked_staging(staging, durable))
             with ranks.phase("create directories", decision=True):
                 posix.prepare(staging, durable)
                 if not locations.is_local(location):
@@ -83,6 +86,8 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
         elif ranks.is_coordinator:
             posix.abandon(staging)
         raise
+    finally:
+        held.close()
     figures = timer.summarize(ranks, save.prepared.num_bytes, "write")
     report = SaveReport(location, *figures, save.prepared.plan_reused)
     if ranks.is_coordinator:

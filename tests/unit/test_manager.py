@@ -19,6 +19,7 @@ from distckpt import (
     CheckpointNotFoundError,
     PreemptionGuard,
 )
+from tests.support.cli_command import call
 from tests.support.disk import tree_of
 from tests.support.hooked_store import hooked_reads
 from tests.support.states import state_of, value_of
@@ -374,13 +375,55 @@ def test_what_others_have_put_there_is_left_alone(tmp_path):
 
 def test_leftovers_of_interrupted_saves_and_removals_are_cleared(tmp_path):
     save_steps(tmp_path, [1])
-    for name in (".step_00000002.tmp-0123456784abcdef", ".step_00000001.trash-0123456784abcdef"):
+    of_another_machine = ".step_00000002.tmp-0123456784abcdef"
+    for name in (of_another_machine, ".step_00000001.trash-0123456784abcdef"):
         shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
-    manager = CheckpointManager(tmp_path)
+    # What is unchanged since a look this long ago is taken for abandoned.
+    manager = CheckpointManager(tmp_path, timeout=0.0, async_save=False)
     assert manager.latest() == 1
     assert len(directories_in(tmp_path)) == 3
-    manager.save(3, state_of(3)).result(PATIENCE)
-    assert directories_in(tmp_path) == ["step_00000001", "step_00000003"]
+    manager.save(3, state_of(3))
+    assert directories_in(tmp_path) == [of_another_machine, "step_00000001", "step_00000003"]
+    (tmp_path / of_another_machine / "tensors" / "more").write_text("it goes on")
+    manager.save(4, state_of(4))
+    assert directories_in(tmp_path)[0] == of_another_machine
+    manager.save(5, state_of(5))
+    assert directories_in(tmp_path) == [f"step_{step:08d}" for step in (1, 3, 4, 5)]
+
+
+def test_the_directory_of_a_running_save_is_no_leftover(tmp_path, capsys):
+    started, gate = threading.Event(), threading.Event()
+
+    def progress(num_bytes):
+        started.set()
+        assert gate.wait(PATIENCE)
+
+    handle = distckpt.async_save(state_of(2), tmp_path / "step_00000002", progress=progress)
+    assert started.wait(PATIENCE)
+    (staging,) = tmp_path.glob(".step_00000002.tmp-*")
+    # Of a machine whose clock is wrong by decades.
+    os.utime(staging, (0, 0))
+    manager = CheckpointManager(tmp_path, timeout=0.0, async_save=False)
+    for step in (3, 4, 5):
+        manager.save(step, state_of(step))
+    assert "may still be writing it" in call(capsys, "prune", tmp_path, "--abandoned-after", 1)
+    gate.set()
+    handle.result(PATIENCE)
+    assert value_of(manager.load(state_of(-1), 2)) == 2
+
+
+def test_steps_that_another_manager_has_saved_meanwhile_stay(tmp_path):
+    save_steps(tmp_path, [10])
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        assert manager.latest() == 10
+        save_steps(tmp_path, [5, 20])
+        with CheckpointManager(tmp_path) as other:
+            other.save(10, state_of(11), overwrite=True).result(PATIENCE)
+        manager.save(30, state_of(30)).result(PATIENCE)
+        manager.save(40, state_of(40)).result(PATIENCE)
+        assert manager.steps() == [5, 10, 20, 40]
+    save_steps(tmp_path, [50], keep_last=1)
+    assert directories_in(tmp_path) == ["step_00000050"]
 
 
 def test_a_predicate_that_fails_removes_nothing(tmp_path, caplog):

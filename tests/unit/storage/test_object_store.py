@@ -441,12 +441,18 @@ def test_a_manager_replaces_a_damaged_step_and_clears_up_unfinished_ones(store):
         # A save that was interrupted: everything but the marker.
         store.remove("runs/step_00000002/metadata.json")
         store.write("runs/step_00000009/tensors-0123456789abcdef/x.safetensors", b"half")
-    with CheckpointManager(root, keep_last=2, async_save=False) as manager:
+    # It takes what it has seen twice, this long apart, for abandoned.
+    with CheckpointManager(root, keep_last=2, async_save=False, timeout=0.0) as manager:
         assert manager.latest() is None
         assert set(manager.skipped) == {2, 3, 9}
         manager.save(3, state(4))
         assert manager.latest() == 3
         assert holds(manager.location(3), 4.0)
+        assert len(store.keys("runs/step_00000009")) == 1
+        store.write("runs/step_00000009/tensors-0123456789abcdef/y.safetensors", b"it goes on")
+        manager.save(4, state(4))
+        assert len(store.keys("runs/step_00000009")) == 2
+        manager.save(5, state(4))
         assert store.keys("runs/step_00000002") == ["notes.txt"]
         assert store.keys("runs/step_00000009") == []
 
