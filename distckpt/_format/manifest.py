@@ -216,22 +216,23 @@ class Manifest:
             key_shapes, key_ndims = columns.pop("key_shapes"), columns.pop("key_ndims")
             chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
             _check_columns(chunks, key_shapes, key_ndims, len(fields["keys"]))
-            ndims = key_ndims.tolist()
-            _require(all(0 <= n <= key_shapes.shape[1] for n in ndims), "a key has more axes than the table")
+            is_axis = np.arange(key_shapes.shape[1]) < key_ndims[:, None]
+            _require(bool((is_axis.sum(axis=1) == key_ndims).all()), "a key has more axes than the table")
+            key_shapes = np.where(is_axis, key_shapes, 1)
             block_bytes = int(fields["block_bytes"])
             # Blocks begin between items of every size.
             _require(0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0, f"block_bytes is {block_bytes}")
             manifest = cls(
                 keys=[str(key) for key in fields["keys"]],
                 dtypes=[str(name) for name in fields["dtypes"]],
-                global_shapes=[tuple(row[:n]) for row, n in zip(key_shapes.tolist(), ndims, strict=True)],
+                global_shapes=[tuple(row[:n]) for row, n in zip(key_shapes.tolist(), key_ndims.tolist(), strict=True)],
                 chunks=chunks,
                 aliases={str(alias): str(key) for alias, key in fields["aliases"].items()},
                 block_bytes=block_bytes,
                 has_checksums=_known_checksum(fields["checksum"]),
                 origin=fields.get("origin"),
             )
-            manifest._check()
+            manifest._check(key_shapes)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise CorruptCheckpointError(
                 f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
@@ -245,13 +246,13 @@ class Manifest:
             key_shapes[i, : len(shape)] = shape
         return key_shapes
 
-    def _check(self) -> None:
-        num_chunks, num_keys = len(self.key_ids), len(self.keys)
+    def _check(self, key_shapes: IntArray) -> None:
+        num_chunks, num_keys, keys = len(self.key_ids), len(self.keys), set(self.keys)
         _require(len(self.dtypes) == len(self.global_shapes) == num_keys, "keys and dtypes differ in number")
-        _require(len(set(self.keys)) == num_keys, "keys are not distinct")
-        _require(all(name == OBJECT or name in FROM_NAME for name in self.dtypes), "a dtype is unknown")
-        _require(set(self.aliases.values()) <= set(self.keys), "an alias has no target")
-        _require(set(self.aliases).isdisjoint(self.keys), "an alias has the name of a key")
+        _require(len(keys) == num_keys, "keys are not distinct")
+        _require(set(self.dtypes) <= {OBJECT, *FROM_NAME}, "a dtype is unknown")
+        _require(keys.issuperset(self.aliases.values()), "an alias has no target")
+        _require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
         _require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
         for file in self.files:
             _require(locations.is_inner_name(file.name), f"the file name {file.name!r:.300} leads elsewhere")
@@ -262,24 +263,24 @@ class Manifest:
         _require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
         _require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
         _require(bool(((self.file_ids >= 0) & (self.file_ids < len(self.files))).all()), "a chunk has no file")
-        self._check_positions()
+        self._check_positions(key_shapes)
 
-    def _check_positions(self) -> None:
-        bounds = self._key_shapes()[self.key_ids]
-        inside = (self.offsets >= 0) & (self.shapes >= 0) & (self.shapes <= bounds)
-        inside &= self.offsets <= bounds - np.minimum(self.shapes, bounds)
-        _require(bool(inside.all()), "a chunk lies outside its tensor")
+    def _check_positions(self, key_shapes: IntArray) -> None:
+        inside = self.offsets.min(initial=0) == self.shapes.min(initial=0) == 0
+        # A difference of numbers from 0 on does not wrap around.
+        inside = inside and bool((self.offsets <= key_shapes[self.key_ids] - self.shapes).all())
+        _require(inside, "a chunk lies outside its tensor")
         sizes = np.array([f.num_bytes for f in self.files], np.int64)[self.file_ids]
         starts = np.array([f.header_bytes for f in self.files], np.int64)[self.file_ids]
         fits = (self.num_bytes >= 0) & (self.first_bytes >= starts) & (self.num_bytes <= sizes)
         _require(bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()), "a chunk lies outside its file")
-        item_bytes = np.array([0 if d == OBJECT else FROM_NAME[d].itemsize for d in self.dtypes], np.int64)
-        per_item = item_bytes[self.key_ids]
-        # Floating point detects products that would wrap around in int64.
-        expected = np.prod(self.shapes.astype(np.float64), axis=1) * per_item
-        _require(bool((np.abs(expected) < 2.0**62).all()), "a chunk is larger than any file")
-        exact = np.prod(self.shapes, axis=1) * per_item
-        _require(bool(((per_item == 0) | (exact == self.num_bytes)).all()), "a chunk's size contradicts its shape")
+        # Tensors have fewer than 2**62 elements, so none of these products wraps around.
+        num_elements = functools.reduce(np.multiply, self.shapes.T, np.ones(len(self.key_ids), np.int64))
+        _require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
+        item_sizes = {name: 0 if name == OBJECT else FROM_NAME[name].itemsize for name in set(self.dtypes)}
+        per_item = np.array([item_sizes[name] for name in self.dtypes], np.int64)[self.key_ids]
+        exact = num_elements * per_item == self.num_bytes
+        _require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
         # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would wrap around.
         in_files = np.bincount(self.file_ids, self.num_bytes.astype(np.float64), len(self.files))
         _require(all(in_files <= [float(f.num_bytes) for f in self.files]), "chunks take more room than their file has")
