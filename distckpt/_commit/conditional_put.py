@@ -19,10 +19,11 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
+from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError, RankFailedError
 from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, read_marker
+from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations, object_store
 from distckpt._storage.remote import Upload
 
@@ -106,15 +107,10 @@ class Transaction:
         if not self._is_conditional:
             self._warn_about_conditions()
 
-    @contextlib.contextmanager
-    def naming_winner(self) -> Iterator[None]:
-        """Report a save whose upload is gone as overtaken: a save that wins aborts the uploads of the others."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            if self._marker.version() == self._version:
-                raise
-            raise self._overtaken() from error
+    def check_not_overtaken(self) -> None:
+        """Raise CheckpointExistsError when another save has put its marker since this one began."""
+        if self._marker.version() != self._version:
+            raise self._overtaken()
 
     def _overtaken(self) -> CheckpointExistsError:
         return CheckpointExistsError(
@@ -208,6 +204,23 @@ class Transaction:
             return self._nonce.encode() in folders
         # Of a strategy that does not know of folders.
         return name not in self._earlier
+
+
+@contextlib.contextmanager
+def naming_winner(ranks: Ranks, transaction: Transaction | None) -> Iterator[None]:
+    """Report uploads that are gone, on whatever ranks, as overtaken: a save that wins aborts those of the others.
+
+    Collective operation: all ranks must call it, around a phase.
+    """
+    try:
+        yield
+    except (FileNotFoundError, RankFailedError) as error:
+        failures = error.failures.values() if isinstance(error, RankFailedError) else [error]
+        if ranks.are_in_step_after(error) and all(isinstance(failure, FileNotFoundError) for failure in failures):
+            with ranks.phase("look for another program's save", decision=True):
+                if transaction is not None:
+                    transaction.check_not_overtaken()
+        raise
 
 
 def _files_of_saves(location: str) -> list[str]:

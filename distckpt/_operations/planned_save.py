@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distckpt._commit import posix, running
-from distckpt._commit.conditional_put import Transaction, folder_suffix
+from distckpt._commit.conditional_put import Transaction, folder_suffix, naming_winner
 from distckpt._format.marker import CheckpointingConfig, save_config
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, SaveReport
@@ -68,7 +68,7 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
                 posix.prepare(staging, durable)
                 if not locations.is_local(location):
                     transaction = _begin_on_object_store(ranks, save, nonce)
-            with ranks.phase("save"), transaction.naming_winner() if transaction else contextlib.nullcontext():
+            with naming_winner(ranks, transaction), ranks.phase("save"):
                 marker_fields = save.prepared.write(staging, ranks)
                 if durable:
                     posix.sync(staging)

@@ -128,6 +128,30 @@ def test_two_programs_that_save_to_one_place(server, bucket):
     assert uploads_in(server, bucket) == []
 
 
+def save_while_another_program_saves(rank, server, location):
+    alone = [torch.distributed.new_group([number]) for number in range(2)][rank]
+    others = iter([1] * rank)
+
+    def progress(num_bytes):
+        if next(others, None):
+            distckpt.save({"step": 6}, location, process_group=alone)
+
+    # The server answers 500 to a part of an upload that is gone.
+    with reached_at(server, AWS_MAX_ATTEMPTS="2"):
+        error = error_of(distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress)
+        return type(error), str(error), sum_over_ranks(1)
+
+
+def test_all_ranks_say_that_another_program_has_saved(server, bucket):
+    for kind, text, total in run(save_while_another_program_saves, 2, server, f"{bucket}/c"):
+        assert kind is CheckpointExistsError, text
+        assert "Another program has saved" in text
+        assert total == 2
+    assert uploads_in(server, bucket) == []
+    with reached_at(server):
+        assert distckpt.load_common_state_dict(f"{bucket}/c") == {"step": 6}
+
+
 def manage(rank, server, root):
     with reached_at(server), CheckpointManager(root, keep_last=2) as manager:
         for step in range(1, 5):
