@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from distckpt._base.memory import Bytes
-from distckpt._storage.fsspec_urls import has_settings
+from distckpt._storage.fsspec_urls import settings_of
 from distckpt._storage.remote import PART_BYTES, RemoteLocation, Upload, fill, too_large
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,23 @@ _REQUEST_LIMIT = timedelta(minutes=2)
 _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
 _ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
 """HTTP status -> what it means for a file; EIO for others."""
+
+_REPLACED_SETTINGS = {
+    "s3": {
+        "endpoint_url": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+        "profile": ("AWS_PROFILE",),
+        "key": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"),
+    },
+    "gcs": {
+        "endpoint_url": ("STORAGE_EMULATOR_HOST",),
+        "token": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "STORAGE_EMULATOR_HOST"),
+    },
+    "azure": dict.fromkeys(
+        ("connection_string", "account_name", "account_host", "account_key", "sas_token"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME"),
+    ),
+}
+"""fsspec's settings that decide where data goes, and as whose -> the environment variables that do so here."""
 
 _CONTAINER = re.compile(r"[A-Za-z0-9._-]+(@[A-Za-z0-9.-]+)?")
 _NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
@@ -211,6 +228,7 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
     try:
         if empty := [name for name, value in environment if "ENDPOINT" in name and not value]:
             raise ValueError(f"the environment variable {empty[0]} is empty: unset it")
+        _check_settings(_PROVIDERS[scheme])
         return _connection_in(environment, scheme, container)
     except ImportError as error:
         raise ImportError(f"{location}: {error}: pip install 'distckpt[{_PROVIDERS[scheme]}]'") from error
@@ -219,13 +237,29 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
         raise OSError(number, f"{type(error).__name__}: {_text_of(error)}", location) from error
 
 
+def _settings_of(provider: str) -> dict[str, Any]:
+    return settings_of(scheme for scheme, other in _PROVIDERS.items() if other == provider)
+
+
+def _check_settings(provider: str) -> None:
+    """Refuse settings of fsspec that the environment does not replace, if data would go elsewhere without them."""
+    settings = _settings_of(provider)
+    of_client = settings.get("client_kwargs")
+    settings |= of_client if isinstance(of_client, dict) else {}
+    for name, variables in _REPLACED_SETTINGS[provider].items():
+        if settings.get(name) and not any(os.environ.get(variable) for variable in variables):
+            raise ValueError(
+                f"fsspec's setting {name!r} is not read for this URL: set {' or '.join(variables)} in the environment"
+            )
+
+
 @functools.lru_cache(maxsize=64)
 def _connection_in(environment: tuple[tuple[str, str], ...], scheme: str, container: str) -> _Connection:
     """Connect with what the environment says; made anew when that has changed."""
     obstore, stores = importlib.import_module("obstore"), importlib.import_module("obstore.store")
-    if has_settings(scheme):
-        logger.warning("fsspec's settings of %s:// are not read: use the environment instead", scheme)
     provider, client = _PROVIDERS[scheme], None
+    if _settings_of(provider):
+        logger.warning("fsspec's settings of %s:// are not read: use the environment instead", scheme)
     name = container
     config: dict[str, Any] = {}
     if provider == "s3":

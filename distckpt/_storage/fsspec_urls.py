@@ -11,6 +11,8 @@ from typing import Any, Literal
 import fsspec
 import fsspec.spec
 import xxhash
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from distckpt._base.memory import Bytes
@@ -32,9 +34,10 @@ _lock = threading.Lock()
 """Conditional writes take turns."""
 
 
-def has_settings(protocol: str) -> bool:
-    """Tell whether the user has configured a protocol in fsspec."""
-    return bool(fsspec.config.conf.get(protocol))
+def settings_of(protocols: Iterable[str]) -> dict[str, Any]:
+    """Return what the user has configured in fsspec for a file system of these names."""
+    of_protocols = (fsspec.config.conf.get(protocol) for protocol in protocols)
+    return {name: value for settings in of_protocols if isinstance(settings, dict) for name, value in settings.items()}
 
 
 class FsspecLocation(RemoteLocation):
@@ -46,6 +49,11 @@ class FsspecLocation(RemoteLocation):
             self._uncached, self._path = fsspec.core.url_to_fs(location)
         except ImportError as error:
             raise ImportError(f"{location}: {error}") from error
+        except Exception as error:
+            text = f"fsspec does not open this URL ({type(error).__name__}: {error})"
+            raise OSError(errno.EINVAL, text, location) from error
+        if isinstance(self._uncached, LocalFileSystem | DirFileSystem):
+            raise OSError(errno.EINVAL, "this URL is another name of a directory: give its path or URL", location)
         # One process has this one to itself; nothing is said about others.
         self.has_conditions = isinstance(self._uncached, MemoryFileSystem)
 
@@ -99,10 +107,17 @@ class FsspecLocation(RemoteLocation):
 
         return self._request(fetch) if wanted else 0
 
+    def _check_writable(self) -> None:
+        if "http" in self._uncached.protocol:
+            raise OSError(errno.EROFS, "checkpoints cannot be written over HTTP", self.location)
+
     def write(self, data: bytes) -> None:
+        self._check_writable()
         self._request(lambda: self._fs.pipe_file(self._path, data))
 
     def write_stream(self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int) -> None:
+        self._check_writable()
+
         def send() -> None:
             stream = self._fs.open(self._path, "wb")
             try:
@@ -119,6 +134,7 @@ class FsspecLocation(RemoteLocation):
         self._request(send)
 
     def open_for_writing(self) -> Any:
+        self._check_writable()
         return self._fs.open(self._path, "wb")
 
     def remove(self) -> None:

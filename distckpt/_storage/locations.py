@@ -35,8 +35,8 @@ def normalize(location: str | os.PathLike[str]) -> str:
         ValueError: it is a URL without its second slash, which `pathlib` removes, or one that names nothing.
     """
     text = os.fspath(location)
-    if text.startswith("file://"):
-        text = text[len("file://") :]
+    for scheme in ("file://", "local://"):
+        text = text.removeprefix(scheme)
     if _BROKEN_URL.match(text):
         raise ValueError(
             f"{text!r} is no complete URL: write a str such as 's3://bucket/run', since pathlib removes a slash. "

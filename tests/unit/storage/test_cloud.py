@@ -165,6 +165,31 @@ def test_settings_of_fsspec_that_are_not_read_are_warned_about(server, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("url", "protocol", "settings", "variable"),
+    [
+        ("s3://b/c", "s3", {"endpoint_url": "http://127.0.0.1:9"}, "AWS_ENDPOINT_URL"),
+        ("s3://b/c", "s3a", {"client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}, "AWS_ENDPOINT_URL"),
+        ("s3://b/c", "s3", {"profile": "lab"}, "AWS_PROFILE"),
+        ("gs://b/c", "gcs", {"endpoint_url": "http://127.0.0.1:9"}, "STORAGE_EMULATOR_HOST"),
+        ("az://b/c", "abfs", {"account_name": "ours"}, "AZURE_STORAGE_CONNECTION_STRING"),
+    ],
+)
+def test_settings_of_fsspec_that_say_where_data_is_are_refused(url, protocol, settings, variable, monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, protocol, settings)
+    monkeypatch.delenv(variable, raising=False)
+    (name,) = settings.get("client_kwargs", settings)
+    with pytest.raises(OSError, match=f"fsspec's setting '{name}' is not read .*: set {variable}"):
+        distckpt.save({"step": 1}, url)
+
+
+def test_settings_of_fsspec_that_the_environment_replaces_do_not_matter(server, monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server, "key": "testing", "secret": "testing"})
+    location = f"{new_bucket(server)}/c"
+    distckpt.save({"step": 1}, location)
+    assert distckpt.load({}, location) == {"step": 1}
+
+
+@pytest.mark.parametrize(
     ("url", "library", "extra"),
     [
         ("s3://b/c", "boto3", "s3"),

@@ -24,6 +24,7 @@ def base(request, tmp_path):
         ("/a/./b/../c", "/a/c"),
         (Path("/a/b"), "/a/b"),
         ("file:///a/b", "/a/b"),
+        ("local:///a/b", "/a/b"),
         ("s3://bucket/run/", "s3://bucket/run"),
         ("memory://a", "memory://a"),
         ("/a/[x]", "/a/[x]"),

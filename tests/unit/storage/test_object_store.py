@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
 import fsspec
@@ -528,12 +530,48 @@ def test_a_missing_bucket_is_no_empty_run(server):
         ("s3://two words/x", "'two words' is no name of a bucket"),
         ("s3://b/a//c", "a part of the path is empty"),
         ("s3://b/../c", "a part of the path is empty"),
+        ("dir://c::/tmp", "another name of a directory: give its path"),
+        ("dir::file:///tmp/c", "another name of a directory: give its path"),
+        ("github://a:b/c", "fsspec does not open this URL"),
+        ("nothing-like-this://c", "Protocol not known"),
     ],
 )
 def test_urls_that_name_no_place_are_refused_at_once(path, problem):
     with pytest.raises(OSError, match=problem) as caught:
         distckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, path)
     assert path in str(caught.value)
+
+
+class TakesAll(BaseHTTPRequestHandler):
+    """Answers 404 to whoever reads, and takes whatever is sent, as servers with their own idea of PUT do."""
+
+    def answer(self):
+        self.server.methods.append(self.command)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(404 if self.command in ("GET", "HEAD") else 200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = do_PUT = do_POST = answer
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_nothing_is_written_over_http():
+    pytest.importorskip("aiohttp")
+    with ThreadingHTTPServer(("127.0.0.1", 0), TakesAll) as server:
+        server.methods = []
+        threading.Thread(target=server.serve_forever).start()
+        location = f"http://127.0.0.1:{server.server_port}/c"
+        try:
+            for write in (distckpt.save, lambda state, path: distckpt.async_save(state, path).result()):
+                with pytest.raises(OSError, match="cannot be written over HTTP") as caught:
+                    write({"step": 1}, location)
+                assert location in str(caught.value)
+        finally:
+            server.shutdown()
+        assert {"PUT", "POST"}.isdisjoint(server.methods)
 
 
 @pytest.mark.parametrize(("name", "value"), [("AWS_ENDPOINT_URL", ""), ("AWS_MAX_ATTEMPTS", "abc")])
