@@ -37,7 +37,7 @@ _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
 _ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
 """HTTP status -> what it means for a file; EIO for others."""
 
-_REPLACED_SETTINGS = {
+_REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "s3": {
         "endpoint_url": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
         "profile": ("AWS_PROFILE",),
