@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError, RankFailedError
 from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
-from distckpt._format.marker import CONFIG_FNAME, read_marker
+from distckpt._format.marker import CONFIG_FNAME, encode_marker, read_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations, object_store
 from distckpt._storage.remote import Upload
@@ -135,7 +134,7 @@ class Transaction:
     def _put_and_clear_up(self, fields: Mapping[str, Any]) -> None:
         strays = self._strays(fields)
         uploads = self._uploads(strays=True)
-        content = (json.dumps({**fields, SAVE: self._nonce}, indent=1) + "\n").encode()
+        content = encode_marker({**fields, SAVE: self._nonce})
         self._may_be_committed = True
         if not self._put(content):
             self._may_be_committed = False

@@ -9,7 +9,7 @@ from distckpt._commit import posix
 from distckpt._format.marker import CONFIG_FNAME, parse_config
 from distckpt._storage import locations
 
-READER_VERSION = 1
+READER_VERSION = 2
 """The newest format version this package reads."""
 
 

@@ -6,8 +6,9 @@ import xxhash
 
 from distckpt._base.memory import Bytes
 
-BLOCK_BYTES = 1 << 20
-"""Chunks are checksummed in blocks of this size."""
+BLOCK_BYTES = 256 << 10
+"""New chunks are checksummed in blocks of this size: large enough for manifests to stay small, small enough for blocks
+to be read whole where only a part of them is wanted."""
 
 
 def checksum(data: bytes | memoryview | Bytes) -> int:

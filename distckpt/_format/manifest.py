@@ -19,7 +19,7 @@ from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen
 from distckpt._storage import locations
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MIN_READER_VERSION = 1
 MANIFEST_NAME = "manifest.safetensors"
 _MANIFEST_NAMES = re.compile(r"manifest(-[0-9a-f]{16})?\.safetensors")

@@ -16,10 +16,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._format.checksum import checksum
 from distckpt._storage import locations
 
 CONFIG_FNAME = "metadata.json"
 
+CHECKSUM_VERSION = 2
+"""From this version of the format on, every marker has a checksum."""
+
+_CHECKSUM = "checksum"
+_NO_DIGITS = "0" * 16
+"""In place of the checksum while it is computed."""
 _MAX_MARKER_BYTES = 4 << 20
 _MAX_BACKEND_CHARS = 255
 _NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
@@ -121,10 +128,10 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
         checkpoint_dir: directory or URL prefix of the checkpoint.
 
     Returns:
-        The fields as JSON gives them, or None when there is no marker.
+        The fields as JSON gives them, without the checksum, or None when there is no marker.
 
     Raises:
-        CorruptCheckpointError: the marker is not a JSON object.
+        CorruptCheckpointError: the marker is not a JSON object, or does not match its checksum.
     """
     path = _marker_path(checkpoint_dir)
     try:
@@ -141,7 +148,25 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
         ) from error
     if not isinstance(fields, dict):
         raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
+    if not _matches_checksum(content, fields):
+        raise CorruptCheckpointError(
+            f"{path}: the content does not match the checksum in it: the file was damaged or edited. Restore it from a "
+            f'copy, or load another checkpoint. If it was edited on purpose, set "{_CHECKSUM}" to null.'
+        )
+    fields.pop(_CHECKSUM, None)
     return fields
+
+
+def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
+    """Tell whether a marker has its checksum, or needs none: since it is older, of another program, or says so."""
+    if _CHECKSUM not in fields:
+        version = fields.get("format_version")
+        return not (isinstance(version, int) and version >= CHECKSUM_VERSION)
+    digits = fields[_CHECKSUM]
+    if not isinstance(digits, str) or not digits:
+        return digits is None
+    before, _, after = content.rpartition(digits.encode(errors="replace"))
+    return digits == f"{checksum(before + _NO_DIGITS.encode() + after):016x}"
 
 
 def file_size(path: str) -> int:
@@ -199,8 +224,20 @@ def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, An
     Raises:
         TypeError: a field holds something that JSON cannot hold; nothing is written then.
     """
-    content = json.dumps(dict(fields), indent=1) + "\n"
-    locations.write_bytes(_marker_path(checkpoint_dir), content.encode(), durable)
+    locations.write_bytes(_marker_path(checkpoint_dir), encode_marker(fields), durable)
+
+
+def encode_marker(fields: Mapping[str, Any]) -> bytes:
+    """Return the content of a marker, with the checksum of all other bytes as its last field.
+
+    There is none beside Megatron's fields alone, whose reader accepts no others.
+    """
+    named = {name: value for name, value in fields.items() if name != _CHECKSUM}
+    if named.keys() <= CheckpointingConfig.__dataclass_fields__.keys():
+        return (json.dumps(named, indent=1) + "\n").encode()
+    content = json.dumps({**named, _CHECKSUM: _NO_DIGITS}, indent=1) + "\n"
+    before, _, after = content.rpartition(_NO_DIGITS)
+    return f"{before}{checksum(content.encode()):016x}{after}".encode()
 
 
 def _marker_path(checkpoint_dir: str | os.PathLike[str]) -> str:

@@ -19,7 +19,7 @@ class StoredCheckpoint(NamedTuple):
     Attributes:
         location: path or URL.
         manifest: of whatever format; files that distckpt did not write have one made for them.
-        verify: "none", "read" (every block that is read completely) or "full" (reads are widened to complete blocks).
+        verify: "none"; or "read" and "full", which mean the same: every block of which a byte is used is verified.
     """
 
     location: str

@@ -214,18 +214,17 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
 
 
 def _verify(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes) -> None:
+    """Compare the blocks of a part, which holds whole ones, with their checksums."""
     manifest, chunk = stored.manifest, part.chunk
-    block, size = manifest.block_bytes, int(manifest.num_bytes[chunk])
-    first_block = int(manifest.block_starts[chunk])
-    for index in range(-(-part.start // block), -(-part.stop // block)):
-        low, high = index * block, min((index + 1) * block, size)
-        if high > part.stop:
-            return
-        if checksum(buffer[low - part.start : high - part.start]) != int(manifest.block_checksums[first_block + index]):
-            start = int(manifest.first_bytes[chunk])
+    block, size = manifest.block_bytes, part.stop - part.start
+    first_block = int(manifest.block_starts[chunk]) + part.start // block
+    expected = manifest.block_checksums[first_block : first_block - (-size // block)].tolist()
+    for low, digest in zip(range(0, size, block), expected, strict=True):
+        if checksum(buffer[low : low + block]) != digest:
+            start = int(manifest.first_bytes[chunk]) + part.start + low
             raise CorruptCheckpointError(
-                f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start + low} to {start + high}: chunk "
-                f"{manifest.chunk_region(chunk)} of key {stored.key_of(chunk)!r} was damaged or replaced after "
+                f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to {start + min(block, size - low)}: "
+                f"chunk {manifest.chunk_region(chunk)} of key {stored.key_of(chunk)!r} was damaged or replaced after "
                 "the save. Restore the file from a copy or load another checkpoint."
             )
 

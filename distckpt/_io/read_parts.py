@@ -1,6 +1,6 @@
 """Dividing what is to be read into parts: which bytes of a chunk one call reads, and where they go.
 
-Parts end between checksum blocks wherever they can, so that no block is read in two pieces and left unchecked.
+Where checksums are compared, parts begin and end between blocks: no byte is used of a block that is not verified.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ READ_UNIT_BYTES = 2 << 20
 """One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
 LONG_RUN_BYTES = 128 << 10
 """Runs at least this long are read by one call each; shorter ones together with what lies between them."""
+MIN_DIRECT_BYTES = 1 << 20
+"""Fewer bytes between blocks that hold others as well are read together with these, by one call instead of three."""
 
 
 class ReadPart(NamedTuple):
@@ -61,7 +63,8 @@ def divide_copy(
     chunk, block = copy.chunk, stored.manifest.block_bytes
     dtype, size = stored.dtype_of(chunk), int(stored.manifest.num_bytes[chunk])
     item = dtype.itemsize
-    widens = stored.verifies and stored.verify == "full"
+    # Blocks of which a part is wanted are read whole.
+    margin = block if stored.verifies else 1
 
     def is_direct(memory: torch.Tensor) -> bool:
         return memory.dtype == dtype and is_plain_memory(memory) and not copier.is_away(memory)
@@ -76,17 +79,19 @@ def divide_copy(
             piece_goal = goal[piece.relative_to(copy.source.offset).slices()]
             yield ReadPart(chunk, *_byte_range(shape, piece, item), None, piece, piece_goal, sparse=True)
         return
-    for piece in step_over(copy.source, _num_separate_axes(shape, copy.source, item, exact, unit_bytes)):
+    for piece in step_over(copy.source, _num_separate_axes(shape, copy.source, item, exact, unit_bytes, margin)):
         piece_goal = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
         first, last = _byte_range(shape, piece, item)
-        is_aligned = first % block == 0 and (last % block == 0 or last == size)
-        if num_outer_axes(shape, piece) == 0 and is_direct(piece_goal) and (is_aligned or not widens):
-            yield from direct_parts(chunk, first, last, tensor_bytes(piece_goal), block)
-            continue
-        if widens:
-            first, last = first // block * block, min(-(-last // block) * block, size)
-        for start, stop in _cut_between_blocks(first, last, block, unit_bytes):
-            yield ReadPart(chunk, start, stop, None, piece, piece_goal)
+        start, stop = first // margin * margin, min(-(-last // margin) * margin, size)
+        low = high = start
+        if num_outer_axes(shape, piece) == 0 and is_direct(piece_goal):
+            inner = -(-first // margin) * margin, last if last == size else last // margin * margin
+            if inner == (first, last) or inner[1] - inner[0] >= MIN_DIRECT_BYTES:
+                low, high = inner
+                yield from direct_parts(chunk, low, high, tensor_bytes(piece_goal)[low - first : high - first], block)
+        for begin, end in ((start, low), (high, stop)):
+            for part in _cut_between_blocks(begin, end, block, unit_bytes):
+                yield ReadPart(chunk, *part, None, piece, piece_goal)
 
 
 def direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) -> Iterator[ReadPart]:
@@ -110,15 +115,18 @@ def _cut_between_blocks(first: int, last: int, block: int, unit_bytes: int) -> I
         start = stop
 
 
-def _num_separate_axes(shape: tuple[int, ...], region: Region, item: int, exact: bool, unit_bytes: int) -> int:
+def _num_separate_axes(
+    shape: tuple[int, ...], region: Region, item: int, exact: bool, unit_bytes: int, margin: int
+) -> int:
     """Count the leading axes along which each index is read separately, without what lies between.
 
-    All of them where runs are long and far apart (or with `exact`), else those whose rows are so far apart that
-    no read would hold two.
+    All of them where runs, each with `margin` bytes more, are long and far apart (or with `exact`), else those whose
+    rows are so far apart that no read would hold two.
     """
     outer = num_outer_axes(shape, region)
-    is_sparse = exact or covering_elements(shape, region) > 2 * region.num_elements
-    if is_sparse and math.prod(region.shape[outer:]) * item >= LONG_RUN_BYTES:
+    run = math.prod(region.shape[outer:])
+    is_sparse = exact or covering_elements(shape, region) > 2 * (run + margin // item) * math.prod(region.shape[:outer])
+    if is_sparse and run * item >= LONG_RUN_BYTES:
         return outer
     return sum(2 * math.prod(shape[axis + 1 :]) > unit_bytes // item for axis in range(outer))
 

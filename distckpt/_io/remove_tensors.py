@@ -121,7 +121,7 @@ def _rewrite(
     starts, sizes = manifest.first_bytes[ordered], manifest.num_bytes[ordered]
     contents = [[torch.from_numpy(source[start : start + size])] for start, size in zip(starts, sizes, strict=True)]
     new_file = file_of_tensors(planned.name, planned.header, contents).below(staging)
-    checksums = write_files([new_file], WriteSettings())
+    checksums = write_files([new_file], WriteSettings(block_bytes=manifest.block_bytes))
     if not np.array_equal(manifest.chunks.take(ordered, manifest.block_bytes).block_checksums, checksums):
         raise CorruptCheckpointError(
             f"{file.name!r} has a checksum mismatch: nothing was removed. Restore it from a copy."

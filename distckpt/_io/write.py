@@ -77,6 +77,7 @@ class WriteSettings:
         durable: whether bytes must be on disk when `write_files` returns.
         direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
         with_checksums: whether to compute checksums.
+        block_bytes: size of the blocks that they are of.
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
         direct_unit_bytes: what each fills and writes instead when it goes around the page cache.
         num_requests: that are made of an object store at the same time.
@@ -86,6 +87,7 @@ class WriteSettings:
     durable: bool = True
     direct: bool | None = None
     with_checksums: bool = True
+    block_bytes: int = BLOCK_BYTES
     num_threads: int = NUM_THREADS
     direct_unit_bytes: int = UNIT_BYTES
     num_requests: int = NUM_REQUESTS
@@ -131,8 +133,9 @@ class _Output:
         self.file = file
         self.settings = settings
         self.is_local = locations.is_local(file.location)
-        self._unit_bytes = settings.direct_unit_bytes if self.is_local and self.may_be_direct else UNIT_BYTES
-        self.units = list(units_of(file.chunk_bytes, self._unit_bytes))
+        unit_bytes = settings.direct_unit_bytes if self.is_local and self.may_be_direct else UNIT_BYTES
+        self._unit_bytes = max(unit_bytes, settings.block_bytes)
+        self.units = list(units_of(file.chunk_bytes, self._unit_bytes, settings.block_bytes))
         if self.is_local and not self.units:
             # So that a file without data is finished like the others.
             self.units = [[]]
@@ -205,7 +208,7 @@ class _Output:
         unit = self.units[number]
         buffers = self.file.fill(unit, bounce_buffer("write", self._unit_bytes, self.file.device))
         if self.settings.with_checksums:
-            self.checksums[number] = _block_checksums(unit, buffers)
+            self.checksums[number] = _block_checksums(unit, buffers, self.settings.block_bytes)
         return buffers
 
     def _write_direct(self, number: int) -> None:
@@ -215,7 +218,7 @@ class _Output:
         window = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)[phase : phase + num_bytes]
         copy_into(window, self.file.fill(unit, window))
         if self.settings.with_checksums:
-            self.checksums[number] = _block_checksums(unit, [window])
+            self.checksums[number] = _block_checksums(unit, [window], self.settings.block_bytes)
         first = min(-position % ALIGNMENT, num_bytes)
         last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
         written = first + _write_aligned(self._direct_fd, window[first:last], position + first)
@@ -295,7 +298,9 @@ def copy_into(window: Bytes, buffers: Sequence[Bytes]) -> None:
         filled += len(buffer)
 
 
-def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterator[list[Span]]:
+def units_of(
+    chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES, block_bytes: int = BLOCK_BYTES
+) -> Iterator[list[Span]]:
     """Divide a file into runs of at most `unit_bytes`; chunks are divided between blocks only."""
     unit: list[Span] = []
     filled = 0
@@ -304,7 +309,7 @@ def units_of(chunk_bytes: Sequence[int], unit_bytes: int = UNIT_BYTES) -> Iterat
         while start < size:
             room = unit_bytes - filled
             if room < size - start:
-                room = room // BLOCK_BYTES * BLOCK_BYTES
+                room = room // block_bytes * block_bytes
             stop = min(size, start + room)
             if stop > start:
                 unit.append(Span(index, start, stop))
@@ -347,13 +352,13 @@ def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copi
         filled += region.num_elements
 
 
-def _block_checksums(unit: Sequence[Span], buffers: Sequence[Bytes]) -> list[int]:
+def _block_checksums(unit: Sequence[Span], buffers: Sequence[Bytes], block_bytes: int) -> list[int]:
     """Return the checksums of the blocks of a unit, whose bytes may come in other runs than its spans."""
     runs = list(reversed(buffers))
     checksums = []
     for span in unit:
-        for start in range(span.start, span.stop, BLOCK_BYTES):
-            missing = min(BLOCK_BYTES, span.stop - start)
+        for start in range(span.start, span.stop, block_bytes):
+            missing = min(block_bytes, span.stop - start)
             hasher = xxhash.xxh3_64()
             while missing:
                 run = runs.pop()

@@ -77,8 +77,8 @@ def load(
         process_group: the ranks that load together; None for the default group, or for this process alone when
             torch.distributed is not initialised.
         common_strategy: accepted for compatibility; must be None.
-        verify: "read" checks the checksum of every block that is read whole, "full" reads whole blocks so that each
-            byte is checked, "none" checks nothing.
+        verify: "read" and "full", which mean the same, compare the checksum of every block of 256 KiB of which a byte
+            is loaded; "none" compares nothing.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information. Lossless
             conversions (bf16 to fp32) are always made.
         parallel_load: how to read what several ranks request (data-parallel replicas, say): on one of them, which

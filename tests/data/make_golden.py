@@ -1,9 +1,9 @@
-"""Writes the checkpoints in `format-1/`, once: `python -m tests.data.make_golden NEW_DIRECTORY`.
+"""Writes the checkpoints in `format-1/` and others like it, once: `python -m tests.data.make_golden NEW_DIRECTORY`.
 
-What lies in `format-1/` was written when that format was released and is never written again:
+What lies there was written when that format was released and is never written again:
 `tests/unit/format/test_golden.py` shows that it stays readable. For a new format, run this with the code that writes
-it, into a directory of its own. Values are made by numpy: `expected.npz` holds the bits of each tensor, as unsigned
-integers; `COMMON` below is what the objects are made of.
+it, into a directory of its own. Values are made by numpy: `format-1/expected.npz` holds the bits of each tensor, as
+unsigned integers; `COMMON` below is what the objects are made of.
 """
 
 from __future__ import annotations

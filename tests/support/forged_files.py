@@ -14,6 +14,7 @@ import xxhash
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
 from distckpt._format import codec, safetensors_file
+from distckpt.core import write_marker
 from tests.fuzz.targets import WEIGHT
 
 
@@ -33,7 +34,7 @@ def forge(path, change):
     file.write_bytes(data)
     marker = marker_of(path)
     marker["manifest"].update(bytes=len(data), checksum=f"{xxhash.xxh3_64_intdigest(data):016x}")
-    (path / "metadata.json").write_text(json.dumps(marker))
+    write_marker(path, marker)
 
 
 def with_object(path, blob):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from distckpt import (
     CheckpointNotFoundError,
     PreemptionGuard,
 )
+from distckpt.core import read_marker, write_marker
 from tests.support.cli_command import call
 from tests.support.disk import tree_of
 from tests.support.hooked_store import hooked_reads
@@ -188,8 +188,7 @@ def marker_is_a_directory(path):
 
 
 def newer_format(path):
-    marker = json.loads((path / "metadata.json").read_text())
-    (path / "metadata.json").write_text(json.dumps({**marker, "format_version": 99, "min_reader_version": 99}))
+    write_marker(path, {**read_marker(path), "format_version": 99, "min_reader_version": 99})
 
 
 def no_manifest(path):

@@ -17,17 +17,18 @@ import distckpt
 from distckpt import CheckpointManager, CorruptCheckpointError, ShardedObject, ShardedTensor
 from distckpt._format.codec import decode, encode
 from distckpt.cli import main
+from distckpt.core import read_marker, write_marker
 from distckpt.validation import READER_VERSION
 from tests.data import make_golden
 from tests.data.make_golden import CELLS, COMMON, DTYPES, NEW_DTYPES
 
-GOLDEN = Path(__file__).parents[2] / "data" / "format-1"
+DATA = Path(__file__).parents[2] / "data"
 CHECKPOINTS = ["grid", "flat", "odd", "objects", "dtypes", "new_dtypes", *(f"run/step_000000{i}0" for i in (1, 2, 3))]
 
 
 def expected_in(name):
     """Return the bits of the tensors of a checkpoint, by key."""
-    with np.load(GOLDEN / "expected.npz") as arrays:
+    with np.load(DATA / "format-1" / "expected.npz") as arrays:
         return {key.partition("/")[2]: arrays[key] for key in arrays.files if key.startswith(f"{name}/")}
 
 
@@ -46,25 +47,31 @@ def needs_dtypes(name):
         pytest.skip("this torch lacks some of the dtypes")
 
 
-def copy_of(name, tmp_path):
-    return Path(shutil.copytree(GOLDEN / name, tmp_path / Path(name).name))
+def copy_of(checkpoint, tmp_path):
+    return Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+
+
+@pytest.fixture(params=["format-1", "format-2"])
+def golden(request):
+    """Return the folder of the checkpoints of a format; they hold the same."""
+    return DATA / request.param
 
 
 # ---- every released format stays readable
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_it_is_whole(name):
+def test_it_is_whole(golden, name):
     needs_dtypes(name)
-    report = distckpt.verify(GOLDEN / name)
+    report = distckpt.verify(golden / name)
     assert report.problems == ()
     assert report.has_checksums
 
 
 @pytest.mark.parametrize("name", ["grid", "flat", "dtypes", "new_dtypes"])
-def test_tensors_keep_their_bits(name):
+def test_tensors_keep_their_bits(golden, name):
     needs_dtypes(name)
-    tensors = distckpt.load_plain_tensors(GOLDEN / name)
+    tensors = distckpt.load_plain_tensors(golden / name)
     expected = expected_in(name)
     assert tensors.keys() == expected.keys()
     for key, bits in expected.items():
@@ -73,8 +80,8 @@ def test_tensors_keep_their_bits(name):
             assert str(tensors[key].dtype) == f"torch.{key}"
 
 
-def test_tensors_of_odd_shapes_keep_their_bits():
-    tensors = distckpt.load_plain_tensors(GOLDEN / "odd")
+def test_tensors_of_odd_shapes_keep_their_bits(golden):
+    tensors = distckpt.load_plain_tensors(golden / "odd")
     expected = expected_in("odd")
     expected["alias"] = expected["tied"]
     assert tensors.keys() == expected.keys()
@@ -82,14 +89,14 @@ def test_tensors_of_odd_shapes_keep_their_bits():
         assert_bits(tensors[key], bits)
 
 
-def test_a_tied_tensor_is_stored_once():
-    (file,) = [file for file in (GOLDEN / "odd" / "tensors").iterdir() if b'"tied"' in file.read_bytes()[:4096]]
+def test_a_tied_tensor_is_stored_once(golden):
+    (file,) = [file for file in (golden / "odd" / "tensors").iterdir() if b'"tied"' in file.read_bytes()[:4096]]
     assert "alias" not in load_file(file)
     assert_bits(load_file(file)["tied"], expected_in("odd")["tied"])
 
 
 @pytest.mark.parametrize("verify", ["none", "read", "full"])
-def test_another_layout_is_filled(verify):
+def test_another_layout_is_filled(golden, verify):
     """Along the axis that was not divided, in uneven parts, and layers without their axis."""
     expected = expected_in("grid")
     asked = {
@@ -97,18 +104,18 @@ def test_another_layout_is_filled(verify):
         "rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(8, 1), (1, 3, 5)),
         "layer": ShardedTensor.from_rank_offsets("stack", torch.zeros(2, 3), (0, 2, 4), prepend_axis_num=1),
     }
-    loaded = distckpt.load(asked, GOLDEN / "grid", verify=verify)
+    loaded = distckpt.load(asked, golden / "grid", verify=verify)
     assert_bits(loaded["columns"], expected["columns"][4:])
     assert_bits(loaded["rows"], expected["rows"][:, 3:4])
     assert_bits(loaded["layer"], expected["stack"][2])
     assert loaded["step"] == 7
-    assert distckpt.load_content_metadata(GOLDEN / "grid") == {"layout": "tp2"}
+    assert distckpt.load_content_metadata(golden / "grid") == {"layout": "tp2"}
 
 
-def test_a_part_of_a_flattened_tensor_is_filled():
+def test_a_part_of_a_flattened_tensor_is_filled(golden):
     bits = expected_in("flat")["weight"].reshape(-1)
     part = ShardedTensor.from_rank_offsets_flat("weight", torch.zeros(9), (7, 5), flattened_range=slice(13, 22))
-    assert_bits(distckpt.load({"w": part}, GOLDEN / "flat")["w"], bits[13:22])
+    assert_bits(distckpt.load({"w": part}, golden / "flat")["w"], bits[13:22])
 
 
 def described(value):
@@ -123,22 +130,22 @@ def described(value):
     return type(value), value if isinstance(value, set | frozenset) else repr(value)
 
 
-def test_common_state_of_every_kind():
-    loaded = distckpt.load_common_state_dict(GOLDEN / "objects")
+def test_common_state_of_every_kind(golden):
+    loaded = distckpt.load_common_state_dict(golden / "objects")
     assert loaded.keys() == COMMON.keys()
     for key, value in COMMON.items():
         assert described(loaded[key]) == described(value), key
 
 
-def test_a_grid_of_objects():
+def test_a_grid_of_objects(golden):
     asked = {str(i): ShardedObject("cells", None, (2, 2), divmod(i, 2)) for i in range(4)}
-    loaded = distckpt.load(asked, GOLDEN / "objects")
+    loaded = distckpt.load(asked, golden / "objects")
     for i, cell in enumerate(CELLS):
         assert described(loaded[str(i)]) == described(cell)
 
 
-def test_a_run_is_resumed(tmp_path):
-    manager = CheckpointManager(copy_of("run", tmp_path), keep_last=2, best_metric="loss")
+def test_a_run_is_resumed(golden, tmp_path):
+    manager = CheckpointManager(copy_of(golden / "run", tmp_path), keep_last=2, best_metric="loss")
     assert manager.latest() == 30
     target = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 2))
     for step in (10, 20, 30):
@@ -151,17 +158,17 @@ def test_a_run_is_resumed(tmp_path):
     assert steps == ["step_00000010", "step_00000030", "step_00000040"], "what was saved then counts as a manager's own"
 
 
-def test_it_is_consolidated(tmp_path):
-    distckpt.consolidate(GOLDEN / "grid", tmp_path / "export")
+def test_it_is_consolidated(golden, tmp_path):
+    distckpt.consolidate(golden / "grid", tmp_path / "export")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     for key, bits in expected_in("grid").items():
         assert_bits(exported[key], bits)
 
 
-def test_other_readers_open_the_files():
+def test_other_readers_open_the_files(golden):
     """The shards are safetensors files that say where their pieces belong: numpy can put them together."""
     found = {key: np.zeros_like(bits) for key, bits in expected_in("grid").items()}
-    for file in (GOLDEN / "grid" / "tensors").iterdir():
+    for file in (golden / "grid" / "tensors").iterdir():
         raw = file.read_bytes()
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
         places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
@@ -173,9 +180,9 @@ def test_other_readers_open_the_files():
         assert np.array_equal(found[key], bits)
 
 
-def test_all_dtypes_and_kinds_are_there():
+def test_all_dtypes_and_kinds_are_there(golden):
     """What the format page lists is what these checkpoints hold."""
-    stored = {str(shard.dtype) for shard in distckpt.load_tensors_metadata(GOLDEN / "dtypes").values()}
+    stored = {str(shard.dtype) for shard in distckpt.load_tensors_metadata(golden / "dtypes").values()}
     assert stored == {f"torch.{name}" for name in DTYPES}
 
 
@@ -183,9 +190,7 @@ def test_all_dtypes_and_kinds_are_there():
 
 
 def change_marker(path, **fields):
-    file = path / "metadata.json"
-    marker = json.loads(file.read_text())
-    file.write_text(json.dumps({**marker, **fields}))
+    write_marker(path, {**read_marker(path), **fields})
 
 
 READERS = {
@@ -203,24 +208,24 @@ REFUSAL = (
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_newer_format_is_refused_with_what_to_do(reader, tmp_path):
-    path = copy_of("grid", tmp_path)
+def test_a_newer_format_is_refused_with_what_to_do(golden, reader, tmp_path):
+    path = copy_of(golden / "grid", tmp_path)
     change_marker(path, format_version=READER_VERSION + 1, min_reader_version=READER_VERSION + 1)
     with pytest.raises(CorruptCheckpointError, match=REFUSAL) as caught:
         READERS[reader](path)
     assert str(path) in str(caught.value)
 
 
-def test_verify_says_that_the_format_is_newer(tmp_path):
-    path = copy_of("grid", tmp_path)
+def test_verify_says_that_the_format_is_newer(golden, tmp_path):
+    path = copy_of(golden / "grid", tmp_path)
     change_marker(path, min_reader_version=READER_VERSION + 1)
     (problem,) = distckpt.verify(path).problems
     assert "newer release" in problem.message
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "consolidate"])
-def test_the_command_line_says_that_the_format_is_newer(verb, tmp_path, capsys):
-    path = copy_of("grid", tmp_path)
+def test_the_command_line_says_that_the_format_is_newer(golden, verb, tmp_path, capsys):
+    path = copy_of(golden / "grid", tmp_path)
     change_marker(path, min_reader_version=READER_VERSION + 1)
     more = [str(tmp_path / "export")] if verb == "consolidate" else []
     assert main([verb, str(path), *more]) != 0
@@ -229,8 +234,8 @@ def test_the_command_line_says_that_the_format_is_newer(verb, tmp_path, capsys):
     assert "Traceback" not in captured.err
 
 
-def test_a_manager_says_why_it_passes_over_a_newer_step(tmp_path):
-    root = copy_of("run", tmp_path)
+def test_a_manager_says_why_it_passes_over_a_newer_step(golden, tmp_path):
+    root = copy_of(golden / "run", tmp_path)
     change_marker(root / "step_00000030", min_reader_version=READER_VERSION + 1)
     manager = CheckpointManager(root)
     assert manager.latest() == 20
@@ -238,16 +243,16 @@ def test_a_manager_says_why_it_passes_over_a_newer_step(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["2", None, [1], 1.5, True, -1, 10**30])
-def test_a_version_that_is_none_is_refused(value, tmp_path):
-    path = copy_of("grid", tmp_path)
+def test_a_version_that_is_none_is_refused(golden, value, tmp_path):
+    path = copy_of(golden / "grid", tmp_path)
     change_marker(path, min_reader_version=value)
     with pytest.raises(CorruptCheckpointError, match="needs a reader of format version"):
         distckpt.load_plain_tensors(path)
 
 
-def test_a_newer_format_that_this_reader_may_read_is_read(tmp_path):
+def test_a_newer_format_that_this_reader_may_read_is_read(golden, tmp_path):
     """A writer that changes nothing that a reader of format 1 must know raises `format_version` alone."""
-    path = copy_of("grid", tmp_path)
+    path = copy_of(golden / "grid", tmp_path)
     change_marker(path, format_version=READER_VERSION + 5, new_field={"a": [1]}, another="x")
     assert distckpt.verify(path).is_whole
     for key, bits in expected_in("grid").items():

@@ -76,7 +76,7 @@ def test_manifest_is_a_safetensors_file_of_plain_arrays():
     assert stored["offsets"].dtype == np.int64
     assert stored["offsets"].tolist() == [[0, 0], [2, 0], [0, 0], [0, 0], [1, 0]]
     fields = json.loads(stored["json"].tobytes())
-    assert fields["format_version"] == 1
+    assert fields["format_version"] == 2
     assert fields["keys"] == ["a", "scalar", "rng/0"]
 
 

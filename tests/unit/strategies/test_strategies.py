@@ -10,7 +10,7 @@ import torch
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor
 from distckpt._format.codec import decode, encode
-from distckpt.core import read_marker
+from distckpt.core import read_marker, write_marker
 from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
 from distckpt.strategies.base import (
     LoadShardedStrategy,
@@ -168,7 +168,7 @@ def test_strategies_work_without_the_functions_around_them(tmp_path):
         (tmp_path / name).mkdir()
     sharded = {"w": state()["w"], "o": ShardedObject("o", [1], (1,), (0,))}
     fields = SafetensorsSaveStrategy().save(sharded, str(tmp_path))
-    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "safetensors", **fields}))
+    write_marker(tmp_path, {"sharded_backend": "safetensors", **fields})
     loaded = SafetensorsLoadStrategy().load({"w": asked()["w"], "o": sharded["o"].without_data()}, str(tmp_path))
     assert list(loaded) == ["w", "o"]
     assert (loaded["w"].tolist(), loaded["o"]) == ([0, 1, 2], [1])
