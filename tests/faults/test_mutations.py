@@ -182,7 +182,7 @@ def check(folder, num_changes):
 
 
 def test_a_changed_file_is_found_or_does_no_harm(folder):
-    check(folder, 40)
+    check(folder, 25)
 
 
 @pytest.mark.slow
