@@ -61,7 +61,7 @@ def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
         # Removals have no conditions. A marker that is put on one fails all saves that may replace this checkpoint.
         fields = {**(read_marker(location) or {}), "removed": True}
         try:
-            if not marker.replace(json.dumps(fields, indent=1).encode(), version):
+            if not marker.replace(encode_marker(fields), version):
                 return False
         except OSError as error:
             if error.errno != errno.ENOSYS:
