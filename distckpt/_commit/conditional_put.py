@@ -15,10 +15,15 @@ import contextlib
 import errno
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError, RankFailedError
+from distckpt._base.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    RankFailedError,
+)
 from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, encode_marker, read_marker
@@ -117,22 +122,32 @@ class Transaction:
             "being written: that stays. Choose another location, or save again."
         )
 
-    def commit(self, fields: Mapping[str, Any]) -> None:
+    def commit(self, fields: Mapping[str, Any], files: Sequence[str] = ()) -> None:
         """Put the marker unless it has changed since the save began, then remove what the checkpoint does not name.
 
-        After an OSError it is not known whether the marker was put, and nothing is removed.
+        Nothing is put when any of these files is not there. After an OSError it is not known whether the marker was
+        put, and nothing is removed.
         """
         try:
-            self._put_and_clear_up(fields)
+            self._put_and_clear_up(fields, files)
         except OSError as error:
             if error.errno != errno.ENOSYS or not self._is_conditional:
                 raise
             self._is_conditional = False
             self._warn_about_conditions()
-            self._put_and_clear_up(fields)
+            self._put_and_clear_up(fields, files)
 
-    def _put_and_clear_up(self, fields: Mapping[str, Any]) -> None:
-        strays = self._strays(fields)
+    def _put_and_clear_up(self, fields: Mapping[str, Any], files: Sequence[str]) -> None:
+        present = _files_of_saves(self._location) if self._has_folders else []
+        missing = sorted(set(files).difference(present)) if self._has_folders else []
+        # With another marker, the save that has won the race removes them; the put below says so.
+        if missing and self._marker.version() == self._version:
+            more = f" (and {len(missing) - 1} more files)" if len(missing) > 1 else ""
+            raise CheckpointingException(
+                f"{locations.join(self._location, missing[0])!r} was written and is missing{more}: another program "
+                "removes files there, or not all ranks write to the same store. Nothing was committed."
+            )
+        strays = self._strays(fields, present)
         uploads = self._uploads(strays=True)
         content = encode_marker({**fields, SAVE: self._nonce})
         self._may_be_committed = True
@@ -169,7 +184,7 @@ class Transaction:
             self._location,
         )
 
-    def _strays(self, fields: Mapping[str, Any]) -> list[str]:
+    def _strays(self, fields: Mapping[str, Any], present: Sequence[str]) -> list[str]:
         """Return the files that can be removed when the marker is there."""
         if not self._has_folders:
             return []
@@ -182,7 +197,7 @@ class Transaction:
                 replaced = {name for name in self._earlier if name == old_manifest or _nonce_of(name) == old_nonce}
                 return sorted(replaced - {named})
             return []
-        return [name for name in _files_of_saves(self._location) if name != named and not self._is_own(name)]
+        return [name for name in present if name != named and not self._is_own(name)]
 
     def _uploads(self, strays: bool) -> list[Upload]:
         """Return unfinished uploads: of this save, and with `strays` of others that cannot win any more."""

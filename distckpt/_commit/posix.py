@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
@@ -58,13 +58,14 @@ def already_complete(location: str, advice: str) -> CheckpointExistsError:
     )
 
 
-def prepare(staging: str, durable: bool = True) -> None:
-    """Create the directories of a save; all ranks must call it, since not all may see each other's at once.
+def prepare(staging: str, names: Sequence[str] = SUBDIRECTORIES, durable: bool = True) -> None:
+    """Create the directory of a save, with subdirectories.
 
     When durable, the directories above `staging` are on disk on return; `sync` and `commit` see to the others.
     """
     locations.make_directories(locations.split(staging)[0], durable)
-    for name in SUBDIRECTORIES:
+    locations.make_directories(staging, durable=False)
+    for name in names:
         locations.make_directories(locations.join(staging, name), durable=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -133,6 +134,24 @@ def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
             "restore both from a copy, or load another checkpoint."
         )
     return data
+
+
+def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:
+    """Check that a rank sees the checkpoint that rank 0 has opened; None for a format without such a checksum.
+
+    Only on local paths: nodes may have disks of their own, an object store is the same one for all.
+    """
+    if manifest_checksum is None or not locations.is_local(location):
+        return
+    marker = read_marker(location)
+    manifest = None if marker is None else marker.get("manifest")
+    if isinstance(manifest, dict) and manifest.get("checksum") == manifest_checksum:
+        return
+    state = "is no checkpoint" if marker is None else "is another checkpoint than the one that rank 0 has opened"
+    raise CheckpointingException(
+        f"{location!r} on rank {rank} (host {socket.gethostname()!r}) {state}. Give all ranks the same location, on "
+        f"storage that all nodes share, or copy the checkpoint to every node, {CONFIG_FNAME} included."
+    )
 
 
 def open_checkpoint(location: str, verify: str = "read") -> StoredCheckpoint:

@@ -128,10 +128,11 @@ def object_file_of(
 
 def write_manifest(
     checkpoint_dir: str, manifest: Manifest, tables: Sequence[ChunkTable], suffix: str, durable: bool
-) -> Mapping[str, Any]:
-    """Complete a manifest with the chunks that were written, and write it; returns the marker fields that name it.
+) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
+    """Complete a manifest with the chunks that were written, and write it.
 
-    On an object store none is ever replaced, since a marker may name it: it gets another name where there is one.
+    Returns the marker fields that name it, and the names and sizes of all files, its own included. On an object store
+    no manifest is ever replaced, since a marker may name it: it gets another name where there is one.
     """
     written = manifest.with_chunks(tables)
     written.files[:] = [file._replace(name=in_folder(file.name, suffix)) for file in written.files]
@@ -140,7 +141,7 @@ def write_manifest(
     if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
         name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
         locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
-    return marker_fields(data, name)
+    return marker_fields(data, name), [*((file.name, file.num_bytes) for file in written.files), (name, len(data))]
 
 
 def _tensors_of(chunk: PlannedChunk, shards: Sequence[Shard]) -> list[torch.Tensor]:

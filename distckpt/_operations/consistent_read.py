@@ -26,10 +26,16 @@ _Result = TypeVar("_Result")
 def find_checkpoint(ranks: Ranks, location: str, marker: dict[str, Any] | None) -> dict[str, Any]:
     """Return the marker of a checkpoint, or the fields that another format's marker would need.
 
-    Collective operation: all ranks must call it. `marker` is what rank 0 has found there, if anything; only rank 0
-    looks.
+    Collective operation: all ranks must call it. `marker` is what rank 0 has found there, if anything; on local paths
+    the others check that they see the same checkpoint.
     """
     found: dict[str, Any] = ranks.decide_json("find the checkpoint", lambda: opening.identify(location, marker))
+    if ranks.size > 1:
+        with ranks.phase("compare the checkpoint"):
+            manifest = found.get("manifest")
+            opening.check_is_same(
+                ranks.rank, location, manifest.get("checksum") if isinstance(manifest, dict) else None
+            )
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,9 @@ from distckpt._base.errors import CheckpointExistsError, CheckpointingException,
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._commit import posix
+from distckpt._commit.staging import choose_staging, make_staging
 from distckpt._foreign import hugging_face, opening
+from distckpt._format.checksum import checksum
 from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
@@ -177,7 +179,10 @@ def open_source(
 
     data = ranks.decide("open the checkpoint", check_and_read)
     with ranks.phase("open the checkpoint"):
-        return opening.decode_manifest(location, data, verify), data
+        stored = opening.decode_manifest(location, data, verify)
+        own_checksum = f"{checksum(data):016x}" if stored.manifest.has_checksums else None
+        opening.check_is_same(ranks.rank, location, own_checksum)
+        return stored, data
 
 
 def _check_target(location: str, target: str, overwrite: bool) -> None:
@@ -210,9 +215,10 @@ def write_export(
 
     Collective operation: all ranks must call it; each writes whole files. `data` is the manifest as it was read.
     """
-    nonce = ranks.broadcast(secrets.token_hex(8).encode()).decode()
-    staging = posix.staging_location(target, nonce)
+    place, held = choose_staging(ranks, target), contextlib.ExitStack()
+    staging = place.location
     try:
+        make_staging(ranks, place, held, names=())
         overflows = _write_files(ranks, stored, files, staging, num_threads, progress)
         with ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
@@ -228,6 +234,8 @@ def write_export(
         if ranks.is_coordinator:
             _abandon(staging, target, files)
         raise
+    finally:
+        held.close()
     if overflows and ranks.is_coordinator:
         logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
     return overflows
@@ -244,7 +252,6 @@ def _write_files(
     """Write this rank's share of the files; return the overflows in those of all ranks."""
     overflows: dict[str, int] = {}
     with ranks.phase("write output files"):
-        locations.make_directories(staging)
         mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
         count = counting(progress, sum(file.num_bytes for file in mine))
         for file in mine:

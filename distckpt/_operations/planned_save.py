@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distckpt._commit import posix, running
+from distckpt._commit import posix
 from distckpt._commit.conditional_put import Transaction, folder_suffix, naming_winner
+from distckpt._commit.staging import check_files, choose_staging, make_staging
 from distckpt._format.marker import CheckpointingConfig, save_config
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, SaveReport
@@ -55,19 +56,16 @@ class PlannedSave:
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     """Write everything beside the target and commit it. Collective operation: all ranks must call it."""
     location, timer, durable = save.location, save.timer, save.settings.durable
-    nonce = ranks.broadcast(running.new_nonce(location).encode()).decode()
-    staging = posix.staging_location(location, nonce)
+    place = choose_staging(ranks, location)
+    staging = place.location
     transaction = None
     held = contextlib.ExitStack()
     try:
         with timer.phase("write"):
-            with ranks.phase("create the staging directory", decision=True):
-                if ranks.is_coordinator and locations.is_local(location):
-                    held.enter_context(running.locked_staging(staging, durable))
-            with ranks.phase("create directories", decision=True):
-                posix.prepare(staging, durable)
-                if not locations.is_local(location):
-                    transaction = _begin_on_object_store(ranks, save, nonce)
+            make_staging(ranks, place, held, durable=durable)
+            if not locations.is_local(location):
+                with ranks.phase("begin on the object store", decision=True):
+                    transaction = _begin_on_object_store(ranks, save, place.nonce)
             with naming_winner(ranks, transaction), ranks.phase("save"):
                 marker_fields = save.prepared.write(staging, ranks)
                 if durable:
@@ -76,8 +74,9 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
             if ranks.is_coordinator:
                 extra = {**save.settings.notes, **(marker_fields or {})}
                 if transaction is not None:
-                    transaction.commit({**extra, **asdict(save.config)})
+                    transaction.commit({**extra, **asdict(save.config)}, [name for name, _ in save.prepared.written])
                 else:
+                    check_files(staging, save.prepared.written, ranks.size)
                     save_config(save.config, staging, extra=extra, durable=durable)
                     posix.commit(staging, location, save.settings.overwrite, durable)
     except BaseException:

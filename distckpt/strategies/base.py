@@ -99,11 +99,13 @@ class PreparedSave(ABC):
         folder_suffix: the end of the names of the folders `tensors` and `objects`. `save` sets it before `write` where
             several saves may write in one place, on object stores. None for a strategy that gives files fixed names:
             such saves are not kept apart there, and do not replace a checkpoint.
+        written: on the coordinator, after `write`: name and size of each file. `save` looks at them before it commits.
     """
 
     num_bytes: int = 0
     plan_reused: bool = False
     folder_suffix: str | None = None
+    written: Sequence[tuple[str, int]] = ()
 
     def stage(self, staging: Staging) -> PreparedSave | None:
         """Return the same save with copies of all that it writes, so that the caller's tensors may change.

@@ -137,6 +137,7 @@ class SafetensorsSave(PreparedSave):
     num_bytes: int
     plan_reused: bool = False
     folder_suffix: str = ""
+    written: Sequence[tuple[str, int]] = ()
 
     def stage(self, staging: Staging) -> SafetensorsSave:
         # Objects are copies already, encoded ones.
@@ -163,7 +164,7 @@ class SafetensorsSave(PreparedSave):
         with ranks.phase("write the manifest", decision=True):
             if plan.manifest is not None:
                 tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
-                fields = write_manifest(checkpoint_dir, plan.manifest, tables, suffix, settings.durable)
+                fields, self.written = write_manifest(checkpoint_dir, plan.manifest, tables, suffix, settings.durable)
         return fields
 
 

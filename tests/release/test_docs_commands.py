@@ -203,6 +203,7 @@ CHECKS = {
     "python": check_python,
     "python3": check_python,
     "torchrun": check_torchrun,
+    "srun": lambda words: check([word for word in words if not word.startswith("--ntasks-per-node=")]),
     "pytest": lambda words: check_options(words, help_of("pytest")),
     "mkdocs": lambda words: check_options(words[1:], help_of("mkdocs", words[0])),
     "echo": lambda words: None,

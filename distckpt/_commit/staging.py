@@ -1,0 +1,131 @@
+"""The directory that a save is written into: made by rank 0, and one and the same on all ranks.
+
+Ranks that share no storage would each leave their files where no other rank sees them. The name of the directory ends
+in a random nonce, so whoever sees it under its own path sees the directory that rank 0 has made, whatever that path is:
+nodes may mount one file system in different places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import run_threads
+from distckpt._commit import posix, running
+from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
+
+SECONDS_TO_APPEAR = 10.0
+"""So long a network file system may take to show on one node what another one has written."""
+_FILES_PER_THREAD = 64
+_MAX_THREADS = 16
+
+
+class Staging(NamedTuple):
+    """The place that all ranks of a save write into, as this rank sees it.
+
+    Attributes:
+        nonce: of the save.
+        location: of the directory; the target itself on an object store.
+        target: where the save is to appear.
+        first_host: the host of rank 0.
+        first_target: where the save is to appear on rank 0.
+    """
+
+    nonce: str
+    location: str
+    target: str
+    first_host: str
+    first_target: str
+
+
+def choose_staging(ranks: Ranks, target: str) -> Staging:
+    """Choose where a save is written. Collective operation: all ranks must call it; nothing is made yet."""
+    chosen = ranks.broadcast(json.dumps([running.new_nonce(target), socket.gethostname(), target]).encode())
+    nonce, host, first_target = json.loads(chosen)
+    return Staging(nonce, posix.staging_location(target, nonce), target, host, first_target)
+
+
+def make_staging(
+    ranks: Ranks,
+    staging: Staging,
+    held: contextlib.ExitStack,
+    names: Sequence[str] = posix.SUBDIRECTORIES,
+    durable: bool = True,
+) -> None:
+    """Make the directory with subdirectories of these names, and check that all ranks see it.
+
+    Collective operation: all ranks must call it. A local directory is locked until `held` is closed. Nothing but
+    directories has been written when this raises.
+    """
+    with ranks.phase("create directories", decision=True):
+        if ranks.is_coordinator:
+            if locations.is_local(staging.location):
+                held.enter_context(running.locked_staging(staging.location, durable))
+            posix.prepare(staging.location, names, durable)
+    if ranks.size > 1:
+        with ranks.phase("find the directory of the save"):
+            _check_is_seen(ranks.rank, staging, names)
+
+
+def _check_is_seen(rank: int, staging: Staging, names: Sequence[str]) -> None:
+    if locations.is_local(staging.target) and locations.is_local(staging.first_target):
+        made = [locations.join(staging.location, name) for name in names] or [staging.location]
+        is_same = _wait_until(lambda: all(map(locations.isdir, made)), SECONDS_TO_APPEAR)
+    else:
+        is_same = staging.target == staging.first_target
+    if not is_same:
+        raise CheckpointingException(
+            f"{staging.target!r} on rank {rank} (host {socket.gethostname()!r}) is not the place that rank 0 (host "
+            f"{staging.first_host!r}) calls {staging.first_target!r}: what one writes, the other does not see. Give "
+            "all ranks the same location, on storage that all nodes share."
+        )
+
+
+def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int) -> None:
+    """Check that files, given as names in a local directory and sizes, are there; for the coordinator."""
+    wrong = dict(files)
+    found: dict[str, int | None] = {}
+
+    def look_at(name: str) -> None:
+        found[name] = _size_of(locations.join(directory, name))
+
+    def are_right() -> bool:
+        run_threads(look_at, wrong, min(_MAX_THREADS, 1 + len(wrong) // _FILES_PER_THREAD))
+        for name in [name for name, size in wrong.items() if found[name] == size]:
+            del wrong[name]
+        return not wrong
+
+    # A single process has written all of them itself.
+    if _wait_until(are_right, SECONDS_TO_APPEAR if num_ranks > 1 else 0.0):
+        return
+    name, size = next(iter(wrong.items()))
+    state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"
+    more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
+    raise CheckpointingException(
+        f"{locations.join(directory, name)!r} was written and {state} as rank 0 (host {socket.gethostname()!r}) sees "
+        f"it{more}: another program removes or changes files there, or not all ranks share this storage. Nothing was "
+        "committed."
+    )
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        return locations.file_size(path)
+    except FileNotFoundError:
+        return None
+
+
+def _wait_until(is_true: Callable[[], bool], seconds: float) -> bool:
+    deadline, delay = time.monotonic() + seconds, 0.01
+    while not is_true():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(delay)
+        delay = min(2 * delay, 0.5)
+    return True
