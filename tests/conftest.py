@@ -17,6 +17,15 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+@pytest.fixture(scope="module")
+def run():
+    """The `run` of the harness, but the tests of a module share the processes of ranks."""
+    from tests.support.harness import kept_ranks
+
+    with kept_ranks() as run:
+        yield run
+
+
 # Imported by those tests only that need a server: moto takes seconds.
 @pytest.fixture(scope="session")
 def s3_server():

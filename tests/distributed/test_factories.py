@@ -15,7 +15,7 @@ from distckpt.experts import grouped_experts, grouped_mlp_sharded_state_dict, se
 from distckpt.factories import qkv_factory, swiglu_factory
 from distckpt.modules import sharded_state_dict
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
-from tests.support.harness import error_of, run
+from tests.support.harness import error_of
 from tests.support.layouts import Layout, even_part, flat_part
 from tests.support.states import numbered
 
@@ -85,7 +85,7 @@ def load_fused(rank, layout, path):
 
 
 @pytest.mark.parametrize("saved", [Layout(tp=2, dp=2), Layout(tp=4), Layout(dp=3)], ids=str)
-def test_fused_layers_and_their_flat_moments_load_under_every_other_layout(saved, tmp_path):
+def test_fused_layers_and_their_flat_moments_load_under_every_other_layout(run, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_fused, saved.num_ranks, saved, path)
     stored = distckpt.load_plain_tensors(path)
@@ -172,7 +172,7 @@ def load_experts(rank, way, layout, path):
     ],
     ids=str,
 )
-def test_experts_load_under_every_other_layout_and_held_in_other_ways(way, saved, tmp_path):
+def test_experts_load_under_every_other_layout_and_held_in_other_ways(run, way, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_experts, saved.num_ranks, way, saved, path)
     stored = distckpt.load_plain_tensors(path)
@@ -221,7 +221,7 @@ def load_modules(rank, ep_size, path):
     ]
 
 
-def test_experts_that_are_plain_modules_and_their_optimizer(tmp_path):
+def test_experts_that_are_plain_modules_and_their_optimizer(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_modules, 4, 4, path)
     loaded = run(load_modules, 2, 2, path)
@@ -248,7 +248,7 @@ def save_wrongly(rank, path, as_replicas, validate_replicas):
     return str(error_of(distckpt.save, experts, path, validate_replicas=validate_replicas))
 
 
-def test_experts_counted_from_0_on_every_rank_are_refused_on_all_ranks(tmp_path):
+def test_experts_counted_from_0_on_every_rank_are_refused_on_all_ranks(run, tmp_path):
     messages = run(save_wrongly, 2, str(tmp_path / "checkpoint"), False, False)
     for message in messages:
         assert "'experts.fc2'" in message
@@ -258,7 +258,7 @@ def test_experts_counted_from_0_on_every_rank_are_refused_on_all_ranks(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_experts_that_also_pass_for_copies_are_found_by_comparing_them(tmp_path):
+def test_experts_that_also_pass_for_copies_are_found_by_comparing_them(run, tmp_path):
     messages = run(save_wrongly, 2, str(tmp_path / "checkpoint"), True, True)
     assert all("'experts.fc2'" in message for message in messages), messages
     assert list(tmp_path.iterdir()) == []
@@ -302,7 +302,7 @@ def load_vocabulary(rank, layout, path, num_stored):
 
 
 @pytest.mark.parametrize("saved", [Layout(dp=2), Layout(tp=2, dp=2), Layout(tp=4)], ids=str)
-def test_a_padded_vocabulary_loads_with_more_and_with_less_padding(saved, tmp_path):
+def test_a_padded_vocabulary_loads_with_more_and_with_less_padding(run, saved, tmp_path):
     assert [padded_size(tp) for tp in (1, 2, 4)] == [50_304, 50_432, 50_688]
     path = str(tmp_path / "checkpoint")
     run(save_vocabulary, saved.num_ranks, saved, path)

@@ -10,7 +10,6 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from tests.support.harness import run
 from tests.support.layouts import Layout, bytes_of, even_part, flat_part, global_bytes, tensor_from
 
 # key -> global shape, axis that tensor parallel ranks divide
@@ -115,7 +114,7 @@ LAYOUTS = [Layout(tp=1, dp=4), Layout(tp=4, dp=1), Layout(tp=2, dp=4), Layout(tp
 @pytest.mark.parametrize(
     "saved", [Layout(tp=2, dp=2), Layout(tp=1, dp=8), Layout(tp=4, dp=2), Layout(tp=2, dp=3)], ids=str
 )
-def test_flat_shards_load_under_every_other_layout(saved, tmp_path):
+def test_flat_shards_load_under_every_other_layout(run, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_flat, saved.num_ranks, saved, path)
     for wanted in [*LAYOUTS, saved]:
@@ -132,7 +131,7 @@ def test_flat_shards_load_under_every_other_layout(saved, tmp_path):
     assert np.array_equal(bytes_of(stacked), global_bytes("optimizer.exp_avg.layers", STACKED_SHAPE, torch.float32))
 
 
-def test_whole_shards_load_as_flat_ones(tmp_path):
+def test_whole_shards_load_as_flat_ones(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     saved = Layout(tp=2, dp=2)
     run(save_whole, saved.num_ranks, saved, path)
@@ -158,7 +157,7 @@ def save_invalid_runs(rank, path, runs):
     ],
     ids=["gap", "overlap"],
 )
-def test_runs_must_cover_a_flat_tensor_exactly_once(runs, problem, tmp_path):
+def test_runs_must_cover_a_flat_tensor_exactly_once(run, runs, problem, tmp_path):
     messages = run(save_invalid_runs, 2, str(tmp_path / "checkpoint"), runs)
     assert messages[0] == messages[1]
     assert re.search(problem, messages[0]), messages[0]

@@ -19,7 +19,8 @@ import distckpt
 from distckpt import StrictHandling
 from distckpt.interop import torch_dist
 from distckpt.interop.megatron import register_types
-from tests.support.harness import error_of, run
+from tests.support import harness
+from tests.support.harness import error_of
 from tests.support.megatron_gpt import (
     TIMEOUT,
     fill,
@@ -65,7 +66,7 @@ def load_into(rank, path, tp, pp):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(run, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("gpt") / "checkpoint")
     unchanged = run(save_through_distckpt, 2, path, group_timeout=TIMEOUT)
     assert [kept for kept, _ in unchanged] == [True, True]
@@ -74,14 +75,14 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 1)])
-def test_gpt_saved_at_tp2_loads_in_other_layouts(saved, tp, pp):
+def test_gpt_saved_at_tp2_loads_in_other_layouts(run, saved, tp, pp):
     for wrong, iteration, missing, unexpected, count in run(load_into, tp * pp, saved, tp, pp, group_timeout=TIMEOUT):
         assert (wrong, iteration, missing, unexpected) == ([], 7, [], [])
         assert count > 10
 
 
 @pytest.fixture(scope="module")
-def saved_by_megatron(tmp_path_factory):
+def saved_by_megatron(run, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("torch_dist") / "checkpoint")
     names, _ = run(save_with_megatron, 2, path, group_timeout=TIMEOUT)
     assert {".metadata", "metadata.json"} < set(names)
@@ -125,7 +126,7 @@ WHAT_MEGATRON_SAVED = {
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
-def test_gpt_that_megatron_saved_loads(saved_by_megatron, tp, pp):
+def test_gpt_that_megatron_saved_loads(run, saved_by_megatron, tp, pp):
     for wrong, iteration, missing, unexpected, _ in run(
         load_into, tp * pp, saved_by_megatron, tp, pp, group_timeout=TIMEOUT
     ):
@@ -133,7 +134,8 @@ def test_gpt_that_megatron_saved_loads(saved_by_megatron, tp, pp):
 
 
 def test_objects_and_common_state_that_megatron_saved_load(saved_by_megatron):
-    ((loaded, content_metadata, refused),) = run(load_what_megatron_saved, 1, saved_by_megatron)
+    # Types are not registered in a new process.
+    ((loaded, content_metadata, refused),) = harness.run(load_what_megatron_saved, 1, saved_by_megatron)
     assert loaded == WHAT_MEGATRON_SAVED
     assert content_metadata == {"layout": "plain"}
     assert "common.pt" in refused
@@ -148,7 +150,7 @@ def convert_together(rank, source, target):
     return load_what_megatron_saved(rank, target)[0]
 
 
-def test_conversion_by_two_ranks(saved_by_megatron, tmp_path):
+def test_conversion_by_two_ranks(run, saved_by_megatron, tmp_path):
     target = str(tmp_path / "converted")
     assert run(convert_together, 2, saved_by_megatron, target) == [WHAT_MEGATRON_SAVED] * 2
     assert distckpt.load_sharded_metadata(target) == distckpt.load_sharded_metadata(saved_by_megatron)

@@ -8,7 +8,6 @@ import torch
 
 import distckpt
 from distckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from tests.support.harness import run
 from tests.support.layouts import (
     Layout,
     bytes_of,
@@ -131,7 +130,7 @@ def load_state(rank, layout, path):
 
 
 @pytest.mark.parametrize("saved", GRIDS, ids=str)
-def test_tensor_parallel_state_loads_under_every_other_layout(saved, tmp_path):
+def test_tensor_parallel_state_loads_under_every_other_layout(run, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_state, saved.num_ranks, saved, path)
     for wanted in GRIDS:
@@ -142,7 +141,7 @@ def test_tensor_parallel_state_loads_under_every_other_layout(saved, tmp_path):
         assert np.array_equal(bytes_of(everything[key]), global_bytes(key, shape, dtype)), key
 
 
-def test_a_checkpoint_of_one_process_loads_on_many_ranks(tmp_path):
+def test_a_checkpoint_of_one_process_loads_on_many_ranks(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_state, 1, Layout(), path, backend=None)
     wanted = Layout(tp=4, dp=2)
@@ -178,7 +177,7 @@ def load_layers(rank, layout, path):
 
 
 @pytest.mark.parametrize("saved", [Layout(tp=2, pp=2), Layout(pp=4, dp=2), Layout(tp=4, pp=1)], ids=str)
-def test_layers_move_between_pipeline_stages(saved, tmp_path):
+def test_layers_move_between_pipeline_stages(run, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_layers, saved.num_ranks, saved, path)
     for wanted in (Layout(tp=1, pp=2), Layout(tp=3, pp=1), Layout(pp=8), Layout(tp=2, pp=2, dp=2)):
@@ -227,5 +226,5 @@ def save_and_load_regions(rank, num_ranks, seeds, folder):
         pytest.param(8, range(100), marks=pytest.mark.slow),
     ],
 )
-def test_any_division_into_regions_loads_under_any_other(num_ranks, seeds, tmp_path):
+def test_any_division_into_regions_loads_under_any_other(run, num_ranks, seeds, tmp_path):
     assert run(save_and_load_regions, num_ranks, num_ranks, seeds, str(tmp_path)) == [[]] * num_ranks

@@ -10,7 +10,7 @@ import torch
 
 import distckpt
 from distckpt import InvalidShardingError, LoadMismatchError, ShardedObject, ShardedTensor
-from tests.support.harness import GROUP_TIMEOUT, error_of, run, sum_over_ranks
+from tests.support.harness import GROUP_TIMEOUT, error_of, sum_over_ranks
 
 
 def tensor(key, shape, *offsets, dtype=torch.float32, replica_id=0, value=0.0):
@@ -116,7 +116,7 @@ def save_wrongly_then_rightly(rank, make_state, path):
 
 
 @pytest.mark.parametrize("make_state", CASES, ids=lambda case: case.__name__)
-def test_every_rank_raises_the_same_error_and_nothing_is_written(make_state, tmp_path):
+def test_every_rank_raises_the_same_error_and_nothing_is_written(run, make_state, tmp_path):
     results = run(save_wrongly_then_rightly, 4, make_state, str(tmp_path / "checkpoint"))
     errors, seconds, left, fine = zip(*results, strict=True)
     assert [type(error) for error in errors] == [InvalidShardingError] * 4, errors
@@ -134,7 +134,7 @@ def save_with_gaps(rank, path):
     return error_of(distckpt.load, request, path), sum_over_ranks(rank)
 
 
-def test_gaps_that_were_saved_on_request_are_an_error_for_who_asks_for_them(tmp_path):
+def test_gaps_that_were_saved_on_request_are_an_error_for_who_asks_for_them(run, tmp_path):
     results = run(save_with_gaps, 4, str(tmp_path / "checkpoint"))
     for error, total in results:
         assert total == 6
@@ -149,7 +149,7 @@ def overlap_without_validation(rank, path):
     return error_of(distckpt.save, two_main_replicas(rank), path, validate_access_integrity=False)
 
 
-def test_overlaps_are_refused_even_without_validation(tmp_path):
+def test_overlaps_are_refused_even_without_validation(run, tmp_path):
     errors = run(overlap_without_validation, 4, str(tmp_path / "checkpoint"))
     assert [type(error) for error in errors] == [InvalidShardingError] * 4
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +171,7 @@ def save_differing_replicas(rank, path):
     return error, total, left
 
 
-def test_validate_replicas_names_the_ranks_and_the_key(tmp_path):
+def test_validate_replicas_names_the_ranks_and_the_key(run, tmp_path):
     results = run(save_differing_replicas, 4, str(tmp_path / "checkpoint"))
     errors, totals, left = zip(*results, strict=True)
     assert [type(error) for error in errors] == [InvalidShardingError] * 4
@@ -198,7 +198,7 @@ def save_equal_replicas(rank, path):
     distckpt.save(state, path, validate_replicas=True, validate_access_integrity=False)
 
 
-def test_validate_replicas_accepts_equal_ones(tmp_path):
+def test_validate_replicas_accepts_equal_ones(run, tmp_path):
     run(save_equal_replicas, 3, str(tmp_path / "checkpoint"))
     target = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 10))
     loaded = distckpt.load({"w": target}, str(tmp_path / "checkpoint"))["w"]
@@ -214,7 +214,7 @@ def load_wrongly(rank, path):
     return error, total, bool((unchecked == min(rank, 2)).all())
 
 
-def test_a_request_with_wrong_offsets_is_refused_on_every_rank(tmp_path):
+def test_a_request_with_wrong_offsets_is_refused_on_every_rank(run, tmp_path):
     results = run(load_wrongly, 4, str(tmp_path / "checkpoint"))
     errors, totals, read_unchecked = zip(*results, strict=True)
     assert [type(error) for error in errors] == [InvalidShardingError] * 4
@@ -270,7 +270,7 @@ def save_many_layers(rank, make, path):
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )
-def test_hundreds_of_keys_are_one_line_with_the_ranks_that_disagree(make, words, tmp_path):
+def test_hundreds_of_keys_are_one_line_with_the_ranks_that_disagree(run, make, words, tmp_path):
     messages = run(save_many_layers, 4, make, str(tmp_path / "checkpoint"))
     assert set(messages) == {messages[0]}
     assert all(word in messages[0] for word in words), messages[0]

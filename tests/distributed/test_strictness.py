@@ -7,7 +7,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedObject, ShardedTensor
-from tests.support.harness import error_of, launched, run, sum_over_ranks
+from tests.support.harness import error_of, launched, sum_over_ranks
 
 
 def whole(key, rank, value=0.0):
@@ -41,7 +41,7 @@ def load_strictly(rank, path, strict):
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory):
+def stored(run, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("strict") / "checkpoint")
     run(save_keys, 3, path)
     return path
@@ -51,7 +51,7 @@ STORED_KEYS = [{"a", "layers.0.w"}, {"a", "layers.0.w"}, {"a", "b", "layers.0.w"
 
 
 @pytest.mark.parametrize("strict", ["raise_unexpected", "raise_all"])
-def test_raising_modes_raise_the_same_error_on_every_rank(strict, stored):
+def test_raising_modes_raise_the_same_error_on_every_rank(run, strict, stored):
     results = run(load_strictly, 3, stored, strict)
     _, errors, fine = zip(*results, strict=True)
     assert [type(error) for error in errors] == [LoadMismatchError] * 3
@@ -65,7 +65,7 @@ def test_raising_modes_raise_the_same_error_on_every_rank(strict, stored):
 
 
 @pytest.mark.parametrize("strict", ["return_all", "return_unexpected"])
-def test_returning_modes(strict, stored):
+def test_returning_modes(run, strict, stored):
     results = run(load_strictly, 3, stored, strict)
     for rank, (result, error, fine) in enumerate(results):
         assert error is None
@@ -91,7 +91,7 @@ def test_quiet_modes(strict, stored):
         assert ("layers.1.w" in said) == (rank == 0 and strict == "log_all")
 
 
-def test_the_default_mode_fails_on_every_rank(stored):
+def test_the_default_mode_fails_on_every_rank(run, stored):
     results = run(load_strictly, 3, stored, "assume_ok_unexpected")
     for _, error, fine in results:
         assert isinstance(error, RankFailedError)
@@ -118,7 +118,7 @@ def load_objects(rank, path, num_ranks, strict):
 
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "return_all", "ignore_all"])
 @pytest.mark.parametrize(("saved", "wanted"), [(4, 2), (2, 4), (1, 3)])
-def test_per_rank_objects_whose_number_changed_are_an_error_that_says_so(saved, wanted, strict, tmp_path):
+def test_per_rank_objects_whose_number_changed_are_an_error_that_says_so(run, saved, wanted, strict, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_objects, saved, path, saved)
     results = run(load_objects, wanted, path, wanted, strict)
@@ -143,7 +143,7 @@ def load_every_part(rank, path):
     return distckpt.load(parts, path)
 
 
-def test_all_parts_of_an_object_can_be_loaded_elsewhere(tmp_path):
+def test_all_parts_of_an_object_can_be_loaded_elsewhere(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_objects, 4, path, 4)
     (error,) = run(load_objects_alone, 1, path, backend=None)
@@ -161,7 +161,7 @@ def load_objects_rotated(rank, path):
     return distckpt.load(request, path)
 
 
-def test_objects_go_to_whom_asks_for_them(tmp_path):
+def test_objects_go_to_whom_asks_for_them(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_objects, 4, path, 4)
     results = run(load_objects_rotated, 4, path)
@@ -174,7 +174,7 @@ def load_other_shape(rank, path):
     return error_of(distckpt.load, {"a": request}, path), error_of(distckpt.load, {"a": other_dtype}, path)
 
 
-def test_a_mismatch_that_all_ranks_see_alike_is_raised_as_it_is(stored):
+def test_a_mismatch_that_all_ranks_see_alike_is_raised_as_it_is(run, stored):
     results = run(load_other_shape, 3, stored)
     for shape_error, dtype_error in results:
         assert isinstance(shape_error, LoadMismatchError)
@@ -190,7 +190,7 @@ def load_nothing_there(rank, folder):
     return error_of(distckpt.load, {"a": whole("a", rank)}, f"{folder}/absent"), sum_over_ranks(rank)
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path):
+def test_a_checkpoint_that_is_not_there(run, tmp_path):
     for error, total in run(load_nothing_there, 3, str(tmp_path)):
         assert isinstance(error, distckpt.CheckpointNotFoundError)
         assert str(tmp_path / "absent") in str(error)

@@ -60,26 +60,46 @@ class Setting(NamedTuple):
     group_timeout: float
 
 
-class Launch:
-    """Running ranks, from the point of view of the test."""
+class Job(NamedTuple):
+    """What one rank of a launch does; what it prints goes to `log`."""
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], setting: Setting, log_dir: Path) -> None:
-        self._logs = [log_dir / f"rank{rank}.log" for rank in range(setting.num_ranks)]
+    log: str
+    rank: int
+    setting: Setting
+    function: Callable[..., Any]
+    args: Sequence[Any]
+
+
+class RankProcess(NamedTuple):
+    """A process that runs jobs, one after another."""
+
+    process: Any
+    connection: Any
+
+
+class Launch:
+    """Running ranks, from the point of view of the test.
+
+    Args:
+        jobs: one for each rank.
+        idle: processes to use before others are started, and to which those that are done are added; None starts a
+            process for every rank and ends it.
+    """
+
+    def __init__(self, jobs: Sequence[Job], idle: list[RankProcess] | None) -> None:
+        self._logs = [Path(job.log) for job in jobs]
         self._outcomes: dict[int, Outcome] = {}
-        self._signals: list[list[Any]] = [[] for _ in self._logs]
-        self._running = set(range(setting.num_ranks))
+        self._signals: list[list[Any]] = [[] for _ in jobs]
+        self._running = set(range(len(jobs)))
         self._killed: set[int] = set()
         self._deadline = time.monotonic() + OVERALL_TIMEOUT
+        self._idle = idle
         self.processes: list[Any] = []
         self._connections: list[Any] = []
-        for rank, log in enumerate(self._logs):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_run_rank, args=(theirs, str(log), rank, setting, function, args))
-            process.daemon = True
-            process.start()
-            theirs.close()
+        for job in jobs:
+            process, connection = _begin(job, idle)
             self.processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(connection)
 
     def wait_for_signal(self, rank: int) -> Any:
         """Return what the rank passes to `signal_parent`; an AssertionError when it ends without doing so."""
@@ -125,18 +145,18 @@ class Launch:
         return [None if outcome is None else outcome.value for outcome in outcomes]
 
     def close(self) -> None:
-        """Let the ranks that are done go, kill all others, and see to it that none is left."""
-        for rank, connection in enumerate(self._connections):
-            if rank in self._outcomes and self.processes[rank].is_alive():
-                connection.send(None)
-        for rank, process in enumerate(self.processes):
-            if rank in self._outcomes:
-                process.join(10)
-            process.kill()
-            process.join()
-            process.close()
-        for connection in self._connections:
-            connection.close()
+        """Let the ranks that are done go, or keep them idle if all have succeeded; kill all others."""
+        ended = [rank for rank in self._outcomes if self.processes[rank].is_alive()]
+        is_kept = self._idle is not None and len(ended) == len(self.processes)
+        is_kept = is_kept and not any(outcome.error for outcome in self._outcomes.values())
+        for rank in ended:
+            self._connections[rank].send("rest" if is_kept else "end")
+        processes = [RankProcess(*pair) for pair in zip(self.processes, self._connections, strict=True)]
+        if is_kept:
+            self._idle += processes
+            return
+        for rank, process in enumerate(processes):
+            _end(process, 10 if rank in self._outcomes else 0)
 
     def _pump(self, doing: str) -> None:
         """Take in what running ranks have sent, after waiting for at least one of them to say something or to end."""
@@ -169,6 +189,7 @@ def launched(
     *args: Any,
     backend: str | None = "gloo",
     group_timeout: float = GROUP_TIMEOUT,
+    idle: list[RankProcess] | None = None,
 ) -> Iterator[Launch]:
     """Start `function(rank, *args)` on ranks 0, 1, ... and hand out the running launch; none outlives the block.
 
@@ -178,11 +199,14 @@ def launched(
         args: further arguments.
         backend: of the default process group; None starts processes that have none.
         group_timeout: of the process group, in seconds.
+        idle: see `Launch`.
     """
     _start_server()
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as log_dir:
-        launch = Launch(function, args, Setting(num_ranks, store.port, backend, group_timeout), Path(log_dir))
+        setting = Setting(num_ranks, store.port, backend, group_timeout)
+        jobs = [Job(f"{log_dir}/rank{rank}.log", rank, setting, function, args) for rank in range(num_ranks)]
+        launch = Launch(jobs, idle)
         try:
             yield launch
         finally:
@@ -194,6 +218,22 @@ def run(function: Callable[..., Any], num_ranks: int, *args: Any, **kwargs: Any)
     """Run `function(rank, *args)` on all ranks and return what it returned, by rank; see `launched`."""
     with launched(function, num_ranks, *args, **kwargs) as launch:
         return launch.values()
+
+
+@contextmanager
+def kept_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Hand out a `run` whose processes are used again, for functions that leave nothing behind on a rank.
+
+    Every run has another process group. After an error new processes are started; at the end of the block all end.
+    """
+    idle: list[RankProcess] = []
+    try:
+        yield functools.partial(run, idle=idle)
+    finally:
+        for rank in idle:
+            rank.connection.send(None)
+        for rank in idle:
+            _end(rank, 10)
 
 
 def signal_parent(value: Any = None) -> None:
@@ -231,30 +271,65 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-def _run_rank(
-    connection: Any, log: str, rank: int, setting: Setting, function: Callable[..., Any], args: Sequence[Any]
-) -> None:
+def _begin(job: Job, idle: list[RankProcess] | None) -> RankProcess:
+    """Run a job in an idle process, or in a new one."""
+    if idle:
+        rank = idle.pop(0)
+        rank.connection.send(job)
+        return rank
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_run_jobs, args=(theirs, job))
+    process.daemon = True
+    process.start()
+    theirs.close()
+    return RankProcess(process, ours)
+
+
+def _end(rank: RankProcess, seconds: float) -> None:
+    """Wait for a process to end, and kill it after some seconds."""
+    if seconds:
+        rank.process.join(seconds)
+    rank.process.kill()
+    rank.process.join()
+    rank.process.close()
+    rank.connection.close()
+
+
+def _run_jobs(connection: Any, job: Job | None) -> None:
     global _to_parent
     _to_parent = connection
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    torch.set_num_threads(1)
+    while job is not None:
+        connection.send(("outcome", _run_job(job)))
+        # No rank closes its connections while another one may still need it.
+        is_last = connection.recv() == "end"
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        job = None if is_last else connection.recv()
+
+
+def _run_job(job: Job) -> bytes:
+    descriptor = os.open(job.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
+    os.close(descriptor)
+    warnings.resetwarnings()
     warnings.simplefilter("error")
     logged: list[str] = []
     watch = _Watch(logged)
-    logging.getLogger("distckpt").addHandler(watch)
+    logging.getLogger("distckpt").handlers[:] = [watch]
     value, error = None, None
+    setting = job.setting
     try:
         if setting.backend is not None:
             dist.init_process_group(
                 setting.backend,
                 store=dist.TCPStore("127.0.0.1", setting.port, None, False, wait_for_workers=False),
-                rank=rank,
+                rank=job.rank,
                 world_size=setting.num_ranks,
                 timeout=timedelta(seconds=setting.group_timeout),
             )
-        value = function(rank, *args)
+        value = job.function(job.rank, *job.args)
     except BaseException:
         error = traceback.format_exc()
     try:
@@ -262,11 +337,7 @@ def _run_rank(
         pickle.loads(content)
     except Exception:
         content = pickle.dumps(Outcome(None, f"{error or ''}\ncannot be sent: {traceback.format_exc()}", logged))
-    connection.send(("outcome", content))
-    # No rank closes its connections while another one may still need it.
-    connection.recv()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return content
 
 
 class _Watch(logging.Handler):
