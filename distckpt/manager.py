@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.memory import paused_garbage_collection
+from distckpt._base.messages import check_choice
 from distckpt._base.public import set_public_home
 from distckpt._commit import posix
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._io import background
-from distckpt._manager import retention, steps
+from distckpt._manager import failures, retention, steps
 from distckpt._manager.preemption import PreemptionGuard
 from distckpt._operations import background_save
 from distckpt._operations.planned_save import (
@@ -46,33 +47,39 @@ class CheckpointManager:
     """Save, find and remove the checkpoints of a run: subdirectories of one directory, such as `step_00000100`.
 
         with distckpt.CheckpointManager("checkpoints", keep_last=3) as manager:
-            if manager.latest() is not None:
+            if manager.steps():
                 state = manager.load(state)
             for step in ...:
                 train(step)
                 if step % 100 == 0:
                     manager.save(step, state)
 
-    All methods but `location` are collective operations: all ranks must make the same calls in the same order. Rank 0
-    decides for all, so all load the same step.
+    `save` and `load` are collective operations: all ranks must make the same calls in the same order. Rank 0 decides
+    for all, so all load the same step. The other methods need no other rank.
 
     A step is kept when it is one of the newest, a multiple of `keep_every`, pinned, one of the best, or chosen by
     `keep`. Others are removed in the background after the next save has been committed, but only if a manager has
-    saved them: everything else in the directory is left alone.
+    saved them, and no other program meanwhile: everything else in the directory is left alone.
 
     Args:
         root: a path or fsspec URL; it need not exist yet.
         keep_last: how many of the newest complete checkpoints to keep; None keeps everything.
         keep_every: keep steps that are multiples of this.
         keep: keep steps for which this returns True. Called on rank 0, in the background.
-        best_metric: keep the checkpoints with the best values of this metric, see `save`.
+        best_metric: keep the checkpoints with the best values of this metric, see `save`. As long as steps have other
+            metrics only, none is removed.
         best_mode: "min" when small values are good, "max" when large ones are.
         keep_best: how many of the best to keep.
+        on_failure: "log" lets the job go on when a step cannot be saved, because of a full disk, say: the error is
+            logged, is in `failures`, and only the handle of that save raises it. Invalid arguments and shards, and a
+            lost rank, are raised always.
         async_save: save in the background; False saves before `save` returns. All further arguments are those of
             `distckpt.async_save`.
 
     Attributes:
         skipped: the problem of each step that the last `latest` or `load` passed over, by step.
+        failures: the error of each step that could not be saved, by step.
+        not_removed: why steps that should have been removed are still there, by step, on rank 0.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class CheckpointManager:
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         keep_best: int = 1,
+        on_failure: Literal["raise", "log"] = "raise",
         async_save: bool = True,
         process_group: Any = None,
         sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
@@ -95,6 +103,10 @@ class CheckpointManager:
     ) -> None:
         self.root = posix.resolve(os.fspath(root))
         self.skipped: dict[int, str] = {}
+        self.failures: dict[int, str] = {}
+        self.not_removed: dict[int, str] = {}
+        check_choice("on_failure", on_failure, ("raise", "log"))
+        self._logs_failures = on_failure == "log"
         self._policy = retention.Retention(keep_last, keep_every, keep, best_metric, best_mode, keep_best)
         self._is_async = async_save
         self._settings = SaveSettings(
@@ -133,6 +145,8 @@ class CheckpointManager:
             step: from 0.
             sharded_state_dict: see `distckpt.save`.
             metrics: numbers that belong to the step, such as the loss; those of rank 0 are kept with the checkpoint.
+                One that is NaN or infinite does not count. Where a `best_metric` is not measured at every step, give
+                NaN for it or no metrics at all: a dict without it is an error unless an earlier step has it.
             pinned: never remove this checkpoint.
             overwrite: replace a complete checkpoint of this step; the earlier one stays until the new one is complete.
             content_metadata: see `distckpt.save`.
@@ -146,25 +160,51 @@ class CheckpointManager:
         """
         if self._is_closed:
             raise CheckpointingException(f"The manager of {self.root!r} is closed: make a new one.")
-        # JSON has no numbers for other values; without them a step is never the best one.
-        finite = {str(name): float(value) for name, value in (metrics or {}).items() if math.isfinite(float(value))}
         ranks = self._ranks()
         background_save.raise_pending_errors(ranks, self._settings.process_group)
         self._handles = [handle for handle in self._handles if not handle.done()]
-        with ranks.phase("check the target step", decision=True):
-            # What the coordinator finds counts.
-            overwrite = overwrite or (ranks.is_coordinator and self._must_replace(step))
-            name = self._looks.begin_save(self.root, step) if ranks.is_coordinator else ""
-        notes = {steps.NOTE: {"step": step, "save": name, "metrics": finite, "pinned": bool(pinned)}}
-        settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata, notes=notes)
-        plan = partial(plan_save, ranks, sharded_state_dict, self.location(step))
-        write = partial(self._write, step)
-        if self._is_async:
-            handle = background_save.start(ranks, background_save.prepare(ranks, settings, plan, write))
-        else:
-            handle = background_save.finished_handle(write(ranks, plan(settings)))
+        settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata)
+        try:
+            handle = self._start(ranks, step, sharded_state_dict, metrics or {}, pinned, settings)
+        except Exception as error:
+            if not (self._logs_failures and _all_find(ranks, error, failures.is_of_the_storage)):
+                raise
+            logger.error("step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error)
+            handle = background_save.failed_handle(error, self.location(step))
+        handle.was_asked = handle.was_asked or self._logs_failures
+        handle.add_done_callback(partial(self._note_failure, step))
         self._handles.append(handle)
         return handle
+
+    def _start(
+        self,
+        ranks: Ranks,
+        step: int,
+        sharded_state_dict: ShardedStateDict,
+        metrics: Mapping[str, float],
+        pinned: bool,
+        settings: SaveSettings,
+    ) -> SaveHandle:
+        note: dict[str, Any] = {}
+        with ranks.phase("check the target step", decision=True):
+            location = self.location(step)
+            finite = retention.finite_metrics(metrics)
+            if ranks.is_coordinator:
+                # What the coordinator finds counts.
+                name = self._looks.begin_save(self.root, step, metrics, self._policy.best_metric)
+                note = {"step": step, "save": name, "metrics": finite, "pinned": bool(pinned)}
+                settings = replace(settings, overwrite=settings.overwrite or self._must_replace(step))
+        settings = replace(settings, notes={steps.NOTE: note})
+        plan = partial(plan_save, ranks, sharded_state_dict, location)
+        write = partial(self._write, step)
+        if self._is_async:
+            return background_save.start(ranks, background_save.prepare(ranks, settings, plan, write))
+        return background_save.finished_handle(write(ranks, plan(settings)))
+
+    def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
+        error = Future.exception(handle)  # that of handles counts as asking
+        if error is not None:
+            self.failures[step] = f"{type(error).__name__}: {error}"
 
     def _write(self, step: int, ranks: Ranks, save: PlannedSave) -> SaveReport:
         if ranks.is_coordinator:
@@ -176,58 +216,87 @@ class CheckpointManager:
         return report
 
     def load(self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any) -> StateDict:
-        """Load a step, the newest complete one when none is given. Waits first for the saves in progress.
+        """Load a step, the newest one that loads when none is given. Waits first for the saves in progress.
+
+        Without `step`, one that turns out to be damaged or is removed while it is read is passed over on all ranks, as
+        `latest` passes over those whose damage shows from outside; `skipped` and the log have the reasons. All other
+        errors are raised: a step that does not match the request is not passed over.
 
         Args:
-            sharded_state_dict: see `distckpt.load`.
-            step: None for the newest complete one.
+            sharded_state_dict: see `distckpt.load`. A step that is passed over may have been read partly; the one that
+                is loaded overwrites all that it holds.
+            step: None for the newest one that loads.
             options: further arguments of `distckpt.load`.
 
         Returns:
             What `distckpt.load` returns.
 
         Raises:
-            CheckpointNotFoundError: the step is not there, or no step is complete; the message has the problem of each.
+            CheckpointNotFoundError: the step is not there, or no step can be loaded; the message has the problem of
+                each.
             CheckpointingException: as `distckpt.load` does.
         """
         background.wait_for_all()
-        if step is None:
-            step = self.latest()
-            if step is None:
-                reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.skipped.items())
-                raise CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{reasons}")
         group = self._settings.process_group
-        # A tuple in some modes of `strict`, as `options` say.
-        return cast(StateDict, load(sharded_state_dict, self.location(step), process_group=group, **options))
+
+        def read(step: int) -> StateDict:
+            # A tuple in some modes of `strict`, as `options` say.
+            return cast(StateDict, load(sharded_state_dict, self.location(step), process_group=group, **options))
+
+        if step is not None:
+            return read(step)
+        ranks, advice = self._ranks(), ""
+        if ranks.is_coordinator:
+            with _only_logging(f"look into {self.root}"):
+                self._looks.look(self.root)
+        self.skipped = {}
+        while True:
+            newest, skipped = ranks.decide_json("find the latest checkpoint", self._find_newest)
+            self.skipped |= dict(skipped)
+            if newest is None:
+                reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.skipped.items())
+                raise CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
+            try:
+                return read(newest)
+            except Exception as error:
+                if not _all_find(ranks, error, partial(failures.is_damage_of, self.location(newest))):
+                    raise
+                self.skipped[newest] = f"{type(error).__name__}: {error}"
+            advice = " What the given tensors hold now is undefined: some were filled before the damage was found."
+            if ranks.is_coordinator:
+                logger.warning("step %d in %s is passed over: %s", newest, self.root, self.skipped[newest])
 
     def latest(self) -> int | None:
         """Return the newest complete step, None when there is none; `skipped` gets the problems of newer ones.
 
-        Marker, manifest, and the sizes and headers of all files are checked. Saves in progress do not count.
+        Marker, manifest, and the sizes and headers of all files are checked. Saves in progress do not count. Each rank
+        looks for itself: in a job, let one rank call this, or just call `load`, which all ranks decide together.
         """
-
-        def find() -> tuple[int | None, list[tuple[int, str]]]:
-            self._looks.look(self.root)
-            newest, skipped = steps.newest_complete_step(self.root)
-            for step, reason in skipped.items():
-                logger.warning("step %d in %s is passed over: %s", step, self.root, reason)
-            return newest, list(skipped.items())
-
-        newest: int | None
-        newest, skipped = self._ranks().decide_json("find the latest checkpoint", find)
+        self.skipped = {}
+        newest, skipped = self._find_newest()
         self.skipped = dict(skipped)
         return newest
 
+    def _find_newest(self) -> tuple[int | None, list[tuple[int, str]]]:
+        """Return the newest complete step that is not in `skipped`, and the problems of it and of newer ones."""
+        newest, problems = steps.newest_complete_step(self.root, self.skipped)
+        for step, problem in problems.items():
+            if step not in self.skipped:
+                logger.warning("step %d in %s is passed over: %s", step, self.root, problem)
+        return newest, list(problems.items())
+
     def steps(self) -> list[int]:
         """Return the steps that were committed and are still there, in ascending order, without checking them."""
-        return list(self._ranks().decide_json("list the checkpoints", lambda: steps.committed_steps(self.root)))
+        return steps.committed_steps(self.root)
 
     def wait(self) -> None:
         """Wait until all saves have ended and old checkpoints are removed.
 
         Raises:
-            CheckpointingException: a save failed, and nobody has asked for its result yet.
+            CheckpointingException: a save failed, and nobody has asked for its result yet; not with `on_failure="log"`.
         """
+        for handle in self._handles:
+            handle.error()
         background_save.raise_unseen_error(self._handles)
 
     def close(self) -> None:
@@ -282,9 +351,8 @@ class CheckpointManager:
             steps.write_tracker(self.root, step, self._settings.durable)
         with _only_logging(f"remove old checkpoints from {self.root}"):
             saved = steps.own_steps(self.root) if self._policy.keep_last is not None else []
-            for old in retention.surplus(self.root, self._policy, saved, step):
-                if self._looks.knows(old) and retention.remove_step(self.root, old.step, old.save):
-                    logger.info("removed step %d from %s", old.step, self.root)
+            surplus = [old for old in retention.surplus(self.root, self._policy, saved, step) if self._looks.knows(old)]
+            self.not_removed = retention.remove_steps(self.root, surplus)
 
 
 @contextlib.contextmanager
@@ -293,3 +361,8 @@ def _only_logging(doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)
+
+
+def _all_find(ranks: Ranks, error: Exception, judge: Callable[[BaseException], bool]) -> bool:
+    """Tell whether all ranks have raised an error together and judge it alike. Collective operation if they have."""
+    return ranks.are_in_step_after(error) and bool(ranks.all_gather_numbers([judge(error)]).all())

@@ -70,9 +70,8 @@ def train(rank: int, store_port: int, work_dir: str, dies: bool) -> None:
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
     first = 0
     with distckpt.CheckpointManager(os.path.join(work_dir, "checkpoints"), keep_last=2) as manager:
-        latest = manager.latest()
-        if latest is not None:
-            first = manager.load(describe(model, optimizer, 0), latest)["step"]
+        if manager.steps():
+            first = manager.load(describe(model, optimizer, 0))["step"]
             for parameter in model.parameters():
                 optimizer.state[parameter]["step"].fill_(first)
             say(rank, f"resumed from step {first}")

@@ -40,7 +40,7 @@ def train(rank: int, store_port: int, directory: Path, is_preempted: bool) -> No
     torch.manual_seed(0)
     model, momentum, first = nn.Linear(64, 1, bias=False), torch.zeros(64 // NUM_RANKS), 0
     with PreemptionGuard() as guard, CheckpointManager(directory, keep_last=2) as manager:
-        if manager.latest() is not None:
+        if manager.steps():
             first = manager.load(describe(model, momentum, 0))["step"]
             say(rank, f"resumed after step {first}")
         for step in range(first + 1, NUM_STEPS + 1):

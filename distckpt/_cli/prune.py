@@ -12,7 +12,14 @@ from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb, positive
 from distckpt._commit import posix, running
-from distckpt._manager.retention import Retention, changes_in, discard, remove_step, surplus
+from distckpt._manager.retention import (
+    Retention,
+    changes_in,
+    discard,
+    remove_steps,
+    surplus,
+    unknown_metric,
+)
 from distckpt._manager.steps import Saved, is_free_to_remove, is_leftover, list_root, own_steps, problem_with, step_name
 from distckpt._storage import locations
 
@@ -61,20 +68,22 @@ def run(arguments: Namespace, output: Output) -> int:
     if not locations.isdir(root):
         raise CheckpointNotFoundError(f"{root!r} is not a directory")
     saved = own_steps(root)
+    if problem := unknown_metric(policy.best_metric, {name for item in saved for name in item.metrics}):
+        raise ValueError(f"{root}: {problem}")
     surplus_steps = _removable(root, saved, policy)
-    removed = [item.step for item in surplus_steps]
     leftovers, live = _leftovers(root, arguments.abandoned_after)
+    names = [*(step_name(item.step) for item in surplus_steps), *leftovers]
+    problems: dict[str, str] = {}
+    if not arguments.dry_run:
+        problems = {step_name(step): why for step, why in remove_steps(root, surplus_steps).items()}
+        problems |= {name: "it is still there" for name in leftovers if not _is_removed(locations.join(root, name))}
     doing = "would remove" if arguments.dry_run else "removed"
-    for item in surplus_steps:
-        if not arguments.dry_run:
-            remove_step(root, item.step, item.save)
-        output.line(f"{doing} {step_name(item.step)}")
-    for name in leftovers:
-        if not arguments.dry_run:
-            _remove_leftover(locations.join(root, name))
-        output.line(f"{doing} {name}, left by an interrupted save or removal")
+    for name in names:
+        what = f"{name}, left by an interrupted save or removal" if name in leftovers else name
+        output.line(f"cannot remove {what}: {problems[name]}" if name in problems else f"{doing} {what}")
     for name in live:
         output.line(f"kept {name}: a save may still be writing it")
+    removed = [item.step for item in surplus_steps if step_name(item.step) not in problems]
     kept = [item.step for item in saved if item.step not in removed]
     output.json(
         {
@@ -82,12 +91,13 @@ def run(arguments: Namespace, output: Output) -> int:
             "dry_run": arguments.dry_run,
             "kept": kept,
             "removed": removed,
-            "leftovers_removed": leftovers,
+            "not_removed": problems,
+            "leftovers_removed": [name for name in leftovers if name not in problems],
             "leftovers_kept": live,
         }
     )
     output.line(f"{len(kept)} of {len(saved)} checkpoints kept in {root}")
-    return 0
+    return 1 if problems else 0
 
 
 def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
@@ -125,12 +135,17 @@ def _clock_of(root: str) -> float:
     return time.time()
 
 
-def _remove_leftover(location: str) -> None:
-    with running.claimed(location) as has_ended:
-        if has_ended is not False and locations.isdir(location):
-            discard(location)
+def _is_removed(leftover: str) -> bool:
+    """Remove a leftover; False when it cannot be removed, or a save has begun there meanwhile."""
+    with running.claimed(leftover) as has_ended, contextlib.suppress(OSError):
+        if has_ended is False:
+            return False
+        if locations.isdir(leftover):
+            discard(leftover)
         else:
-            locations.remove_tree(location)
+            locations.remove_tree(leftover)
+        return not locations.exists(leftover)
+    return False
 
 
 VERB = Verb(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from distckpt._base.messages import check_choice
+from distckpt._base.messages import check_choice, did_you_mean
 from distckpt._commit import conditional_put, posix, running
 from distckpt._manager import steps
 from distckpt._manager.steps import Saved, step_name
@@ -49,6 +50,9 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
     """
     if policy.keep_last is None:
         return []
+    if problem := problem_with_metric(policy, saved):
+        logger.warning("nothing is removed from %s: %s", root, problem)
+        return []
     kept = {newest, *_best(policy, saved)}
     num_complete = 1
     for item in reversed(saved):
@@ -63,6 +67,35 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
     return [item for item in saved if item.step not in kept]
 
 
+def problem_with_metric(policy: Retention, saved: Sequence[Saved]) -> str | None:
+    """Return why the best steps are not known: steps have metrics, but none the one that the policy names."""
+    names = {name for item in saved for name in item.metrics}
+    return unknown_metric(policy.best_metric, names) if names else None
+
+
+def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
+    """Return a message about a metric that is not among those that are there, None when it is."""
+    if metric is None or metric in names:
+        return None
+    return f"no step has the best_metric {metric!r}, only {sorted(names)}{did_you_mean(metric, names)}"
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that JSON has numbers for; without them a step is never the best one.
+
+    Raises:
+        TypeError: one is no number.
+    """
+    # Also numbers of numpy and torch.
+    numbers: dict[str, Any] = {
+        str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()
+    }
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"The metric {name!r} is no number: {value!r:.100}")
+    return {name: float(value) for name, value in numbers.items() if steps.is_finite(value)}
+
+
 def _best(policy: Retention, saved: Sequence[Saved]) -> list[int]:
     metric = policy.best_metric
     if metric is None:
@@ -71,6 +104,21 @@ def _best(policy: Retention, saved: Sequence[Saved]) -> list[int]:
     # Of equal values the newer step is the better one.
     ranked = sorted((sign * item.metrics[metric], -item.step) for item in saved if metric in item.metrics)
     return [-step for _, step in ranked[: policy.keep_best]]
+
+
+def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
+    """Remove steps; return why some are still there, by step."""
+    problems = {}
+    for step, save, *_ in surplus:
+        try:
+            if remove_step(root, step, save):
+                logger.info("removed step %d from %s", step, root)
+            else:
+                problems[step] = "another program has replaced or removed it"
+        except OSError as error:
+            problems[step] = f"{type(error).__name__}: {error}"
+            logger.warning("step %d cannot be removed from %s: %s", step, root, error)
+    return problems
 
 
 def remove_step(root: str, step: int, save: str) -> bool:
@@ -99,12 +147,18 @@ def remove_step(root: str, step: int, save: str) -> bool:
 
 
 def discard(directory: str) -> None:
-    """Remove a local directory beside the steps, in one step for those that look at its name."""
+    """Remove a local directory beside the steps, in one step for those that look at its name.
+
+    Raises:
+        OSError: something of it is still there.
+    """
     parent, name = locations.split(directory)
     trash = locations.join(parent, f"{name.rpartition('.')[0]}.trash-{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # another program was faster
         locations.rename(directory, trash)
         locations.remove_tree(trash)
+    if locations.exists(trash):
+        raise OSError(errno.ENOTEMPTY, "not all of it can be removed", trash)
 
 
 Changes = dict[str, tuple[int, float]]
@@ -129,6 +183,7 @@ class Looks:
 
     def __init__(self, patience: float, removes_steps: bool) -> None:
         self._saves: set[tuple[int, str]] | None = None if removes_steps else set()
+        self._metrics: set[str] = set()
         self._patience = patience
         self._unfinished: dict[str, tuple[Changes, float]] = {}
 
@@ -138,12 +193,19 @@ class Looks:
             places = [(name, step) for name in steps.list_root(root) if (step := steps.step_in(name)) is not None]
             found = [steps.saved_at(locations.join(root, name), step) for name, step in places]
             self._saves = {(saved.step, saved.save) for saved in found if saved is not None}
+            self._metrics.update(name for saved in found if saved is not None for name in saved.metrics)
         return self._saves
 
-    def begin_save(self, root: str, step: int) -> str:
-        """Return a name for a save of this manager."""
+    def begin_save(self, root: str, step: int, metrics: Collection[str], best_metric: str | None) -> str:
+        """Return a name for a save of this manager; ValueError when neither it nor an earlier one has the metric."""
+        saves = self.look(root)
+        self._metrics.update(metrics)
+        if metrics and (problem := unknown_metric(best_metric, self._metrics)):
+            raise ValueError(
+                f"{problem}. Where it is not measured at every step, give NaN for it, or no metrics at all."
+            )
         name = secrets.token_hex(8)
-        self.look(root).add((step, name))
+        saves.add((step, name))
         return name
 
     def knows(self, saved: Saved) -> bool:
@@ -160,21 +222,28 @@ class Looks:
         return now - since >= self._patience
 
 
+def _clear_leftover(root: str, name: str, looks: Looks) -> None:
+    location = locations.join(root, name)
+    replaced = steps.replaced_step(name)
+    if replaced is not None:
+        posix.put_back(locations.join(root, step_name(replaced)))
+        discard(location)
+    elif steps.is_free_to_remove(name):
+        locations.remove_tree(location)
+    elif steps.is_leftover(name):
+        with running.claimed(location) as has_ended:
+            if looks.is_abandoned(location) if has_ended is None else has_ended:
+                logger.info("removing %s, which an interrupted save has left in %s", name, root)
+                discard(location)
+
+
 def clear_leftovers(root: str, looks: Looks) -> None:
     """Remove what interrupted saves and removals of earlier runs have left, and give a lost step its name back."""
     for name in steps.list_root(root):
-        location = locations.join(root, name)
-        replaced = steps.replaced_step(name)
-        if replaced is not None:
-            posix.put_back(locations.join(root, step_name(replaced)))
-            discard(location)
-        elif steps.is_free_to_remove(name):
-            locations.remove_tree(location)
-        elif steps.is_leftover(name):
-            with running.claimed(location) as has_ended:
-                if looks.is_abandoned(location) if has_ended is None else has_ended:
-                    logger.info("removing %s, which an interrupted save has left in %s", name, root)
-                    discard(location)
+        try:
+            _clear_leftover(root, name, looks)
+        except OSError as error:
+            logger.warning("a leftover of an interrupted save cannot be removed: %s", error)
     if not locations.is_local(root):
         for step in set(steps.all_steps(root)).difference(steps.committed_steps(root)):
             location = locations.join(root, step_name(step))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,13 +20,15 @@ NOTE = "manager"
 """Field of the marker that says which step a manager saved, its metrics, and whether it is pinned."""
 TRACKER = "latest_checkpointed_iteration.txt"
 
+logger = logging.getLogger(__name__)
+
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _LEFTOVER = re.compile(rf"\.step_\d{{8,}}\.(tmp|trash)-[0-9a-f]{{16}}|\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
 _REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
 
 
 class Saved(NamedTuple):
-    """A step that a manager has saved; `metrics` without those that were no finite numbers, `save` names the save."""
+    """A step that a manager has saved; `metrics` are finite numbers, `save` names the save."""
 
     step: int
     save: str
@@ -138,11 +142,11 @@ def problem_at(location: str, step: int) -> str | None:
     return f"{problems[0].file}: {problems[0].message}{more}"
 
 
-def newest_complete_step(root: str) -> tuple[int | None, dict[int, str]]:
+def newest_complete_step(root: str, known_problems: Mapping[int, str]) -> tuple[int | None, dict[int, str]]:
     """Return the newest complete step, None when there is none, and the problem of each newer one."""
     skipped: dict[int, str] = {}
     for step in reversed(all_steps(root)):
-        problem = problem_with(root, step)
+        problem = known_problems.get(step) or problem_with(root, step)
         if problem is None:
             return step, skipped
         skipped[step] = problem
@@ -158,6 +162,14 @@ def own_steps(root: str) -> list[Saved]:
     return [saved for saved in found if saved is not None]
 
 
+def is_finite(value: object) -> bool:
+    """Tell whether a value is a number that a float holds."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def saved_at(location: str, step: int) -> Saved | None:
     """Return what the marker at a location says about a step, None when no manager has saved it."""
     if locations.is_local(location) and os.path.islink(location):
@@ -169,8 +181,10 @@ def saved_at(location: str, step: int) -> Saved | None:
     noted = marker.get(NOTE)
     if not isinstance(noted, dict) or noted.get("step") != step:
         return None
-    metrics = noted.get("metrics")
-    numbers = metrics.items() if isinstance(metrics, dict) else ()
-    finite = {str(name): float(value) for name, value in numbers if isinstance(value, int | float)}
+    metrics = noted.get("metrics", {})
+    is_odd = not isinstance(metrics, dict) or not all(map(is_finite, metrics.values()))
+    numbers = {} if is_odd else {name: float(value) for name, value in metrics.items()}
+    if is_odd:
+        logger.warning("step %d in %s is not removed: its metrics are no numbers (%.200r)", step, location, metrics)
     # Earlier versions gave saves no names.
-    return Saved(step, str(noted.get("save")), finite, noted.get("pinned") is True)
+    return Saved(step, str(noted.get("save")), numbers, is_odd or noted.get("pinned", False) is not False)

@@ -110,9 +110,22 @@ def raise_unseen_error(handles: list[SaveHandle]) -> None:
 
 def finished_handle(report: SaveReport) -> SaveHandle:
     """Return the handle of a save that has ended."""
+    return _ended_handle(lambda: report, report.location)
+
+
+def failed_handle(error: Exception, location: str) -> SaveHandle:
+    """Return the handle of a save that has failed."""
+
+    def fail() -> SaveReport:
+        raise error
+
+    return _ended_handle(fail, location)
+
+
+def _ended_handle(write: Callable[[], SaveReport], location: str) -> SaveHandle:
     staged = threading.Event()
     staged.set()
-    handle = SaveHandle(lambda: report, report.location, staged)
+    handle = SaveHandle(write, location, staged)
     handle.run()
     return handle
 

@@ -9,7 +9,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, CheckpointNotFoundError, PreemptionGuard, RankFailedError, ShardedTensor
-from tests.support.harness import error_of, launched, run, signal_parent, sum_over_ranks
+from tests.support.harness import ask_parent, error_of, launched, run, signal_parent, sum_over_ranks
 
 PATIENCE = 60.0
 
@@ -106,10 +106,80 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert CheckpointManager(tmp_path).latest() == first
 
 
+def save_three(rank, root):
+    with CheckpointManager(root, async_save=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, rows_of(rank, 2, step))
+
+
+def load_what_loads(rank, root):
+    if rank == 1:
+        # No other rank is needed.
+        manager = CheckpointManager(root)
+        assert (manager.steps(), manager.latest()) == ([1, 2, 3], 3)
+    manager = CheckpointManager(root)
+    value, skipped = value_in_rows(manager.load(rows_of(rank, 2, -1))), sorted(manager.skipped)
+    errors = [error_of(manager.load, rows_of(rank, 2, -1), 3), error_of(manager.load, {"rows": rank and object()})]
+    wider = torch.zeros(100, 512)
+    errors.append(error_of(manager.load, {"rows": ShardedTensor.from_rank_offsets("rows", wider, (0, rank, 2))}))
+    return value, skipped, errors
+
+
+def test_all_ranks_pass_over_a_step_that_is_damaged_for_one(tmp_path):
+    run(save_three, 2, str(tmp_path))
+    for step in (2, 3):
+        (file,) = (tmp_path / f"step_0000000{step}" / "tensors").glob("shard-00002-*")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    for value, skipped, (named, mismatch, wider) in run(load_what_loads, 2, str(tmp_path)):
+        assert (value, skipped) == (1, [2, 3])
+        assert isinstance(named, distckpt.CheckpointingException)
+        assert "step_00000003" in str(named)
+        assert not isinstance(mismatch, CheckpointNotFoundError)
+        assert "global shape" in str(wider)
+
+
+def go_on_without_checkpoints(rank, root):
+    manager = CheckpointManager(root, on_failure="log", timeout=20.0)
+
+    with open(f"{root}/step_0000000{rank + 1}", "w") as file:
+        file.write("in the way")
+    sum_over_ranks(0)
+    handles = [manager.save(step, rows_of(rank, 2, step)) for step in (1, 2, 3)]
+    manager.wait()
+    errors = [error_of(manager.save, 4, {"f": rank and object()}), error_of(manager.save, -1, {})]
+    results = (
+        sorted(manager.failures),
+        [type(handle.exception()).__name__ for handle in handles],
+        manager.steps(),
+        errors,
+    )
+    if rank == 1:
+        signal_parent(None)
+        signal.pause()
+    ask_parent()
+    return results, error_of(manager.save, 5, rows_of(rank, 2, 5))
+
+
+def test_a_job_goes_on_without_checkpoints_but_not_without_a_rank(tmp_path):
+    with launched(go_on_without_checkpoints, 2, str(tmp_path), group_timeout=20.0) as launch:
+        launch.wait_for_signal(1)
+        launch.wait_for_signal(0)
+        launch.kill(1)
+        launch.answer(0)
+        (failures, kinds, steps, errors), lost = launch.values()[0]
+    assert (failures, steps) == ([1, 2], [3])
+    assert kinds == ["CheckpointExistsError", "CheckpointExistsError", "NoneType"]
+    assert [type(error) for error in errors] == [RankFailedError] * 2
+    assert lost.is_lost_contact
+
+
 def save_in_turns(rank, root):
     with CheckpointManager(root, keep_last=1, async_save=False) as manager:
         for step in range(3):
             assert manager.save(step, rows_of(rank, 2, step)).done()
+        sum_over_ranks(0)  # rank 0 has removed what is not kept
         return manager.steps(), value_in_rows(manager.load(rows_of(rank, 2, -1)))
 
 

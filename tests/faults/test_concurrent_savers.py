@@ -292,6 +292,19 @@ def test_a_step_that_is_pruned_while_it_is_read(tmp_path):
         distckpt.load(scattered(-1), path, progress=prune)
 
 
+def test_a_manager_loads_what_is_newest_when_a_step_is_pruned_while_it_is_read(tmp_path):
+    def save(step, **settings):
+        with CheckpointManager(tmp_path, async_save=False, **settings) as manager:
+            manager.save(step, scattered(step))
+
+    save(1)
+    save(2)
+    manager = CheckpointManager(tmp_path)
+    loaded = manager.load(scattered(-1), progress=Once(lambda: save(3, keep_last=1)))
+    assert {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]} == {3}
+    assert "was removed while it was being loaded" in manager.skipped[2]
+
+
 def save_from_two_groups(rank, path):
     group = [torch.distributed.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
     part = torch.full((100, 8), float(rank // 2))

@@ -28,6 +28,21 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
+def immutable(folder: Path) -> Iterator[None]:
+    """Keep a directory from being renamed or changed, where the test may."""
+    try:
+        changed = subprocess.run(["chattr", "+i", str(folder)], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no chattr")
+    if changed.returncode:
+        pytest.skip(f"cannot make a directory immutable: {changed.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(folder)], check=True)
+
+
+@contextmanager
 def limited(kind: int, soft_limit: int) -> Iterator[None]:
     """Lower a limit that the system puts on this process."""
     before = resource.getrlimit(kind)

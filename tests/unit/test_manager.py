@@ -8,7 +8,9 @@ import signal
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import distckpt
 from distckpt import (
@@ -16,11 +18,16 @@ from distckpt import (
     CheckpointingException,
     CheckpointManager,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadMismatchError,
     PreemptionGuard,
+    ShardedTensor,
+    UnsupportedObjectError,
 )
 from distckpt.core import read_marker, write_marker
 from tests.support.cli_command import call
 from tests.support.disk import tree_of
+from tests.support.disks import immutable
 from tests.support.hooked_store import hooked_reads
 from tests.support.states import state_of, value_of
 
@@ -125,6 +132,41 @@ def test_wait_raises_what_nobody_has_asked_for_once(tmp_path):
     manager.save(2, state_of(2)).result(PATIENCE)
     manager.close()
     assert manager.steps() == [0, 2]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_job_that_goes_on_without_a_checkpoint(async_save, tmp_path, caplog):
+    in_the_way(tmp_path, 1)
+    with CheckpointManager(tmp_path, async_save=async_save, on_failure="log") as manager:
+        handle = manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+        manager.save(3, state_of(3)).result(PATIENCE)
+        assert list(manager.failures) == [1]
+        assert "is a file" in manager.failures[1]
+        assert "is a file" in caplog.text
+        with pytest.raises(CheckpointExistsError, match="is a file"):
+            handle.result(PATIENCE)
+        manager.wait()
+        for step, state, error in ((-1, {}, ValueError), (4, {"x": object()}, UnsupportedObjectError)):
+            with pytest.raises(error):
+                manager.save(step, state)
+        assert manager.steps() == [2, 3]
+    with pytest.raises(ValueError, match="on_failure"):
+        CheckpointManager(tmp_path, on_failure="ignore")
+
+
+def test_a_failure_in_the_background_is_logged_when_the_job_goes_on(tmp_path):
+    gate = threading.Event()
+    with CheckpointManager(tmp_path, on_failure="log") as manager:
+        distckpt.async_save(state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE))
+        manager.save(1, state_of(1))
+        in_the_way(tmp_path, 1)
+        gate.set()
+        manager.wait()
+        assert "is a file" in manager.failures[1]
+        manager.save(2, state_of(2)).result(PATIENCE)
+        manager.wait()
+        assert manager.steps() == [0, 2]
 
 
 def test_an_error_in_the_block_is_not_replaced(tmp_path):
@@ -276,6 +318,50 @@ def test_a_zoo_of_broken_steps(tmp_path, caplog):
         manager.load(state_of(-1))
 
 
+def damage_data(path):
+    """Flip a bit that shows only when the data is read."""
+    with open(shard_file(path), "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_step_that_does_not_load_is_passed_over(tmp_path, caplog):
+    save_steps(tmp_path, [1, 2, 3, 4])
+    for step in (2, 4):
+        damage_data(tmp_path / f"step_{step:08d}")
+    no_marker(tmp_path / "step_00000003")
+    manager = CheckpointManager(tmp_path)
+    assert (manager.latest(), manager.skipped) == (4, {})
+    assert value_of(manager.load(state_of(-1))) == 1
+    assert list(manager.skipped) == [4, 3, 2]
+    for step, words in {4: "shard-00001", 3: "no metadata.json", 2: "shard-00001"}.items():
+        assert words in manager.skipped[step]
+        assert caplog.text.count(f"step {step} in {tmp_path} is passed over") == 1
+    with pytest.raises(CorruptCheckpointError, match="step_00000004"):
+        manager.load(state_of(-1), 4)
+    damage_data(tmp_path / "step_00000001")
+    with pytest.raises(CheckpointNotFoundError, match=r"is undefined(.|\n)* 4: Corrupt(.|\n)* 1: Corrupt"):
+        manager.load(state_of(-1))
+
+
+def test_a_step_that_does_not_fit_or_is_not_at_fault_is_not_passed_over(tmp_path):
+    save_steps(tmp_path, [1, 2])
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(LoadMismatchError):
+        manager.load(state_of(-1, num_rows=7))
+    with pytest.raises(LoadMismatchError):
+        manager.load({"x": ShardedTensor.from_rank_offsets("x", torch.zeros(3))})
+
+    def progress(num_bytes):
+        raise FileNotFoundError(2, "No such file", "/my/own/file")
+
+    with pytest.raises(FileNotFoundError):
+        manager.load(state_of(-1), progress=progress)
+    assert manager.skipped == {}
+
+
 def test_a_damaged_step_does_not_stop_a_run_that_comes_to_it_again(tmp_path, caplog):
     save_steps(tmp_path, [1, 2])
     cut_file(tmp_path / "step_00000002")
@@ -309,7 +395,6 @@ def test_checkpoints_that_no_manager_saved_can_be_the_latest(tmp_path):
         ({"keep_last": 1, "keep": lambda step: step in (1, 4)}, [1, 4, 6]),
         ({"keep_last": 1, "best_metric": "loss"}, [2, 6]),
         ({"keep_last": 1, "best_metric": "loss", "best_mode": "max", "keep_best": 2}, [0, 4, 6]),
-        ({"keep_last": 1, "best_metric": "unknown"}, [6]),
     ],
 )
 def test_what_is_kept(settings, kept, tmp_path):
@@ -321,6 +406,78 @@ def test_what_is_kept(settings, kept, tmp_path):
         manager.wait()
         assert manager.steps() == kept
         assert directories_in(tmp_path) == [f"step_{step:08d}" for step in kept]
+
+
+def test_a_best_metric_that_no_save_has_given_is_an_error(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=1, best_metric="los", async_save=False) as manager:
+        # Nothing is measured yet.
+        for step in (0, 1):
+            manager.save(step, state_of(step))
+        assert manager.steps() == [1]
+        with pytest.raises(ValueError, match=r"best_metric 'los', only \['loss'\] \(did you mean 'loss'\?\)"):
+            manager.save(2, state_of(2), {"loss": 1.0})
+        manager.save(2, state_of(2), {"loss": 1.0, "los": float("nan")})
+        manager.save(3, state_of(3), {"loss": 1.0})
+    assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
+
+
+def test_steps_whose_best_is_not_known_stay(tmp_path, caplog):
+    losses = {0: 1.0, 1: 3.0, 2: 2.0}
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        for step, loss in losses.items():
+            manager.save(step, state_of(step), {"loss": loss})
+    with CheckpointManager(tmp_path, keep_last=1, best_metric="los", async_save=False) as manager:
+        manager.save(3, state_of(3))
+        assert manager.steps() == [0, 1, 2, 3]
+    assert "no step has the best_metric 'los', only ['loss'] (did you mean 'loss'?)" in caplog.text
+    save_steps(tmp_path, [4], keep_last=1, best_metric="loss")
+    assert CheckpointManager(tmp_path).steps() == [0, 4]
+
+
+@pytest.mark.parametrize("odd", [10**400, "0.5", None, float("nan"), [1]], ids=str)
+def test_a_step_with_odd_metrics_stays_and_stops_nothing(odd, tmp_path, caplog, capsys):
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        for step in range(3):
+            manager.save(step, state_of(step), {"loss": 3.0 - step})
+    marker = read_marker(tmp_path / "step_00000001")
+    marker["manager"]["metrics"]["loss"] = odd
+    write_marker(tmp_path / "step_00000001", marker)
+    save_steps(tmp_path, [3], keep_last=1, best_metric="loss")
+    assert CheckpointManager(tmp_path).steps() == [1, 2, 3]
+    assert "step 1 in" in caplog.text
+    assert "is not removed" in caplog.text
+    call(capsys, "prune", tmp_path, "--keep-last", 1)
+    assert CheckpointManager(tmp_path).steps() == [1, 3]
+
+
+@pytest.mark.parametrize("metric", ["much", None, [1.0]])
+def test_metrics_are_numbers(metric, tmp_path):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(TypeError, match="'loss' is no number"):
+        manager.save(1, state_of(1), {"loss": metric})
+
+
+def test_numbers_of_other_libraries_are_metrics(tmp_path):
+    with CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(1, state_of(1), {"a": np.float32(0.5), "b": torch.tensor(2), "c": 10**400, "d": float("inf")})
+    assert read_marker(tmp_path / "step_00000001")["manager"]["metrics"] == {"a": 0.5, "b": 2.0}
+
+
+def test_a_step_that_cannot_be_removed_stops_nothing(tmp_path, caplog, capsys):
+    save_steps(tmp_path, [1, 2, 3])
+    with immutable(tmp_path / "step_00000001"):
+        with CheckpointManager(tmp_path, keep_last=1, async_save=False) as manager:
+            manager.save(4, state_of(4))
+            assert manager.steps() == [1, 4]
+            assert list(manager.not_removed) == [1]
+            manager.save(5, state_of(5))
+        assert CheckpointManager(tmp_path).steps() == [1, 5]
+        assert "step 1 cannot be removed" in caplog.text
+        save_steps(tmp_path, [6])
+        text = call(capsys, "prune", tmp_path, "--keep-last", 1, code=1)
+        assert "cannot remove step_00000001: " in text
+        assert "removed step_00000005" in text
+    save_steps(tmp_path, [7], keep_last=1)
+    assert CheckpointManager(tmp_path).steps() == [7]
 
 
 def test_pinned_steps_stay_for_later_managers(tmp_path):
