@@ -237,7 +237,10 @@ class CheckpointManager:
             CheckpointingException: as `distckpt.load` does.
         """
         background.wait_for_all()
-        group = self._settings.process_group
+        ranks, group = self._ranks(), self._settings.process_group
+        if ranks.is_coordinator:
+            with _only_logging(f"look into {self.root}"):
+                self._looks.look(self.root)
 
         def read(step: int) -> StateDict:
             # A tuple in some modes of `strict`, as `options` say.
@@ -245,11 +248,7 @@ class CheckpointManager:
 
         if step is not None:
             return read(step)
-        ranks, advice = self._ranks(), ""
-        if ranks.is_coordinator:
-            with _only_logging(f"look into {self.root}"):
-                self._looks.look(self.root)
-        self.skipped = {}
+        self.skipped, advice = {}, ""
         while True:
             newest, skipped = ranks.decide_json("find the latest checkpoint", self._find_newest)
             self.skipped |= dict(skipped)
