@@ -35,6 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--max-file-bytes", type=parse_size, metavar="SIZE", help="largest size of a file, such as 5GB")
     parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")
     parser.add_argument("--extra-files-from", metavar="DIR", help="copy config, tokenizer and similar files from there")
+    parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")
     add_writing(parser)
     add_verify(parser)
 
@@ -51,6 +52,7 @@ def run(arguments: Namespace, output: Output) -> int:
             tied=arguments.tied,
             like=arguments.like,
             extra_files_from=arguments.extra_files_from,
+            extra_code=arguments.extra_code,
             overwrite=arguments.overwrite,
             verify=arguments.verify,
             progress=progress,

@@ -90,7 +90,7 @@ def _read_index(location: str) -> dict[str, str] | None:
     """Return key -> file name from the index, None when there is no index."""
     path = locations.join(location, INDEX_NAME)
     try:
-        weight_map = json.loads(read_file(path, MAX_TABLE_BYTES))["weight_map"]
+        weight_map = safetensors_file.parse_json(read_file(path, MAX_TABLE_BYTES))["weight_map"]
         names = [str(name) for name in weight_map.values()]
     except FileNotFoundError:
         return None

@@ -141,7 +141,7 @@ def split_data(described: Mapping[str, Any], data: memoryview) -> dict[str, memo
     return entries
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Parse JSON as the format demands it: without names that an object has twice, and without NaN and infinities."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct_pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -69,9 +69,54 @@ class OneKeyRule(Rule):
 
 
 @lru_cache(maxsize=1024)
-def _regex(pattern: str) -> re.Pattern[str]:
+def _matcher(pattern: str) -> Callable[[str], Captures | None]:
+    """Return the function that matches a key; each wildcard, from the first one on, takes as much as it can.
+
+    A regular expression is fast where it has one way to go back; else it could take for ever.
+    """
+    pieces = _WILDCARD.split(pattern)
+    if pieces.count("**") > 1 or any(len(_WILDCARD.findall(part)) > 1 for part in pattern.split(".")):
+        return lambda key: _match(pieces, key)
     groups = {"*": "([^.]+)", "**": "(.+)"}
-    return re.compile("".join(groups.get(piece) or re.escape(piece) for piece in _WILDCARD.split(pattern)))
+    regex = re.compile("".join(groups.get(piece) or re.escape(piece) for piece in pieces), re.DOTALL)
+    return lambda key: match.groups() if (match := regex.fullmatch(key)) else None
+
+
+def _match(pieces: Sequence[str], key: str) -> Captures | None:
+    """Match in time that grows with the number of pieces times the length of the key."""
+    # For each piece, and each position where it may begin: where it ends, so that the rest matches; -1 for nowhere.
+    tables: list[list[int]] = []
+    following = [-1] * len(key) + [len(key)]
+    for piece in reversed(pieces):
+        tables.append(_ends_of(piece, key, following))
+        following = tables[-1]
+    position, captures = 0, []
+    for piece, ends in zip(pieces, reversed(tables), strict=True):
+        end = ends[position]
+        if end < 0:
+            return None
+        if piece in ("*", "**"):
+            captures.append(key[position:end])
+        position = end
+    return tuple(captures)
+
+
+def _ends_of(piece: str, key: str, following: Sequence[int]) -> list[int]:
+    size = len(key)
+    if piece not in ("*", "**"):
+        starts = range(size + 1)
+        return [
+            at + len(piece) if key.startswith(piece, at) and following[at + len(piece)] >= 0 else -1 for at in starts
+        ]
+    ends, last = [-1] * (size + 1), size if following[size] >= 0 else -1
+    for at in range(size - 1, -1, -1):
+        is_dot = piece == "*" and key[at] == "."
+        if not is_dot:
+            ends[at] = last
+        # An earlier beginning may end here, unless it can end further on.
+        if is_dot or last < 0:
+            last = at if following[at] >= 0 else -1
+    return ends
 
 
 def find_matches(pattern: str, keys: Mapping[str, object]) -> Iterator[tuple[str, Captures]]:
@@ -80,11 +125,11 @@ def find_matches(pattern: str, keys: Mapping[str, object]) -> Iterator[tuple[str
         if pattern in keys:
             yield pattern, ()
         return
-    regex = _regex(pattern)
+    match = _matcher(pattern)
     for key in keys:
-        match = regex.fullmatch(key)
-        if match:
-            yield key, match.groups()
+        captures = match(key)
+        if captures is not None:
+            yield key, captures
 
 
 def count_wildcards(pattern: str) -> int:

@@ -25,6 +25,7 @@ from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._io.export import num_export_threads, write_output_file
+from distckpt._io.extra_files import copy_extra_files, list_extra_files
 from distckpt._plan.export import (
     DEFAULT_MAX_FILE_BYTES,
     OutputFile,
@@ -41,8 +42,6 @@ from distckpt.rules import Rule
 from distckpt.strategies.base import Verify
 
 logger = logging.getLogger(__name__)
-
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,7 @@ def consolidate(
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     like: str | os.PathLike[str] | None = None,
     extra_files_from: str | os.PathLike[str] | None = None,
+    extra_code: bool = False,
     overwrite: bool = False,
     verify: Verify = "full",
     max_inflight_bytes: int = 256 << 20,
@@ -115,7 +115,9 @@ def consolidate(
         max_file_bytes: how much data goes into one file.
         fqn_to_index_mapping: new name -> number of its file, from 1, instead.
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it.
-        extra_files_from: a directory whose other files (config, tokenizer, code) are copied.
+        extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
+            most 256 MiB, and links to such files inside the directory.
+        extra_code: copy `*.py` files too, which programs that trust the export may run.
         overwrite: replace an export that is there.
         verify: as in `load`; checksums of a distckpt checkpoint are verified by default.
         max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
@@ -131,6 +133,7 @@ def consolidate(
         CheckpointNotFoundError: there is nothing to consolidate.
         CheckpointExistsError: `output_dir` holds an export and `overwrite` is False.
         CorruptCheckpointError: shards are missing, overlap, contradict each other or are damaged.
+        CheckpointingException: an extra file must not be copied.
         LoadMismatchError: `keys` or a rule matches nothing, or no rule matches some tensor.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
@@ -152,10 +155,13 @@ def consolidate(
         if like is not None:
             numbers = _file_numbers(locations.normalize(like), outputs, ranks.is_coordinator)
         files = plan_files(outputs, max_file_bytes, numbers)
+        extra_files: list[str] = []
+        if extra_files_from is not None and ranks.is_coordinator:
+            extra_files = list_extra_files(locations.normalize(extra_files_from), extra_code)
 
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)
-    overflows = write_export(ranks, stored, data, files, target, num_threads, progress, extra_files_from)
+    overflows = write_export(ranks, stored, data, files, target, num_threads, progress, extra_files)
     return _report(files, overflows, time.perf_counter() - started)
 
 
@@ -209,7 +215,7 @@ def write_export(
     target: str,
     num_threads: int,
     progress: Callable[[int, int], object] | None = None,
-    extra_files_from: str | os.PathLike[str] | None = None,
+    extra_files: Sequence[str] = (),
 ) -> dict[str, int]:
     """Write an export beside the target, check it and make it visible; return the overflows by tensor.
 
@@ -228,7 +234,8 @@ def write_export(
                     )
                 for file in files:
                     _check_written(locations.join(staging, file.name), file)
-                _write_others(staging, files, extra_files_from)
+                copy_extra_files(extra_files, staging)
+                _write_index(staging, files)
                 posix.commit_beside_others(staging, target, belongs_to_export)
     except BaseException:
         if ranks.is_coordinator:
@@ -262,14 +269,8 @@ def _write_files(
     return overflows
 
 
-def _write_others(staging: str, files: Sequence[OutputFile], extra_files_from: str | os.PathLike[str] | None) -> None:
-    """Copy the extra files, and write the index of several files."""
-    if extra_files_from is not None:
-        origin = locations.normalize(extra_files_from)
-        for name in locations.list_names(origin):
-            path = locations.join(origin, name)
-            if not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES) and not locations.isdir(path):
-                locations.write_bytes(locations.join(staging, name), locations.read_bytes(path))
+def _write_index(staging: str, files: Sequence[OutputFile]) -> None:
+    """Write the index of several files."""
     if len(files) > 1:
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
         num_parameters = sum(tensor.num_elements for file in files for tensor in file.tensors)

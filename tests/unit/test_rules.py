@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -100,6 +101,29 @@ def test_wildcards_stand_for_components_and_keep_their_order_in_new_names():
         assert {n: t.parts[0].key for n, t in found.items() if n.startswith("new ")} == {
             f"new {name}": key for name, key in expected.items()
         }
+
+
+def captured(pattern, key):
+    """Return a name made of what the wildcards match, the key where the pattern does not match."""
+    name = "|".join(["new", *(f"{{{number}}}" for number in range(len(re.findall(r"\*\*?", pattern))))])
+    (found,) = apply_rules([Rename(pattern, name, optional=True)], {key: TensorInfo((1,), "F32")}, strict=False)
+    return found
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text("ab.*", min_size=1, max_size=8), st.text("ab.", max_size=10))
+def test_wildcards_match_as_regular_expressions_do(pattern, key):
+    """From the first one on, each takes as much as it can."""
+    pieces = re.split(r"(\*\*?)", pattern)
+    regex = "".join({"*": "([^.]+)", "**": "(.+)"}.get(piece) or re.escape(piece) for piece in pieces)
+    found = re.fullmatch(regex, key)
+    assert captured(pattern, key) == ("|".join(["new", *found.groups()]) if found else key)
+
+
+@pytest.mark.parametrize("pattern", ["**." * 5 + "x", "*a" * 20 + "b", "**a**a*" * 5 + "b"])
+def test_a_pattern_of_many_wildcards_takes_no_longer_than_its_parts(pattern):
+    for key in ("a." * 400, "a" * 800, "a" * 800 + "b"):
+        assert (captured(pattern, key) != key) == (key[-1] == "b" == pattern[-1])
 
 
 def test_what_no_rule_matches_stays_as_it_is_or_is_refused():

@@ -29,6 +29,8 @@ class Archive:
         self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
         if "data.pkl" not in self._entries or len(self._entries) != len(entries):
             raise ValueError("not an archive of torch.save: it has no data.pkl")
+        if sum(entry.file_size for entry in entries) > size:
+            raise ValueError("its entries take more room than it has: several are the same bytes, or compressed")
         if "byteorder" in self._entries and self.read("byteorder") != b"little":
             raise ValueError("it was written by a machine that stores the highest byte first")
 

@@ -15,6 +15,9 @@ from distckpt._format.manifest import MAX_TABLE_BYTES
 from distckpt._format.marker import read_file
 from distckpt._geometry.region import MAX_NDIM, Region
 
+_MAX_DEPTH = 256
+"""Of nested containers."""
+
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -94,7 +97,7 @@ def read_metadata(path: str) -> Metadata:
             "read: save together."
         ) from error
     try:
-        return _interpret(read_pickle(data, _TABLE))
+        return _interpret(read_pickle(data, _TABLE), len(data))
     except RefusedGlobalError as error:
         raise CorruptCheckpointError(
             f"{path!r} was refused, and nothing of it was run: it names {error.name!r:.200}, which is none of the "
@@ -106,7 +109,8 @@ def read_metadata(path: str) -> Metadata:
         ) from error
 
 
-def _interpret(root: Any) -> Metadata:
+def _interpret(root: Any, max_parts: int) -> Metadata:
+    """Interpret what a pickle holds; one list in many places could describe more parts than the pickle has bytes."""
     _require(isinstance(root, Record) and root.kind in ("Metadata", "MCoreMetadata"), "it holds no Metadata")
     stored = _stored_items(_dict(root.get("storage_data")))
     mcore = root.get("mcore_data") or {}
@@ -119,8 +123,10 @@ def _interpret(root: Any) -> Metadata:
             objects[key] = stored[key, None]
             continue
         _require(entry.kind == "TensorStorageMetadata", f"{key!r} is a {entry.kind}")
+        max_parts -= len(entry.get("chunks"))
+        _require(max_parts >= 0, "its tensors have more parts than it has bytes")
         tensors.append(_tensor_entry(key, entry, stored, _dict(mcore).get(key)))
-    return Metadata(tensors, objects, _paths(root.get("planner_data")))
+    return Metadata(tensors, objects, _paths(root.get("planner_data"), max_parts))
 
 
 def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
@@ -150,25 +156,33 @@ def _tensor_entry(key: str, entry: Record, stored: _StoredItems, mcore: Any) -> 
     _require(isinstance(dtype, torch.dtype), f"{key!r} has no dtype")
     shape = _counts(entry.get("size"))
     _require(math.prod(n + 1 for n in shape) < 2**62, f"{key!r} has the shape {shape}, larger than any storage")
-    parts = []
+    parts = {}
     for chunk in entry.get("chunks"):
         region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
         _require(len(region.offset) == len(region.shape) == len(shape), f"a chunk of {key!r} has other axes")
         inside = all(o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True))
         _require(inside, f"{region} of {key!r} lies outside its global shape {shape}")
         _require((key, region.offset) in stored, f"nothing says where {region} of {key!r} lies")
-        parts.append((region, stored[key, region.offset]))
+        # Ranks without elements of a tensor may have stored the same nothing.
+        parts[region] = stored[key, region.offset]
     original = (mcore or {}).get("nd_reformulated_orig_global_shape")
-    return TensorEntry(key, dtype, shape, parts, None if original is None else _counts(original))
+    return TensorEntry(key, dtype, shape, list(parts.items()), None if original is None else _counts(original))
 
 
-def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
-    paths = {}
+def _paths(planner_data: Any, max_chars: int) -> dict[str, tuple[str | int, ...]]:
+    paths: dict[str, tuple[str | int, ...]] = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        is_path = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
-        _require(type(name) is str and bool(is_path), f"{name!r:.100} has no path")
-        paths[name] = tuple(path)
+        is_path = isinstance(path, tuple) and 0 < len(path) <= _MAX_DEPTH and all(map(_is_step, path))
+        _require(type(name) is str and is_path, f"{name!r:.100} has no path")
+        # A name is its path, with dots between.
+        max_chars -= sum(len(str(part)) for part in path) - len(name)
+        _require(max_chars >= 0, "its paths are longer than their names")
+        paths[name] = path
     return paths
+
+
+def _is_step(part: object) -> bool:
+    return type(part) is str or (type(part) is int and abs(part) < 2**62)
 
 
 def _counts(values: Any) -> tuple[int, ...]:

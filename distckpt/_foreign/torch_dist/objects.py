@@ -30,7 +30,7 @@ from distckpt._geometry.region import MAX_NDIM
 _MAX_READ_BYTES = 16 << 20
 """Neither the directory nor the pickle of an archive that holds one tensor is larger."""
 _EXTRA_VALUES = 1_000_000
-"""An object may amount to this many values more than its archive has bytes."""
+"""An object may amount to this many values more than four times the bytes of its archive."""
 
 
 class _Storage(NamedTuple):
@@ -67,8 +67,11 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
     first = start + view.offset * item
     reach = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)) + 1
     num_bytes = (reach if math.prod(view.shape) else 0) * item
-    if first + num_bytes > stop:
-        raise ValueError(f"a tensor of {num_bytes} bytes in a storage of {stop - start}")
+    # Elements that repeat take no room, but runs to read: there are no more than the archive has bytes.
+    if first + num_bytes > stop or math.prod(view.shape) > size:
+        raise ValueError(
+            f"a tensor of shape {view.shape} and strides {view.strides} in a storage of {stop - start} bytes"
+        )
     return view, first
 
 
@@ -95,7 +98,7 @@ def read_object(blob: bytes) -> Any:
 
     table = {**_OBJECTS, **_registered_classes(), **_tensor_table(tensor_of)}
     obj = read_pickle(archive.read("data.pkl"), table, persistent=_storage, set_state=_set_state)
-    check_size(obj, len(blob) + _EXTRA_VALUES)
+    check_size(obj, 4 * len(blob) + _EXTRA_VALUES)
     return obj
 
 
@@ -289,7 +292,7 @@ def _set_state(obj: Any, state: Any) -> Any:
         # (version, byte order, ...): the order is the one thing that its name does not say.
         return obj if state[1] in ("|", "=") else obj.newbyteorder(state[1])
     if isinstance(obj, io.BytesIO):
-        return io.BytesIO(bytes(state[0]))
+        return io.BytesIO(memoryview(state[0]))
     if type(obj) in (argparse.Namespace, types.SimpleNamespace) and all(type(name) is str for name in state):
         vars(obj).update(state)
         return obj

@@ -47,8 +47,12 @@ class TorchDistReader(Reader):
         if len(paths) != len(values) or not all(isinstance(path, list) and path for path in paths):
             raise CorruptCheckpointError(f"The manifest of {stored.location!r} does not say where its values belong.")
         tree: dict[Any, Any] = {}
+        # There is a tensor or an object in each item of a list.
+        max_items = len(stored.manifest.keys) + len(paths)
         for path, value in zip(paths, values, strict=True):
-            _put(tree, path, value, stored.location)
+            max_items -= _put(tree, path, value, stored.location)
+            if max_items < 0:
+                raise CorruptCheckpointError(f"{stored.location!r} stores lists with more items than it has values.")
         return tree
 
 
@@ -85,12 +89,14 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
     return value[0]
 
 
-def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -> None:
-    """Put a value into nested dicts (for names) and lists (for numbers), which grow as needed."""
+def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -> int:
+    """Put a value into nested dicts (for names) and lists (for numbers); return by how many items lists have grown."""
     node: Any = tree
+    num_added = 0
     for part, following in zip(path, [*path[1:], None], strict=True):
         fresh: Any = value if following is None else [] if type(following) is int else {}
         if isinstance(node, list) and type(part) is int and 0 <= part < _MAX_LIST:
+            num_added += max(0, part + 1 - len(node))
             node.extend([HOLE] * (part + 1 - len(node)))
             known = node[part]
         elif isinstance(node, dict):
@@ -100,3 +106,4 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
         if known is HOLE:
             node[part] = known = fresh
         node = known
+    return num_added

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ def read_directory(location: str, format_name: str) -> Manifest:
 def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> dict[str, ShardFile]:
     """Look up the files that `.metadata` names, and check that they hold the items it places in them."""
     files: dict[str, ShardFile] = {}
+    in_file: Counter[str] = Counter()
     for key, item in items:
         if item.file not in files:
             files[item.file] = look_up_file(location, item.file, key)
@@ -75,6 +77,12 @@ def _look_up_files(location: str, items: Sequence[tuple[str, StoredItem]]) -> di
                 f"{locations.join(location, item.file)!r} has {files[item.file].num_bytes} bytes, but {METADATA_NAME} "
                 f"says that {key!r} lies in it up to byte {item.first_byte + item.num_bytes}: the file was cut off. "
                 "Restore it from a copy."
+            )
+        in_file[item.file] += item.num_bytes
+        if in_file[item.file] > files[item.file].num_bytes:
+            raise CorruptCheckpointError(
+                f"{METADATA_NAME} of {location!r} places {key!r} in {item.file!r} where other items lie: it is "
+                "damaged. Restore it from a copy."
             )
     return files
 

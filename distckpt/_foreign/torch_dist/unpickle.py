@@ -16,6 +16,7 @@ a call needs a `Made`, which no pickle can make; items go to plain lists, dicts 
 
 from __future__ import annotations
 
+import io
 import pickletools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -96,7 +97,7 @@ def read_pickle(
 
 
 def check_size(obj: Any, limit: int) -> int:
-    """Count the values of an object, of texts and byte strings the characters and bytes.
+    """Count the values of an object, of texts, byte strings, arrays and tensors the characters and bytes.
 
     Raises ValueError for objects that contain themselves, or parts so often that they amount to more than `limit`
     values.
@@ -104,7 +105,7 @@ def check_size(obj: Any, limit: int) -> int:
     stack, count = [(obj, 0)], 0
     while stack:
         node, depth = stack.pop()
-        count += 1 + (len(node) if isinstance(node, bytes | bytearray | str) else 0)
+        count += 1 + _extent(node)
         if count > limit or depth > _MAX_DEPTH:
             raise ValueError(f"it contains itself, or amounts to more than {limit} values or {_MAX_DEPTH} levels")
         if isinstance(node, dict):
@@ -114,6 +115,12 @@ def check_size(obj: Any, limit: int) -> int:
         elif hasattr(node, "__dict__") and not callable(node):
             stack.append((vars(node), depth + 1))
     return count
+
+
+def _extent(node: Any) -> int:
+    if isinstance(node, bytes | bytearray | str):
+        return len(node)
+    return node.getbuffer().nbytes if isinstance(node, io.BytesIO) else int(getattr(node, "nbytes", 0))
 
 
 def hashable(key: Any) -> Any:
@@ -135,6 +142,8 @@ class _Machine:
     work: int
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
+    """Where in the memo objects are that a state may replace, by their ids."""
 
     def run(self, data: bytes) -> Any:
         operand: Any
@@ -147,7 +156,7 @@ class _Machine:
             elif name in _MEMO_READS:
                 self.push(self.memo[operand])
             elif name in _MEMO_WRITES:
-                self.memo[len(self.memo) if operand is None else operand] = self.top()
+                self.remember(len(self.memo) if operand is None else operand)
             elif name == "GLOBAL":
                 self.find(*operand.split(" ", 1))
             elif name == "STOP":
@@ -229,10 +238,20 @@ class _Machine:
     def build(self) -> None:
         state, obj = self.pop(), self.pop()
         # The content of an array, of which a copy is made.
-        self.work -= sum(len(item) for item in state if type(item) is bytes) if type(state) is tuple else 0
+        self.work -= (
+            sum(len(item) for item in state if isinstance(item, bytes | bytearray)) if type(state) is tuple else 0
+        )
         if self.work < 0:
             raise ValueError("it uses its own parts too often")
-        self.push(self.set_state(obj, state))
+        made = self.set_state(obj, state)
+        if made is not obj and self.memo.get(self.places.get(id(obj), -1)) is obj:
+            self.memo[self.places[id(obj)]] = made
+        self.push(made)
+
+    def remember(self, place: int) -> None:
+        value = self.memo[place] = self.top()
+        if not isinstance(value, Record | str | int):
+            self.places[id(value)] = place
 
     def load_persistent(self) -> None:
         if self.persistent is None:

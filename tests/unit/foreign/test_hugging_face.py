@@ -411,6 +411,7 @@ def test_no_header_makes_reading_fail_in_an_unknown_way(data):
 INDEXES = {
     "no JSON": ("{", "damaged"),
     "a list": ("[]", "damaged"),
+    "a key twice": ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "damaged.*a name twice"),
     "no weight map": ("{}", "damaged.*weight_map"),
     "a weight map of numbers": ('{"weight_map": {"a": 1}}', INDEX),
     "a weight map that is a list": ('{"weight_map": ["a"]}', INDEX),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy as copy_module
 import dataclasses
 import datetime
 import enum
@@ -277,6 +278,17 @@ def megatron_folder(path, objects=None, common=None):
 def test_plain_objects_come_back(tmp_path, protocol):
     folder = megatron_folder(tmp_path / "c", common=archive_of(PLAIN, pickle_protocol=protocol))
     assert distckpt.load_common_state_dict(folder) == PLAIN
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_what_several_places_share_comes_back_in_all_of_them(tmp_path, protocol):
+    array, file = np.arange(6, dtype=">i4"), io.BytesIO(b"abc")
+    obj = {"first": array, "again": array, "other": array[:3], "dtype": array.dtype, "file": file, "the same": file}
+    folder = megatron_folder(tmp_path / "c", common=archive_of(obj, pickle_protocol=protocol))
+    loaded = distckpt.load_common_state_dict(folder)
+    assert [loaded[name].tolist() for name in ("first", "again", "other")] == [[*range(6)], [*range(6)], [0, 1, 2]]
+    assert loaded["dtype"] == array.dtype
+    assert loaded["file"].getvalue() == loaded["the same"].getvalue() == b"abc"
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
@@ -625,7 +637,30 @@ def test_hostile_common_state_is_refused(name, tmp_path, monkeypatch):
     assert "DISTCKPT_HOSTILE" not in os.environ
 
 
+def of_one_storage(count, num_bytes):
+    """Return an archive of many tensors whose storages are entries for the same bytes."""
+    whole, buffer = (
+        zipfile.ZipFile(io.BytesIO(archive_of([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(count)]))),
+        io.BytesIO(),
+    )
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in ("archive/data.pkl", "archive/byteorder", "archive/data/0"):
+            archive.writestr(name, whole.read(name))
+        for number in range(1, count):
+            archive.filelist.append(copy_module.copy(archive.filelist[-1]))
+            archive.filelist[-1].filename = f"archive/data/{number}"
+    return buffer.getvalue()
+
+
+ARCHIVE_BOMBS = {
+    "many entries of the same bytes": of_one_storage(50, 1 << 16),
+    "a tensor again and again": archive_of([torch.zeros(1 << 15)] * 1000),
+    "tensors of one element": archive_of([torch.zeros(1).expand(1_000_000) for _ in range(20)]),
+    "a file in memory again and again": archive_of([io.BytesIO(bytes(1 << 16))] * 1000),
+}
+
 SIZE_BOMBS = {
+    "a file in memory of a number": opcodes(named("_io", "BytesIO"), b")R(J\xff\xff\xff\x7fK\0Ntb"),
     "a list of lists of lists": opcodes(b"]\x94", *(b"0](" + (b"h" + bytes([i])) * 10 + b"e\x94" for i in range(30))),
     "a list that contains itself": opcodes(b"]\x94h\x00a"),
     "bytes of a number": opcodes(named("builtins", "bytearray"), b"J\xff\xff\xff\x7f\x85R"),
@@ -641,6 +676,56 @@ def test_small_pickles_of_large_objects_are_refused(name, tmp_path):
     folder = megatron_folder(tmp_path / "c", common=archive_with(SIZE_BOMBS[name]))
     with pytest.raises(CorruptCheckpointError, match=r"common\.pt"):
         distckpt.load_common_state_dict(folder)
+
+
+@pytest.mark.parametrize("name", ARCHIVE_BOMBS)
+def test_small_archives_of_large_objects_are_refused(name, tmp_path):
+    folder = megatron_folder(tmp_path / "c", common=ARCHIVE_BOMBS[name])
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt.*(amounts to more than|take more room)"):
+        distckpt.load_common_state_dict(folder)
+
+
+def one_list_for_many_keys(metadata):
+    entry = metadata.state_dict_metadata["model.rows"]
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == "model.rows"][:1]
+    entry.chunks = entry.chunks[:1] * 3000
+    for number in range(3000):
+        metadata.state_dict_metadata[f"k{number}"] = entry
+        metadata.storage_data[dcp.metadata.MetadataIndex(f"k{number}", entry.chunks[0].offsets)] = info
+
+
+def one_item_for_many_keys(metadata):
+    one_list_for_many_keys(metadata)
+    del metadata.state_dict_metadata["model.rows"].chunks[1:]
+
+
+def a_deep_path(metadata):
+    metadata.planner_data = dict.fromkeys(metadata.planner_data, ("a",) * 100_000)
+
+
+def a_long_path_for_many_names(metadata):
+    metadata.planner_data |= dict.fromkeys(map(str, range(1000)), ("a" * 10_000,))
+
+
+def a_list_with_a_far_end(metadata):
+    metadata.planner_data = {name: (name, 2**20 - 1) for name in metadata.planner_data}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (one_list_for_many_keys, "more parts than it has bytes"),
+        (one_item_for_many_keys, "where other items lie"),
+        (a_deep_path, "has no path"),
+        (a_long_path_for_many_names, "paths are longer than their names"),
+        (a_list_with_a_far_end, "more items than it has values"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_small_metadata_of_large_checkpoints_is_refused(copy, change, problem):
+    change_metadata(copy, change)
+    with pytest.raises(CorruptCheckpointError, match=problem):
+        distckpt.load_common_state_dict(copy)
 
 
 @pytest.mark.parametrize(

@@ -499,11 +499,58 @@ def test_extra_files_are_copied_and_weights_are_not(tmp_path):
     (reference / "onnx").mkdir()
     (reference / "linked.json").symlink_to(reference / "config.json")
     source = save_folder(tmp_path / "in", model(1))
-    distckpt.consolidate(source, tmp_path / "out", extra_files_from=reference)
+    (reference / "tokenizer.json").chmod(0o600)
+    distckpt.consolidate(source, tmp_path / "out", extra_files_from=reference, extra_code=True)
     extra = {"config.json", "tokenizer.json", "modeling_x.py", "linked.json"}
     assert set(os.listdir(tmp_path / "out")) == extra | {"model.safetensors"}
     assert (tmp_path / "out" / "modeling_x.py").read_text() == "modeling_x.py"
     assert (tmp_path / "out" / "linked.json").read_text() == "config.json"
+    assert (tmp_path / "out" / "tokenizer.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_code_is_copied_on_request_only(tmp_path, caplog):
+    (tmp_path / "ref").mkdir()
+    (tmp_path / "ref" / "modeling_x.py").touch()
+    distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "out", extra_files_from=tmp_path / "ref")
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    assert "left out, as extra_code is not set: 'modeling_x.py'" in caplog.text
+
+
+def test_links_of_a_hub_cache_are_followed(tmp_path):
+    snapshot = tmp_path / "models--x" / "snapshots" / "0abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    (tmp_path / "models--x" / "blobs" / "0123").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/0123")
+    distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "out", extra_files_from=snapshot)
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert not (tmp_path / "out" / "config.json").is_symlink()
+
+
+def a_hole(path):
+    path.touch()
+    os.truncate(path, 5 << 40)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        a_hole,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to("/etc/hostname"),
+        lambda path: path.symlink_to(path),
+        lambda path: path.symlink_to("absent"),
+    ],
+    ids=["pipe", "hole", "device", "another's file", "circle", "nothing"],
+)
+def test_extra_files_that_are_not_copied(tmp_path, make):
+    (tmp_path / "ref").mkdir()
+    make(tmp_path / "ref" / "config.json")
+    source = save_folder(tmp_path / "in", model(1))
+    with pytest.raises((CheckpointingException, OSError), match=r"ref/config\.json"):
+        distckpt.consolidate(source, tmp_path / "out", extra_files_from=tmp_path / "ref")
+    assert sorted(os.listdir(tmp_path)) == ["in", "ref"]
 
 
 @pytest.mark.parametrize(

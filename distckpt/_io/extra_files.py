@@ -1,0 +1,64 @@
+"""Files beside the tensors of a model, such as config and tokenizer, which an export takes over from a directory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import summarize_keys
+from distckpt._storage import locations
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 256 << 20
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+def list_extra_files(directory: str, with_code: bool) -> list[str]:
+    """Return the locations of the files to copy; raise for a file that must not be copied."""
+    names = [name for name in locations.list_names(directory) if not name.startswith(".")]
+    code = [name for name in names if name.endswith(".py") and not with_code]
+    if code:
+        logger.warning("%s: left out, as extra_code is not set: %s", directory, summarize_keys(code))
+    names = [name for name in names if not name.endswith(_WEIGHT_SUFFIXES) and name not in code]
+    paths = [path for name in names if not locations.isdir(path := locations.join(directory, name))]
+    for path in paths:
+        _check(path, directory)
+    return paths
+
+
+def _check(path: str, directory: str) -> None:
+    if locations.is_local(path):
+        root, target = os.path.realpath(directory), os.path.realpath(path)
+        parent, name = os.path.split(os.path.dirname(root))
+        # The cache of huggingface_hub has links in snapshots/<commit> to files in blobs.
+        allowed = [root, os.path.join(parent, "blobs")] if name == "snapshots" else [root]
+        if not any(os.path.commonpath([folder, target]) == folder for folder in allowed):
+            raise CheckpointingException(
+                f"{path!r} is a link to {target!r}, outside of its directory: if the export may hold that file, copy "
+                "it there."
+            )
+    num_bytes = locations.file_size(path)
+    if num_bytes > _MAX_BYTES:
+        raise CheckpointingException(f"{path!r} has {num_bytes} bytes, more than the {_MAX_BYTES} of an extra file.")
+
+
+def copy_extra_files(paths: Sequence[str], target: str) -> None:
+    """Copy files into a new directory; on local disks they keep their modes."""
+    for path in paths:
+        copy = locations.join(target, locations.split(path)[1])
+        data = locations.read_bytes(path, _MAX_BYTES)
+        if not (locations.is_local(path) and locations.is_local(copy)):
+            locations.write_bytes(copy, data)
+            continue
+        mode = os.stat(path).st_mode & 0o777
+        # Never open to more users than the original, whatever the umask.
+        with locations.naming(copy), open(copy, "xb", opener=functools.partial(os.open, mode=mode)) as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    locations.sync_directory(target)
