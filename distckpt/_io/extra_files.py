@@ -47,7 +47,7 @@ def _check(path: str, directory: str) -> None:
 
 
 def copy_extra_files(paths: Sequence[str], target: str) -> None:
-    """Copy files into a new directory; on local disks they keep their modes."""
+    """Copy files into a new directory; on local disks with their modes."""
     for path in paths:
         copy = locations.join(target, locations.split(path)[1])
         data = locations.read_bytes(path, _MAX_BYTES)
@@ -55,9 +55,8 @@ def copy_extra_files(paths: Sequence[str], target: str) -> None:
             locations.write_bytes(copy, data)
             continue
         mode = os.stat(path).st_mode & 0o777
-        # Never open to more users than the original, whatever the umask.
+        # As `cp` does: open to no more users than the original is, nor than the umask lets in.
         with locations.naming(copy), open(copy, "xb", opener=functools.partial(os.open, mode=mode)) as file:
-            os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
