@@ -52,7 +52,8 @@ class FsspecLocation(RemoteLocation):
         except Exception as error:
             text = f"fsspec does not open this URL ({type(error).__name__}: {error})"
             raise OSError(errno.EINVAL, text, location) from error
-        if isinstance(self._uncached, LocalFileSystem | DirFileSystem):
+        # A file system of the user may be derived from them.
+        if type(self._uncached) in (LocalFileSystem, DirFileSystem):
             raise OSError(errno.EINVAL, "this URL is another name of a directory: give its path or URL", location)
         # One process has this one to itself; nothing is said about others.
         self.has_conditions = isinstance(self._uncached, MemoryFileSystem)
