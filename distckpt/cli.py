@@ -23,6 +23,7 @@ from distckpt._cli import (
     inspect,
     prune,
     reshard,
+    trace,
     verify,
 )
 from distckpt._cli.output import Output
@@ -41,6 +42,7 @@ VERBS: tuple[Verb, ...] = (
     reshard.VERB,
     prune.VERB,
     bench.VERB,
+    trace.VERB,
     completion.verb(lambda: _parser()),
 )
 

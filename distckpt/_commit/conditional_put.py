@@ -29,7 +29,7 @@ from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, encode_marker, read_marker
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations, object_store
-from distckpt._storage.remote import Upload
+from distckpt._storage.remote import RefusedError, Upload
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +125,8 @@ class Transaction:
     def commit(self, fields: Mapping[str, Any], files: Sequence[str] = ()) -> None:
         """Put the marker unless it has changed since the save began, then remove what the checkpoint does not name.
 
-        Nothing is put when any of these files is not there. After an OSError it is not known whether the marker was
-        put, and nothing is removed.
+        Nothing is put when any of these files is not there. After an OSError other than a refusal it is not known
+        whether the marker was put, and nothing is removed.
         """
         try:
             self._put_and_clear_up(fields, files)
@@ -151,7 +151,12 @@ class Transaction:
         uploads = self._uploads(strays=True)
         content = encode_marker({**fields, SAVE: self._nonce})
         self._may_be_committed = True
-        if not self._put(content):
+        try:
+            is_put = self._put(content)
+        except RefusedError:
+            self._may_be_committed = False
+            raise
+        if not is_put:
             self._may_be_committed = False
             raise self._overtaken()
         with _only_logging(f"remove what the checkpoint in {self._location} does not need"):

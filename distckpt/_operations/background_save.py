@@ -202,7 +202,8 @@ class BackgroundSave:
         """
         assert self.planned is not None
         try:
-            with self.planned.timer.phase("stage"), ranks.phase("stage tensors"):
+            with self.planned.timer.phase("stage") as details, ranks.phase("stage tensors"):
+                details["bytes"] = self.planned.prepared.num_bytes
                 staged = self.planned.prepared.stage(self.staging)
         except BaseException:
             self.staging.release()
@@ -262,7 +263,7 @@ def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = wri
     # Half of the memory is for staged data, half for data that is being written.
     half = None if settings.background_bytes is None else settings.background_bytes // 2
     inflight_bytes = settings.max_inflight_bytes if half is None else half
-    planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes))
+    planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes, verb="async_save"))
     staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size))
     background_ranks = saves.ranks[settings.timeout]
     return BackgroundSave(

@@ -36,7 +36,7 @@ from distckpt._plan.export import (
     select_tensors,
 )
 from distckpt._ranks.collectives import Ranks
-from distckpt._ranks.report import counting
+from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._storage import locations
 from distckpt.rules import Rule
 from distckpt.strategies.base import Verify
@@ -144,20 +144,21 @@ def consolidate(
     background.wait_for_location(os.fspath(checkpoint))
     ranks, target = Ranks(process_group), posix.resolve(os.fspath(output_dir))
 
-    # 1. Read the manifest.
-    stored, data = open_source(ranks, os.fspath(checkpoint), target, overwrite, verify)
+    with PhaseTimer("consolidate", ranks.rank, target).phase("plan"):
+        # 1. Read the manifest.
+        stored, data = open_source(ranks, os.fspath(checkpoint), target, overwrite, verify)
 
-    # 2. Plan: everything is checked before a byte is written.
-    with ranks.phase("plan the export"):
-        tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
-        outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
-        numbers = fqn_to_index_mapping
-        if like is not None:
-            numbers = _file_numbers(locations.normalize(like), outputs, ranks.is_coordinator)
-        files = plan_files(outputs, max_file_bytes, numbers)
-        extra_files: list[str] = []
-        if extra_files_from is not None and ranks.is_coordinator:
-            extra_files = list_extra_files(locations.normalize(extra_files_from), extra_code)
+        # 2. Plan: everything is checked before a byte is written.
+        with ranks.phase("plan the export"):
+            tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
+            outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+            numbers = fqn_to_index_mapping
+            if like is not None:
+                numbers = _file_numbers(locations.normalize(like), outputs, ranks.is_coordinator)
+            files = plan_files(outputs, max_file_bytes, numbers)
+            extra_files: list[str] = []
+            if extra_files_from is not None and ranks.is_coordinator:
+                extra_files = list_extra_files(locations.normalize(extra_files_from), extra_code)
 
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)
@@ -221,12 +222,14 @@ def write_export(
 
     Collective operation: all ranks must call it; each writes whole files. `data` is the manifest as it was read.
     """
+    timer = PhaseTimer("consolidate", ranks.rank, target)
     place, held = choose_staging(ranks, target), contextlib.ExitStack()
     staging = place.location
     try:
-        make_staging(ranks, place, held, names=())
-        overflows = _write_files(ranks, stored, files, staging, num_threads, progress)
-        with ranks.phase("commit the export", decision=True):
+        with timer.phase("write") as details:
+            make_staging(ranks, place, held, names=())
+            overflows = _write_files(ranks, stored, files, staging, num_threads, progress, details)
+        with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
                 if opening.manifest_bytes(stored.location, opening.identify(stored.location)) != data:
                     raise CheckpointingException(
@@ -255,12 +258,14 @@ def _write_files(
     staging: str,
     num_threads: int,
     progress: Callable[[int, int], object] | None,
+    details: dict[str, Any],
 ) -> dict[str, int]:
-    """Write this rank's share of the files; return the overflows in those of all ranks."""
+    """Write this rank's share of the files, note its size in `details`; return the overflows in those of all ranks."""
     overflows: dict[str, int] = {}
     with ranks.phase("write output files"):
         mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
-        count = counting(progress, sum(file.num_bytes for file in mine))
+        details["bytes"] = sum(file.num_bytes for file in mine)
+        count = counting(progress, details["bytes"])
         for file in mine:
             overflows.update(write_output_file(stored, file, locations.join(staging, file.name), num_threads, count))
         locations.sync_directory(staging)

@@ -103,7 +103,8 @@ def load(
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
     check_common_strategy(common_strategy)
-    ranks, timer, location = Ranks(process_group), PhaseTimer(), locations.normalize(checkpoint_dir)
+    ranks, location = Ranks(process_group), locations.normalize(checkpoint_dir)
+    timer = PhaseTimer("load", ranks.rank, location)
     options = Options(
         process_group=process_group,
         validate_access_integrity=validate_access_integrity,
@@ -155,12 +156,13 @@ def _load(
         missing, unexpected = _compare_keys(ranks, mode, {shard.key for shard in shards}, strategy, location)
 
     # 3. Read.
-    with timer.phase("read"), ranks.phase("load"), noticing_removal(ranks, location):
+    with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):
         wanted = {str(i): shard for i, shard in enumerate(shards) if shard.key not in unexpected}
         wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
         values = strategy.load(wanted, location)
         loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
         num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
+        details["bytes"] = num_bytes
         state_dict = flatten.put_together(skeleton, loaded, values["common"])
     return num_bytes, state_dict, missing, unexpected
 

@@ -29,7 +29,7 @@ class SaveSettings(Options):
     """Everything that a caller chooses about a save, see `distckpt.save` and `distckpt.async_save`.
 
     A strategy gets them too, and uses those of `Options`. `background_bytes` is `max_inflight_bytes` of `async_save`,
-    `notes` are further fields of the marker.
+    `notes` are further fields of the marker, and `verb` is the name of the call in the journal.
     """
 
     sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None
@@ -40,6 +40,7 @@ class SaveSettings(Options):
     timeout: float = DEFAULT_TIMEOUT
     exit_timeout: float = DEFAULT_EXIT_TIMEOUT
     notes: Mapping[str, Any] = field(default_factory=dict)
+    verb: str = "save"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     transaction = None
     held = contextlib.ExitStack()
     try:
-        with timer.phase("write"):
+        with timer.phase("write") as details:
+            details["bytes"] = save.prepared.num_bytes
             make_staging(ranks, place, held, durable=durable)
             if not locations.is_local(location):
                 with ranks.phase("begin on the object store", decision=True):

@@ -147,8 +147,9 @@ def reshard(
     files = _files_of(stored, outputs, planned, object_files, overflows)
     chunks = chunk_table(planned)
     rewrite = SafetensorsSave(lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes)
+    timer = PhaseTimer("reshard", 0, target)
     save_settings, config = SaveSettings(overwrite=overwrite), CheckpointingConfig(BACKEND, VERSION)
-    write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, PhaseTimer()))
+    write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, timer))
     num_objects = len({shard.key for shard in objects} - {COMMON_KEY})
     num_chunks, seconds = len(chunks.key_ids) - len(objects), time.perf_counter() - started
     return ReshardReport(target, len(outputs), num_objects, num_chunks, len(planned), num_bytes, overflows, seconds)

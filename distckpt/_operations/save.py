@@ -125,10 +125,10 @@ def plan_save(
 
     Collective operation: all ranks must call it.
     """
-    timer = PhaseTimer()
+    timer = PhaseTimer(settings.verb, ranks.rank, checkpoint_dir)
     with timer.phase("describe"):
         with ranks.phase("flatten the state dict"):
-            location = posix.resolve(checkpoint_dir)
+            location = timer.location = posix.resolve(checkpoint_dir)
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
             shards, common = _flatten(sharded_state_dict, settings.content_metadata)
             compared = common_state.comparable(common, settings.preprocess_common)

@@ -25,6 +25,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
 from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.report import PhaseTimer
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
 from distckpt.strategies.defaults import load_strategy
@@ -131,12 +132,14 @@ def _verify(
     marker: dict[str, Any] | None,
 ) -> VerifyReport:
     started = time.perf_counter()
-    stored = _open(location, marker)
+    timer = PhaseTimer("verify", 0, location)
+    with timer.phase("plan"):
+        stored = _open(location, marker)
     if isinstance(stored, Problem):
         return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started)
     manifest = stored.manifest
     # An interrupt ends the iteration, which cancels what has not begun.
-    with Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+    with timer.phase("read") as details, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
         checked = pool.map(partial(_check_file, stored), range(len(manifest.files)))
         problems = [problem for problem in checked if problem is not None]
@@ -154,6 +157,7 @@ def _verify(
                     progress(num_read, num_to_read)
             problems += _describe(stored, blocks, bad)
             num_bytes += num_read
+        details["bytes"] = num_bytes
     return VerifyReport(
         location,
         mode,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -94,19 +97,36 @@ def counting(progress: Callable[[int, int], object] | None, total_bytes: int) ->
     return add
 
 
-class PhaseTimer:
-    """Measures the phases of one call."""
+events = logging.getLogger("distckpt.events")
+"""One line of JSON for each phase on each rank, for the handlers that are added to this logger and no others."""
+events.propagate = False
 
-    def __init__(self) -> None:
+
+class PhaseTimer:
+    """Measures the phases of one call, and logs each to `events`."""
+
+    def __init__(self, verb: str, rank: int, location: str) -> None:
         self._started = time.perf_counter()
+        self._verb, self._rank, self.location = verb, rank, location
         self.phases: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time the body takes to a phase."""
-        started = time.perf_counter()
-        yield
-        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+    def phase(self, name: str) -> Iterator[dict[str, Any]]:
+        """Add the time the body takes to a phase; yields further fields of its event, which the body may add to."""
+        start, started = time.time(), time.perf_counter()
+        details: dict[str, Any] = {}
+        try:
+            yield details
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+        except BaseException as error:
+            details["error"] = type(error).__name__
+            raise
+        finally:
+            if events.handlers and events.isEnabledFor(logging.INFO):
+                what = {"verb": self._verb, "phase": name, "rank": self._rank, "checkpoint": self.location}
+                times = {"start": start, "seconds": time.perf_counter() - started}
+                event = {**what, **times, "thread": threading.current_thread().name, **details}
+                events.info("%s", json.dumps(event))
 
     def summarize(self, ranks: Ranks, num_bytes: int, moving: str) -> tuple[int, float, dict[str, float], int, int]:
         """Return the fields of a report that follow the location, from the figures of all ranks.

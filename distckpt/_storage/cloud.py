@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from distckpt._base.memory import Bytes
 from distckpt._storage.fsspec_urls import settings_of
-from distckpt._storage.remote import PART_BYTES, RemoteLocation, Upload, fill, too_large
+from distckpt._storage.remote import PART_BYTES, RefusedError, RemoteLocation, Upload, fill, too_large
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +141,22 @@ class CloudLocation(RemoteLocation):
 
     def _put_if(self, known_version: Any, data: bytes) -> bool:
         mode = "create" if known_version is None else known_version
+        num_attempts = 0
+
+        def put() -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            self._connection.unrepeated.put(self._path, data, mode=mode)
+
         try:
-            self._request(lambda: self._connection.unrepeated.put(self._path, data, mode=mode))
+            self._request(put)
         except FileExistsError:
             return False
+        except PermissionError as error:
+            # An earlier attempt may have been carried out, and its answer lost.
+            if num_attempts > 1:
+                raise
+            raise RefusedError(error.errno, error.strerror, error.filename) from error
         except FileNotFoundError:
             # The object of the known version has been removed.
             if known_version is None:

@@ -24,6 +24,10 @@ _FIRST_DELAY = 0.2
 _Result = TypeVar("_Result")
 
 
+class RefusedError(PermissionError):
+    """The store has refused a request, and certainly not carried it out."""
+
+
 class Upload(NamedTuple):
     """A multipart upload that has been neither completed nor aborted; its parts are stored, and cost, until then."""
 
@@ -101,7 +105,10 @@ class RemoteLocation(ABC):
         return self.replace(data, None)
 
     def replace(self, data: bytes, known_version: Any) -> bool:
-        """Put an object in place of the one of a known version; False when that has changed since, see `create`."""
+        """Put an object in place of the one of a known version; False when that has changed since, see `create`.
+
+        A `RefusedError` means that it was not put; after other errors that is unknown.
+        """
         if self._put_if(known_version, data):
             return True
         try:

@@ -167,6 +167,29 @@ def test_a_store_that_does_not_answer_to_the_marker_loses_nothing(server, bucket
     assert len(keys_in(server, location)) == 4
 
 
+def test_a_refused_marker_removes_what_was_uploaded(server, bucket):
+    location = f"{bucket}/c"
+    for seed in (1, 2):
+        before = keys_in(server, bucket)
+        with (
+            failing(server, Fault("PUT", r"/metadata\.json", "403", count=1000)) as proxy,
+            pytest.raises(PermissionError, match="AccessDenied") as caught,
+        ):
+            distckpt.save(state(seed), location, overwrite=True)
+        assert caught.value.filename == f"{location}/metadata.json"
+        assert len(proxy.happened) == 1
+        assert keys_in(server, bucket) == before
+        distckpt.save(state(seed), location, overwrite=True)
+
+
+def test_a_marker_that_is_refused_after_an_answer_was_lost_may_have_been_put(server, bucket):
+    location, kind = f"{bucket}/c", ("PUT", r"/metadata\.json")
+    faults = Fault(*kind, "lose answer"), Fault(*kind, "403", count=1000)
+    with failing(server, *faults, **FEW_ATTEMPTS), pytest.raises(PermissionError):
+        distckpt.save(state(1), location)
+    assert holds(location, 1)
+
+
 def test_the_loser_of_a_race_is_told_so_though_its_answer_was_lost(server, bucket):
     location, others = f"{bucket}/c", iter([1])
 

@@ -86,9 +86,9 @@ class Fault(NamedTuple):
     Attributes:
         method: such as "PUT".
         pattern: of the path with its query.
-        action: "500", "503", "501" (not implemented) or "404" (no such upload): answered so without being carried out.
-            "cut body": the connection ends in the middle of what the client sends. "cut answer": ... of what the
-            server sends. "lose answer": carried out, and then the connection ends.
+        action: "403", "500", "503", "501" (not implemented) or "404" (no such upload): answered so without being
+            carried out. "cut body": the connection ends in the middle of what the client sends. "cut answer": ... of
+            what the server sends. "lose answer": carried out, and then the connection ends.
         first: the number of the first request that it happens to, from 1.
         count: how many requests it happens to.
         header: that a request has; of any kind when empty.
@@ -206,5 +206,11 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-_CODES = {"500": "InternalError", "501": "NotImplemented", "503": "SlowDown", "404": "NoSuchUpload"}
+_CODES = {
+    "403": "AccessDenied",
+    "500": "InternalError",
+    "501": "NotImplemented",
+    "503": "SlowDown",
+    "404": "NoSuchUpload",
+}
 _OF_ONE_CONNECTION = {"connection", "content-length", "transfer-encoding", "keep-alive"}

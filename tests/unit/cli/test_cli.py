@@ -379,8 +379,10 @@ def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, caps
         ("convert", dcp_dir, tmp_path / "converted"),
         ("reshard", checkpoint, tmp_path / "resharded"),
         ("prune", tmp_path / "root"),
+        ("trace", tmp_path / "journal", "-o", tmp_path / "trace.json"),
         ("completion", "bash"),
     ]
+    (tmp_path / "journal").touch()
     page = (ROOT / "docs" / "command-line.md").read_text()
     sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
     sections["import"] += sections["reshard"]  # which it refers to

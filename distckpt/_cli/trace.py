@@ -1,0 +1,58 @@
+"""`distckpt trace`: turn a journal of phases into a trace that Perfetto and chrome://tracing show."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._cli.output import Output
+from distckpt._cli.verb import Verb
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write")
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Write the trace."""
+    events: list[Mapping[str, Any]] = []
+    for path in arguments.journals:
+        with open(path, encoding="utf-8") as file:
+            events += [_parsed(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+    with open(arguments.output, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": _trace_events(events)}, file)
+    output.json({"trace": arguments.output, "num_phases": len(events)})
+    output.line(f"{arguments.output}: {len(events)} phases")
+    return 0
+
+
+def _parsed(line: str, place: str) -> Mapping[str, Any]:
+    try:
+        event: Mapping[str, Any] = json.loads(line)
+        [event[name] for name in ("verb", "phase", "rank", "thread", "checkpoint")]
+        float(event["start"]) + float(event["seconds"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointingException(f"{place} is no event of distckpt.events: {line.strip():.100}") from error
+    return event
+
+
+def _trace_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return complete events, a process for each rank, and the names of threads."""
+    threads: dict[tuple[Any, str], int] = {}
+    traced: list[Mapping[str, Any]] = []
+    for event in events:
+        thread = threads.setdefault((event["rank"], event["thread"]), len(threads))
+        times = {"ts": event["start"] * 1e6, "dur": event["seconds"] * 1e6}
+        name = f"{event['verb']}: {event['phase']}"
+        traced.append({"name": name, "ph": "X", **times, "pid": event["rank"], "tid": thread, "args": event})
+    for (rank, name), thread in threads.items():
+        traced.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}})
+    return traced
+
+
+VERB = Verb("trace", "turn a journal of phases into a Chrome trace", add_arguments, run)
