@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from distckpt._base.memory import Bytes
 from distckpt._storage.fsspec_urls import settings_of
-from distckpt._storage.remote import PART_BYTES, RefusedError, RemoteLocation, Upload, fill, too_large
+from distckpt._storage.remote import PART_BYTES, RETRY_SECONDS, RefusedError, RemoteLocation, Upload, fill, too_large
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ CLOUD_SCHEMES = frozenset(_PROVIDERS)
 _MAX_PARTS = 10_000
 _ATTEMPTS = 8
 """Of a request, unless AWS_MAX_ATTEMPTS says otherwise."""
-_RETRY_LIMIT = timedelta(minutes=3)
-"""After which a request is not repeated any more."""
 _REQUEST_LIMIT = timedelta(minutes=2)
 _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
 _ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
@@ -118,10 +116,11 @@ class CloudLocation(RemoteLocation):
         self._request(lambda: self._store.put(self._path, data, chunk_size=PART_BYTES))
 
     def write_stream(self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int) -> None:
+        streams = self._connection.streams
         options = {"chunk_size": max(PART_BYTES, -(-num_bytes // _MAX_PARTS)), "max_concurrency": num_requests}
         try:
             # obstore aborts the upload when a part, or the content, fails.
-            self._request(lambda: self._store.put(self._path, iter(content()), use_multipart=True, **options))
+            self._request(lambda: streams.put(self._path, iter(content()), use_multipart=True, **options))
         except FileNotFoundError as error:
             # The upload is gone: completed by an attempt whose answer was lost, if the object is there.
             is_ours = error.filename == self.location
@@ -129,7 +128,9 @@ class CloudLocation(RemoteLocation):
                 raise
 
     def open_for_writing(self) -> Any:
-        return _Writer(self, self._connection.obstore.open_writer(self._store, self._path, buffer_size=PART_BYTES))
+        return _Writer(
+            self, self._connection.obstore.open_writer(self._connection.streams, self._path, buffer_size=PART_BYTES)
+        )
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -146,7 +147,7 @@ class CloudLocation(RemoteLocation):
         def put() -> None:
             nonlocal num_attempts
             num_attempts += 1
-            self._connection.unrepeated.put(self._path, data, mode=mode)
+            self._store.put(self._path, data, mode=mode)
 
         try:
             self._request(put)
@@ -189,10 +190,10 @@ class CloudLocation(RemoteLocation):
             return None
 
     def _is_temporary(self, error: Exception) -> bool:
-        # Left to do are answers that were cut off while they were read, other than those of GET, and conditional puts.
+        # obstore has repeated the requests of streams already, but for answers that were cut off.
         status = _status_of(error)
         is_temporary = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
-        return is_temporary and not re.search(r"after \d+ retries|reached max retries", str(error))
+        return is_temporary and not re.search(r"after \d+ retries", str(error))
 
     def _translated(self, error: Exception) -> Exception:
         return _os_error(error, self.location)
@@ -223,13 +224,13 @@ class _Writer:
 class _Connection(NamedTuple):
     """The clients of a bucket or container.
 
-    `unrepeated` makes each request once, since obstore would repeat what a store has not implemented as well;
-    `s3_client` is boto3's, and None for other stores and where nothing is signed.
+    `store` makes each request once, as boto3's `s3_client` does, which is None for other stores and where nothing is
+    signed: `RemoteLocation` repeats them. `streams` repeats those of multipart uploads itself, one by one.
     """
 
     obstore: Any
     store: Any
-    unrepeated: Any
+    streams: Any
     container: str
     s3_client: Any
 
@@ -290,10 +291,10 @@ def _connection_in(environment: tuple[tuple[str, str], ...], scheme: str, contai
             name,
             **config,
             client_options={"timeout": _REQUEST_LIMIT, "allow_http": True},
-            retry_config={"max_retries": num_attempts - 1, "retry_timeout": _RETRY_LIMIT},
+            retry_config={"max_retries": num_attempts - 1, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
         )
 
-    return _Connection(obstore, store(_num_attempts()), store(1), container, client)
+    return _Connection(obstore, store(1), store(_num_attempts()), container, client)
 
 
 def _num_attempts() -> int:
@@ -306,7 +307,8 @@ def _num_attempts() -> int:
 def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
     """Return obstore's configuration of S3 and boto3's client, None where nothing is signed."""
     session = importlib.import_module("boto3").session.Session()
-    client = session.client("s3")
+    retries = importlib.import_module("botocore.config").Config(retries={"total_max_attempts": 1})
+    client = session.client("s3", config=retries)
     config: dict[str, Any] = {}
     endpoint = client.meta.endpoint_url
     if not endpoint.endswith((".amazonaws.com", ".amazonaws.com.cn")):

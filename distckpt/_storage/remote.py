@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
 """Larger objects are put in parts of this size, larger ones when there would be too many."""
+RETRY_SECONDS = 180
+"""After which a request is not repeated any more."""
 _FIRST_DELAY = 0.2
 """Seconds before the second attempt, twice as long before each further one, less a random half."""
 
@@ -130,12 +132,13 @@ class RemoteLocation(ABC):
 
     def _request(self, make: Callable[[], _Result]) -> _Result:
         """Make a request, again after a while as long as the reason of its failure may be temporary."""
-        attempt = 1
+        attempt, started = 1, time.monotonic()
         while True:
             try:
                 return make()
             except Exception as error:
-                if attempt >= self.num_attempts or not self._is_temporary(error):
+                is_late = attempt >= self.num_attempts or time.monotonic() - started > RETRY_SECONDS
+                if is_late or not self._is_temporary(error):
                     translated = self._translated(error)
                     if translated is error:
                         raise

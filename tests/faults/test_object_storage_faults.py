@@ -11,7 +11,8 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt.core import CheckpointExistsError
+from distckpt._storage import object_store
+from distckpt.core import CheckpointExistsError, read_file
 from tests.support.s3_server import (
     EqualPartsProxy,
     Fault,
@@ -149,6 +150,18 @@ def test_a_read_that_goes_on_failing_is_an_error_that_names_the_file(server, buc
         pytest.raises(OSError, match=r"c/tensors-\w+/shard-00001"),
     ):
         holds(f"{bucket}/c", 1)
+
+
+def test_only_one_layer_repeats_a_request(server, bucket):
+    client(server).put_object(Bucket=bucket[5:], Key="x", Body=b"content")
+    requests = {
+        Fault("GET", r"/x$", "cut answer", count=1000): lambda: read_file(f"{bucket}/x", 100),
+        Fault("GET", r"uploads", "lose answer", count=1000): lambda: object_store.at(bucket).list_uploads(),
+    }
+    for fault, request in requests.items():
+        with failing(server, fault, **FEW_ATTEMPTS) as proxy, pytest.raises(OSError, match=r"s3://"):
+            request()
+        assert len(proxy.happened) == 4
 
 
 def test_a_store_that_does_not_answer_to_the_marker_loses_nothing(server, bucket):

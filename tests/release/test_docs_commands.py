@@ -87,6 +87,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     interrupted = directory / "runs/a/.step_00000450.tmp-0123456789abcdef"
     interrupted.mkdir()
     os.utime(interrupted, (0, 0))
+    for rank in range(2):
+        (directory / f"journal-{rank}.jsonl").touch()
     with zipfile.ZipFile(ROOT / "tests/data/megatron_core_0_14.zip") as archive:
         archive.extractall(directory / "megatron/iter_0001000")
     return directory
