@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.memory import paused_garbage_collection
@@ -170,7 +170,7 @@ class CheckpointManager:
             if not (self._logs_failures and _all_find(ranks, error, failures.is_of_the_storage)):
                 raise
             logger.error("step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error)
-            handle = background_save.failed_handle(error, self.location(step))
+            handle = background_save.finished_handle(self.location(step), partial(_raise, error))
         handle.was_asked = handle.was_asked or self._logs_failures
         handle.add_done_callback(partial(self._note_failure, step))
         self._handles.append(handle)
@@ -188,7 +188,7 @@ class CheckpointManager:
         note: dict[str, Any] = {}
         with ranks.phase("check the target step", decision=True):
             location = self.location(step)
-            finite = retention.finite_metrics(metrics)
+            finite = steps.finite_numbers(metrics)
             if ranks.is_coordinator:
                 # What the coordinator finds counts.
                 name = self._looks.begin_save(self.root, step, metrics, self._policy.best_metric)
@@ -199,7 +199,8 @@ class CheckpointManager:
         write = partial(self._write, step)
         if self._is_async:
             return background_save.start(ranks, background_save.prepare(ranks, settings, plan, write))
-        return background_save.finished_handle(write(ranks, plan(settings)))
+        report = write(ranks, plan(settings))
+        return background_save.finished_handle(location, lambda: report)
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         error = Future.exception(handle)  # that of handles counts as asking
@@ -360,6 +361,10 @@ def _only_logging(doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _all_find(ranks: Ranks, error: Exception, judge: Callable[[BaseException], bool]) -> bool:

@@ -15,7 +15,8 @@ from distckpt._commit import posix, running
 from distckpt._manager.retention import (
     Retention,
     changes_in,
-    discard,
+    clear_leftover,
+    metric_names,
     remove_steps,
     surplus,
     unknown_metric,
@@ -68,7 +69,7 @@ def run(arguments: Namespace, output: Output) -> int:
     if not locations.isdir(root):
         raise CheckpointNotFoundError(f"{root!r} is not a directory")
     saved = own_steps(root)
-    if problem := unknown_metric(policy.best_metric, {name for item in saved for name in item.metrics}):
+    if problem := unknown_metric(policy.best_metric, metric_names(saved)):
         raise ValueError(f"{root}: {problem}")
     surplus_steps = _removable(root, saved, policy)
     leftovers, live = _leftovers(root, arguments.abandoned_after)
@@ -76,7 +77,8 @@ def run(arguments: Namespace, output: Output) -> int:
     problems: dict[str, str] = {}
     if not arguments.dry_run:
         problems = {step_name(step): why for step, why in remove_steps(root, surplus_steps).items()}
-        problems |= {name: "it is still there" for name in leftovers if not _is_removed(locations.join(root, name))}
+        still_there = [name for name in leftovers if not clear_leftover(root, name, locations.exists)]
+        problems |= dict.fromkeys(still_there, "it is still there")
     doing = "would remove" if arguments.dry_run else "removed"
     for name in names:
         what = f"{name}, left by an interrupted save or removal" if name in leftovers else name
@@ -133,19 +135,6 @@ def _clock_of(root: str) -> float:
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=root) as probe:
         return os.fstat(probe.fileno()).st_mtime
     return time.time()
-
-
-def _is_removed(leftover: str) -> bool:
-    """Remove a leftover; False when it cannot be removed, or a save has begun there meanwhile."""
-    with running.claimed(leftover) as has_ended, contextlib.suppress(OSError):
-        if has_ended is False:
-            return False
-        if locations.isdir(leftover):
-            discard(leftover)
-        else:
-            locations.remove_tree(leftover)
-        return not locations.exists(leftover)
-    return False
 
 
 VERB = Verb(

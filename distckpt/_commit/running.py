@@ -20,7 +20,7 @@ from distckpt._storage import locations
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOT_OFFERED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
-"""Errors of file systems without such locks, where nobody can tell whether a save is running."""
+"""Errors of file systems without such locks."""
 
 
 def new_nonce(location: str) -> str:
@@ -37,24 +37,20 @@ def new_nonce(location: str) -> str:
 def locked_staging(staging: str, durable: bool) -> Iterator[None]:
     """Create a local staging directory and the ones above it, and keep it locked."""
     locations.make_directories(os.path.dirname(staging), durable)
-    while True:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(staging)
-        try:
-            fd = _lock(staging, fcntl.LOCK_EX)
-        except FileNotFoundError:
-            # Between the two calls another program saw a directory that nobody had locked, and has removed it.
-            continue
-        except OSError as error:
-            if error.errno not in _NOT_OFFERED:
-                raise
-            fd = None
-        break
-    try:
+    with contextlib.ExitStack() as held:
+        is_there = False
+        while not is_there:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(staging)
+            try:
+                is_there = held.enter_context(_locked(staging, fcntl.LOCK_EX))
+            except OSError as error:
+                # Without locks nobody can tell whether a save is running.
+                is_there = error.errno in _NOT_OFFERED
+                # Another program may have seen a directory that nobody had locked yet, and have removed it.
+                if not is_there and error.errno != errno.ENOENT:
+                    raise
         yield
-    finally:
-        if fd is not None:
-            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -64,34 +60,29 @@ def claimed(staging: str) -> Iterator[bool | None]:
     One that has ended stays locked for the body, which may remove what it has left.
     """
     parent, name = os.path.split(staging)
-    fd = None
-    try:
-        is_known = locations.is_local(staging) and name.rpartition("-")[2].startswith(_place_of(parent))
-        has_ended = True if is_known else None
-        if is_known:
-            fd = _lock(staging, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        has_ended = False
-    except OSError:
-        has_ended = None
-    try:
+    with contextlib.ExitStack() as held:
+        has_ended: bool | None = None
+        if locations.is_local(staging) and name.rpartition("-")[2].startswith(_place_of(parent)):
+            try:
+                has_ended = held.enter_context(_locked(staging, fcntl.LOCK_EX | fcntl.LOCK_NB)) or None
+            except BlockingIOError:
+                has_ended = False
+            except OSError:
+                has_ended = None
         yield has_ended
-    finally:
-        if fd is not None:
-            os.close(fd)
 
 
-def _lock(directory: str, mode: int) -> int:
-    """Lock a directory; return the descriptor that holds the lock. FileNotFoundError when another one took its name."""
+@contextlib.contextmanager
+def _locked(directory: str, mode: int) -> Iterator[bool]:
+    """Lock a directory; False when another one has its name by now."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, mode)
-        if not os.path.samestat(os.fstat(fd), os.stat(directory)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
-    except BaseException:
+        yield locations.exists(directory) and os.path.samestat(os.fstat(fd), os.stat(directory))
+        # Processes that were forked meanwhile share the lock, and would keep it.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 def _place_of(directory: str) -> str:

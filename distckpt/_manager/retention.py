@@ -8,9 +8,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from distckpt._base.messages import check_choice, did_you_mean
 from distckpt._commit import conditional_put, posix, running
@@ -50,7 +50,8 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
     """
     if policy.keep_last is None:
         return []
-    if problem := problem_with_metric(policy, saved):
+    # Without any metrics there is no best step yet.
+    if any(item.metrics for item in saved) and (problem := unknown_metric(policy.best_metric, metric_names(saved))):
         logger.warning("nothing is removed from %s: %s", root, problem)
         return []
     kept = {newest, *_best(policy, saved)}
@@ -67,10 +68,9 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
     return [item for item in saved if item.step not in kept]
 
 
-def problem_with_metric(policy: Retention, saved: Sequence[Saved]) -> str | None:
-    """Return why the best steps are not known: steps have metrics, but none the one that the policy names."""
-    names = {name for item in saved for name in item.metrics}
-    return unknown_metric(policy.best_metric, names) if names else None
+def metric_names(saved: Iterable[Saved]) -> set[str]:
+    """Return the names of all metrics of steps."""
+    return {name for item in saved for name in item.metrics}
 
 
 def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
@@ -78,22 +78,6 @@ def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
     if metric is None or metric in names:
         return None
     return f"no step has the best_metric {metric!r}, only {sorted(names)}{did_you_mean(metric, names)}"
-
-
-def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that JSON has numbers for; without them a step is never the best one.
-
-    Raises:
-        TypeError: one is no number.
-    """
-    # Also numbers of numpy and torch.
-    numbers: dict[str, Any] = {
-        str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()
-    }
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
-            raise TypeError(f"The metric {name!r} is no number: {value!r:.100}")
-    return {name: float(value) for name, value in numbers.items() if steps.is_finite(value)}
 
 
 def _best(policy: Retention, saved: Sequence[Saved]) -> list[int]:
@@ -140,18 +124,14 @@ def remove_step(root: str, step: int, save: str) -> bool:
     try:
         if not is_that_save(aside):
             return False
-        discard(aside)
+        _discard(aside)
     finally:
         posix.put_back(location)
     return True
 
 
-def discard(directory: str) -> None:
-    """Remove a local directory beside the steps, in one step for those that look at its name.
-
-    Raises:
-        OSError: something of it is still there.
-    """
+def _discard(directory: str) -> None:
+    """Remove a local directory beside the steps, in one step for those that look at its name."""
     parent, name = locations.split(directory)
     trash = locations.join(parent, f"{name.rpartition('.')[0]}.trash-{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # another program was faster
@@ -161,12 +141,8 @@ def discard(directory: str) -> None:
         raise OSError(errno.ENOTEMPTY, "not all of it can be removed", trash)
 
 
-Changes = dict[str, tuple[int, float]]
-"""Size and time of the last change of each file and directory, by path."""
-
-
-def changes_in(location: str) -> Changes:
-    """Return what shows that something is being written in a directory: changes that one look after another finds."""
+def changes_in(location: str) -> dict[str, tuple[int, float]]:
+    """Return the size and the time of the last change of each file and directory of a save, by path."""
     if not locations.is_local(location):
         return dict.fromkeys(conditional_put.unfinished_files(location), (0, 0.0))
     found = {}
@@ -185,15 +161,16 @@ class Looks:
         self._saves: set[tuple[int, str]] | None = None if removes_steps else set()
         self._metrics: set[str] = set()
         self._patience = patience
-        self._unfinished: dict[str, tuple[Changes, float]] = {}
+        self._unfinished: dict[str, tuple[object, float]] = {}
 
     def look(self, root: str) -> set[tuple[int, str]]:
         """Remember the steps that are there, when this is the first look."""
         if self._saves is None:
             places = [(name, step) for name in steps.list_root(root) if (step := steps.step_in(name)) is not None]
             found = [steps.saved_at(locations.join(root, name), step) for name, step in places]
-            self._saves = {(saved.step, saved.save) for saved in found if saved is not None}
-            self._metrics.update(name for saved in found if saved is not None for name in saved.metrics)
+            saved = [item for item in found if item is not None]
+            self._saves = {(item.step, item.save) for item in saved}
+            self._metrics.update(metric_names(saved))
         return self._saves
 
     def begin_save(self, root: str, step: int, metrics: Collection[str], best_metric: str | None) -> str:
@@ -222,28 +199,35 @@ class Looks:
         return now - since >= self._patience
 
 
-def _clear_leftover(root: str, name: str, looks: Looks) -> None:
+def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) -> bool:
+    """Remove what an interrupted save or removal has left in a directory; False when it is still there.
+
+    `is_abandoned` is asked about saves that may be running on other machines.
+    """
     location = locations.join(root, name)
-    replaced = steps.replaced_step(name)
-    if replaced is not None:
-        posix.put_back(locations.join(root, step_name(replaced)))
-        discard(location)
-    elif steps.is_free_to_remove(name):
-        locations.remove_tree(location)
-    elif steps.is_leftover(name):
+    try:
+        if steps.is_free_to_remove(name):
+            locations.remove_tree(location)
+            return not locations.exists(location)
         with running.claimed(location) as has_ended:
-            if looks.is_abandoned(location) if has_ended is None else has_ended:
+            is_dead = is_abandoned(location) if has_ended is None else has_ended
+            if is_dead:
                 logger.info("removing %s, which an interrupted save has left in %s", name, root)
-                discard(location)
+                _discard(location)
+        return is_dead
+    except OSError as error:
+        logger.warning("a leftover of an interrupted save cannot be removed: %s", error)
+        return False
 
 
 def clear_leftovers(root: str, looks: Looks) -> None:
     """Remove what interrupted saves and removals of earlier runs have left, and give a lost step its name back."""
     for name in steps.list_root(root):
-        try:
-            _clear_leftover(root, name, looks)
-        except OSError as error:
-            logger.warning("a leftover of an interrupted save cannot be removed: %s", error)
+        replaced = steps.replaced_step(name)
+        if replaced is not None:
+            posix.put_back(locations.join(root, step_name(replaced)))
+        if replaced is not None or steps.is_leftover(name):
+            clear_leftover(root, name, looks.is_abandoned if replaced is None else locations.exists)
     if not locations.is_local(root):
         for step in set(steps.all_steps(root)).difference(steps.committed_steps(root)):
             location = locations.join(root, step_name(step))

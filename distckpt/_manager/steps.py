@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._commit import posix
@@ -74,13 +75,12 @@ def is_free_to_remove(name: str) -> bool:
 
 def write_tracker(root: str, step: int, durable: bool) -> None:
     """Write the number of a step into the tracker file."""
-    for is_last in (False, False, True):
-        try:
-            return locations.write_bytes(locations.join(root, TRACKER), str(step).encode(), durable)
-        except FileNotFoundError:
-            # Another manager took the new file for one that an interrupted save has left.
-            if is_last:
-                raise
+    path, content = locations.join(root, TRACKER), str(step).encode()
+    try:
+        locations.write_bytes(path, content, durable)
+    except FileNotFoundError:
+        # Another manager took the new file for one that an interrupted save has left.
+        locations.write_bytes(path, content, durable)
 
 
 def list_root(root: str) -> list[str]:
@@ -162,12 +162,19 @@ def own_steps(root: str) -> list[Saved]:
     return [saved for saved in found if saved is not None]
 
 
-def is_finite(value: object) -> bool:
-    """Tell whether a value is a number that a float holds."""
-    try:
-        return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:
-        return False
+def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that JSON has numbers for; without them a step is never the best one."""
+    finite = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except OverflowError:
+            continue
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"The metric {name!r} is no number: {value!r:.100}") from error
+        if math.isfinite(number):
+            finite[str(name)] = number
+    return finite
 
 
 def saved_at(location: str, step: int) -> Saved | None:
@@ -181,9 +188,10 @@ def saved_at(location: str, step: int) -> Saved | None:
     noted = marker.get(NOTE)
     if not isinstance(noted, dict) or noted.get("step") != step:
         return None
-    metrics = noted.get("metrics", {})
-    is_odd = not isinstance(metrics, dict) or not all(map(is_finite, metrics.values()))
-    numbers = {} if is_odd else {name: float(value) for name, value in metrics.items()}
+    metrics, numbers = noted.get("metrics", {}), {}
+    with contextlib.suppress(AttributeError, TypeError):
+        numbers = finite_numbers(metrics)
+    is_odd = not isinstance(metrics, dict) or len(numbers) < len(metrics)
     if is_odd:
         logger.warning("step %d in %s is not removed: its metrics are no numbers (%.200r)", step, location, metrics)
     # Earlier versions gave saves no names.

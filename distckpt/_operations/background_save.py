@@ -108,24 +108,11 @@ def raise_unseen_error(handles: list[SaveHandle]) -> None:
             raise error
 
 
-def finished_handle(report: SaveReport) -> SaveHandle:
-    """Return the handle of a save that has ended."""
-    return _ended_handle(lambda: report, report.location)
-
-
-def failed_handle(error: Exception, location: str) -> SaveHandle:
-    """Return the handle of a save that has failed."""
-
-    def fail() -> SaveReport:
-        raise error
-
-    return _ended_handle(fail, location)
-
-
-def _ended_handle(write: Callable[[], SaveReport], location: str) -> SaveHandle:
+def finished_handle(location: str, end: Callable[[], SaveReport]) -> SaveHandle:
+    """Return the handle of a save that has ended: `end` returns its report, or raises its error."""
     staged = threading.Event()
     staged.set()
-    handle = SaveHandle(write, location, staged)
+    handle = SaveHandle(end, location, staged)
     handle.run()
     return handle
 
@@ -275,7 +262,8 @@ def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
     """Stage a save and put it into the queue. Collective operation: all ranks must call it."""
     if not save.stage(ranks):
         logger.warning("the strategy of the save to %s cannot stage data: saved before training goes on", save.location)
-        return finished_handle(save.write_now(ranks))
+        report = save.write_now(ranks)
+        return finished_handle(save.location, lambda: report)
     handle = SaveHandle(save.write, save.location, save.staging.staged, save.exit_timeout, save.is_abandoned)
     # Those that went well are forgotten.
     unreported = [h for h in save.saves.unreported if not h.was_asked and not (h.done() and h.error() is None)]
