@@ -28,7 +28,7 @@ import distckpt
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 from distckpt.rules import Unstack
 
-NUM_STEPS, SAVE_AT = 40, 20
+NUM_STEPS, SAVE_AT = 20, 10
 
 
 class Trainer:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -172,10 +173,10 @@ def test_all_ranks_killed_while_they_write(tmp_path):
         check_resumed(tmp_path, 1, 1)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_is_stopped_is_named(victim, tmp_path):
-    run(save_first, NUM_RANKS, str(tmp_path))
-    with launched(save_and_lose_a_rank, NUM_RANKS, str(tmp_path), StopsWithin) as launch:
+def stop_a_rank(victim, root):
+    """Stop a rank within a background save; return what the others raise, and how many seconds that took."""
+    run(save_first, NUM_RANKS, str(root))
+    with launched(save_and_lose_a_rank, NUM_RANKS, str(root), StopsWithin) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         os.kill(launch.processes[victim].pid, signal.SIGSTOP)
@@ -187,13 +188,22 @@ def test_a_rank_that_is_stopped_is_named(victim, tmp_path):
         seconds = time.monotonic() - stopped
         launch.kill(victim)
         outcomes = launch.values()
-    for survivor in survivors:
-        error, _ = outcomes[survivor]
-        assert isinstance(error, RankFailedError)
-        assert f"Lost contact with rank {victim} " in str(error), error
-        assert list(error.failures) == [victim]
-    assert seconds < TIMEOUT * NUM_RANKS + 60
-    check_resumed(tmp_path, 1, 1)
+    return [outcomes[survivor][0] for survivor in survivors], seconds
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path):
+    victims = (0, 2)
+    roots = [tmp_path / str(victim) for victim in victims]
+    # At the same time: survivors wait for the timeout.
+    with ThreadPoolExecutor(len(victims)) as pool:
+        losses = list(pool.map(stop_a_rank, victims, roots))
+    for victim, root, (errors, seconds) in zip(victims, roots, losses, strict=True):
+        for error in errors:
+            assert isinstance(error, RankFailedError)
+            assert f"Lost contact with rank {victim} " in str(error), error
+            assert list(error.failures) == [victim]
+        assert seconds < TIMEOUT * NUM_RANKS + 60
+        check_resumed(root, 1, 1)
 
 
 def go_on_without_background(rank, root):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -94,6 +95,9 @@ def serve(connection: Any) -> None:
     torch.set_num_threads(1)
     logging.getLogger("distckpt").setLevel(logging.CRITICAL)
     _warm_up()
+    # A garbage collection in a fork would write to every object of this process, and thereby copy its memory.
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             path = connection.recv()

@@ -92,8 +92,8 @@ def check_figures(figures, num_bytes, num_runs):
         assert figure["of_raw"] == pytest.approx(raw / own)
 
 
-def test_a_local_storage(storage):
-    outcome = json.loads(run(storage, "--ranks", "3", "--runs", "2", "--json")[0])
+def test_a_local_storage(storage, capsys):
+    outcome = json.loads(call(capsys, "bench", storage, "--gb", "0.001", "--ranks", "3", "--runs", "2", "--json"))
     assert (outcome["location"], outcome["num_ranks"]) == (str(storage), 3)
     assert outcome["num_bytes"] == 3 * TENSOR_BYTES
     cases = [figure["case"] for figure in outcome["figures"]]
@@ -112,8 +112,8 @@ def test_the_table(storage, capsys):
     assert re.search(r"^durable save +(\d+\.\d+ *){4}$", output, re.M)
 
 
-def test_an_object_store(place):
-    outcome = json.loads(run(place, "--json")[0])
+def test_an_object_store(place, capsys):
+    outcome = json.loads(call(capsys, "bench", place, "--gb", "0.001", "--runs", "1", "--json"))
     assert [(figure["case"], figure["title"]) for figure in outcome["figures"]] == [
         ("save", "save"),
         ("warm_load", "load"),
@@ -130,7 +130,11 @@ def test_a_rank_that_fails_ends_the_benchmark_with_one_line(server, place):
     assert (output, "Traceback" in errors) == ("", False)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+# SIGINT is also sent by the test of a store.
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+)
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
     process = start_and_wait_for_ranks(tmp_path)
     children = psutil.Process(process.pid).children(recursive=True)

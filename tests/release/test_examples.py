@@ -87,7 +87,7 @@ def check_train_reshard_resume(output: str, work_dir: Path) -> None:
     exported = load_file(work_dir / "exported" / "model.safetensors")
     assert not [name for name in exported if name.startswith("optimizer")]
     # Pipeline stages hold layers 0, 1 and 2, 3; the output projection of attention is divided along its last axis.
-    shards = [load_file(file) for file in sorted((work_dir / "step_20" / "tensors").glob("*.safetensors"))]
+    shards = [load_file(file) for file in sorted((work_dir / "step_10" / "tensors").glob("*.safetensors"))]
     parts = [shard["decoder.layers.attention.out.weight"] for shard in shards if "embedding.tokens" in shard]
     together = torch.cat(parts, dim=2)
     for number in (0, 1):

@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -40,6 +41,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preloaded"])
 ROOT = Path(__file__).parents[2]
 
+_starting = threading.Lock()
 _to_parent: Any = None
 
 
@@ -201,7 +203,8 @@ def launched(
         group_timeout: of the process group, in seconds.
         idle: see `Launch`.
     """
-    _start_server()
+    with _starting:
+        _start_server()
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as log_dir:
         setting = Setting(num_ranks, store.port, backend, group_timeout)

@@ -14,62 +14,8 @@ import distckpt
 from distckpt import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError, ShardedObject
 from distckpt._foreign import opening
 from distckpt.cli import main
-from distckpt.readers import OBJECT, Reader, Region, StoredPiece, build_manifest, read_chunks, register_reader
-from tests.support.harness import run
-
-WEIGHT = torch.arange(32.0).view(4, 8)
-BIAS = torch.arange(8, dtype=torch.bfloat16)
-SAMPLER = {"epoch": 3, "seen": [1, 2]}
-
-
-# --- The format: an index, and raw files ------------------------------------------------------------------------------
-
-
-class ToyReader(Reader):
-    """Reads a directory with `index.toy.json`, which lists pieces of tensors and objects in `.bin` files."""
-
-    name = "toy"
-
-    def detect(self, location, marker):
-        return os.path.exists(f"{location}/index.toy.json")
-
-    def manifest(self, location):
-        with open(f"{location}/index.toy.json") as file:
-            index = json.load(file)
-        pieces = [
-            StoredPiece(
-                p["key"], p["dtype"], Region(tuple(p["offset"]), tuple(p["shape"])), None, p["file"], *p["bytes"]
-            )
-            for p in index["pieces"]
-        ]
-        return build_manifest(self.name, location, pieces, fields={"step": index["step"]})
-
-    def load_objects(self, stored, chunks):
-        return [json.loads(content) for content in read_chunks(stored, chunks)]
-
-    def load_common_state(self, stored):
-        return {"step": stored.manifest.origin["step"]}
-
-
-def write_toy(path, sampler=SAMPLER):
-    path.mkdir()
-    left, right, bias = WEIGHT[:, :3].numpy(), WEIGHT[:, 3:].numpy(), BIAS.view(torch.int16).numpy()
-    text = json.dumps(sampler).encode()
-    (path / "a.bin").write_bytes(left.tobytes() + bias.tobytes())
-    (path / "b.bin").write_bytes(text + right.tobytes())
-    pieces = [
-        ("w", "F32", [0, 0], [4, 3], "a.bin", [0, 48]),
-        ("w", "F32", [0, 3], [4, 5], "b.bin", [len(text), 80]),
-        ("bias", "BF16", [0], [8], "a.bin", [48, 16]),
-        ("sampler", OBJECT, [0], [1], "b.bin", [0, len(text)]),
-    ]
-    fields = ("key", "dtype", "offset", "shape", "file", "bytes")
-    index = {"step": 7, "pieces": [dict(zip(fields, piece, strict=True)) for piece in pieces]}
-    (path / "index.toy.json").write_text(json.dumps(index))
-    return path
-
-
-# --- What reads it ----------------------------------------------------------------------------------------------------
+from distckpt.readers import OBJECT, Reader, Region, StoredPiece, build_manifest, register_reader
+from tests.support.toy_format import BIAS, SAMPLER, WEIGHT, ToyReader, sampler_shard, write_toy
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +26,6 @@ def registered():
 @pytest.fixture
 def toy(tmp_path):
     return write_toy(tmp_path / "toy")
-
-
-def sampler_shard(rank=0):
-    return ShardedObject("sampler", None, (1,), (0,), replica_id=rank)
 
 
 def test_load_gives_any_region_objects_and_common_state(toy):
@@ -99,28 +41,6 @@ def test_load_gives_any_region_objects_and_common_state(toy):
     assert torch.equal(plain["bias"], BIAS)
     described = distckpt.load_sharded_metadata(toy)
     assert {shard.key for shard in described.values()} == {"w", "bias", "sampler"}
-
-
-def load_columns(rank, path):
-    register_reader(ToyReader())
-    shard = distckpt.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 4), (1, rank, 2))
-    state = distckpt.load({"w": shard, "sampler": sampler_shard(rank)}, path)
-    return torch.equal(state["w"], WEIGHT.chunk(2, 1)[rank]), state["sampler"], state["step"]
-
-
-def test_load_on_two_ranks(toy):
-    assert run(load_columns, 2, str(toy)) == [(True, SAMPLER, 7)] * 2
-
-
-def load_with_a_reader_on_rank_0(rank, path):
-    if rank == 0:
-        register_reader(ToyReader())
-    with pytest.raises(distckpt.RankFailedError, match="'toy', for which no reader is registered here"):
-        distckpt.load({"sampler": sampler_shard(rank)}, path)
-
-
-def test_a_reader_that_another_rank_lacks_is_named(toy):
-    run(load_with_a_reader_on_rank_0, 2, str(toy))
 
 
 def test_consolidate_and_reshard(toy, tmp_path):
