@@ -57,10 +57,12 @@ def stray_files(location: str, named: Container[str]) -> list[str]:
 
 
 def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
-    """Remove a checkpoint, the marker first; False when it is not the one that is meant, or is being replaced."""
+    """Remove a checkpoint, the marker first; False when another one is there, or replaces it."""
     marker = object_store.at(locations.join(location, CONFIG_FNAME))
     version = marker.version()
-    if version is None or not is_meant(location):
+    if version is None:
+        return True
+    if not is_meant(location):
         return False
     if marker.has_conditions:
         # Removals have no conditions. A marker that is put on one fails all saves that may replace this checkpoint.

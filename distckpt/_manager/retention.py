@@ -98,7 +98,7 @@ def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
             if remove_step(root, step, save):
                 logger.info("removed step %d from %s", step, root)
             else:
-                problems[step] = "another program has replaced or removed it"
+                problems[step] = "another program has replaced it"
         except OSError as error:
             problems[step] = f"{type(error).__name__}: {error}"
             logger.warning("step %d cannot be removed from %s: %s", step, root, error)
@@ -106,7 +106,7 @@ def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
 
 
 def remove_step(root: str, step: int, save: str) -> bool:
-    """Remove a step, so that it is never half deleted under its name; False when it is not what `save` saved."""
+    """Remove a step, so that it is never half deleted under its name; False when another save is there."""
     location = locations.join(root, step_name(step))
 
     def is_that_save(place: str) -> bool:
@@ -120,7 +120,7 @@ def remove_step(root: str, step: int, save: str) -> bool:
     try:
         locations.rename(location, aside, durable=False)
     except FileNotFoundError:
-        return False
+        return True
     try:
         if not is_that_save(aside):
             return False

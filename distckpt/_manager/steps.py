@@ -14,6 +14,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._commit import posix
 from distckpt._foreign.opening import BACKEND
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
+from distckpt._operations.consistent_read import marker_of
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
 
@@ -106,18 +107,11 @@ def problem_with(root: str, step: int) -> str | None:
     """Check marker, manifest, and sizes and headers of the files of a step; return the problem, None without one."""
     location = locations.join(root, step_name(step))
     while True:
-        before = _marker_bytes(location)
+        before = marker_of(location)
         problem = problem_at(location, step)
         # Another program may have replaced it meanwhile, so that parts of two checkpoints were seen.
-        if problem is None or _marker_bytes(location) == before:
+        if problem is None or marker_of(location) == before:
             return problem
-
-
-def _marker_bytes(location: str) -> bytes | None:
-    try:
-        return locations.read_bytes(locations.join(location, CONFIG_FNAME), max_bytes=1 << 24)
-    except OSError:
-        return None
 
 
 def problem_at(location: str, step: int) -> str | None:

@@ -65,7 +65,7 @@ def read_unchanged(
     location = locations.normalize(checkpoint_dir)
     background.wait_for_location(location)
     for _ in range(MAX_READS):
-        before = _marker_of(location) if ranks.is_coordinator else None
+        before = marker_of(location) if ranks.is_coordinator else None
         error, result = None, None
         try:
             result = read(before)
@@ -75,7 +75,7 @@ def read_unchanged(
             error = caught
         may_repeat = error is None or isinstance(error, CheckpointingException | OSError)
         if ranks.is_coordinator:
-            after = _marker_of(location)
+            after = marker_of(location)
             # Without a marker nothing has replaced it; that it was removed is reported where it was noticed.
             may_repeat = may_repeat and before != after is not None
         if not ranks.all_gather_numbers([may_repeat]).all():
@@ -93,7 +93,7 @@ def read_unchanged(
     )
 
 
-def _marker_of(location: str) -> dict[str, Any] | None:
+def marker_of(location: str) -> dict[str, Any] | None:
     """Return the marker, to compare it with another; None when there is none that can be read."""
     try:
         return read_marker(location)
