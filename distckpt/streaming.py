@@ -17,6 +17,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
 from distckpt._commit import posix
+from distckpt._commit.target import check_replaceable
 from distckpt._format import hf_names
 from distckpt._format.safetensors_file import Entry, stored_shape
 from distckpt._io.stream_files import LocalFiles, RemoteFiles, StreamLayout, lay_out, write_stream
@@ -154,6 +155,7 @@ def save_safetensors_streaming_sharded(
     location = posix.resolve(os.fspath(output_dir))
     posix.put_back(location)
     _refuse(_in_the_way(location))
+    check_replaceable(location)
     staging = posix.staging_location(location, secrets.token_hex(8))
     files = [locations.join(staging, name) for name in names]
     output = LocalFiles(files, layout) if locations.is_local(location) else RemoteFiles(files, layout)

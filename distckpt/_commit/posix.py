@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from distckpt._base.errors import CheckpointExistsError
+from distckpt._commit import target
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._storage import locations
 
@@ -38,17 +39,31 @@ def staging_location(location: str, nonce: str) -> str:
     return locations.join(parent, f".{name}.tmp-{nonce}")
 
 
-def check_target(location: str, overwrite: bool) -> None:
-    """Refuse a target that must not be written to, before anything is written; for the coordinator."""
+def check_target(location: str, overwrite: bool, given: str | None = None) -> None:
+    """Refuse a target that must not be written to, before anything is written; for the coordinator.
+
+    `given` is the location as the caller gave it, which may be a link.
+    """
     put_back(location)
     state = _state_of(location)
     if state == "complete" and not overwrite:
         raise already_complete(location, "pass overwrite=True")
-    if state == "incomplete" and not locations.is_local(location):
-        logger.warning(
-            "%s holds files but no %s (an unfinished save?): those of a save are removed when this one is complete",
-            location, CONFIG_FNAME,
-        )  # fmt: skip
+    if not locations.is_local(location):
+        if state == "incomplete":
+            logger.warning(
+                "%s holds files but no %s (an unfinished save?): those of a save are removed when this one is complete",
+                location, CONFIG_FNAME,
+            )  # fmt: skip
+        return
+    _check_what_is_there(location)
+    if state == "incomplete" and not overwrite and given and os.path.islink(locations.normalize(given)):
+        raise target.refused(location, f"{given!r} is a link to it, and it holds files; overwrite=True keeps those")
+
+
+def _check_what_is_there(location: str) -> None:
+    target.check_replaceable(location)
+    if locations.exists(location):
+        target.check_content(location)
 
 
 def already_complete(location: str, advice: str) -> CheckpointExistsError:
@@ -77,20 +92,31 @@ def sync(staging: str) -> None:
 
 
 def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -> None:
-    """Make a completely written save visible under its name; for the coordinator, as the last step."""
+    """Make a completely written save visible under its name; for the coordinator, as the last step.
+
+    Files of others that are in its place stay there. What an unfinished save has left is moved aside.
+    """
     if not locations.is_local(location):
         return
     state = _state_of(location)
-    if state == "complete":
-        check_target(location, overwrite)
-    elif state == "incomplete":
-        _move_aside(location, _beside(staging, location, "incomplete"))
+    if state == "complete" and not overwrite:
+        raise already_complete(location, "pass overwrite=True")
+    _check_what_is_there(location)
+    aside = _beside(staging, location, "incomplete")
     try:
-        if state == "complete":
-            _swap(staging, location, durable)
-            locations.remove_tree(staging)
-        else:
+        if state == "incomplete" and not target.others_in(location):
+            _move_aside(location, aside)
             locations.rename(staging, location, durable)
+        elif state == "free":
+            locations.rename(staging, location, durable)
+        else:
+            stays = _swap_beside_others(staging, location, target.replaced_names(location), durable)
+            was_complete = os.path.lexists(locations.join(staging, CONFIG_FNAME))
+            if was_complete and not overwrite:
+                # Another program has finished its save since we looked: back with it.
+                _swap(staging, location, durable)
+                raise already_complete(location, "pass overwrite=True")
+            _clear_up(staging, location, stays, aside if state == "incomplete" else None)
     except OSError as error:
         if not _was_interfered_with(error, staging):
             raise
@@ -114,8 +140,12 @@ def _move_aside(location: str, aside: str) -> None:
         # Another program has finished its save since we looked, and we have moved that: back with it.
         locations.rename(aside, location)
         return
+    _warn_about(location, aside)
+
+
+def _warn_about(location: str, aside: str) -> None:
     logger.warning(
-        "%s held files but no %s (an unfinished save?): moved to %s; delete it when nothing there is needed",
+        "%s held files of a save but no %s (an unfinished one?): moved to %s; delete it when nothing there is needed",
         location, CONFIG_FNAME, aside,
     )  # fmt: skip
 
@@ -163,7 +193,7 @@ def put_back(location: str) -> None:
     logger.warning("an overwrite of %s was interrupted: its earlier content is back, from %s", location, aside)
 
 
-def commit_beside_others(staging: str, location: str, replaced: Callable[[str], bool]) -> None:
+def commit_beside_others(staging: str, location: str, is_replaced: Callable[[str], bool]) -> None:
     """Make a completely written directory visible, together with other files that are in its place already.
 
     Those stay, unless `staging` has one of the same name, or the name is one that the new content replaces.
@@ -173,23 +203,49 @@ def commit_beside_others(staging: str, location: str, replaced: Callable[[str], 
     if _state_of(location) == "free":
         locations.rename(staging, location)
         return
+    target.check_replaceable(location)
+    _clear_up(staging, location, _swap_beside_others(staging, location, is_replaced))
+
+
+def _swap_beside_others(
+    staging: str, location: str, is_replaced: Callable[[str], bool], durable: bool = True
+) -> Callable[[str], bool]:
+    """Swap two directories after linking into the new one what stays of the old one; return which names stay."""
     own = set(locations.list_names(staging))
 
-    def others_in(directory: str) -> list[str]:
-        return [name for name in locations.list_names(directory) if not replaced(name) and name not in own]
+    def stays(name: str) -> bool:
+        return not is_replaced(name) and name not in own
 
-    for name in others_in(location):
-        locations.link_tree(locations.join(location, name), locations.join(staging, name))
-    locations.sync_directory(staging)
-    _swap(staging, location)
+    others = list(filter(stays, locations.list_names(location)))
+    try:
+        for name in others:
+            locations.link_tree(locations.join(location, name), locations.join(staging, name))
+        if others:
+            locations.sync_directory(staging)
+        _swap(staging, location, durable)
+    except OSError:
+        # The caller may look again, and link what is there then.
+        for name in others:
+            locations.remove_tree(locations.join(staging, name))
+        raise
+    return stays
+
+
+def _clear_up(replaced: str, location: str, stays: Callable[[str], bool], aside: str | None = None) -> None:
+    """Remove the directory that was replaced, or move what an unfinished save has left in it `aside`."""
     try:
         # What other programs have changed or added there since it was linked.
-        for name in others_in(staging):
-            locations.move_tree(locations.join(staging, name), locations.join(location, name))
+        for name in filter(stays, locations.list_names(replaced)):
+            locations.move_tree(locations.join(replaced, name), locations.join(location, name))
+            locations.remove_tree(locations.join(replaced, name))
+        if aside is not None and locations.list_names(replaced):
+            locations.rename(replaced, aside, durable=False)
+            _warn_about(location, aside)
+            return
     except OSError as error:
-        logger.warning("files of other programs may be left in %s, which was %s: %s", staging, location, error)
+        logger.warning("files of other programs may be left in %s, which was %s: %s", replaced, location, error)
         return
-    locations.remove_tree(staging)
+    locations.remove_tree(replaced)
 
 
 def abandon(staging: str) -> None:

@@ -82,7 +82,9 @@ def _locked(directory: str, mode: int) -> Iterator[bool]:
         # Processes that were forked meanwhile share the lock, and would keep it.
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
-        os.close(fd)
+        # A save may be committed by now, whatever comes of releasing its lock.
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def _place_of(directory: str) -> str:

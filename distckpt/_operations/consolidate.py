@@ -19,6 +19,7 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._commit import posix
 from distckpt._commit.staging import choose_staging, make_staging
+from distckpt._commit.target import check_replaceable
 from distckpt._foreign import hugging_face, opening
 from distckpt._format.checksum import checksum
 from distckpt._format.hf_names import belongs_to_export, index_json
@@ -200,6 +201,7 @@ def _check_target(location: str, target: str, overwrite: bool) -> None:
     exists = locations.exists(target)
     if exists and not locations.isdir(target):
         raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
+    check_replaceable(target)
     present = [name for name in locations.list_names(target) if belongs_to_export(name)] if exists else []
     if present and not (overwrite and locations.is_local(target)):
         raise CheckpointExistsError(

@@ -122,7 +122,7 @@ def reshard(
     if target == posix.resolve(location):
         raise CheckpointingException(f"A checkpoint cannot be rewritten in its own place {location!r}.")
     background.wait_for_location(location)
-    posix.check_target(target, overwrite)
+    posix.check_target(target, overwrite, os.fspath(checkpoint_dir))
 
     # 1. What is written.
     stored = open_checkpoint(location, verify)

@@ -60,7 +60,8 @@ def save(
             `ShardedTensorFactory` leaves are the sharded part, `LocalNonpersistentObject` leaves are not saved, all
             else is common state, saved once. The dict is not changed.
         checkpoint_dir: a path or fsspec URL. It must not hold a complete checkpoint (see `overwrite`); what an
-            unfinished save left there is moved aside, or removed from an object store when this one is complete.
+            unfinished save left there is moved aside, or removed from an object store when this one is complete. Other
+            files that are there stay. A directory that holds other checkpoints is refused.
         sharded_strategy: writes the shards; a strategy, `(backend, version)` of a registered one, or None for the
             built-in safetensors format.
         validate_access_integrity: refuse state dicts in which an element of a global tensor is held by no rank, and
@@ -89,7 +90,8 @@ def save(
 
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other. Nothing is written.
-        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False.
+        CheckpointExistsError: a complete checkpoint is there and `overwrite` is False, or the directory cannot be
+            replaced: it holds other checkpoints or a mount, or is the current directory. Nothing is written.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed. Also when an earlier background
             save failed and nobody has asked for its result.
     """
@@ -138,7 +140,7 @@ def plan_save(
             common_state.warn_about_differences(ranks, compared, digest_of_common)
         with ranks.phase("check the target", decision=True):
             if ranks.is_coordinator:
-                posix.check_target(location, settings.overwrite)
+                posix.check_target(location, settings.overwrite, checkpoint_dir)
         sharded = {str(index): shard for index, shard in enumerate(shards)}
         if ranks.is_coordinator:
             sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))

@@ -100,6 +100,17 @@ def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
         return None
 
 
+def mount_points_within(path: str) -> list[str]:
+    """Return the mount points that are a local path or below it, as far as the system lists them."""
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            fields = [line.split(b" ")[4] for line in file]
+    except OSError:
+        return [path] if os.path.ismount(path) else []
+    points = [os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field)) for field in fields]
+    return sorted(point for point in points if f"{point}/".startswith(f"{path}/"))
+
+
 def list_names(location: str) -> list[str]:
     """Return the sorted names directly inside a directory."""
     if is_local(location):

@@ -62,6 +62,10 @@ def value_in(path):
     return loaded["value"]
 
 
+LEFT = "shard-00009-model-00001-of-00001.safetensors"
+"""The name of a file of an earlier save, of more ranks."""
+
+
 @ROUNDS
 @pytest.mark.parametrize("before", ["nothing", "empty directory", "unfinished"])
 def test_one_of_two_savers_wins(before, rounds, tmp_path):
@@ -70,7 +74,7 @@ def test_one_of_two_savers_wins(before, rounds, tmp_path):
             (tmp_path / f"round_{i}").mkdir()
         if before == "unfinished":
             (tmp_path / f"round_{i}" / "tensors").mkdir()
-            (tmp_path / f"round_{i}" / "tensors" / "part").write_bytes(b"of an earlier save")
+            (tmp_path / f"round_{i}" / "tensors" / LEFT).write_bytes(b"of an earlier save")
     with launched(save_many_times, 2, str(tmp_path), False, rounds, backend=None) as launch:
         let_them_meet(launch, rounds)
         errors = launch.values()
@@ -83,7 +87,7 @@ def test_one_of_two_savers_wins(before, rounds, tmp_path):
     assert len(left) == (rounds if before == "unfinished" else 0), left
     for name in left:
         assert ".incomplete-" in name
-        assert (tmp_path / name / "tensors" / "part").read_bytes() == b"of an earlier save"
+        assert (tmp_path / name / "tensors" / LEFT).read_bytes() == b"of an earlier save"
 
 
 @ROUNDS

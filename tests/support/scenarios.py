@@ -32,6 +32,8 @@ OLD, NEW = 1, 2
 """What distinguishes the states before and after."""
 GROUP_TIMEOUT = 15.0
 """Seconds that ranks wait for each other: short, since survivors wait it out; a busy machine takes some to connect."""
+LEFT = "shard-00009-model-00001-of-00001.safetensors"
+"""A file that a save of more ranks has left."""
 MAX_FILE_BYTES = 200
 """Small enough for exports of several files."""
 
@@ -176,7 +178,15 @@ def old_checkpoint(folder: Path) -> None:
 
 def unfinished(folder: Path) -> None:
     (folder / "checkpoint" / "tensors").mkdir(parents=True)
-    (folder / "checkpoint" / "tensors" / "part").write_bytes(b"of a save that did not finish")
+    (folder / "checkpoint" / "tensors" / LEFT).write_bytes(b"of a save that did not finish")
+
+
+def unfinished_among_others(folder: Path) -> None:
+    """Files of others are there as well, which stay."""
+    unfinished(folder)
+    (folder / "checkpoint" / "notes" / "deep").mkdir(parents=True)
+    (folder / "checkpoint" / "notes" / "deep" / "readme.txt").write_text("mine")
+    (folder / "checkpoint" / "mine.txt").write_text("mine")
 
 
 def judge_checkpoint(folder: Path) -> Verdict:
@@ -185,9 +195,16 @@ def judge_checkpoint(folder: Path) -> Verdict:
 
 def judge_unfinished(folder: Path) -> Verdict:
     """What an unfinished save has left is in one of two places."""
-    (part,) = [path for path in folder.rglob("part") if path.parent.name == "tensors"]
+    (part,) = folder.rglob(LEFT)
     assert part.read_bytes() == b"of a save that did not finish"
     return "absent" if part.is_relative_to(folder / "checkpoint") else judge_checkpoint(folder)
+
+
+def judge_among_others(folder: Path) -> Verdict:
+    assert (folder / "checkpoint" / "notes" / "deep" / "readme.txt").read_text() == "mine"
+    assert (folder / "checkpoint" / "mine.txt").read_text() == "mine"
+    is_there = (folder / "checkpoint" / "metadata.json").exists()
+    return judge_checkpoint(folder) if is_there else judge_unfinished(folder)
 
 
 def judge_without_exchange(folder: Path) -> Verdict:
@@ -316,6 +333,7 @@ _SCENARIOS = [
     Scenario("overwrite", old_checkpoint, _overwrite, judge_checkpoint, "old"),
     Scenario("overwrite_without_exchange", old_checkpoint, save_without_exchange, judge_without_exchange, "old"),
     Scenario("save_over_unfinished", unfinished, save, judge_unfinished, "absent", _overwrite),
+    Scenario("save_among_others", unfinished_among_others, save, judge_among_others, "absent", _overwrite),
     Scenario("async_save", nothing, save_in_background, judge_checkpoint, "absent", _overwrite),
     Scenario(
         "async_overwrite",

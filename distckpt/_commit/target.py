@@ -1,0 +1,79 @@
+"""What is at the place of a save already: files of saves, which a new one replaces, and those of others, which stay."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+from distckpt._base.errors import CheckpointExistsError, CorruptCheckpointError
+from distckpt._format.marker import CONFIG_FNAME, read_marker
+from distckpt._storage import locations
+
+_NONCE = "[0-9a-f]{16}"
+_FOLDER = re.compile(rf"(?:tensors|objects)(?:-{_NONCE})?")
+_FILE = re.compile(rf"{CONFIG_FNAME}|manifest(?:-{_NONCE})?\.safetensors|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}")
+_CONTENT = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.safetensors")
+_BESIDE_A_CHECKPOINT = re.compile(rf"\..+\.(?:tmp|old|trash|incomplete|damaged)-{_NONCE}")
+
+
+def replaced_names(location: str) -> Callable[[str], bool]:
+    """Return which names in a local directory a new checkpoint replaces: those of saves.
+
+    A checkpoint of another format is replaced with everything that is in its directory.
+    """
+    try:
+        marker = read_marker(location)
+    except CorruptCheckpointError:
+        marker = None
+    if marker is not None and not isinstance(marker.get("manifest"), dict):
+        return lambda name: True
+    return lambda name: _FOLDER.fullmatch(name) is not None or _FILE.fullmatch(name) is not None
+
+
+def others_in(location: str) -> list[str]:
+    """Return the names in a local directory that a new checkpoint leaves there."""
+    is_replaced = replaced_names(location)
+    return [name for name in locations.list_names(location) if not is_replaced(name)]
+
+
+def check_replaceable(location: str) -> None:
+    """Refuse a local directory that no checkpoint, or export, can take the place of in one step."""
+    if not locations.is_local(location):
+        return
+    for point in locations.mount_points_within(location):
+        inner = os.path.relpath(point, location)
+        raise refused(location, "it is a mount point" if inner == "." else f"{inner!r} in it is a mount point")
+
+
+def check_content(location: str) -> None:
+    """Refuse a local directory that holds more than a checkpoint and some files of others, which must stay in use."""
+    is_complete = locations.exists(locations.join(location, CONFIG_FNAME))
+    for name in [] if is_complete else filter(_FOLDER.fullmatch, locations.list_names(location)):
+        path = locations.join(location, name)
+        content = locations.list_names(path) if locations.isdir(path) else ["no directory"]
+        strange = next((file for file in content if not _CONTENT.fullmatch(file)), None)
+        if strange is not None:
+            raise refused(location, f"{name!r} in it holds what no save has written ({strange!r})")
+    others = others_in(location)
+    for name in others:
+        if locations.exists(locations.join(location, name, CONFIG_FNAME)) or _BESIDE_A_CHECKPOINT.fullmatch(name):
+            raise refused(location, f"it holds other checkpoints ({name!r})")
+    if others and _is_in_use(location):
+        raise refused(location, "it is the current directory, or above it, and holds other files")
+
+
+def _is_in_use(location: str) -> bool:
+    try:
+        current = os.getcwd()
+    except FileNotFoundError:
+        return False
+    return f"{current}/".startswith(f"{location}/")
+
+
+def refused(location: str, reason: str) -> CheckpointExistsError:
+    """Return the error about a directory that must not be replaced."""
+    return CheckpointExistsError(
+        f"The directory {location!r} cannot be replaced by a new one: {reason}. Nothing there was changed. Write to a "
+        f"directory of its own, such as {locations.join(location, 'step_1')!r}."
+    )

@@ -1,0 +1,208 @@
+"""Files of others at the place of a save: they stay there, or the save refuses before it writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import distckpt
+from distckpt import CheckpointExistsError, CheckpointManager
+from distckpt.strategies.safetensors import SafetensorsSave
+from distckpt.streaming import save_safetensors_streaming_sharded
+from tests.support.disk import tree_of
+from tests.support.disks import small_disk
+from tests.support.states import state_of, value_of
+from tests.support.stopping import stopping
+
+OURS = {"manifest.safetensors", "metadata.json", "objects", "tensors"}
+
+
+def value_in(path):
+    return value_of(distckpt.load(state_of(-1), path, verify="full"))
+
+
+def put_files_of_others(path):
+    """What programs put beside a checkpoint: files, folders, links, hidden ones."""
+    (path / "data_loader" / "rank_0").mkdir(parents=True)
+    (path / "data_loader" / "rank_0" / "state.pt").write_bytes(b"mine")
+    (path / "config.yaml").write_text("mine")
+    (path / "config.yaml").chmod(0o600)
+    (path / ".hidden").write_text("mine")
+    (path / "latest").symlink_to("nowhere")
+    return others_at(path)
+
+
+def others_at(path):
+    """Return what is at a path and not of a save: contents, links, and the identity of files."""
+    found = {}
+    for root, folders, files in os.walk(path):
+        for name in [*folders, *files]:
+            full = os.path.join(root, name)
+            inner = os.path.relpath(full, path)
+            if inner.split("/")[0] in OURS:
+                continue
+            status = os.lstat(full)
+            is_file = not os.path.islink(full) and not os.path.isdir(full)
+            content = Path(full).read_bytes() if is_file else None
+            found[inner] = (status.st_mode, status.st_ino if is_file else None, content)
+    return found
+
+
+@pytest.mark.parametrize("verb", ["save", "async_save", "reshard"])
+def test_files_of_others_stay(verb, tmp_path, caplog):
+    path = tmp_path / "iter_0000010"
+    others = put_files_of_others(path)
+    with caplog.at_level(logging.WARNING, logger="distckpt"):
+        if verb == "save":
+            distckpt.save(state_of(1), path)
+        elif verb == "async_save":
+            distckpt.async_save(state_of(1), path).result(60)
+        else:
+            distckpt.save(state_of(1), tmp_path / "source")
+            distckpt.reshard(tmp_path / "source", path)
+    assert caplog.text == ""
+    assert value_in(path) == 1
+    assert others_at(path) == others
+    assert set(os.listdir(tmp_path)) <= {"iter_0000010", "source"}
+    (path / "later").write_text("mine")
+    distckpt.save(state_of(2), path, overwrite=True)
+    assert value_in(path) == 2
+    assert others_at(path) == {**others, "later": others_at(path)["later"]}
+    assert set(os.listdir(tmp_path)) <= {"iter_0000010", "source"}
+
+
+class WritesAmongOthers(SafetensorsSave):
+    """Another program puts files where the checkpoint is going to be, while it is written."""
+
+    def write(self, checkpoint_dir, ranks):
+        fields = super().write(checkpoint_dir, ranks)
+        WritesAmongOthers.others = put_files_of_others(WritesAmongOthers.path)
+        return fields
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_files_that_others_write_during_a_save_stay(is_there, tmp_path):
+    path = WritesAmongOthers.path = tmp_path / "iter_0000010"
+    if is_there:
+        distckpt.save(state_of(1), path)
+    distckpt.save(state_of(2), path, stopping(WritesAmongOthers), overwrite=True)
+    assert value_in(path) == 2
+    assert others_at(path) == WritesAmongOthers.others
+    assert os.listdir(tmp_path) == ["iter_0000010"]
+
+
+def test_only_what_a_save_has_left_is_moved_aside(tmp_path, caplog):
+    path = tmp_path / "c"
+    distckpt.save(state_of(1), path)
+    (path / "metadata.json").unlink()
+    left = {name: content for name, content in tree_of(path).items() if name.split("/")[0] in OURS}
+    others = put_files_of_others(path)
+    with caplog.at_level(logging.WARNING, logger="distckpt"):
+        distckpt.save(state_of(2), path)
+    assert value_in(path) == 2
+    assert others_at(path) == others
+    (aside,) = [name for name in os.listdir(tmp_path) if name != "c"]
+    assert aside.startswith(".c.incomplete-")
+    assert str(tmp_path / aside) in caplog.text
+    assert tree_of(tmp_path / aside) == left
+
+
+def test_a_checkpoint_of_another_format_is_replaced_entirely(tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(b"theirs")
+    (tmp_path / "c" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    distckpt.save(state_of(1), tmp_path / "c", overwrite=True)
+    assert set(os.listdir(tmp_path / "c")) == OURS
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+def check_refused(path, reason, **options):
+    before = tree_of(path)
+    with pytest.raises(CheckpointExistsError, match=reason):
+        distckpt.save(state_of(9), path, **options)
+    assert tree_of(path) == before
+    assert [name for name in os.listdir(path.parent) if name.startswith(".")] == []
+
+
+def make_root(path):
+    with CheckpointManager(path, async_save=False) as manager:
+        manager.save(1, state_of(1))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_of_checkpoints_is_none(overwrite, tmp_path):
+    """As when `run` is given for `run/step_3`."""
+    make_root(tmp_path / "run")
+    check_refused(tmp_path / "run", "holds other checkpoints .'step_00000001'.*run/step_1'", overwrite=overwrite)
+    (tmp_path / "busy" / ".step_2.tmp-0123456789abcdef").mkdir(parents=True)
+    check_refused(tmp_path / "busy", "holds other checkpoints", overwrite=overwrite)
+
+
+def test_the_current_directory_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    (tmp_path / "here" / "train.py").write_text("mine")
+    for current in ("here", "here/below"):
+        monkeypatch.chdir(tmp_path / current)
+        check_refused(tmp_path / "here", "it is the current directory")
+    with pytest.raises(CheckpointExistsError, match="it is the current directory"):
+        distckpt.save(state_of(1), "..")
+
+
+@pytest.mark.parametrize("name", ["objects", "tensors"])
+def test_folders_of_others_with_our_names(name, tmp_path):
+    (tmp_path / "c" / name).mkdir(parents=True)
+    (tmp_path / "c" / name / "pack").write_bytes(b"mine")
+    check_refused(tmp_path / "c", f"'{name}' in it holds what no save has written .'pack'")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / name).write_text("a file")
+    check_refused(tmp_path / "d", f"'{name}' in it")
+
+
+def test_a_link_to_a_directory_of_others(tmp_path):
+    """Its content is not touched unasked; with overwrite it stays, beside the checkpoint."""
+    others = put_files_of_others(tmp_path / "elsewhere" / "data")
+    (tmp_path / "ck").symlink_to(tmp_path / "elsewhere" / "data")
+    with pytest.raises(CheckpointExistsError, match="is a link to it"):
+        distckpt.save(state_of(1), tmp_path / "ck")
+    assert others_at(tmp_path / "elsewhere" / "data") == others
+    distckpt.save(state_of(1), tmp_path / "ck", overwrite=True)
+    assert (tmp_path / "ck").is_symlink()
+    assert others_at(tmp_path / "ck") == others
+    assert value_in(tmp_path / "ck") == 1
+    assert os.listdir(tmp_path / "elsewhere") == ["data"]
+
+
+def export(folder, path):
+    distckpt.consolidate(folder / "source", path, overwrite=True)
+
+
+def stream(folder, path):
+    save_safetensors_streaming_sharded([], path, [], max_file_bytes=100)
+
+
+def overwrite(folder, path):
+    distckpt.save(state_of(2), path, overwrite=True)
+
+
+@pytest.mark.parametrize("verb", [overwrite, export, stream])
+@pytest.mark.parametrize("mount", ["target", "inside"])
+def test_mounts_are_found_before_anything_is_written(verb, mount, tmp_path):
+    distckpt.save(state_of(1), tmp_path / "source")
+    path = tmp_path / "a target"
+    disk = path if mount == "target" else path / "data \\ more" / "disk"
+    disk.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    with small_disk(disk, 1 << 16):
+        (disk / "file").write_bytes(b"mine")
+        what = "it" if mount == "target" else f"{os.path.relpath(disk, path)!r} in it"
+        with pytest.raises(CheckpointExistsError, match=re.escape(f": {what} is a mount point")):
+            verb(tmp_path, path)
+        assert (disk / "file").read_bytes() == b"mine"
+        assert sorted(os.listdir(tmp_path)) == ["a target", "source"]
