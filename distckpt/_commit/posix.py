@@ -55,15 +55,15 @@ def check_target(location: str, overwrite: bool, given: str | None = None) -> No
                 location, CONFIG_FNAME,
             )  # fmt: skip
         return
-    _check_what_is_there(location)
+    _check_what_is_there(location, overwrite)
     if state == "incomplete" and not overwrite and given and os.path.islink(locations.normalize(given)):
         raise target.refused(location, f"{given!r} is a link to it, and it holds files; overwrite=True keeps those")
 
 
-def _check_what_is_there(location: str) -> None:
+def _check_what_is_there(location: str, overwrite: bool) -> None:
     target.check_replaceable(location)
     if locations.exists(location):
-        target.check_content(location)
+        target.check_content(location, overwrite)
 
 
 def already_complete(location: str, advice: str) -> CheckpointExistsError:
@@ -101,7 +101,7 @@ def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -
     state = _state_of(location)
     if state == "complete" and not overwrite:
         raise already_complete(location, "pass overwrite=True")
-    _check_what_is_there(location)
+    _check_what_is_there(location, overwrite)
     aside = _beside(staging, location, "incomplete")
     try:
         if state == "incomplete" and not target.others_in(location):

@@ -14,19 +14,22 @@ _NONCE = "[0-9a-f]{16}"
 _FOLDER = re.compile(rf"(?:tensors|objects)(?:-{_NONCE})?")
 _FILE = re.compile(rf"{CONFIG_FNAME}|manifest(?:-{_NONCE})?\.safetensors|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}")
 _CONTENT = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.safetensors")
+_OF_TORCH = ".metadata"
+"""The marker of `torch.distributed.checkpoint`."""
 _BESIDE_A_CHECKPOINT = re.compile(rf"\..+\.(?:tmp|old|trash|incomplete|damaged)-{_NONCE}")
 
 
 def replaced_names(location: str) -> Callable[[str], bool]:
     """Return which names in a local directory a new checkpoint replaces: those of saves.
 
-    A checkpoint of another format is replaced with everything that is in its directory.
+    A checkpoint of another format is replaced with everything that is in its directory: readers would find two.
     """
     try:
         marker = read_marker(location)
     except CorruptCheckpointError:
         marker = None
-    if marker is not None and not isinstance(marker.get("manifest"), dict):
+    is_ours = marker is not None and isinstance(marker.get("manifest"), dict)
+    if not is_ours and (marker is not None or locations.exists(locations.join(location, _OF_TORCH))):
         return lambda name: True
     return lambda name: _FOLDER.fullmatch(name) is not None or _FILE.fullmatch(name) is not None
 
@@ -46,8 +49,10 @@ def check_replaceable(location: str) -> None:
         raise refused(location, "it is a mount point" if inner == "." else f"{inner!r} in it is a mount point")
 
 
-def check_content(location: str) -> None:
+def check_content(location: str, overwrite: bool) -> None:
     """Refuse a local directory that holds more than a checkpoint and some files of others, which must stay in use."""
+    if not overwrite and locations.exists(locations.join(location, _OF_TORCH)):
+        raise refused(location, f"it holds a checkpoint of torch ({_OF_TORCH!r}); overwrite=True replaces that")
     is_complete = locations.exists(locations.join(location, CONFIG_FNAME))
     for name in [] if is_complete else filter(_FOLDER.fullmatch, locations.list_names(location)):
         path = locations.join(location, name)

@@ -124,8 +124,9 @@ class Watch:
     def __init__(self, location: str) -> None:
         parent, name = os.path.split(location)
         self.location = location
-        # Names of new directories say on which boot of the machine they were made.
-        self.allowed = (location, f"{parent}/.{name}.", "/proc/sys/kernel/random/boot_id")
+        # Names of new directories say on which boot of the machine they were made; mounts are not replaced.
+        of_system = ("/proc/self/mountinfo", "/proc/sys/kernel/random/boot_id")
+        self.allowed = (location, f"{parent}/.{name}.", *of_system)
         self.events: list[str] = []
         self.is_on = True
 

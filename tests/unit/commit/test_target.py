@@ -120,6 +120,18 @@ def test_a_checkpoint_of_another_format_is_replaced_entirely(tmp_path):
     assert set(os.listdir(tmp_path / "c")) == OURS
 
 
+def test_a_checkpoint_of_torch_is_moved_aside_when_asked(tmp_path, caplog):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(b"theirs")
+    (tmp_path / "c" / ".metadata").write_bytes(b"theirs")
+    check_refused(tmp_path / "c", "it holds a checkpoint of torch")
+    distckpt.save(state_of(1), tmp_path / "c", overwrite=True)
+    assert set(os.listdir(tmp_path / "c")) == OURS
+    (aside,) = tmp_path.glob(".c.incomplete-*")
+    assert str(aside) in caplog.text
+    assert sorted(os.listdir(aside)) == [".metadata", "__0_0.distcp"]
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 
