@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class Staging(NamedTuple):
 
 def choose_staging(ranks: Ranks, target: str) -> Staging:
     """Choose where a save is written. Collective operation: all ranks must call it; nothing is made yet."""
-    chosen = ranks.broadcast(json.dumps([running.new_nonce(target), socket.gethostname(), target]).encode())
+    chosen = ranks.broadcast(json.dumps([running.new_nonce(target), os.uname().nodename, target]).encode())
     nonce, host, first_target = json.loads(chosen)
     return Staging(nonce, posix.staging_location(target, nonce), target, host, first_target)
 
@@ -81,7 +81,7 @@ def _check_is_seen(rank: int, staging: Staging, names: Sequence[str]) -> None:
         is_same = staging.target == staging.first_target
     if not is_same:
         raise CheckpointingException(
-            f"{staging.target!r} on rank {rank} (host {socket.gethostname()!r}) is not the place that rank 0 (host "
+            f"{staging.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place that rank 0 (host "
             f"{staging.first_host!r}) calls {staging.first_target!r}: what one writes, the other does not see. Give "
             "all ranks the same location, on storage that all nodes share."
         )
@@ -108,7 +108,7 @@ def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int
     state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"
     more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
     raise CheckpointingException(
-        f"{locations.join(directory, name)!r} was written and {state} as rank 0 (host {socket.gethostname()!r}) sees "
+        f"{locations.join(directory, name)!r} was written and {state} as rank 0 (host {os.uname().nodename!r}) sees "
         f"it{more}: another program removes or changes files there, or not all ranks share this storage. Nothing was "
         "committed."
     )

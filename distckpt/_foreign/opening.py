@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import socket
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -149,7 +149,7 @@ def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> No
         return
     state = "is no checkpoint" if marker is None else "is another checkpoint than the one that rank 0 has opened"
     raise CheckpointingException(
-        f"{location!r} on rank {rank} (host {socket.gethostname()!r}) {state}. Give all ranks the same location, on "
+        f"{location!r} on rank {rank} (host {os.uname().nodename!r}) {state}. Give all ranks the same location, on "
         f"storage that all nodes share, or copy the checkpoint to every node, {CONFIG_FNAME} included."
     )
 
