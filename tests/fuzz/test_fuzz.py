@@ -110,9 +110,9 @@ def test_the_long_form_runs(tmp_path):
     # In a copy of the tree's corpus: a test leaves nothing behind.
     root = Path(__file__).parents[2]
     environment = {**os.environ, "DISTCKPT_FUZZ_CORPUS": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.fuzz.run", "shard_header", "--runs", "3000", "--seed", "1"]
+    command = [sys.executable, "-m", "tests.fuzz.run", "shard_header", "--runs", "500", "--seed", "1"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "shard_header: 3000 executions" in done.stdout
+    assert "shard_header: 500 executions" in done.stdout
     assert " 0 findings" in done.stdout
     assert list((tmp_path / "shard_header").iterdir())

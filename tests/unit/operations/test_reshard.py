@@ -171,7 +171,7 @@ def check_any_layout_loads_into_any_other(data):
         assert np.array_equal(whole[key].numpy(), tensor)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_layout_loads_into_any_other(data):
     check_any_layout_loads_into_any_other(data)
@@ -293,7 +293,7 @@ def check_other_shapes(data):
         assert np.array_equal(target.numpy(), piece.cut(expected))
 
 
-@settings(max_examples=70)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_tensor_of_another_shape_is_cropped_or_padded_with_zeros_where_allowed(data):
     check_other_shapes(data)
