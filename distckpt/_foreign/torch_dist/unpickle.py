@@ -156,7 +156,10 @@ class _Machine:
             elif name in _MEMO_READS:
                 self.push(self.memo[operand])
             elif name in _MEMO_WRITES:
-                self.remember(len(self.memo) if operand is None else operand)
+                place = len(self.memo) if operand is None else operand
+                value = self.memo[place] = self.top()
+                if type(value) not in _KEPT:
+                    self.places[id(value)] = place
             elif name == "GLOBAL":
                 self.find(*operand.split(" ", 1))
             elif name == "STOP":
@@ -248,11 +251,6 @@ class _Machine:
             self.memo[self.places[id(obj)]] = made
         self.push(made)
 
-    def remember(self, place: int) -> None:
-        value = self.memo[place] = self.top()
-        if not isinstance(value, Record | str | int):
-            self.places[id(value)] = place
-
     def load_persistent(self) -> None:
         if self.persistent is None:
             raise ValueError("a persistent id")
@@ -265,6 +263,8 @@ _VALUES = {
     "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
 }  # fmt: skip
 """Instructions that push their operand."""
+_KEPT = {Record, Made, str, bytes, int, tuple, list, dict}
+"""Types of objects that a state does not replace by others."""
 _MEMO_READS = {"BINGET", "LONG_BINGET"}
 _MEMO_WRITES = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
 _ACTIONS: dict[str, Callable[[_Machine], object]] = {
