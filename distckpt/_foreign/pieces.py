@@ -14,7 +14,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest, ShardFile
 from distckpt._format.marker import file_size
-from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays, whole
+from distckpt._geometry.region import IntArray, Region, find_tiling_faults, regions_to_arrays
 from distckpt._storage import locations
 
 _MAX_ELEMENTS = 1 << 62
@@ -70,7 +70,8 @@ def build_manifest(
     for piece in pieces:
         if fault := _fault_of(piece):
             raise CorruptCheckpointError(
-                f"The reader of {format_name!r} describes {location!r} wrongly: {fault} in {piece!r:.500}"
+                f"The reader of {format_name!r} describes {location!r} wrongly, or its files are damaged: {fault} in "
+                f"{piece!r:.500}."
             )
     groups = _group_by_key(pieces)
     shapes = [_global_shape(location, group) for group in groups.values()]
@@ -78,7 +79,6 @@ def build_manifest(
     key_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
     offsets, extents = regions_to_arrays([piece.region for piece in in_order])
     dtypes = [group[0].dtype for group in groups.values()]
-    _check_inside(location, in_order, key_ids, offsets + extents, shapes)
     _check_tiling(location, list(groups.values()), shapes, (key_ids, offsets, extents))
     if files is None:
         key_in = {piece.file: piece.key for piece in reversed(in_order)}
@@ -110,6 +110,10 @@ def _fault_of(piece: StoredPiece) -> str | None:
         return "a number is no integer from 0 on"
     if not len(offset) == len(shape) == len(offset if global_shape is None else global_shape):
         return "offset and shapes differ in their number of axes"
+    if any(at + size > end for at, size, end in zip(offset, shape, global_shape or (), strict=False)):
+        return f"a region of {key!r} in {file!r} lies outside the global shape {global_shape}"
+    if dtype == OBJECT and any(size != 1 for size in shape):
+        return "a part of an object is not one cell of a grid"
     expected = num_bytes if dtype == OBJECT else math.prod(shape) * FROM_NAME[dtype].itemsize
     return None if num_bytes == expected else f"{num_bytes} bytes instead of {expected}"
 
@@ -153,23 +157,6 @@ def _kind(piece: StoredPiece) -> str:
     return f"{piece.dtype} {piece.region.shape}{whole}"
 
 
-def _check_inside(
-    location: str,
-    pieces: Sequence[StoredPiece],
-    key_ids: IntArray,
-    ends: IntArray,
-    shapes: Sequence[tuple[int, ...]],
-) -> None:
-    _, bounds = regions_to_arrays([whole(shape) for shape in shapes], ends.shape[1])
-    rows = np.flatnonzero((ends > bounds[key_ids]).any(axis=1))
-    if len(rows):
-        piece = pieces[rows[0]]
-        raise CorruptCheckpointError(
-            f"Key {piece.key!r} in {location!r}: {piece.region} in {piece.file!r} lies outside the global shape "
-            f"{piece.global_shape}: the files are damaged. Restore them from a copy."
-        )
-
-
 def _check_tiling(
     location: str,
     groups: Sequence[Sequence[StoredPiece]],
@@ -197,11 +184,6 @@ def _check_tiling(
 
 
 def _check_parts_of_object(location: str, parts: Sequence[StoredPiece], shape: tuple[int, ...]) -> None:
-    for part in parts:
-        if any(size != 1 for size in part.region.shape):
-            raise CorruptCheckpointError(
-                f"The object {part.key!r} in {location!r}: {part.region} in {part.file!r} is not one cell of a grid."
-            )
     # Equal offsets follow one another.
     for first, second in itertools.pairwise(parts):
         if first.region.offset == second.region.offset:
