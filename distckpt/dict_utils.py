@@ -182,23 +182,13 @@ def inspect_types(x: Any, prefix: Position = (), indent: int = 4) -> None:
 
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
-    """Iterate over the leaves of nested dicts and lists, in order.
-
-    Args:
-        x: dict or list to walk.
-
-    Yields:
-        Each leaf.
-    """
+    """Iterate over the leaves of nested dicts and lists, in order."""
     for _, _, value in nested_items_iter(x):
         yield value
 
 
 def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Iterate over the leaves of nested dicts and lists, with where each is kept.
-
-    Args:
-        x: dict or list to walk. Replacing leaves in it while iterating is fine.
+    """Iterate over the leaves of nested dicts and lists, which may be replaced meanwhile.
 
     Yields:
         The innermost container, the key or index in it, and the leaf: `container[key] is leaf`.
@@ -211,23 +201,13 @@ def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any,
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf of `d` by `f(leaf)`, in place.
-
-    Args:
-        f: gives the new leaf.
-        d: nested dicts and lists, changed in place.
-    """
+    """Replace each leaf of `d`, nested dicts and lists, by `f(leaf)`, in place."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(value)
 
 
 def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
-    """Replace each leaf of `d` by `f(key, leaf)`, in place.
-
-    Args:
-        f: gives the new leaf from the innermost dict key or list index, and the old leaf.
-        d: nested dicts and lists, changed in place.
-    """
+    """Replace each leaf by `f(key, leaf)`, in place; `key` is the innermost dict key or list index."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(key, value)
 
@@ -253,15 +233,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Build a copy of nested dicts and lists in which each leaf is `f(leaf)`.
-
-    Args:
-        f: gives the new leaf.
-        x: nested dicts and lists, or one leaf; not changed.
-
-    Returns:
-        New plain dicts and lists, or `f(x)` when `x` is a leaf.
-    """
+    """Build a copy of nested plain dicts and lists in which each leaf is `f(leaf)`; `f(x)` when `x` is a leaf."""
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):

@@ -50,14 +50,8 @@ _loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("distckpt_debug_lo
 def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s and the rest.
 
-    This and the functions like it keep the nesting, compact lists, and do not change their argument; see
-    `dict_utils.extract_matching_values`.
-
-    Args:
-        sharded_state_dict: nested dicts and lists.
-
-    Returns:
-        The `ShardedTensor`s, and all else.
+    This and the functions like it return two halves of nested dicts and lists: what they name, and all else. They keep
+    the nesting, compact lists, and do not change their argument; see `dict_utils.extract_matching_values`.
     """
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
 
@@ -65,28 +59,14 @@ def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[Shard
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest.
-
-    Args:
-        sharded_state_dict: nested dicts and lists.
-
-    Returns:
-        The shards and factories, and all else.
-    """
+    """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory)))
 
 
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into its shards, factories and `LocalNonpersistentObject`s, and the rest.
-
-    Args:
-        sharded_state_dict: nested dicts and lists.
-
-    Returns:
-        The `ShardedTensor`s, `ShardedTensorFactory`s and `LocalNonpersistentObject`s, and all else.
-    """
+    """Split a state dict into its `ShardedTensor`s, factories and `LocalNonpersistentObject`s, and the rest."""
     return extract_matching_values(
         sharded_state_dict,
         lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)),
@@ -94,26 +74,12 @@ def extract_sharded_tensors_or_nonpersistent(
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into its parts of global tensors and objects, and the rest.
-
-    Args:
-        sharded_state_dict: nested dicts and lists.
-
-    Returns:
-        The `ShardedBase` values (shards, objects, factories), and all else.
-    """
+    """Split a state dict into its `ShardedBase` values (shards, objects, factories), and the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Split a state dict into its `LocalNonpersistentObject`s and the rest.
-
-    Args:
-        sharded_state_dict: nested dicts and lists.
-
-    Returns:
-        The `LocalNonpersistentObject`s, still wrapped, and all else.
-    """
+    """Split a state dict into its `LocalNonpersistentObject`s, still wrapped, and the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
 
 
@@ -216,12 +182,6 @@ def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[s
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Zip iterables of the same length.
 
-    Args:
-        args: the iterables.
-
-    Returns:
-        Iterator over tuples of one item of each.
-
     Raises:
         ValueError: the lengths differ; in contrast to `zip(..., strict=True)` the message gives all of them,
             and no tuple is given out before.
@@ -281,10 +241,6 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Log a message at level DEBUG, after the names of the scopes around, see `logger_stack`.
-
-    Args:
-        msg: the message.
-    """
+    """Log a message at level DEBUG, after the names of the scopes around, see `logger_stack`."""
     with logger_stack() as (full_name, scope_logger):
         scope_logger.debug("%s %s", full_name, msg)

@@ -49,13 +49,7 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Tell whether a location holds a checkpoint.
-
-    Args:
-        checkpoint_dir: directory or URL prefix of the checkpoint.
-
-    Returns:
-        True when the marker is there and valid, False when there is none.
+    """Tell whether a location, a directory or URL prefix, holds a checkpoint.
 
     Raises:
         CorruptCheckpointError: the marker is there but is not a valid one.
@@ -64,13 +58,9 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> CheckpointingConfig | None:
-    """Read the format of a checkpoint from its marker.
+    """Read the format of a checkpoint from its marker; None when there is no marker, or the location is empty.
 
-    Args:
-        checkpoint_dir: directory or URL prefix of the checkpoint; an empty one holds no checkpoint.
-
-    Returns:
-        The format, or None when there is no marker. Fields that this version does not know are dropped.
+    Fields that this version does not know are dropped.
 
     Raises:
         CorruptCheckpointError: the marker is not JSON, lacks `sharded_backend`, or has a field of a wrong type.
@@ -181,11 +171,7 @@ def file_size(path: str) -> int:
 
 
 def read_file(path: str, max_bytes: int) -> bytes:
-    """Read a whole file of a checkpoint that is not trusted.
-
-    Args:
-        path: of the file.
-        max_bytes: size that it has at most.
+    """Read a whole file of a checkpoint that is not trusted, of at most `max_bytes`.
 
     Raises:
         FileNotFoundError: nothing is there.
