@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, cast
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.public import set_public_home
@@ -126,6 +127,7 @@ class CheckpointManager:
         """Return where a step is saved, whether it is there or not."""
         return locations.join(self.root, steps.step_name(step))
 
+    @operation
     @paused_garbage_collection()
     def save(
         self,
@@ -166,7 +168,7 @@ class CheckpointManager:
         settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata)
         try:
             handle = self._start(ranks, step, sharded_state_dict, metrics or {}, pinned, settings)
-        except Exception as error:
+        except BaseException as error:
             if not (self._logs_failures and _all_find(ranks, error, failures.is_of_the_storage)):
                 raise
             logger.error("step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error)
@@ -216,6 +218,7 @@ class CheckpointManager:
             self._after_commit(step)
         return report
 
+    @operation
     def load(self, sharded_state_dict: ShardedStateDict, step: int | None = None, **options: Any) -> StateDict:
         """Load a step, the newest one that loads when none is given. Waits first for the saves in progress.
 
@@ -258,7 +261,7 @@ class CheckpointManager:
                 raise CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
             try:
                 return read(newest)
-            except Exception as error:
+            except BaseException as error:
                 if not _all_find(ranks, error, partial(failures.is_damage_of, self.location(newest))):
                     raise
                 self.skipped[newest] = f"{type(error).__name__}: {error}"
@@ -363,10 +366,12 @@ def _only_logging(doing: str) -> Iterator[None]:
         logger.warning("could not %s: %s: %s", doing, type(error).__name__, error)
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-def _all_find(ranks: Ranks, error: Exception, judge: Callable[[BaseException], bool]) -> bool:
+def _all_find(ranks: Ranks, error: BaseException, judge: Callable[[BaseException], bool]) -> bool:
     """Tell whether all ranks have raised an error together and judge it alike. Collective operation if they have."""
-    return ranks.are_in_step_after(error) and bool(ranks.all_gather_numbers([judge(error)]).all())
+    # One that was interrupted has an error of its own, and comes too.
+    is_judged = isinstance(error, Exception) and judge(error)
+    return ranks.are_in_step_after(error) and bool(ranks.all_gather_numbers([is_judged]).all())

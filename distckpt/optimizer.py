@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.interrupts import operation
 from distckpt._base.public import set_public_home
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
 from distckpt._models.optimizer_state import (
@@ -178,6 +179,7 @@ def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, n
         ) from error
 
 
+@operation
 def sharded_optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
     model_sharded_state_dict: ShardedStateDict,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import estimate_available_memory, is_plain_memory, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.public import set_public_home
@@ -323,6 +324,7 @@ def _check_same(found: Iterable[Position], expected: Iterable[Position], problem
         raise ValueError(f"{problem}: lacking {names[0] or 'none'}, unexpected {names[1] or 'none'}")
 
 
+@operation
 def broadcast_tensor(
     tensor: torch.Tensor, memory_limit_bytes: int, *, src: int = 0, process_group: Any = None
 ) -> torch.Tensor:

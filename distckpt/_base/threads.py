@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
+
+from distckpt._base.interrupts import run_handlers, run_operation, running_operation
 
 UNIT_BYTES = 8 << 20
 """One thread moves this much at a time; bounce buffers have this size."""
@@ -19,6 +21,8 @@ DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Memory for data that is being moved, unless the caller says otherwise."""
 NUM_REQUESTS = 10
 """Requests to an object store at the same time: they wait for the network, not for a processor."""
+SIGNAL_SECONDS = 0.2
+"""How long the handler of a signal may wait while threads work."""
 
 _Item = TypeVar("_Item")
 
@@ -35,6 +39,7 @@ class Pool(ThreadPoolExecutor):
         future: Future[Any] = Future()
         # A pool that could not start a thread has queued the call for its other threads nevertheless.
         tickets = [None]
+        operation = running_operation() or "work in another thread"
 
         def call() -> None:
             try:
@@ -44,7 +49,7 @@ class Pool(ThreadPoolExecutor):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(function(*arguments, **options))
+                future.set_result(run_operation(operation, function, *arguments, **options))
             except BaseException as error:
                 # Without the frame of this function, which refers to the future.
                 future.set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
@@ -61,6 +66,7 @@ def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_th
     work = list(items)
     if len(work) <= 1 or num_threads == 1:
         for item in work:
+            run_handlers()
             function(item)
         return
     # next() on this is one step for the interpreter, so threads need no lock; a future for each item would cost more.
@@ -80,13 +86,22 @@ def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_th
     with Pool(num_threads, thread_name_prefix="distckpt-io") as pool:
         running = [pool.submit(take_items) for _ in range(num_threads)]
         try:
-            wait(running)
+            wait_for_all(running)
         except BaseException as error:
             # Such as Ctrl-C, which reaches the waiting thread only.
             errors.append(error)
             raise
     if errors:
         raise errors[0]
+
+
+def wait_for_all(futures: Sequence[Future[Any]]) -> None:
+    """Wait until all have ended or one has failed; handlers of signals run meanwhile, see `interrupts`."""
+    while True:
+        done, others = wait(futures, SIGNAL_SECONDS, FIRST_EXCEPTION)
+        run_handlers()
+        if not others or any(future.exception() for future in done):
+            return
 
 
 def num_threads_within(max_inflight_bytes: int) -> int:

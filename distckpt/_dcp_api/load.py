@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._dcp_api import arguments, shards, tree
@@ -27,6 +28,7 @@ from distckpt.strategies.base import Options
 from distckpt.strategies.defaults import load_strategy
 
 
+@operation
 @paused_garbage_collection()
 def load(
     state_dict: dict[str, Any],

@@ -9,11 +9,13 @@ from typing import Any
 
 from distckpt import serialization
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import operation
 from distckpt._dcp_api import arguments, shards, tree
 from distckpt._ranks.collectives import Ranks, lone_group
 from distckpt.serialization import SaveReport
 
 
+@operation
 def save(
     state_dict: Mapping[str, Any],
     *,
@@ -59,6 +61,7 @@ def save(
     )
 
 
+@operation
 def async_save(
     state_dict: Mapping[str, Any],
     *,

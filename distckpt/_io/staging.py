@@ -7,16 +7,19 @@ staging costs one copy of the bytes. Without room for everything, the rest is co
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from distckpt._base.device import DeviceLayer
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import run_handlers
 from distckpt._base.memory import Bytes
-from distckpt._base.threads import NUM_THREADS, run_threads
+from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, run_threads
 from distckpt._io.write import Fill, NewFile, Span, copy_into, units_of
 
 MAX_SETS = 2
@@ -38,7 +41,11 @@ class StagingMemory:
         fit: the structure has changed.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._num_used < MAX_SETS, timeout):
+            deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+            while not self._changed.wait_for(lambda: self._num_used < MAX_SETS, SIGNAL_SECONDS):
+                run_handlers()
+                if time.monotonic() < deadline:
+                    continue
                 raise CheckpointingException(
                     f"{MAX_SETS} saves are being written in the background, and neither was done within {timeout} s: "
                     "save less often, or look for what blocks writing."

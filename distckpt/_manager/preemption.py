@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from distckpt._base.interrupts import operation
 from distckpt._ranks.collectives import Ranks
 
 
@@ -44,6 +45,7 @@ class PreemptionGuard:
             if handler is not None:
                 signal.signal(number, handler)
 
+    @operation
     def should_stop(self) -> bool:
         """Return True, on all ranks alike, when any rank has received a signal.
 

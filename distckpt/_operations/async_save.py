@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._operations import background_save
 from distckpt._operations.background_save import SaveHandle
@@ -17,6 +18,7 @@ from distckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
 from distckpt.strategies.base import SaveShardedStrategy
 
 
+@operation
 @paused_garbage_collection()
 def async_save(
     sharded_state_dict: ShardedStateDict,

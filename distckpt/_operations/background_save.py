@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from distckpt._base.errors import CheckpointingException, RankFailedError
+from distckpt._base.interrupts import run_operation
 from distckpt._io import background
 from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
@@ -205,7 +206,7 @@ class BackgroundSave:
         try:
             if self.saves.state == _OUT_OF_STEP:
                 raise RankFailedError({}, message="Not started: an earlier background save lost contact with a rank.")
-            return self.write_now(ranks)
+            return run_operation(f"the background save to {self.location}", self.write_now, ranks)
         except BaseException as error:
             state = _FAILED if ranks.are_in_step_after(error) else _OUT_OF_STEP
             self.saves.state = max(self.saves.state, state)

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._commit import posix
@@ -69,6 +70,7 @@ class ExportReport:
     seconds: float
 
 
+@operation
 @paused_garbage_collection()
 def consolidate(
     checkpoint: str | os.PathLike[str],

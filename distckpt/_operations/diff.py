@@ -15,6 +15,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, as_integers, to_numpy
 from distckpt._base.errors import CheckpointingException, LoadMismatchError, UnsupportedObjectError
+from distckpt._base.interrupts import operation
 from distckpt._base.messages import natural_order
 from distckpt._foreign.opening import open_checkpoint
 from distckpt._foreign.stored_values import holds_objects, object_keys, read_encoded, read_region
@@ -123,6 +124,7 @@ class _Side(NamedTuple):
         return read_region(self.stored, self.names[key], region)
 
 
+@operation
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
@@ -33,6 +34,7 @@ from distckpt.strategies.defaults import load_strategy
 logger = logging.getLogger(__name__)
 
 
+@operation
 @paused_garbage_collection()
 def load(
     sharded_state_dict: ShardedStateDict,

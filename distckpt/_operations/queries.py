@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from distckpt._base.interrupts import operation
 from distckpt._foreign import opening
 from distckpt._io import background
 from distckpt._operations.consistent_read import read_unchanged
@@ -67,6 +68,7 @@ def load_sharded_metadata(
     return {name: shard for name, shard in described.items() if shard.key != COMMON_KEY}
 
 
+@operation
 def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Load all tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not included.
 

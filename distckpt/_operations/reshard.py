@@ -14,6 +14,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._commit import posix
 from distckpt._foreign.opening import BACKEND, VERSION, open_checkpoint
@@ -67,6 +68,7 @@ class ReshardReport:
     seconds: float
 
 
+@operation
 @paused_garbage_collection()
 def reshard(
     source_dir: str | os.PathLike[str],

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException, InvalidShardingError
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._commit import posix
@@ -25,6 +26,7 @@ from distckpt.strategies.defaults import save_strategy
 from distckpt.utils import _clean_metadata_for_serialization
 
 
+@operation
 @paused_garbage_collection()
 def save(
     sharded_state_dict: ShardedStateDict,

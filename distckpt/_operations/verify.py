@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice
 from distckpt._base.threads import Pool
@@ -90,6 +91,7 @@ class VerifyReport:
         return not self.problems
 
 
+@operation
 def verify(
     checkpoint_dir: str | os.PathLike[str],
     mode: Literal["fast", "full"] = "full",

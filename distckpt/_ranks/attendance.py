@@ -20,7 +20,7 @@ class AttendanceLog:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self._names = [str(other) for other in range(size)]
         self._num_exchanges = 0
 
     def record(self) -> None:
@@ -39,14 +39,25 @@ class AttendanceLog:
         self.record()
         deadline = time.monotonic() + LATE_SECONDS
         while True:
-            counts: list[int] = []
-            names = [str(rank) for rank in range(self._size)]
-            # A store that does not answer leaves all ranks unknown.
-            with contextlib.suppress(RuntimeError):
-                if self._store is not None:
-                    counts = [int(self._store.get(name)) if self._store.check([name]) else 0 for name in names]
+            counts = self._counts()
             fewest = min(counts, default=0)
             absent = [rank for rank, count in enumerate(counts) if count == fewest < self._num_exchanges]
             if not absent or time.monotonic() > deadline:
                 return absent
             time.sleep(0.02)
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have reached an exchange, with the timeout of the store; for the first one."""
+        if self._store is not None:
+            self._store.wait(self._names)
+
+    def late_ranks(self) -> list[int]:
+        """Return the ranks that have reached fewer exchanges than this one."""
+        return [rank for rank, count in enumerate(self._counts()) if count < self._num_exchanges]
+
+    def _counts(self) -> list[int]:
+        # A store that does not answer leaves all ranks unknown.
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                return [int(self._store.get(name)) if self._store.check([name]) else 0 for name in self._names]
+        return []

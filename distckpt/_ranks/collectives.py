@@ -5,11 +5,12 @@ No payload is pickled, and no phase ends before every rank has the outcome of ev
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import json
 import logging
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,12 +21,19 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from distckpt._base import errors
-from distckpt._base.errors import CheckpointingException, LoadMismatchError, RankFailedError
+from distckpt._base import interrupts
+from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._geometry.region import IntArray
 from distckpt._ranks.attendance import AttendanceLog
+from distckpt._ranks.outcomes import describe_error, error_to_raise
 
 logger = logging.getLogger(__name__)
+
+WAITING_LOG_SECONDS = 30.0
+"""How long a rank waits for others before it logs whom it waits for."""
+
+_POLL = timedelta(seconds=0.5)
+"""How long a wait may keep Python from handling signals."""
 
 _cpu_groups: dict[Any, Any] = {}
 """Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
@@ -77,6 +85,8 @@ class Ranks:
                 f"Global rank {dist.get_rank()} is not a member of the given process_group: only its members may call."
             )
         if self.size > 1:
+            # From here on the others wait for this rank.
+            interrupts.defer_signals()
             self._group = _cpu_group(group)
 
     @classmethod
@@ -96,7 +106,11 @@ class Ranks:
         if ranks.size > 1:
             members = dist.get_process_group_ranks(dist.group.WORLD if process_group is None else process_group)
             limit = timedelta(seconds=timeout)
-            ranks._group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
+            # Making a group waits for all, and does not notice that one of them is dead.
+            with ranks.phase("meet to save in the background"):
+                pass
+            with _contact(ranks._group, "make a process group", of_all=True):
+                ranks._group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
         return ranks
 
     @property
@@ -116,6 +130,9 @@ class Ranks:
         error: BaseException | None = None
         try:
             yield
+            if not decision:
+                # What was done for all, a commit perhaps, must not be reported as a failure.
+                interrupts.run_handlers()
         except BaseException as caught:
             error = caught
             if self.size > 1 and not self.is_known_to_all(caught):
@@ -124,37 +141,21 @@ class Ranks:
 
     def _agree(self, error: BaseException | None, name: str, decision: bool) -> None:
         # An error that all ranks have raised together already, in a phase inside this one, is not exchanged again.
-        if self.size == 1 or (error is not None and self.is_known_to_all(error)):
+        if self.size == 1 or (error is not None and (self.is_known_to_all(error) or interrupts.is_forced())):
             if error is not None:
                 raise error
             return
         with self._contact(name):
             any_failed = torch.tensor([int(error is not None)])
-            self._all_reduce_max(any_failed)
+            self._all_reduce_max(any_failed, name)
         if not any_failed.item():
             return
-        outcomes = [json.loads(text) for text in self.all_gather(json.dumps(_describe_error(error)).encode())]
-        agreed = self._error_to_raise(error, outcomes, name, decision)
+        outcomes = [json.loads(text) for text in self.all_gather(json.dumps(describe_error(error)).encode())]
+        agreed = error_to_raise(error, self.rank, outcomes, name, decision)
         agreed.known_in = self._group.group_name  # type: ignore[attr-defined]
         if agreed is error:
             raise agreed
         raise agreed from error
-
-    def _error_to_raise(
-        self, error: BaseException | None, outcomes: Sequence[dict[str, Any] | None], name: str, decision: bool
-    ) -> BaseException:
-        if error is not None and not isinstance(error, Exception):
-            # KeyboardInterrupt and its like keep their meaning for this process; for the others this rank has failed.
-            return error
-        failures = {rank: _rebuild_error(outcome) for rank, outcome in enumerate(outcomes) if outcome is not None}
-        if error is not None:
-            failures[self.rank] = error
-        is_same_everywhere = None not in outcomes and all(outcome == outcomes[0] for outcome in outcomes)
-        if is_same_everywhere or (decision and list(failures) == [0]):
-            common = failures.get(self.rank, failures[min(failures)])
-            if isinstance(common, CheckpointingException):
-                return common
-        return RankFailedError(failures, phase=name)
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
         """Call a function on the coordinator, as a decision (see `phase`); return its result on every rank."""
@@ -176,37 +177,15 @@ class Ranks:
         """Return True when ranks may go on together after an error: all have raised it, and none was lost."""
         return self.size == 1 or (self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False))
 
-    @contextlib.contextmanager
-    def _contact(self, name: str, *, of_all: bool = True) -> Iterator[None]:
-        """Turn a broken exchange, when a rank died or timed out, into an error that names the rank.
-
-        Of what all ranks exchange (`of_all`), each keeps count.
-        """
-        log = _attendance_log_of(self._group, self.rank, self.size)
-        if of_all:
-            log.record()
-        try:
-            yield
-        except RuntimeError as error:
-            absent = log.absent_ranks()
-            who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
-            lost = RankFailedError(
-                {rank: TimeoutError("did not respond, or died") for rank in absent},
-                message=(
-                    f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
-                    f"group's timeout. Look for the first error in the other ranks' logs. ({error})"
-                ),
-            )
-            lost.is_lost_contact = True
-            lost.known_in = self._group.group_name  # type: ignore[attr-defined]
-            raise lost from error
+    def _contact(self, name: str, *, of_all: bool = True) -> contextlib.AbstractContextManager[None]:
+        return _contact(self._group, name, of_all=of_all)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Send a payload to the coordinator; return all of them by rank there, an empty list elsewhere."""
         if self.size == 1:
             return [payload]
         with self._contact("gather"):
-            sizes = self._all_gather_sizes(len(payload))
+            sizes = self._all_gather_sizes(len(payload), "gather")
             if not self.is_coordinator:
                 self._send(payload, 0)
                 return []
@@ -218,7 +197,7 @@ class Ranks:
             return payloads[0]
         with self._contact("scatter"):
             sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
-            self._broadcast(sizes, 0)
+            self._broadcast(sizes, 0, "scatter")
             if not self.is_coordinator:
                 return self._receive(int(sizes[self.rank]), 0)
             for rank, payload in enumerate(payloads[1:], start=1):
@@ -231,10 +210,10 @@ class Ranks:
             return payload
         with self._contact("broadcast"):
             size = torch.tensor([len(payload)])
-            self._broadcast(size, 0)
+            self._broadcast(size, 0, "broadcast")
             content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
             if len(content):
-                self._broadcast(content, 0)
+                self._broadcast(content, 0, "broadcast")
             return payload if self.is_coordinator else content.numpy().tobytes()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -242,10 +221,10 @@ class Ranks:
         if self.size == 1:
             return [payload]
         with self._contact("all_gather"):
-            sizes = self._all_gather_sizes(len(payload))
+            sizes = self._all_gather_sizes(len(payload), "all_gather")
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(payload)] = _as_tensor(payload)
-            gathered = self._all_gather(padded) if max(sizes) else [padded] * self.size
+            gathered = self._all_gather(padded, "all_gather") if max(sizes) else [padded] * self.size
             return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
 
     def all_equal(self, number: int) -> bool:
@@ -254,7 +233,7 @@ class Ranks:
             return True
         with self._contact("all_equal"):
             extremes = torch.tensor([number, -number])
-            self._all_reduce_max(extremes)
+            self._all_reduce_max(extremes, "all_equal")
         return int(extremes[0]) == -int(extremes[1])
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
@@ -263,7 +242,7 @@ class Ranks:
         if self.size == 1:
             return own[None].numpy()
         with self._contact("all_gather_numbers"):
-            return torch.stack(self._all_gather(own)).numpy()
+            return torch.stack(self._all_gather(own, "all_gather_numbers")).numpy()
 
     def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
         """Start to send memory: contiguous bytes that must not change until `finish`."""
@@ -286,7 +265,7 @@ class Ranks:
         """Fill memory, of the same size on every rank, with what it holds on rank `src`."""
         if self.size > 1 and len(memory):
             with self._contact("broadcast of a tensor"):
-                self._broadcast(torch.from_numpy(memory), src)
+                self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
 
     def _send(self, payload: bytes, to: int) -> None:
         if payload:
@@ -298,22 +277,67 @@ class Ranks:
             dist.recv(received, src=dist.get_global_rank(self._group, source), group=self._group)
         return received.numpy().tobytes()
 
-    def _all_gather_sizes(self, size: int) -> list[int]:
-        return [int(tensor) for tensor in self._all_gather(torch.tensor([size]))]
+    def _all_gather_sizes(self, size: int, name: str) -> list[int]:
+        return [int(tensor) for tensor in self._all_gather(torch.tensor([size]), name)]
 
-    def _all_reduce_max(self, tensor: torch.Tensor) -> None:
+    def _all_reduce_max(self, tensor: torch.Tensor, name: str) -> None:
         _last_exchanges[self._group] = [tensor]
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        self._complete(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True), name)
 
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
         _last_exchanges[self._group] = [tensor]
-        dist.broadcast(tensor, src=dist.get_global_rank(self._group, src), group=self._group)
+        source = dist.get_global_rank(self._group, src)
+        self._complete(dist.broadcast(tensor, src=source, group=self._group, async_op=True), name)
 
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         _last_exchanges[self._group] = [tensor, *gathered]
-        dist.all_gather(gathered, tensor, group=self._group)
+        self._complete(dist.all_gather(gathered, tensor, group=self._group, async_op=True), name)
         return gathered
+
+    def _complete(self, work: Any, name: str) -> None:
+        """Wait for a collective; log once which ranks have not come to it for long."""
+        log_at: float = time.monotonic() + WAITING_LOG_SECONDS
+        while True:
+            try:
+                work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    # It may have ended just after the wait; if not, this raises the error again.
+                    work.wait()
+                    return
+            if time.monotonic() >= log_at:
+                log_at = math.inf
+                late = _attendance_log_of(self._group).late_ranks()
+                who = f"ranks {', '.join(map(str, late))}" if len(late) > 1 else f"rank {late[0]}" if late else "others"
+                logger.warning("rank %d: still waiting for %s in %r", self.rank, who, name)
+
+
+@contextlib.contextmanager
+def _contact(group: Any, name: str, *, of_all: bool) -> Iterator[None]:
+    """Turn a broken exchange, when a rank died or timed out, into an error that names the rank.
+
+    Of what all ranks exchange (`of_all`), each keeps count.
+    """
+    log = _attendance_log_of(group)
+    if of_all:
+        log.record()
+    try:
+        yield
+    except RuntimeError as error:
+        absent = log.absent_ranks()
+        who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
+        lost = RankFailedError(
+            {rank: TimeoutError("did not respond, or died") for rank in absent},
+            message=(
+                f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
+                f"group's timeout. Look for the first error in the other ranks' logs. ({error})"
+            ),
+        )
+        lost.is_lost_contact = True
+        lost.known_in = group.group_name  # type: ignore[attr-defined]
+        raise lost from error
 
 
 @contextlib.contextmanager
@@ -363,15 +387,17 @@ def _cpu_group(group: Any) -> Any:
         return group
     if group not in _cpu_groups:
         ranks = dist.get_process_group_ranks(group)
-        _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        with _contact(group, "make a process group", of_all=True):
+            _attendance_log_of(group).wait_for_all()
+            _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _cpu_groups[group]
 
 
-def _attendance_log_of(group: Any, rank: int, size: int) -> AttendanceLog:
+def _attendance_log_of(group: Any) -> AttendanceLog:
     if group not in _attendance_logs:
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
         shared = store and dist.PrefixStore("distckpt", store)  # type: ignore[attr-defined]
-        _attendance_logs[group] = AttendanceLog(shared, rank, size)
+        _attendance_logs[group] = AttendanceLog(shared, dist.get_rank(group), dist.get_world_size(group))
     return _attendance_logs[group]
 
 
@@ -379,32 +405,3 @@ def _as_tensor(payload: bytes) -> torch.Tensor:
     if not payload:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
-
-
-def _describe_error(error: BaseException | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    described: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
-    if isinstance(error, LoadMismatchError):
-        described.update(missing=sorted(error.missing), unexpected=sorted(error.unexpected))
-    elif isinstance(error, OSError) and error.errno is not None and not isinstance(error, CheckpointingException):
-        described.update(errno=error.errno, strerror=error.strerror, filename=str(error.filename or ""))
-    return described
-
-
-def _rebuild_error(described: dict[str, Any]) -> BaseException:
-    """Make an exception of the same kind as another rank has described."""
-    name, message = described["type"], described["message"]
-    ours = getattr(errors, name, None)
-    if ours is LoadMismatchError:
-        return LoadMismatchError(message, described.get("missing", ()), described.get("unexpected", ()))
-    if ours is RankFailedError:
-        return RankFailedError({}, message=message)
-    if isinstance(ours, type) and issubclass(ours, CheckpointingException):
-        return ours(message)
-    if "errno" in described:
-        return OSError(described["errno"], described["strerror"], described["filename"] or None)
-    known = getattr(builtins, name, None)
-    if known in (ValueError, TypeError, KeyError, RuntimeError, MemoryError, NotImplementedError, AssertionError):
-        return known(message)  # type: ignore[no-any-return]
-    return CheckpointingException(f"{name}: {message}")

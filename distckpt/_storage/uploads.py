@@ -6,11 +6,11 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from distckpt._base.memory import Bytes
-from distckpt._base.threads import Pool
+from distckpt._base.threads import Pool, wait_for_all
 from distckpt._storage import object_store
 from distckpt._storage.remote import PART_BYTES
 
@@ -46,7 +46,7 @@ def upload_files(
         uploads = [_Upload(file, num_requests // num_at_once, readers, stop, progress) for file in files]
         running = [uploaders.submit(upload.run) for upload in uploads]
         try:
-            wait(running, return_when="FIRST_EXCEPTION")
+            wait_for_all(running)
         finally:
             # One has failed, or Ctrl-C has reached this thread: the others must not go on to their end.
             if not all(future.done() for future in running):

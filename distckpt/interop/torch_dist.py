@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.interrupts import operation
 from distckpt._base.memory import Bytes
 from distckpt._foreign import opening
 from distckpt._foreign.stored_values import load_common_state, load_objects
@@ -36,6 +37,7 @@ from distckpt.serialization import SaveReport, save
 __all__ = ["convert"]
 
 
+@operation
 def convert(
     source_dir: str | os.PathLike[str],
     checkpoint_dir: str | os.PathLike[str],

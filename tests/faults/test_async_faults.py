@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch
 
 import distckpt
 from distckpt import CheckpointManager, RankFailedError
@@ -112,6 +114,30 @@ def test_killed_ranks(kind, victims, tmp_path):
     assert not (tmp_path / "step_00000002").exists()
     assert tree_of(tmp_path / "step_00000001") == before
     check_resumed(tmp_path, 1, 1)
+
+
+def save_after_a_death(rank, root):
+    # As init_process_group does it for a store of its own.
+    torch.distributed.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=6.0))
+    ask_parent()
+    return error_of(distckpt.async_save, state_of(2, rank, NUM_RANKS), f"{root}/checkpoint")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
+def test_a_rank_that_dies_before_the_first_save(backend, tmp_path):
+    """The process groups that a first save makes are not waited for in vain, nor without naming the rank."""
+    with launched(save_after_a_death, NUM_RANKS, str(tmp_path), backend=backend, group_timeout=6.0) as launch:
+        for rank in range(NUM_RANKS):
+            launch.wait_for_signal(rank)
+        launch.kill(1)
+        launch.answer(0)
+        launch.answer(2)
+        outcomes = launch.values()
+    for error in (outcomes[0], outcomes[2]):
+        assert isinstance(error, RankFailedError)
+        assert list(error.failures) == [1]
+        assert "Lost contact with rank 1 " in str(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 both_are_scheduled = threading.Event()

@@ -1,0 +1,135 @@
+"""What interrupts an operation: signals, and calls in the middle of it.
+
+Python runs the handlers of signals between any two instructions of the main thread. An exception that one raised there,
+such as KeyboardInterrupt, could leave this rank outside of an exchange that the others wait in. So while several ranks
+work together, handlers run at points at which all ranks learn of their exceptions: at the ends of phases, and where
+threads move bytes within one. A call that a handler makes would find the operation in the middle of its work: refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from distckpt._base.errors import CheckpointingException
+
+INSISTING_SECONDS = 1.0
+"""A signal that comes again after so long is handled at once. Launchers pass on what the terminal has sent already."""
+
+_SIGNALS = tuple(signal.valid_signals())
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+_Handler: TypeAlias = Callable[[int, FrameType | None], object]
+
+# What follows belongs to the main thread.
+_handlers: dict[int, _Handler] = {}
+"""By signal: what is called later."""
+_arrived: dict[int, tuple[float, _Handler]] = {}
+"""By signal: when it came, and what is to be called."""
+_is_forced = False
+"""Whether a handler that would not wait has raised an exception: the ranks are out of step."""
+
+
+def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Make a function an operation: it cannot be called in the middle of another one in the same thread.
+
+    Operations of this package are made of each other nevertheless. With `defer_signals` in it, handlers of signals wait
+    for `run_handlers`, or for its end.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        caller = sys._getframe(1)
+        running = running_operation()
+        if running is not None and not caller.f_globals.get("__name__", "").startswith("distckpt."):
+            raise CheckpointingException(
+                f"{function.__qualname__} was called in the middle of {running}, in the same thread: by a signal "
+                "handler, or by a callback. Let it set a flag, and call when the other call has returned; see "
+                "distckpt.PreemptionGuard for signals."
+            )
+        try:
+            return run_operation(function.__qualname__, function, *args, **kwargs)
+        finally:
+            if running is None and _handlers and _is_main_thread():
+                _end_deferral()
+
+    return call
+
+
+def run_operation(name: str, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result:
+    """Call a function. What it calls finds the name on the stack, whatever exceptions a signal handler raises."""
+    return function(*args, **kwargs)
+
+
+def running_operation() -> str | None:
+    """Return the name of the operation that this thread is in the middle of, None when there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    name = None
+    while frame is not None:
+        if frame.f_code is run_operation.__code__:
+            name = str(frame.f_locals["name"])
+        frame = frame.f_back
+    return name
+
+
+def defer_signals() -> None:
+    """Let the handlers of signals wait, until the end of the operation that this thread is in the middle of."""
+    if not _is_main_thread() or running_operation() is None:
+        return
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not _defer:
+            _handlers[number] = handler
+            signal.signal(number, _defer)
+
+
+def run_handlers() -> None:
+    """Run the handlers that have waited, in the main thread; what they raise is raised here."""
+    if _arrived and _is_main_thread():
+        number, (_, handler) = _arrived.popitem()
+        try:
+            handler(number, sys._getframe())
+        finally:
+            run_handlers()
+
+
+def is_forced() -> bool:
+    """Return whether a signal that came again has ended what this thread was doing, wherever that was."""
+    return _is_forced and _is_main_thread()
+
+
+def _defer(number: int, frame: FrameType | None) -> None:
+    global _is_forced
+    now, handler = time.monotonic(), _handlers[number]
+    if now - _arrived.setdefault(number, (now, handler))[0] < INSISTING_SECONDS:
+        return
+    del _arrived[number]
+    try:
+        handler(number, frame)
+    except BaseException:
+        _is_forced = True
+        raise
+
+
+def _end_deferral() -> None:
+    """Restore the handlers, and run those that still wait: what has ended is in order on all ranks."""
+    global _is_forced
+    _is_forced = False
+    # In such an order that any of the handlers may raise an exception as soon as it is back.
+    for number, handler in list(_handlers.items()):
+        if signal.getsignal(number) is _defer:
+            signal.signal(number, handler)
+        del _handlers[number]
+    run_handlers()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
