@@ -108,8 +108,12 @@ def is_forced() -> bool:
 
 def _defer(number: int, frame: FrameType | None) -> None:
     global _is_forced
-    now, handler = time.monotonic(), _handlers[number]
-    if now - _arrived.setdefault(number, (now, handler))[0] < INSISTING_SECONDS:
+    now = time.monotonic()
+    if number not in _arrived:
+        _arrived[number] = now, _handlers[number]
+        return
+    arrived_at, handler = _arrived[number]
+    if now - arrived_at < INSISTING_SECONDS:
         return
     del _arrived[number]
     try:

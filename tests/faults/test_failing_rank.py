@@ -442,12 +442,13 @@ def strategy_loses_what_it_read(rank, path):
 
 def no_files_to_read_with(rank, path):
     """What a rank with thousands of open files sees."""
-    state = good_state(rank, -1)
+    # Modules are imported when a function is first used.
+    state, load = good_state(rank, -1), distckpt.load
     lowest_free = os.dup(0)
     os.close(lowest_free)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with limited(resource.RLIMIT_NOFILE, lowest_free if rank == FAILING else hard):
-        distckpt.load(state, path)
+        load(state, path)
 
 
 LOADS = {
