@@ -20,7 +20,7 @@ import distckpt
 from distckpt import CheckpointManager, RankFailedError
 from distckpt._base import interrupts
 from distckpt._ranks import collectives
-from tests.faults.test_late_ranks import watching_exchanges
+from tests.support.exchanges import watching_exchanges
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.states import state_of, value_of
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import RankFailedError
-from distckpt._ranks.collectives import Ranks
+from tests.support.exchanges import watching_exchanges
 from tests.support.harness import ask_parent, error_of, launched, run
 from tests.support.states import state_of
 
@@ -45,22 +44,6 @@ def consolidate(rank, folder):
 
 
 VERBS = [save, load, load_sharing_reads, consolidate]
-
-
-@contextlib.contextmanager
-def watching_exchanges(arrive) -> Iterator[None]:
-    """Call `arrive(name)` whenever this rank is about to begin an exchange."""
-    plain = Ranks._contact
-
-    def watched(ranks, name, **options):
-        arrive(name)
-        return plain(ranks, name, **options)
-
-    Ranks._contact = watched
-    try:
-        yield
-    finally:
-        Ranks._contact = plain
 
 
 def list_exchanges(rank, verb, folder):
