@@ -233,6 +233,15 @@ def greedy():
     del opening.READERS["greedy"]
 
 
+def test_a_save_leaves_what_a_reader_reads_as_it_is(toy):
+    before = {name: (toy / name).read_bytes() for name in os.listdir(toy)}
+    distckpt.save({"step": 1}, toy)
+    distckpt.save({"step": 2}, toy, overwrite=True)
+    assert {name: (toy / name).read_bytes() for name in before} == before
+    assert os.listdir(toy.parent) == ["toy"]
+    assert distckpt.load_common_state_dict(toy) == {"step": 2}
+
+
 def test_a_reader_is_not_asked_about_what_does_not_exist(tmp_path, greedy):
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         distckpt.load({}, tmp_path / "nowhere")
