@@ -8,6 +8,7 @@ nodes may mount one file system in different places.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -55,22 +56,40 @@ def make_staging(
     ranks: Ranks,
     staging: Staging,
     held: contextlib.ExitStack,
+    num_bytes: int,
     names: Sequence[str] = posix.SUBDIRECTORIES,
     durable: bool = True,
 ) -> None:
     """Make the directory with subdirectories of these names, and check that all ranks see it.
 
     Collective operation: all ranks must call it. A local directory is locked until `held` is closed. Nothing but
-    directories has been written when this raises.
+    directories has been written when this raises, which it also does when there is no space for the `num_bytes` that
+    the ranks are going to write.
     """
+    total = int(ranks.all_gather_numbers([num_bytes]).sum())
     with ranks.phase("create directories", decision=True):
         if ranks.is_coordinator:
             if locations.is_local(staging.location):
                 held.enter_context(running.locked_staging(staging.location, durable))
             posix.prepare(staging.location, names, durable)
+            if locations.is_local(staging.location):
+                _check_space(staging.location, total)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
             _check_is_seen(ranks.rank, staging, names)
+
+
+def _check_space(directory: str, num_bytes: int) -> None:
+    """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many bytes."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return
+    # The last blocks are for root. Some network file systems know no numbers, and report 0.
+    free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+    if disk.f_blocks and 0 < free < num_bytes:
+        reason = f"{os.strerror(errno.ENOSPC)}: {num_bytes} bytes are to be written, and host {os.uname().nodename!r} "
+        raise OSError(errno.ENOSPC, f"{reason}reports {free} free", directory)
 
 
 def _check_is_seen(rank: int, staging: Staging, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
@@ -171,6 +171,18 @@ class Manifest:
         chunks = ChunkTable.join(tables, max(map(len, self.global_shapes), default=0))
         return Manifest(self.keys, self.dtypes, self.global_shapes, chunks, self.aliases)
 
+    def check_size(self, tables: Sequence[ChunkTable]) -> None:
+        """Refuse chunks that make this manifest larger than readers accept, before they are written."""
+        ndim = max(map(len, self.global_shapes), default=0)
+        num_chunks = sum(len(table.key_ids) for table in tables)
+        num_blocks = sum(int((-(-table.num_bytes // self.block_bytes)).sum()) for table in tables)
+        names = sum(map(len, self.keys)) + sum(len(file.name) for table in tables for file in table.files)
+        # Four columns of one number for each chunk, two of one for each axis.
+        at_least = 8 * (num_chunks * (4 + 2 * ndim) + num_blocks + len(self.keys) * (1 + ndim)) + names
+        if at_least > MAX_TABLE_BYTES:
+            content = f"{len(self.keys)} keys, {num_chunks} chunks, {num_blocks} blocks of {self.block_bytes} bytes"
+            raise _too_large(f"at least {at_least} bytes ({content})")
+
     @functools.cached_property
     def key_index(self) -> dict[str, int]:
         """Index of each key, tied keys included (they share the index of the stored one)."""
@@ -205,7 +217,10 @@ class Manifest:
             "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
             **self.chunks.columns(),
         }
-        return pack(fields, columns)
+        data = pack(fields, columns)
+        if len(data) > MAX_TABLE_BYTES:
+            raise _too_large(f"{len(data)} bytes")
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, location: str) -> Manifest:
@@ -288,6 +303,13 @@ class Manifest:
         num_blocks = int(self.block_starts[-1]) if self.has_checksums else 0
         _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
         _require(self.has_checksums or self.block_bytes == BLOCK_BYTES, "blocks without checksums of an odd size")
+
+
+def _too_large(size: str) -> CheckpointingException:
+    return CheckpointingException(
+        f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES}. Nothing was "
+        "committed: save the state as several checkpoints."
+    )
 
 
 def is_manifest_name(name: object) -> bool:

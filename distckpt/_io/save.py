@@ -100,6 +100,9 @@ def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
         files, objects = lay_out_files(ranks.rank, table, Pieces.from_bytes(plan[16:]))
         own_table = chunk_table(files).to_bytes()
     tables = [ChunkTable.from_bytes(data) for data in ranks.gather(own_table)]
+    with ranks.phase("check the size of the manifest", decision=True):
+        if manifest is not None:
+            manifest.check_size(tables)
     return SavePlan(int(plan[:16], 16), files, objects, manifest, tables)
 
 

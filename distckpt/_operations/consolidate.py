@@ -231,7 +231,8 @@ def write_export(
     staging = place.location
     try:
         with timer.phase("write") as details:
-            make_staging(ranks, place, held, names=())
+            own_bytes = sum(files[index].num_bytes for index in assign_files(files, ranks.size)[ranks.rank])
+            make_staging(ranks, place, held, own_bytes, names=())
             overflows = _write_files(ranks, stored, files, staging, num_threads, progress, details)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:

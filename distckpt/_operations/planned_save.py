@@ -64,7 +64,7 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     try:
         with timer.phase("write") as details:
             details["bytes"] = save.prepared.num_bytes
-            make_staging(ranks, place, held, durable=durable)
+            make_staging(ranks, place, held, save.prepared.num_bytes, durable=durable)
             if not locations.is_local(location):
                 with ranks.phase("begin on the object store", decision=True):
                     transaction = _begin_on_object_store(ranks, save, place.nonce)

@@ -148,6 +148,7 @@ def reshard(
     overflows: dict[str, int] = {}
     files = _files_of(stored, outputs, planned, object_files, overflows)
     chunks = chunk_table(planned)
+    new_manifest.check_size([chunks])
     rewrite = SafetensorsSave(lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes)
     timer = PhaseTimer("reshard", 0, target)
     save_settings, config = SaveSettings(overwrite=overwrite), CheckpointingConfig(BACKEND, VERSION)

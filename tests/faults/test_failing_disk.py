@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from distckpt import CorruptCheckpointError, RankFailedError
+import distckpt
+from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
 from tests.support.calls import READS, WRITES, Call, recorded, watched
 from tests.support.disk import tree_of
 from tests.support.disks import limited, small_disk
@@ -303,6 +306,49 @@ def check_all_full(errors: Sequence[BaseException | None]) -> None:
         assert {cause.errno for cause in failures.values()} == {errno.ENOSPC}, errors
         assert str(error) == str(errors[0])
         assert os.strerror(errno.ENOSPC) in str(error)
+
+
+def save_too_much(folder: Path, rank: int, num_ranks: int) -> None:
+    rows = torch.ones(1 << 18).view(2, -1)
+    distckpt.save({"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks))}, folder / "checkpoint")
+
+
+def export_too_much(folder: Path, rank: int, num_ranks: int) -> None:
+    distckpt.consolidate(folder.parent / "source" / "checkpoint", folder / "export")
+
+
+@pytest.mark.parametrize("verb", [save_too_much, export_too_much])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_space_is_compared_with_the_plan_before_anything_is_written(num_ranks, verb, tmp_path):
+    """What a rank writes would fit, but not what all of them write."""
+    disk, num_bytes = tmp_path / "disk", num_ranks << 20
+    for name in ("disk", "source"):
+        (tmp_path / name).mkdir()
+    run(call, num_ranks, save_too_much, tmp_path / "source", num_ranks)
+    with small_disk(disk, num_bytes - (1 << 16)), ranks_at_work(disk, num_ranks, 0) as ranks:
+        for error in ranks.do(verb).errors:
+            cause = error.failures[0] if isinstance(error, RankFailedError) else error
+            assert cause.errno == errno.ENOSPC
+            match = re.search(
+                rf"(\d+) bytes are to be written, and host {os.uname().nodename!r} reports (\d+)", str(error)
+            )
+            assert int(match[1]) >= num_bytes > int(match[2])
+            assert str(disk) in str(error)
+        assert os.listdir(disk) == []
+
+
+def call(rank: int, verb: Callable[[Path, int, int], object], folder: Path, num_ranks: int) -> None:
+    verb(folder, rank, num_ranks)
+
+
+@pytest.mark.parametrize("figures", [(0, 0), (1 << 20, 0), (1 << 20, 1 << 40)])
+def test_file_systems_that_do_not_know_their_space(figures, tmp_path, monkeypatch):
+    num_blocks, num_free = figures
+    real = os.statvfs(tmp_path)
+    unknown = os.statvfs_result((4096, 4096, num_blocks, num_free, num_free, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: unknown)
+    save(tmp_path, 0, 1)
+    assert judge_checkpoint(tmp_path) == "new"
 
 
 def overwrite_within_limit(folder: Path, rank: int, num_ranks: int, *, num_bytes: int) -> None:

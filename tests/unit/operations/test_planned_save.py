@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointManager, ShardedTensor
+from distckpt import CheckpointingException, CheckpointManager, ShardedTensor
 from distckpt._operations.planned_save import SaveSettings
 from distckpt.strategies.safetensors import SafetensorsSaveStrategy
 
@@ -70,3 +70,11 @@ def test_half_of_the_memory_of_a_background_save_is_for_writing(name, given, tmp
     strategy = Recording()
     CASES[name][0](tmp_path / "c", sharded_strategy=strategy, max_inflight_bytes=given)
     assert (strategy.seen.background_bytes, strategy.seen.max_inflight_bytes) == (given, given // 2)
+
+
+def test_a_checkpoint_whose_manifest_no_reader_would_accept_is_refused(tmp_path):
+    """A tensor of 256 TiB, which takes no memory, has 2**30 blocks."""
+    huge = torch.zeros(1).expand(1 << 46)
+    with pytest.raises(CheckpointingException, match=r"at least 8589934\d{3} bytes .* 1073741824 blocks .* 4294967296"):
+        distckpt.save({"w": ShardedTensor.from_rank_offsets("w", huge)}, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
