@@ -88,8 +88,8 @@ def _check_space(directory: str, num_bytes: int) -> None:
     # The last blocks are for root. Some network file systems know no numbers, and report 0.
     free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
     if disk.f_blocks and 0 < free < num_bytes:
-        reason = f"{os.strerror(errno.ENOSPC)}: {num_bytes} bytes are to be written, and host {os.uname().nodename!r} "
-        raise OSError(errno.ENOSPC, f"{reason}reports {free} free", directory)
+        planned = f"{num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports {free} free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {planned}", directory)
 
 
 def _check_is_seen(rank: int, staging: Staging, names: Sequence[str]) -> None:
