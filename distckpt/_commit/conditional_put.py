@@ -228,8 +228,10 @@ class Transaction:
 
 
 @contextlib.contextmanager
-def naming_winner(ranks: Ranks, transaction: Transaction | None) -> Iterator[None]:
+def naming_winner(ranks: Ranks, transaction: Transaction | None, staging: str) -> Iterator[None]:
     """Report uploads that are gone, on whatever ranks, as overtaken: a save that wins aborts those of the others.
+
+    Report likewise that the directory that a save is written into is gone.
 
     Collective operation: all ranks must call it, around a phase.
     """
@@ -241,6 +243,11 @@ def naming_winner(ranks: Ranks, transaction: Transaction | None) -> Iterator[Non
             with ranks.phase("look for another program's save", decision=True):
                 if transaction is not None:
                     transaction.check_not_overtaken()
+                elif ranks.is_coordinator and not locations.exists(staging):
+                    raise CheckpointingException(
+                        f"{staging!r} was removed by another program while this save was written into it: nothing was "
+                        "committed. Keep programs that clean up away from hidden directories there, and save again."
+                    ) from error
         raise
 
 

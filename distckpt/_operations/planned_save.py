@@ -68,7 +68,7 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
             if not locations.is_local(location):
                 with ranks.phase("begin on the object store", decision=True):
                     transaction = _begin_on_object_store(ranks, save, place.nonce)
-            with naming_winner(ranks, transaction), ranks.phase("save"):
+            with naming_winner(ranks, transaction, staging), ranks.phase("save"):
                 marker_fields = save.prepared.write(staging, ranks)
                 if durable:
                     posix.sync(staging)

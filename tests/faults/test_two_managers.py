@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 
 import pytest
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
+from distckpt import CheckpointExistsError, CheckpointingException, CheckpointManager, CheckpointNotFoundError
 from tests.support.harness import launched
 from tests.support.s3_server import keys_in, reached_at, uploads_in
 from tests.support.states import state_of, value_of
@@ -52,6 +53,16 @@ def save_by_chance(rank, root, server, seed, rounds, shares_steps):
     return saved, errors
 
 
+def test_a_save_whose_directory_another_program_removes(tmp_path):
+    def remove_once(num_bytes):
+        for staging in tmp_path.glob(".step_00000001.tmp-*"):
+            shutil.rmtree(staging)
+
+    with pytest.raises(CheckpointingException, match=r"step_00000001.tmp-.* was removed by another program"):
+        distckpt.save(state_of(1), tmp_path / "step_00000001", progress=remove_once)
+    assert os.listdir(tmp_path) == []
+
+
 def run_both(root, server, rounds, shares_steps):
     with launched(save_by_chance, MANAGERS, root, server, rounds, rounds, shares_steps, backend=None) as launch:
         return launch.values()
@@ -72,14 +83,14 @@ def check_both(root, results, shares_steps):
 
 
 @pytest.mark.parametrize("shares_steps", [False, True])
-@pytest.mark.parametrize("rounds", [16, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_on_a_disk(rounds, shares_steps, tmp_path):
     check_both(tmp_path, run_both(str(tmp_path), None, rounds, shares_steps), shares_steps)
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
 @pytest.mark.parametrize("shares_steps", [False, True])
-@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_on_an_object_store(rounds, shares_steps, server, bucket):
     root = f"{bucket}/run"
     check_both(root, run_both(root, server, rounds, shares_steps), shares_steps)
