@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, run_threads
-from distckpt._format.checksum import checksum
+from distckpt._format.checksum import block_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import flat_start, num_outer_axes
@@ -83,7 +84,7 @@ def read_chunks_into(
 def _complete_chunks(stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes]) -> list[ReadPart]:
     block = stored.manifest.block_bytes
     pairs = zip(chunks, memories, strict=True)
-    return [part for chunk, memory in pairs for part in direct_parts(chunk, 0, len(memory), memory, block)]
+    return [part for chunk, memory in pairs for part in direct_parts(chunk, 0, memory, (0, len(memory)), block)]
 
 
 def _unit_bytes(location: str) -> int:
@@ -139,7 +140,8 @@ def _units(
     for part, file, position in zip(parts, files, positions, strict=True):
         num_bytes = part.stop - part.start
         follows = file == next_file and position == next_position and num_bytes <= room
-        if not (follows and part.memory is not None and len(unit) < MAX_BUFFERS):
+        # A part has three buffers at most, see `_runs_of`.
+        if not (follows and part.memory is not None and len(unit) < MAX_BUFFERS // 3):
             if unit:
                 yield unit
             # Nothing joins a part that goes through a bounce buffer.
@@ -159,16 +161,27 @@ def _read_unit(reading: _Reading, unit: list[ReadPart]) -> None:
             for part in with_gaps(first, stored.manifest.block_bytes):
                 _read_unit(reading, [part])
         return
-    if first.memory is not None:
-        buffers = [part.memory for part in unit if part.memory is not None]
-    else:
-        buffers = [bounce_buffer("read", first.stop - first.start, copier.layer)]
-    _read_into(reading, first, buffers)
-    for part, buffer in zip(unit, buffers, strict=True):
+    runs = _runs_of(unit, copier)
+    _read_into(reading, first, list(itertools.chain(*runs)))
+    for part, runs_of_part in zip(unit, runs, strict=True):
         if stored.verifies:
-            _verify(stored, part, buffer)
+            _verify(stored, part, runs_of_part)
         if part.memory is None:
-            _deliver(stored, part, buffer, copier)
+            _deliver(stored, part, runs_of_part[0], copier)
+
+
+def _runs_of(unit: list[ReadPart], copier: Copier) -> list[list[Bytes]]:
+    """Return the memory that the bytes of each part are read to: scratch memory for those that go nowhere else."""
+    if unit[0].memory is None:
+        return [[bounce_buffer("read", unit[0].stop - unit[0].start, copier.layer)]]
+    others = [part.stop - part.start - len(part.memory) for part in unit if part.memory is not None]
+    scratch = bounce_buffer("read", sum(others)) if any(others) else np.empty(0, np.uint8)
+    runs: list[list[Bytes]] = []
+    for part, num_others in zip(unit, others, strict=True):
+        assert part.memory is not None
+        before, after, scratch = scratch[: part.lead], scratch[part.lead : num_others], scratch[num_others:]
+        runs.append([run for run in (before, part.memory, after) if len(run)])
+    return runs
 
 
 def _read_sparse(reading: _Reading, part: ReadPart) -> bool:
@@ -213,14 +226,15 @@ def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
     copier.copy(target, source)
 
 
-def _verify(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes) -> None:
+def _verify(stored: StoredCheckpoint, part: ReadPart, runs: Sequence[Bytes]) -> None:
     """Compare the blocks of a part, which holds whole ones, with their checksums."""
     manifest, chunk = stored.manifest, part.chunk
     block, size = manifest.block_bytes, part.stop - part.start
     first_block = int(manifest.block_starts[chunk]) + part.start // block
     expected = manifest.block_checksums[first_block : first_block - (-size // block)].tolist()
-    for low, digest in zip(range(0, size, block), expected, strict=True):
-        if checksum(buffer[low : low + block]) != digest:
+    found = block_checksums([size], runs, block)
+    for low, digest, other in zip(range(0, size, block), found, expected, strict=True):
+        if digest != other:
             start = int(manifest.first_bytes[chunk]) + part.start + low
             raise CorruptCheckpointError(
                 f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to {start + min(block, size - low)}: "

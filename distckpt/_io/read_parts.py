@@ -31,15 +31,14 @@ READ_UNIT_BYTES = 2 << 20
 """One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
 LONG_RUN_BYTES = 128 << 10
 """Runs at least this long are read by one call each; shorter ones together with what lies between them."""
-MIN_DIRECT_BYTES = 1 << 20
-"""Fewer bytes between blocks that hold others as well are read together with these, by one call instead of three."""
 
 
 class ReadPart(NamedTuple):
     """Bytes [start, stop) of a chunk, and where they go.
 
-    Either straight into `memory`; or, where that is None, what they hold of `region` (of the chunk) goes to its place
-    in `target` (of the shape of the region), through a bounce buffer. A `sparse` part is all of its region, read
+    Either straight into `memory`, from the byte `start + lead` on as many as it has; or, where that is None, what they
+    hold of `region` (of the chunk) goes to its place in `target` (of the shape of the region), through a bounce buffer.
+    The other bytes are only needed to verify those. A `sparse` part is all of its region, read
     without what lies between.
     """
 
@@ -47,6 +46,7 @@ class ReadPart(NamedTuple):
     start: int
     stop: int
     memory: Bytes | None = None
+    lead: int = 0
     region: Region = Region((), ())
     target: torch.Tensor = torch.empty(0)
     sparse: bool = False
@@ -71,33 +71,32 @@ def divide_copy(
 
     goal = target if copy.target.shape == tuple(target.shape) else target[copy.target.slices()]
     if copy.source.num_elements * item == size and is_direct(goal):
-        yield from direct_parts(chunk, 0, size, tensor_bytes(goal), block)
+        yield from direct_parts(chunk, 0, tensor_bytes(goal), (0, size), block)
         return
     shape = stored.manifest.chunk_region(chunk).shape
     if exact and is_worthwhile(shape, copy.source, item):
         for piece in cut_region(copy.source, max_elements(shape, copy.source, item)):
             piece_goal = goal[piece.relative_to(copy.source.offset).slices()]
-            yield ReadPart(chunk, *_byte_range(shape, piece, item), None, piece, piece_goal, sparse=True)
+            span = _byte_range(shape, piece, item)
+            yield ReadPart(chunk, *span, region=piece, target=piece_goal, sparse=True)
         return
     for piece in step_over(copy.source, _num_separate_axes(shape, copy.source, item, exact, unit_bytes, margin)):
         piece_goal = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
         first, last = _byte_range(shape, piece, item)
         start, stop = first // margin * margin, min(-(-last // margin) * margin, size)
-        low = high = start
         if num_outer_axes(shape, piece) == 0 and is_direct(piece_goal):
-            inner = -(-first // margin) * margin, last if last == size else last // margin * margin
-            if inner == (first, last) or inner[1] - inner[0] >= MIN_DIRECT_BYTES:
-                low, high = inner
-                yield from direct_parts(chunk, low, high, tensor_bytes(piece_goal)[low - first : high - first], block)
-        for begin, end in ((start, low), (high, stop)):
-            for part in _cut_between_blocks(begin, end, block, unit_bytes):
-                yield ReadPart(chunk, *part, None, piece, piece_goal)
+            yield from direct_parts(chunk, first, tensor_bytes(piece_goal), (start, stop), block)
+            continue
+        for begin, end in _cut_between_blocks(start, stop, block, unit_bytes):
+            yield ReadPart(chunk, begin, end, region=piece, target=piece_goal)
 
 
-def direct_parts(chunk: int, first: int, last: int, memory: Bytes, block: int) -> Iterator[ReadPart]:
-    """Divide bytes [first, last) of a chunk that go straight into memory of their number."""
-    for start, stop in _cut_between_blocks(first, last, block, READ_UNIT_BYTES):
-        yield ReadPart(chunk, start, stop, memory[start - first : stop - first])
+def direct_parts(chunk: int, first: int, memory: Bytes, span: tuple[int, int], block: int) -> Iterator[ReadPart]:
+    """Divide bytes `span` of a chunk, those of which from `first` on go straight into memory of their number."""
+    last = first + len(memory)
+    for start, stop in _cut_between_blocks(*span, block, READ_UNIT_BYTES):
+        low, high = max(start, first), min(stop, last)
+        yield ReadPart(chunk, start, stop, memory[low - first : high - first], low - start)
 
 
 def _byte_range(shape: tuple[int, ...], region: Region, item: int) -> tuple[int, int]:

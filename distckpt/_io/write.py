@@ -14,13 +14,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from distckpt._base.device import Copier, DeviceLayer
 from distckpt._base.dtypes import as_integers
 from distckpt._base.memory import ALIGNMENT, Bytes, bounce_buffer, is_plain_memory, tensor_bytes
 from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
-from distckpt._format.checksum import BLOCK_BYTES
+from distckpt._format.checksum import BLOCK_BYTES, block_checksums
 from distckpt._geometry.region import flat_range_regions
 from distckpt._storage import locations
 from distckpt._storage.open_files import allocate
@@ -208,8 +207,11 @@ class _Output:
         unit = self.units[number]
         buffers = self.file.fill(unit, bounce_buffer("write", self._unit_bytes, self.file.device))
         if self.settings.with_checksums:
-            self.checksums[number] = _block_checksums(unit, buffers, self.settings.block_bytes)
+            self.checksums[number] = self._checksums_of(unit, buffers)
         return buffers
+
+    def _checksums_of(self, unit: Sequence[Span], buffers: Sequence[Bytes]) -> list[int]:
+        return block_checksums([span.num_bytes for span in unit], buffers, self.settings.block_bytes)
 
     def _write_direct(self, number: int) -> None:
         """Write through an aligned window; what is left at its edges goes through the page cache."""
@@ -218,7 +220,7 @@ class _Output:
         window = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)[phase : phase + num_bytes]
         copy_into(window, self.file.fill(unit, window))
         if self.settings.with_checksums:
-            self.checksums[number] = _block_checksums(unit, [window], self.settings.block_bytes)
+            self.checksums[number] = self._checksums_of(unit, [window])
         first = min(-position % ALIGNMENT, num_bytes)
         last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
         written = first + _write_aligned(self._direct_fd, window[first:last], position + first)
@@ -350,21 +352,3 @@ def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copi
     for region in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
         copier.copy(values[filled : filled + region.num_elements].view(region.shape), tensor[region.slices()])
         filled += region.num_elements
-
-
-def _block_checksums(unit: Sequence[Span], buffers: Sequence[Bytes], block_bytes: int) -> list[int]:
-    """Return the checksums of the blocks of a unit, whose bytes may come in other runs than its spans."""
-    runs = list(reversed(buffers))
-    checksums = []
-    for span in unit:
-        for start in range(span.start, span.stop, block_bytes):
-            missing = min(block_bytes, span.stop - start)
-            hasher = xxhash.xxh3_64()
-            while missing:
-                run = runs.pop()
-                hasher.update(run[:missing])
-                if len(run) > missing:
-                    runs.append(run[missing:])
-                missing -= min(missing, len(run))
-            checksums.append(hasher.intdigest())
-    return checksums
