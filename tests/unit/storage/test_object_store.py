@@ -21,6 +21,7 @@ from distckpt.core import CheckpointExistsError, CheckpointNotFoundError, Corrup
 from distckpt.strategies.base import SaveShardedStrategy
 from distckpt.strategies.defaults import get_default_save_sharded_strategy
 from distckpt.streaming import save_safetensors_streaming_sharded
+from tests.support.other_program import as_another_program
 from tests.support.s3_server import FaultyProxy, client, keys_in, new_bucket, reached_at, uploads_in
 
 
@@ -301,7 +302,7 @@ def other_save(location: str, seed: float, overwrite: bool = False):
 
     def progress(num_bytes):
         if next(runs, None):
-            distckpt.save(state(seed), location, overwrite=overwrite)
+            as_another_program(distckpt.save, state(seed), location, overwrite=overwrite)
 
     return progress
 
