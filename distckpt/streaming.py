@@ -161,6 +161,8 @@ def save_safetensors_streaming_sharded(
     output = LocalFiles(files, layout) if locations.is_local(location) else RemoteFiles(files, layout)
     try:
         locations.make_directories(staging)
+        if locations.is_local(location) and locations.isdir(location):
+            locations.take_over_access(location, staging)
         write_stream(output, layout, tensor_iter)
         if len(names) > 1:
             index = locations.join(staging, hf_names.index_filename(hf_names.BASE_PREFIX))

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -175,7 +176,17 @@ def left_aside(location: str) -> str | None:
     parent, name = locations.split(location)
     pattern = re.compile(re.escape(f".{name}.old-") + "[0-9a-f]{16}")
     beside = locations.list_names(parent) if locations.isdir(parent) else []
-    return next((locations.join(parent, other) for other in beside if pattern.fullmatch(other)), None)
+    found = [locations.join(parent, other) for other in beside if pattern.fullmatch(other)]
+    return next((path for path in found if _is_trusted(path)), None)
+
+
+def _is_trusted(directory: str) -> bool:
+    """Tell whether a directory is ours, or that of the owner of the one it is in: others may put one with any name."""
+    try:
+        status, above = os.lstat(directory), os.stat(os.path.dirname(directory))
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid in (os.geteuid(), above.st_uid)
 
 
 def put_back(location: str) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -70,13 +71,32 @@ def make_staging(
     with ranks.phase("create directories", decision=True):
         if ranks.is_coordinator:
             if locations.is_local(staging.location):
+                _remove_empty_leftovers(staging.target)
                 held.enter_context(running.locked_staging(staging.location, durable))
+                if locations.isdir(staging.target):
+                    # Nobody may read more than before; there is no data in it yet.
+                    locations.take_over_access(staging.target, staging.location)
             posix.prepare(staging.location, names, durable)
             if locations.is_local(staging.location):
                 _check_space(staging.location, total)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
             _check_is_seen(ranks.rank, staging, names)
+
+
+def _remove_empty_leftovers(target: str) -> None:
+    """Remove directories of ended saves of this target in which no file is left.
+
+    Network file systems keep a removed file as long as a reader has it open, and its directory.
+    """
+    parent, name = locations.split(target)
+    pattern = re.compile(re.escape(f".{name}.tmp-") + "[0-9a-f]{16}")
+    for other in locations.list_names(parent) if locations.isdir(parent) else []:
+        path = locations.join(parent, other)
+        if pattern.fullmatch(other):
+            with running.claimed(path) as has_ended:
+                if has_ended and not any(files for _, _, files in os.walk(path)):
+                    locations.remove_tree(path)
 
 
 def _check_space(directory: str, num_bytes: int) -> None:

@@ -37,6 +37,7 @@ def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: C
         folders = {locations.split(locations.join(staging, file.name))[0] for file in manifest.files}
         for folder in folders:
             locations.make_directories(folder, durable=False)
+        locations.take_over_access(location, staging)
         posix.prepare(staging)
         remaining = _write_remaining(location, staging, manifest, names, aliases)
         data = remaining.to_bytes()

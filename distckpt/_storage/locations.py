@@ -256,10 +256,23 @@ def remove_tree(location: str) -> None:
     object_store.abort_uploads(location)
 
 
+def take_over_access(source: str, target: str) -> None:
+    """Give a new local directory or file the mode of another one, and its group and owner where that is allowed."""
+    wanted, found = os.stat(source), os.stat(target)
+    if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
+        with contextlib.suppress(PermissionError):
+            os.chown(target, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
+    # Changing the owner takes away some bits; what is written into must stay accessible.
+    mode = stat.S_IMODE(wanted.st_mode) | (stat.S_IRWXU if stat.S_ISDIR(wanted.st_mode) else 0)
+    if stat.S_IMODE(os.stat(target).st_mode) != mode:
+        os.chmod(target, mode)
+
+
 def link_tree(source: str, target: str) -> None:
     """Give local files a second name, directories recursively; copies where the file system has no hard links."""
     if isdir(source) and not os.path.islink(source):
         os.mkdir(target)
+        take_over_access(source, target)
         for name in os.listdir(source):
             link_tree(os.path.join(source, name), os.path.join(target, name))
         sync_directory(target)
@@ -268,6 +281,9 @@ def link_tree(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copyfile(source, target, follow_symlinks=False)
+        if os.path.islink(source):
+            return
+        take_over_access(source, target)
         with open(target, "rb") as file:
             os.fsync(file.fileno())
 

@@ -32,7 +32,9 @@ from distckpt._io import aio
 
 Moment: TypeAlias = Literal["before", "after"]
 
-BY_PATH = ("open", "mkdir", "unlink", "remove", "rmdir", "truncate", "listdir", "scandir", "stat", "lstat")
+BY_PATH = (
+    "open", "mkdir", "unlink", "remove", "rmdir", "truncate", "chmod", "chown", "listdir", "scandir", "stat", "lstat",
+)  # fmt: skip
 BY_TWO_PATHS = ("rename", "replace", "link", "symlink")
 READS = ("read", "pread", "readv", "preadv")
 WRITES = ("write", "pwrite", "writev", "pwritev")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointManager
+from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
+from distckpt._commit import running
 from distckpt.strategies.safetensors import SafetensorsSave
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.disk import tree_of
@@ -218,3 +219,70 @@ def test_mounts_are_found_before_anything_is_written(verb, mount, tmp_path):
             verb(tmp_path, path)
         assert (disk / "file").read_bytes() == b"mine"
         assert sorted(os.listdir(tmp_path)) == ["a target", "source"]
+
+
+# --- Access -----------------------------------------------------------------------------------------------------------
+
+
+class LooksAtAccess(SafetensorsSave):
+    """Notes who may access the directory that is written into."""
+
+    def write(self, checkpoint_dir, ranks):
+        LooksAtAccess.found = access_of(checkpoint_dir)
+        return super().write(checkpoint_dir, ranks)
+
+
+def access_of(path):
+    status = os.stat(path)
+    return oct(status.st_mode), status.st_uid, status.st_gid
+
+
+def save_and_look(folder, path):
+    distckpt.save(state_of(2), path, stopping(LooksAtAccess), overwrite=True)
+    assert LooksAtAccess.found == access_of(path)
+
+
+@pytest.mark.parametrize("verb", [save_and_look, export, stream])
+@pytest.mark.parametrize("mode", [0o700, 0o2770])
+def test_nobody_may_read_more_than_before(mode, verb, tmp_path):
+    distckpt.save(state_of(1), tmp_path / "source")
+    path = tmp_path / "c"
+    (path / "private").mkdir(parents=True)
+    (path / "private" / "key").write_text("mine")
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12346)
+    for directory in (path, path / "private"):
+        directory.chmod(mode)
+    before = access_of(path), access_of(path / "private")
+    for _ in range(2):
+        verb(tmp_path, path)
+        assert (access_of(path), access_of(path / "private")) == before
+        assert (path / "private" / "key").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_directory_of_another_user_is_not_taken_for_an_earlier_checkpoint(tmp_path):
+    distckpt.save(state_of(6), tmp_path / "theirs")
+    planted = tmp_path / ".ck.old-0123456789abcdef"
+    (tmp_path / "theirs").rename(planted)
+    os.chown(planted, 12345, 12345)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        distckpt.load(state_of(-1), tmp_path / "ck")
+    assert str(planted) not in str(caught.value)
+    distckpt.save(state_of(1), tmp_path / "ck")
+    assert value_in(tmp_path / "ck") == 1
+    assert planted.exists()
+
+
+def test_empty_directories_of_earlier_saves_are_removed(tmp_path):
+    """As network file systems leave them when a reader had a file open."""
+    path = tmp_path / "c"
+    empty, full, running_now = (tmp_path / f".c.tmp-{running.new_nonce(str(path))}" for _ in range(3))
+    for directory in (empty, full, running_now):
+        (directory / "tensors").mkdir(parents=True)
+    (full / "tensors" / "x").write_bytes(b"mine")
+    with running.locked_staging(str(running_now), durable=False):
+        distckpt.save(state_of(1), path)
+        assert sorted(tmp_path.iterdir()) == sorted([full, running_now, path])
+    distckpt.save(state_of(1), path, overwrite=True)
+    assert sorted(tmp_path.iterdir()) == sorted([full, path])
