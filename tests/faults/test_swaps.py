@@ -11,6 +11,7 @@ import distckpt
 from distckpt import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError
 from distckpt._storage import locations
 from tests.support.calls import watched
+from tests.support.harness import run
 from tests.support.scenarios import (
     NEW,
     OLD,
@@ -134,6 +135,10 @@ def finish_a_save(folder):
     (folder / "other").rename(folder / "checkpoint")
 
 
+def in_another_program(rank, other, folder):
+    other(folder)
+
+
 @pytest.mark.parametrize("other", [save_unasked, overwrite_too, finish_a_save], ids=lambda case: case.__name__)
 def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch):
     """The overwrite goes on all the same: it replaces what is there then."""
@@ -145,7 +150,7 @@ def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch)
     def on_call(call, moment):
         if call.name == "rename" and moment == "after" and call.paths[0] == "checkpoint" and not done:
             done.append(call)
-            other(tmp_path)
+            run(in_another_program, 1, other, tmp_path, backend=None)
 
     with watched(tmp_path, on_call):
         save(tmp_path, 0, 1, overwrite=True)
