@@ -23,6 +23,7 @@ from distckpt import (
     ShardedTensor,
 )
 from tests.support.harness import error_of, launched, run, sum_over_ranks
+from tests.support.other_program import as_another_program
 from tests.support.stopping import StopsAfter, stopping
 
 ROUNDS = pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.slow)])
@@ -148,7 +149,7 @@ class Once:
     def __call__(self, *unused):
         with self._lock:
             action, self._action = self._action, lambda: None
-            action()
+            as_another_program(action)
 
 
 @pytest.mark.parametrize("verify", ["none", "read", "full"])
@@ -180,9 +181,8 @@ def test_a_load_that_is_always_overtaken_gives_up(tmp_path):
     def overwrite(num_bytes):
         del num_bytes
         with lock:
-            distckpt.save(
-                {"w": scattered(next(values))["columns"][:1]}, path, overwrite=True, validate_access_integrity=False
-            )
+            state = {"w": scattered(next(values))["columns"][:1]}
+            as_another_program(distckpt.save, state, path, overwrite=True, validate_access_integrity=False)
 
     column = ShardedTensor("w", torch.zeros(8, 3), torch.float32, (8, 3), (8, 3 * NUM_FILES), (0, 0), None)
     with pytest.raises(CheckpointingException, match=r"was overwritten .* times"):

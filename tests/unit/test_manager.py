@@ -29,6 +29,7 @@ from tests.support.cli_command import call
 from tests.support.disk import tree_of
 from tests.support.disks import immutable
 from tests.support.hooked_store import hooked_reads
+from tests.support.other_program import as_another_program
 from tests.support.states import state_of, value_of
 
 pytestmark = pytest.mark.usefixtures("no_saves_left")
@@ -615,7 +616,7 @@ def test_a_reader_of_a_checkpoint_that_is_removed_is_told_so(tmp_path):
 
     def remove(path, start, stop):
         if path.endswith("manifest.safetensors"):
-            save_steps(tmp_path, [2], keep_last=1)
+            as_another_program(save_steps, tmp_path, [2], keep_last=1)
 
     with hooked_reads(remove), pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"):
         distckpt.load(state_of(-1), f"hooked://{tmp_path}/step_00000001")
