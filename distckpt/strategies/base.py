@@ -21,6 +21,7 @@ from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, Sta
 from distckpt.rules import Rule
 
 __all__ = [
+    "ConsolidationStrategy",
     "LoadShardedStrategy",
     "Options",
     "ParallelLoad",
@@ -71,6 +72,7 @@ class StrategyAction(Enum):
     LOAD_SHARDED = "load_sharded"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
+    CONSOLIDATE = "consolidate"
 
 
 class StrategyBase(ABC):
@@ -201,6 +203,14 @@ class LoadShardedStrategy(StrategyBase):
         raise CheckpointingException(
             f"{type(self).__name__} cannot remove tensors ({key_prefix!r}, {checkpoint_dir!r})."
         )
+
+
+class ConsolidationStrategy(StrategyBase):
+    """Merges the shards of a checkpoint into files that hold whole tensors."""
+
+    @abstractmethod
+    def consolidate(self, checkpoint_dir: str, output_dir: str) -> object:
+        """Write the merged files; may return a report."""
 
 
 _registry: dict[StrategyAction, dict[tuple[str, int], StrategyBase]] = defaultdict(dict)
