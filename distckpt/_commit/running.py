@@ -44,6 +44,9 @@ def locked_staging(staging: str, durable: bool) -> Iterator[None]:
                 os.mkdir(staging)
             try:
                 is_there = held.enter_context(_locked(staging, fcntl.LOCK_EX))
+                if not is_there:
+                    # Before the next attempt, which would wait for this lock if the name was only seen late.
+                    held.close()
             except OSError as error:
                 # Without locks nobody can tell whether a save is running.
                 is_there = error.errno in _NOT_OFFERED
