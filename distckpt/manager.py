@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -146,10 +147,11 @@ class CheckpointManager:
         Args:
             step: from 0.
             sharded_state_dict: see `distckpt.save`.
-            metrics: numbers that belong to the step, such as the loss; those of rank 0 are kept with the checkpoint.
-                One that is NaN or infinite does not count. Where a `best_metric` is not measured at every step, give
-                NaN for it or no metrics at all: a dict without it is an error unless an earlier step has it.
-            pinned: never remove this checkpoint.
+            metrics: numbers that belong to the step, such as the loss, kept with the checkpoint. One rank that has them
+                is enough; of several values, that of the lowest rank counts. One that is NaN or infinite does not
+                count. Where a `best_metric` is not measured at every step, give NaN for it or no metrics at all: a
+                dict without it is an error unless an earlier step has it.
+            pinned: never remove this checkpoint, if any rank says so.
             overwrite: replace a complete checkpoint of this step; the earlier one stays until the new one is complete.
             content_metadata: see `distckpt.save`.
 
@@ -188,13 +190,21 @@ class CheckpointManager:
         settings: SaveSettings,
     ) -> SaveHandle:
         note: dict[str, Any] = {}
-        with ranks.phase("check the target step", decision=True):
+        with ranks.phase("check the step"):
             location = self.location(step)
-            finite = steps.finite_numbers(metrics)
+            own = json.dumps([steps.finite_numbers(metrics), list(map(str, metrics)), bool(pinned)]).encode()
+        given = [json.loads(text) for text in ranks.gather(own)]
+        with ranks.phase("check the target step", decision=True):
             if ranks.is_coordinator:
                 # What the coordinator finds counts.
-                name = self._looks.begin_save(self.root, step, metrics, self._policy.best_metric)
-                note = {"step": step, "save": name, "metrics": finite, "pinned": bool(pinned)}
+                steps.list_root(self.root)
+                finite: dict[str, float] = {}
+                names: set[str] = set()
+                for numbers, of_rank, _ in reversed(given):
+                    finite |= numbers
+                    names.update(of_rank)
+                name = self._looks.begin_save(self.root, step, names, self._policy.best_metric)
+                note = {"step": step, "save": name, "metrics": finite, "pinned": any(pin for *_, pin in given)}
                 settings = replace(settings, overwrite=settings.overwrite or self._must_replace(step))
         settings = replace(settings, notes={steps.NOTE: note})
         plan = partial(plan_save, ranks, sharded_state_dict, location)
@@ -250,6 +260,15 @@ class CheckpointManager:
             # A tuple in some modes of `strict`, as `options` say.
             return cast(StateDict, load(sharded_state_dict, self.location(step), process_group=group, **options))
 
+        with ranks.phase("check the step"):
+            own = "the newest" if step is None else steps.step_name(step)
+        asked = [text.decode() for text in ranks.all_gather(own.encode())]
+        if len(set(asked)) > 1:
+            other = next(rank for rank, name in enumerate(asked) if name != asked[0])
+            raise ValueError(
+                f"All ranks must load the same step of {self.root!r}: rank 0 asked for {asked[0]}, rank {other} for "
+                f"{asked[other]}."
+            )
         if step is not None:
             return read(step)
         self.skipped, advice = {}, ""

@@ -42,30 +42,28 @@ def others_in(location: str) -> list[str]:
 
 def check_replaceable(location: str) -> None:
     """Refuse a local directory that no checkpoint, or export, can take the place of in one step."""
-    if not locations.is_local(location):
+    if not locations.is_local(location) or not locations.isdir(location):
         return
     for point in locations.mount_points_within(location):
         inner = os.path.relpath(point, location)
         raise refused(location, "it is a mount point" if inner == "." else f"{inner!r} in it is a mount point")
+    if _is_in_use(location):
+        raise refused(location, "it is the current directory, or above it")
+    for name in others_in(location):
+        if locations.exists(locations.join(location, name, CONFIG_FNAME)) or _BESIDE_A_CHECKPOINT.fullmatch(name):
+            raise refused(location, f"it holds other checkpoints ({name!r})")
 
 
 def check_content(location: str, overwrite: bool) -> None:
-    """Refuse a local directory that holds more than a checkpoint and some files of others, which must stay in use."""
+    """Refuse a local directory whose folders hold files of others; unasked, also one with a checkpoint of torch."""
     if not overwrite and locations.exists(locations.join(location, _OF_TORCH)):
         raise refused(location, f"it holds a checkpoint of torch ({_OF_TORCH!r}); overwrite=True replaces that")
-    is_complete = locations.exists(locations.join(location, CONFIG_FNAME))
-    for name in [] if is_complete else filter(_FOLDER.fullmatch, locations.list_names(location)):
+    for name in filter(_FOLDER.fullmatch, locations.list_names(location)):
         path = locations.join(location, name)
         content = locations.list_names(path) if locations.isdir(path) else ["no directory"]
         strange = next((file for file in content if not _CONTENT.fullmatch(file)), None)
         if strange is not None:
             raise refused(location, f"{name!r} in it holds what no save has written ({strange!r})")
-    others = others_in(location)
-    for name in others:
-        if locations.exists(locations.join(location, name, CONFIG_FNAME)) or _BESIDE_A_CHECKPOINT.fullmatch(name):
-            raise refused(location, f"it holds other checkpoints ({name!r})")
-    if others and _is_in_use(location):
-        raise refused(location, "it is the current directory, or above it, and holds other files")
 
 
 def _is_in_use(location: str) -> bool:

@@ -85,11 +85,16 @@ def write_tracker(root: str, step: int, durable: bool) -> None:
 
 
 def list_root(root: str) -> list[str]:
-    """Return the sorted names in the root, none when it is not there."""
+    """Return the sorted names in the root, none when it is not there; refuse a root that is a checkpoint itself."""
     try:
-        return locations.list_names(root)
+        names = locations.list_names(root)
     except FileNotFoundError:
         return []
+    if CONFIG_FNAME in names:
+        raise CheckpointingException(
+            f"{root!r} is a checkpoint, not a directory of checkpoints: give the manager the directory above."
+        )
+    return names
 
 
 def all_steps(root: str) -> list[int]:
@@ -158,6 +163,8 @@ def own_steps(root: str) -> list[Saved]:
 
 def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that JSON has numbers for; without them a step is never the best one."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"Metrics are a dict of numbers, got {metrics!r:.100}")
     finite = {}
     for name, value in metrics.items():
         try:
@@ -183,7 +190,7 @@ def saved_at(location: str, step: int) -> Saved | None:
     if not isinstance(noted, dict) or noted.get("step") != step:
         return None
     metrics, numbers = noted.get("metrics", {}), {}
-    with contextlib.suppress(AttributeError, TypeError):
+    with contextlib.suppress(TypeError):
         numbers = finite_numbers(metrics)
     is_odd = not isinstance(metrics, dict) or len(numbers) < len(metrics)
     if is_odd:

@@ -32,9 +32,11 @@ def normalize(location: str | os.PathLike[str]) -> str:
     """Return the location as a `str`: an absolute path for local files, an unchanged URL otherwise.
 
     Raises:
-        ValueError: it is a URL without its second slash, which `pathlib` removes, or one that names nothing.
+        ValueError: it is empty, or a URL without its second slash, which `pathlib` removes, or one that names nothing.
     """
     text = os.fspath(location)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"A location is a path or a URL, got {text!r}.")
     for scheme in ("file://", "local://"):
         text = text.removeprefix(scheme)
     if _BROKEN_URL.match(text):
@@ -42,7 +44,12 @@ def normalize(location: str | os.PathLike[str]) -> str:
             f"{text!r} is no complete URL: write a str such as 's3://bucket/run', since pathlib removes a slash. "
             f"If a local directory is meant, write './{text}'."
         )
-    return os.path.abspath(text) if is_local(text) else text.rstrip("/")
+    if not is_local(text):
+        return text.rstrip("/")
+    try:
+        return os.path.abspath(text)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "relative to the current directory, which was removed", text) from error
 
 
 def is_inner_name(name: str, max_parts: int = 2) -> bool:

@@ -175,6 +175,35 @@ def test_a_job_goes_on_without_checkpoints_but_not_without_a_rank(tmp_path):
     assert lost.is_lost_contact
 
 
+def save_with_metrics_of_one_rank(rank, root):
+    """The loss is known on the last pipeline stage only, and so is that it is worth keeping."""
+    with CheckpointManager(root, keep_last=1, best_metric="loss", async_save=False, durable=False) as manager:
+        for step, loss in [(1, 0.5), (2, 3.0), (3, 2.0), (4, 1.0)]:
+            metrics = {"loss": loss} if rank == 1 else {"lr": 0.1} if step < 3 else None
+            manager.save(step, rows_of(rank, 2, step), metrics, pinned=(rank, step) == (1, 2))
+        invalid = [
+            error_of(manager.save, 5, rows_of(rank, 2, 5), bad if rank else None) for bad in ("loss", {"loss": "x"})
+        ]
+        misnamed = [
+            error_of(manager.load, rows_of(rank, 2, -1), 4 if rank == 0 else None),
+            error_of(manager.load, rows_of(rank, 2, -1), 4 if rank == 0 else "4"),
+            error_of(manager.load, rows_of(rank, 2, -1), 4 - 3 * rank),
+        ]
+        value = value_in_rows(manager.load(rows_of(rank, 2, -1), 4))
+        return manager.steps(), value, [type(error) for error in invalid], [str(error) for error in misnamed]
+
+
+def test_what_only_one_rank_gives(tmp_path):
+    for steps, value, invalid, (no_step, not_a_step, other_step) in run(
+        save_with_metrics_of_one_rank, 2, str(tmp_path)
+    ):
+        assert (steps, value) == ([1, 2, 4], 4)
+        assert invalid == [RankFailedError] * 2
+        assert "rank 0 asked for step_00000004, rank 1 for the newest" in no_step
+        assert "A step is an integer from 0, got '4'" in not_a_step
+        assert "rank 0 asked for step_00000004, rank 1 for step_00000001" in other_step
+
+
 def save_in_turns(rank, root):
     with CheckpointManager(root, keep_last=1, async_save=False) as manager:
         for step in range(3):

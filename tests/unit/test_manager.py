@@ -104,6 +104,18 @@ def test_a_step_that_is_there(tmp_path):
         assert value_of(manager.load(state_of(-1))) == 5
 
 
+def test_a_root_that_is_a_checkpoint(tmp_path):
+    """A job that is given the step to go on from, instead of its root, must not begin anew."""
+    CheckpointManager(tmp_path, async_save=False).save(1, state_of(1))
+    manager = CheckpointManager(tmp_path / "step_00000001", async_save=False)
+    before = tree_of(tmp_path)
+    calls = [manager.steps, manager.latest, lambda: manager.load({}), lambda: manager.save(2, {})]
+    for refused in calls:
+        with pytest.raises(CheckpointingException, match="give the manager the directory above"):
+            refused()
+    assert tree_of(tmp_path) == before
+
+
 def test_a_closed_manager(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, state_of(1))

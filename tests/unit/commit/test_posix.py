@@ -192,10 +192,10 @@ def test_relative_paths_and_path_objects(tmp_path, monkeypatch):
     distckpt.save(state(1.0), Location())
     assert names(tmp_path) == ["c"]
     assert loaded_value("c") == loaded_value(Path("c")) == loaded_value("../" + tmp_path.name + "/c") == 1.0
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    distckpt.save(state(2.0), ".")
-    assert loaded_value(tmp_path / "here") == 2.0
+    (tmp_path / "below" / "this").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "below" / "this")
+    distckpt.save(state(2.0), "../here/.")
+    assert loaded_value(tmp_path / "below" / "here") == 2.0
 
 
 def test_file_urls(tmp_path):

@@ -168,6 +168,38 @@ def test_the_current_directory_is_not_replaced(tmp_path, monkeypatch):
         distckpt.save(state_of(1), "..")
 
 
+def test_the_current_directory_stays_the_same_one(tmp_path, monkeypatch):
+    """A process whose directory was replaced finds no relative path any more."""
+    distckpt.save(state_of(1), tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    for current, verb in [("empty", overwrite), ("empty", export), ("empty", stream), ("source", overwrite)]:
+        monkeypatch.chdir(tmp_path / current)
+        with pytest.raises(CheckpointExistsError, match="it is the current directory"):
+            verb(tmp_path, Path("."))
+        assert os.path.samefile(".", tmp_path / current)
+    assert os.listdir(tmp_path / "empty") == []
+
+
+def test_files_of_others_in_our_folders_are_not_overwritten(tmp_path):
+    distckpt.save(state_of(1), tmp_path / "c")
+    (tmp_path / "c" / "tensors" / "model.safetensors.index.json").write_text("mine")
+    check_refused(tmp_path / "c", "'tensors' in it holds what no save has written", overwrite=True)
+    distckpt.save(state_of(2), tmp_path / "d")
+    distckpt.save(state_of(3), tmp_path / "d" / "objects" / "nested")
+    check_refused(tmp_path / "d", "'objects' in it holds what no save has written .'nested'", overwrite=True)
+
+
+@pytest.mark.parametrize("verb", ["export", "stream"])
+def test_no_export_takes_the_place_of_a_directory_of_checkpoints(verb, tmp_path):
+    """A job may be writing its next step there."""
+    distckpt.save(state_of(1), tmp_path / "source")
+    make_root(tmp_path / "run")
+    before = tree_of(tmp_path / "run")
+    with pytest.raises(CheckpointExistsError, match="holds other checkpoints"):
+        {"export": export, "stream": stream}[verb](tmp_path, tmp_path / "run")
+    assert tree_of(tmp_path / "run") == before
+
+
 @pytest.mark.parametrize("name", ["objects", "tensors"])
 def test_folders_of_others_with_our_names(name, tmp_path):
     (tmp_path / "c" / name).mkdir(parents=True)

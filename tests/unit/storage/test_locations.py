@@ -43,9 +43,20 @@ def test_broken_urls_are_no_local_directories(given):
         locations.normalize(given)
 
 
+@pytest.mark.parametrize("given", ["", b"run", "a\0b"], ids=repr)
+def test_what_is_no_location(given):
+    """As from an environment variable that is not set."""
+    with pytest.raises(ValueError, match="A location is a path or a URL"):
+        locations.normalize(given)
+
+
 def test_relative_paths_become_absolute(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert locations.normalize("run/../ckpt") == str(tmp_path / "ckpt")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert locations.normalize("run/../ckpt") == str(tmp_path / "here" / "ckpt")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(FileNotFoundError, match="current directory, which was removed: 'ckpt'"):
+        locations.normalize("ckpt")
 
 
 def test_only_what_has_a_scheme_is_remote():
