@@ -58,6 +58,8 @@ def check_content(location: str, overwrite: bool) -> None:
     """Refuse a local directory whose folders hold files of others; unasked, also one with a checkpoint of torch."""
     if not overwrite and locations.exists(locations.join(location, _OF_TORCH)):
         raise refused(location, f"it holds a checkpoint of torch ({_OF_TORCH!r}); overwrite=True replaces that")
+    if replaced_names(location)(""):
+        return  # another format, which is replaced with all that is there
     for name in filter(_FOLDER.fullmatch, locations.list_names(location)):
         path = locations.join(location, name)
         content = locations.list_names(path) if locations.isdir(path) else ["no directory"]

@@ -116,6 +116,8 @@ def test_only_what_a_save_has_left_is_moved_aside(tmp_path, caplog):
 def test_a_checkpoint_of_another_format_is_replaced_entirely(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "__0_0.distcp").write_bytes(b"theirs")
+    (tmp_path / "c" / "tensors").mkdir()
+    (tmp_path / "c" / "tensors" / "0.bin").write_bytes(b"theirs")
     (tmp_path / "c" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     distckpt.save(state_of(1), tmp_path / "c", overwrite=True)
     assert set(os.listdir(tmp_path / "c")) == OURS
