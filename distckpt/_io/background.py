@@ -101,15 +101,25 @@ class _Worker:
         self.pending: list[Task[Any]] = []
         self._queue: queue.SimpleQueue[Task[Any]] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
+        self.is_closed = False
 
     def submit(self, task: Task[Any]) -> None:
         with self.lock:
+            earlier = list(self.pending)
             self.pending.append(task)
-            has_thread = self.thread is not None or self._start_thread()
+            has_thread = not self.is_closed and (self.thread is not None or self._start_thread())
             if has_thread:
                 self._queue.put(task)
         if not has_thread:
+            concurrent.futures.wait(earlier, task.exit_timeout)
             self._run(task)
+            if self.is_closed and task.exit_timeout > 0 and task.exception():
+                _exit_code.is_failure = True
+
+    def close(self) -> None:
+        """From now on, do tasks in the threads that submit them: nothing waits any more for this one."""
+        with self.lock:
+            self.is_closed = True
 
     def _start_thread(self) -> bool:
         # A daemon: the process must be able to end without it.
@@ -187,6 +197,7 @@ _exit_code = _ExitCode()
 def _at_exit() -> None:
     """Wait for each unfinished task as long as its `exit_timeout`; then abandon the rest."""
     started = time.monotonic()
+    _worker.close()
     tasks = pending_tasks()
     try:
         for task in tasks:
@@ -201,7 +212,7 @@ def _at_exit() -> None:
         concurrent.futures.wait(abandoned, STOP_SECONDS)
         # Who waits for 0 s wants it to be abandoned.
         waited_for = [task for task in tasks if task.exit_timeout > 0]
-        _exit_code.is_failure = any(not task.done() or task.exception() for task in waited_for)
+        _exit_code.is_failure |= any(not task.done() or task.exception() for task in waited_for)
 
 
 def _forget_after_fork() -> None:
@@ -215,6 +226,10 @@ def _forget_after_fork() -> None:
 
 # When ordinary exit functions run, thread pools refuse work already. This one must run before pools are closed:
 # functions registered later run earlier, and the import of concurrent.futures.thread has registered the closing.
-getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+try:
+    getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+except RuntimeError:
+    # The main thread has ended before this package was imported.
+    _worker.close()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)

@@ -156,6 +156,20 @@ threading._register_atexit(lambda: threading.Timer(0.5, gate.set).start())
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_by_an_exit_function_is_not_lost(fails, tmp_path):
+    body = f"""
+import atexit
+atexit.register(lambda: distckpt.async_save(state, 'c', progress=lambda num_bytes: 1 / (not {fails}), durable=False))
+if {fails}:
+    distckpt.save(state, 'earlier', durable=False)
+"""
+    done = run_script(body, tmp_path)
+    assert done.returncode == fails, done.stderr
+    assert os.listdir(tmp_path) == ["earlier" if fails else "c"]
+    assert ("ZeroDivisionError" in done.stderr) == fails
+
+
 MANY_BYTES = 40 << 20
 """More than malloc keeps for itself when it is freed."""
 
