@@ -37,6 +37,9 @@ _arrived: dict[int, tuple[float, _Handler]] = {}
 _is_forced = False
 """Whether a handler that would not wait has raised an exception: the ranks are out of step."""
 
+_thread = threading.local()
+"""`locks`: those that the operation of a thread holds."""
+
 
 def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Make a function an operation: it cannot be called in the middle of another one in the same thread.
@@ -55,11 +58,16 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
                 "handler, or by a callback. Let it set a flag, and call when the other call has returned; see "
                 "distckpt.PreemptionGuard for signals."
             )
+        if running is None:
+            _thread.locks = []
         try:
             return run_operation(function.__qualname__, function, *args, **kwargs)
         finally:
-            if running is None and _handlers and _is_main_thread():
-                _end_deferral()
+            if running is None:
+                for lock in _thread.__dict__.pop("locks"):
+                    lock.release()
+                if _handlers and _is_main_thread():
+                    _end_deferral()
 
     return call
 
@@ -78,6 +86,14 @@ def running_operation() -> str | None:
             name = str(frame.f_locals["name"])
         frame = frame.f_back
     return name
+
+
+def hold(lock: threading.Lock) -> None:
+    """Wait for a lock, and hold it until the end of the operation that this thread is in the middle of."""
+    locks = getattr(_thread, "locks", None)
+    if locks is not None and lock not in locks:
+        lock.acquire()
+        locks.append(lock)
 
 
 def defer_signals() -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,9 @@ _POLL = timedelta(seconds=0.5)
 
 _cpu_groups: dict[Any, Any] = {}
 """Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
+
+_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+"""By process group of the caller: held by the thread that uses it. Exchanges of two threads could not be told apart."""
 
 _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Default group -> the group of this process alone."""
@@ -87,6 +91,7 @@ class Ranks:
         if self.size > 1:
             # From here on the others wait for this rank.
             interrupts.defer_signals()
+            interrupts.hold(_turns.setdefault(group, threading.Lock()))
             self._group = _cpu_group(group)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -169,3 +170,26 @@ def test_a_group_without_torch_distributed_is_an_error(tmp_path):
     (error,) = run(without_a_group, 1, str(tmp_path / "checkpoint"), backend=None)
     assert isinstance(error, CheckpointingException)
     assert "torch.distributed is not initialised" in str(error)
+
+
+def save_in_two_threads(rank, size, folder):
+    """The second save starts in the middle of the first, on the last rank long before it goes on."""
+    entered, threads = threading.Event(), []
+
+    def start_the_other(common):
+        if not threads:
+            thread = threading.Thread(target=distckpt.save, args=(state(rank, size), f"{folder}/b"), kwargs=other)
+            threads.append(thread)
+            thread.start()
+            entered.wait(0.5 * (rank == size - 1))
+        return common
+
+    other = {"preprocess_common_before_consistancy_check": lambda common: entered.set() or common}
+    distckpt.save(state(rank, size), f"{folder}/a", preprocess_common_before_consistancy_check=start_the_other)
+    threads[0].join()
+    loaded = [distckpt.load(state(rank, size, blank=True), f"{folder}/{name}") for name in "ab"]
+    return all(is_loaded(each, rank, size) for each in loaded)
+
+
+def test_threads_that_use_one_group_take_turns(tmp_path):
+    assert run(save_in_two_threads, 2, 2, str(tmp_path)) == [True, True]
