@@ -22,13 +22,15 @@ class AttendanceLog:
         self._rank = rank
         self._names = [str(other) for other in range(size)]
         self._num_exchanges = 0
+        self._call = ""
 
-    def record(self) -> None:
-        """Record that this rank has reached the next exchange; all ranks reach them in the same order."""
+    def record(self, call: str | None = None) -> None:
+        """Record that this rank has reached the next exchange, in a call; all ranks reach them in the same order."""
         self._num_exchanges += 1
+        self._call = call or self._call
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.set(str(self._rank), str(self._num_exchanges))
+                self._store.set(str(self._rank), f"{self._num_exchanges} {self._call}")
 
     def absent_ranks(self) -> list[int]:
         """Return the ranks that have reached fewer exchanges than others, after one has just failed here.
@@ -55,9 +57,22 @@ class AttendanceLog:
         """Return the ranks that have reached fewer exchanges than this one."""
         return [rank for rank, count in enumerate(self._counts()) if count < self._num_exchanges]
 
+    def different_calls(self) -> str:
+        """Return in words that ranks which have come this far are in different calls; empty when they are not."""
+        first_ranks: dict[str, int] = {}
+        for rank, (count, call) in enumerate(self._records()):
+            if count >= self._num_exchanges:
+                first_ranks.setdefault(call, rank)
+        calls = ", ".join(f"rank {rank} calls {call}" for call, rank in first_ranks.items())
+        return f"; all ranks must make the same calls, but {calls}" if len(first_ranks) > 1 else ""
+
     def _counts(self) -> list[int]:
+        return [count for count, _ in self._records()]
+
+    def _records(self) -> list[tuple[int, str]]:
         # A store that does not answer leaves all ranks unknown.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
-                return [int(self._store.get(name)) if self._store.check([name]) else 0 for name in self._names]
+                texts = [self._store.get(name).decode() if self._store.check([name]) else "0 " for name in self._names]
+                return [(int(text.split(" ")[0]), text.partition(" ")[2]) for text in texts]
         return []

@@ -314,9 +314,10 @@ class Ranks:
                     return
             if time.monotonic() >= log_at:
                 log_at = math.inf
-                late = _attendance_log_of(self._group).late_ranks()
+                log = _attendance_log_of(self._group)
+                late = log.late_ranks()
                 who = f"ranks {', '.join(map(str, late))}" if len(late) > 1 else f"rank {late[0]}" if late else "others"
-                logger.warning("rank %d: still waiting for %s in %r", self.rank, who, name)
+                logger.warning("rank %d: still waiting for %s in %r%s", self.rank, who, name, log.different_calls())
 
 
 @contextlib.contextmanager
@@ -327,7 +328,7 @@ def _contact(group: Any, name: str, *, of_all: bool) -> Iterator[None]:
     """
     log = _attendance_log_of(group)
     if of_all:
-        log.record()
+        log.record(interrupts.running_operation())
     try:
         yield
     except RuntimeError as error:
@@ -337,7 +338,7 @@ def _contact(group: Any, name: str, *, of_all: bool) -> Iterator[None]:
             {rank: TimeoutError("did not respond, or died") for rank in absent},
             message=(
                 f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
-                f"group's timeout. Look for the first error in the other ranks' logs. ({error})"
+                f"group's timeout. Look for the first error in the other ranks' logs{log.different_calls()}. ({error})"
             ),
         )
         lost.is_lost_contact = True
