@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
+import threading
 
 import pytest
 import torch
@@ -89,22 +91,28 @@ def test_inspect_is_coloured_on_terminals(checkpoint, no_colour):
     ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code, line):
-    # The export waits for what is to be copied, from a pipe: at this time its staging directory is there.
+    # The export waits for a file to copy, on which this process has a lease: its staging directory is there meanwhile.
     (tmp_path / "extra").mkdir()
-    os.mkfifo(tmp_path / "extra" / "config.json")
-    words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    with open(tmp_path / "extra" / "config.json", "wb"):
+    (tmp_path / "extra" / "config.json").write_text("{}")
+    is_opened = threading.Event()
+    previous = signal.signal(signal.SIGUSR2, lambda *_: is_opened.set())
+    with open(tmp_path / "extra" / "config.json", "r+b") as leased:
+        fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGUSR2)
+        fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
+        process = subprocess.Popen(
+            words,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        assert is_opened.wait(200)
         assert any(".tmp-" in path.name for path in tmp_path.iterdir())
         process.send_signal(number)
         errors = process.communicate(timeout=200)[1]
+    signal.signal(signal.SIGUSR2, previous)
     assert process.returncode == code
     assert f"error: {line}\n" in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "extra"]
