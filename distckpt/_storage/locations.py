@@ -73,7 +73,9 @@ def is_local(location: str) -> bool:
 
 def join(base: str, *names: str) -> str:
     """Append path components to a location."""
-    return os.path.join(base, *names) if is_local(base) else "/".join([base.rstrip("/"), *names])
+    if is_local(base):
+        return os.path.join(base, *names)
+    return (base if base.endswith("://") else base.rstrip("/") + "/") + "/".join(names)
 
 
 def split(location: str) -> tuple[str, str]:
@@ -81,7 +83,7 @@ def split(location: str) -> tuple[str, str]:
     if is_local(location):
         return os.path.split(location)
     parent, _, name = location.rpartition("/")
-    return parent, name
+    return (f"{parent}/" if parent.endswith(":/") else parent), name
 
 
 def exists(location: str) -> bool:

@@ -517,6 +517,13 @@ def test_reshard(store):
     assert holds(f"{store.url}/d", 1.0)
 
 
+def test_a_whole_bucket_is_a_place_for_a_checkpoint(store):
+    distckpt.save(state(), store.url)
+    assert loaded(store.url)["step"] == 1.0
+    distckpt.save(state(2.0), store.url, overwrite=True)
+    assert loaded(store.url)["step"] == 2.0
+
+
 def test_a_missing_bucket_is_no_empty_run(server):
     with pytest.raises(OSError, match="bucket or container does not exist"):
         CheckpointManager("s3://no-such-bucket/run").latest()
