@@ -76,6 +76,11 @@ class Round(NamedTuple):
     left: list[Path]
 
 
+def let_interrupts_through():
+    """Undo what shells do to programs in the background, whose children inherit it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def prepare(rank, folder):
     distckpt.save(state_of(1, rank, NUM_RANKS), f"{folder}/checkpoint")
     CheckpointManager(f"{folder}/run", async_save=False).save(1, state_of(1, rank, NUM_RANKS))
@@ -83,6 +88,7 @@ def prepare(rank, folder):
 
 def rounds_of(rank, verb, folder, seeds):
     """Call again and again; each time one rank gets SIGINT at some exchange, or a moment after it."""
+    let_interrupts_through()
     prepare(rank, folder)
     names: list[str] = []
     with watching_exchanges(names.append):
@@ -170,6 +176,7 @@ def wait_for_the_others(rank, folder):
     if rank > 0:
         ask_parent()
         return None
+    let_interrupts_through()
     log = NoteOf("still waiting")
     logging.getLogger("distckpt").addHandler(log)
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -6,6 +6,7 @@ What is shown of the shell is in test_docs_commands.py.
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import re
 import warnings
@@ -52,6 +53,7 @@ FOR_ANYBODY = [block for block in blocks("python") if block not in FOR_MEGATRON]
 def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
+    logging.getLogger("distckpt.events").setLevel(logging.NOTSET)
 
 
 def run_blocks_for_megatron(rank: int, directories: list[Path]) -> None:
