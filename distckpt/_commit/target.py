@@ -37,7 +37,14 @@ def replaced_names(location: str) -> Callable[[str], bool]:
 def others_in(location: str) -> list[str]:
     """Return the names in a local directory that a new checkpoint leaves there."""
     is_replaced = replaced_names(location)
-    return [name for name in locations.list_names(location) if not is_replaced(name)]
+    return [name for name in _names_in(location) if not is_replaced(name)]
+
+
+def _names_in(directory: str) -> list[str]:
+    try:
+        return locations.list_names(directory)
+    except FileNotFoundError:
+        return []  # another program has just moved it
 
 
 def check_replaceable(location: str) -> None:
@@ -60,9 +67,12 @@ def check_content(location: str, overwrite: bool) -> None:
         raise refused(location, f"it holds a checkpoint of torch ({_OF_TORCH!r}); overwrite=True replaces that")
     if replaced_names(location)(""):
         return  # another format, which is replaced with all that is there
-    for name in filter(_FOLDER.fullmatch, locations.list_names(location)):
+    for name in filter(_FOLDER.fullmatch, _names_in(location)):
         path = locations.join(location, name)
-        content = locations.list_names(path) if locations.isdir(path) else ["no directory"]
+        try:
+            content = _names_in(path)
+        except NotADirectoryError:
+            content = ["no directory"]
         strange = next((file for file in content if not _CONTENT.fullmatch(file)), None)
         if strange is not None:
             raise refused(location, f"{name!r} in it holds what no save has written ({strange!r})")
