@@ -74,11 +74,7 @@ def run(arguments: Namespace, output: Output) -> int:
     surplus_steps = _removable(root, saved, policy)
     leftovers, live = _leftovers(root, arguments.abandoned_after)
     names = [*(step_name(item.step) for item in surplus_steps), *leftovers]
-    problems: dict[str, str] = {}
-    if not arguments.dry_run:
-        problems = {step_name(step): why for step, why in remove_steps(root, surplus_steps).items()}
-        still_there = [name for name in leftovers if not clear_leftover(root, name, locations.exists)]
-        problems |= dict.fromkeys(still_there, "it is still there")
+    problems = {} if arguments.dry_run else _remove(root, surplus_steps, leftovers)
     doing = "would remove" if arguments.dry_run else "removed"
     for name in names:
         what = f"{name}, left by an interrupted save or removal" if name in leftovers else name
@@ -100,6 +96,13 @@ def run(arguments: Namespace, output: Output) -> int:
     )
     output.line(f"{len(kept)} of {len(saved)} checkpoints kept in {root}")
     return 1 if problems else 0
+
+
+def _remove(root: str, surplus_steps: list[Saved], leftovers: list[str]) -> dict[str, str]:
+    """Remove steps and leftovers; return why some could not be removed, by name."""
+    problems = {step_name(step): why for step, why in remove_steps(root, surplus_steps).items()}
+    still_there = [name for name in leftovers if not clear_leftover(root, name, locations.exists)]
+    return problems | dict.fromkeys(still_there, "it is still there")
 
 
 def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:

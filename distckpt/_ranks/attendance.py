@@ -6,6 +6,8 @@ import contextlib
 import time
 from typing import Any
 
+from distckpt._base.errors import RankFailedError
+
 LATE_SECONDS = 2.0
 """How late a rank may reach an exchange that another one has found broken, and not count as absent."""
 
@@ -48,6 +50,20 @@ class AttendanceLog:
                 return absent
             time.sleep(0.02)
 
+    def lost_contact(self, name: str, error: RuntimeError) -> RankFailedError:
+        """Return the error about an exchange that has just failed here: it names the ranks that did not reach it."""
+        absent = self.absent_ranks()
+        who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
+        lost = RankFailedError(
+            {rank: TimeoutError("did not respond, or died") for rank in absent},
+            message=(
+                f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
+                f"group's timeout. Look for the first error in the other ranks' logs{self.different_calls()}. ({error})"
+            ),
+        )
+        lost.is_lost_contact = True
+        return lost
+
     def wait_for_all(self) -> None:
         """Wait until all ranks have reached an exchange, with the timeout of the store; for the first one."""
         if self._store is not None:
@@ -56,6 +72,12 @@ class AttendanceLog:
     def late_ranks(self) -> list[int]:
         """Return the ranks that have reached fewer exchanges than this one."""
         return [rank for rank, count in enumerate(self._counts()) if count < self._num_exchanges]
+
+    def describe_wait(self, name: str) -> str:
+        """Return in words which ranks this one waits for in an exchange."""
+        late = self.late_ranks()
+        who = f"ranks {', '.join(map(str, late))}" if len(late) > 1 else f"rank {late[0]}" if late else "others"
+        return f"still waiting for {who} in {name!r}{self.different_calls()}"
 
     def different_calls(self) -> str:
         """Return in words that ranks which have come this far are in different calls; empty when they are not."""

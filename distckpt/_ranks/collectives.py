@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from distckpt._base import interrupts
-from distckpt._base.errors import CheckpointingException, RankFailedError
+from distckpt._base.errors import CheckpointingException
 from distckpt._geometry.region import IntArray
 from distckpt._ranks.attendance import AttendanceLog
 from distckpt._ranks.outcomes import describe_error, error_to_raise
@@ -314,10 +314,7 @@ class Ranks:
                     return
             if time.monotonic() >= log_at:
                 log_at = math.inf
-                log = _attendance_log_of(self._group)
-                late = log.late_ranks()
-                who = f"ranks {', '.join(map(str, late))}" if len(late) > 1 else f"rank {late[0]}" if late else "others"
-                logger.warning("rank %d: still waiting for %s in %r%s", self.rank, who, name, log.different_calls())
+                logger.warning("rank %d: %s", self.rank, _attendance_log_of(self._group).describe_wait(name))
 
 
 @contextlib.contextmanager
@@ -332,16 +329,7 @@ def _contact(group: Any, name: str, *, of_all: bool) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        absent = log.absent_ranks()
-        who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
-        lost = RankFailedError(
-            {rank: TimeoutError("did not respond, or died") for rank in absent},
-            message=(
-                f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
-                f"group's timeout. Look for the first error in the other ranks' logs{log.different_calls()}. ({error})"
-            ),
-        )
-        lost.is_lost_contact = True
+        lost = log.lost_contact(name, error)
         lost.known_in = group.group_name  # type: ignore[attr-defined]
         raise lost from error
 

@@ -11,16 +11,20 @@ from pathlib import Path
 import pytest
 
 
+def do_or_skip(*command: str) -> None:
+    """Run a command; skip the test where there is no such program, or it is not allowed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {command[0]}")
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
 @contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
     """Mount a file system of this size, where the test may."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount")
-    if mounted.returncode:
-        pytest.skip(f"cannot mount: {mounted.stderr.strip()}")
+    do_or_skip("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder))
     try:
         yield
     finally:
@@ -30,12 +34,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 @contextmanager
 def immutable(folder: Path) -> Iterator[None]:
     """Keep a directory from being renamed or changed, where the test may."""
-    try:
-        changed = subprocess.run(["chattr", "+i", str(folder)], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no chattr")
-    if changed.returncode:
-        pytest.skip(f"cannot make a directory immutable: {changed.stderr.strip()}")
+    do_or_skip("chattr", "+i", str(folder))
     try:
         yield
     finally:
