@@ -50,6 +50,10 @@ class Trainer:
         return loss.item()
 
 
+def print_size(report: distckpt.SaveReport) -> None:
+    print(f"saved {report.num_bytes} bytes")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work-dir", required=True, type=Path, help="where to put the checkpoint")
@@ -58,8 +62,7 @@ def main() -> None:
     trainer, losses = Trainer(seed=1), []
     for step in range(NUM_STEPS):
         if step == SAVE_AT:
-            report = distckpt.save(trainer.sharded_state_dict(), path, overwrite=True)
-            print(f"saved {report.num_bytes} bytes")
+            distckpt.save(trainer.sharded_state_dict(), path, overwrite=True, on_report=print_size)
         losses.append(trainer.train_step())
 
     resumed = Trainer(seed=2)  # another seed, so that nothing is right before loading

@@ -57,9 +57,10 @@ def main() -> None:
     path: Path = parser.parse_args().work_dir / "step_1"
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    report = distckpt.save(describe(make_parts(rank, size), rank, size), path, overwrite=True)
+    reports: list[distckpt.SaveReport] = []
+    distckpt.save(describe(make_parts(rank, size), rank, size), path, overwrite=True, on_report=reports.append)
     if rank == 0:
-        print(f"saved by {size}: {report.num_bytes} bytes")
+        print(f"saved by {size}: {reports[0].num_bytes} bytes")
 
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([number]) for number in range(size)][rank]

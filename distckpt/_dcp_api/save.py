@@ -56,9 +56,10 @@ def save(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     arguments.check_planner(planner, "DefaultSavePlanner")
-    return serialization.save(
-        **_save_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
-    )
+    given = _save_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
+    reports: list[SaveReport] = []
+    serialization.save(**given, on_report=reports.append)
+    return reports[0]
 
 
 @operation

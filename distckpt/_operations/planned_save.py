@@ -36,6 +36,7 @@ class SaveSettings(Options):
     overwrite: bool = False
     content_metadata: dict[str, Any] | None = None
     preprocess_common: Callable[[CommonStateDict], StateDict] | None = None
+    on_report: Callable[[SaveReport], None] | None = None
     background_bytes: int | None = None
     timeout: float = DEFAULT_TIMEOUT
     exit_timeout: float = DEFAULT_EXIT_TIMEOUT
@@ -93,6 +94,8 @@ def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     report = SaveReport(location, *figures, save.prepared.plan_reused)
     if ranks.is_coordinator:
         logger.info("%s", report)
+    if save.settings.on_report is not None:
+        save.settings.on_report(report)
     return report
 
 

@@ -21,6 +21,7 @@ from distckpt._state import common_state, flatten
 from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA, check_common_strategy
 from distckpt._state.shards import Shard
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
+from distckpt.strategies.async_utils import AsyncRequest
 from distckpt.strategies.base import SaveShardedStrategy, prepare_save
 from distckpt.strategies.defaults import save_strategy
 from distckpt.utils import _clean_metadata_for_serialization
@@ -46,7 +47,8 @@ def save(
     durable: bool = True,
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
     progress: Callable[[int], None] | None = None,
-) -> SaveReport:
+    on_report: Callable[[SaveReport], None] | None = None,
+) -> AsyncRequest | None:
     """Save a state dict whose tensors are distributed over the ranks.
 
     Every byte is written once, by one of the ranks that hold it. A save is
@@ -86,9 +88,11 @@ def save(
             power failure shortly afterwards may leave it damaged, which checksums reveal.
         max_inflight_bytes: memory for data on its way to storage, on each rank; at least one window of 8 MiB is used.
         progress: called with the number of bytes whenever this rank has written some, from several threads.
+        on_report: called with what was saved and how long it took, on every rank, when the checkpoint is committed
+            (with `async_sharded_save` from the background thread); rank 0 logs it too.
 
     Returns:
-        What was saved and how long it took, the same on every rank; rank 0 logs it too.
+        None, as Megatron does; with `async_sharded_save`, the request.
 
     Raises:
         InvalidShardingError: shards overlap, leave gaps or contradict each other. Nothing is written.
@@ -106,6 +110,7 @@ def save(
         durable=durable,
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
+        on_report=on_report,
         sharded_strategy=sharded_strategy,
         overwrite=overwrite,
         content_metadata=content_metadata,
@@ -114,12 +119,12 @@ def save(
     plan = partial(plan_save, ranks, sharded_state_dict, os.fspath(checkpoint_dir))
     background_save.raise_pending_errors(ranks, process_group)
     if async_sharded_save:
-        # Not in the annotation: only programs for Megatron use it, and all others would have to exclude it.
-        return background_save.async_request(ranks, background_save.prepare(ranks, settings, plan))  # type: ignore[return-value]
+        return background_save.async_request(ranks, background_save.prepare(ranks, settings, plan))
     # 1. Flatten the state dict; decide who writes what.
     planned = plan(settings)
     # 2. Write everything beside the target. 3. Commit.
-    return write_and_commit(ranks, planned)
+    write_and_commit(ranks, planned)
+    return None
 
 
 def plan_save(

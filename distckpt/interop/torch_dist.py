@@ -66,7 +66,7 @@ def convert(
             thread at a time.
 
     Returns:
-        What `distckpt.save` reports.
+        What was saved and how long it took.
 
     Raises:
         CheckpointingException: the source is a checkpoint of distckpt already.
@@ -91,7 +91,12 @@ def convert(
     state = {**common_state, **({uuid.uuid4().hex: shards} if shards else {})}
     tensors = [shard.data for shard in shards if isinstance(shard, ShardedTensor) and shard.data is not None]
     count = counting(progress, sum(tensor.nbytes for tensor in tensors))
-    return save(state, checkpoint_dir, overwrite=overwrite, process_group=process_group, progress=count)
+    reports: list[SaveReport] = []
+    save(
+        state, checkpoint_dir, overwrite=overwrite, process_group=process_group, progress=count,
+        on_report=reports.append,
+    )  # fmt: skip
+    return reports[0]
 
 
 def _share(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[ShardedTensor | ShardedObject]:

@@ -37,6 +37,13 @@ class Traffic:
         return function(*args, **kwargs), self.num_bytes - before
 
 
+def saved(state, path, **options):
+    """Save, and return the report."""
+    reports = []
+    assert distckpt.save(state, path, on_report=reports.append, **options) is None
+    return reports[0]
+
+
 def state_with_copies(rank, num_tensors, value, rows=ROWS):
     state = {"step": value, "rng": ShardedObject("rng", "x" * value, (NUM_RANKS,), (rank,))}
     for i in range(num_tensors):
@@ -67,7 +74,7 @@ def save_again_and_again(rank, folder):
             for value in (1, 2, 30):
                 state = state_with_copies(rank, num_tensors, value)
                 path = f"{folder}/{num_tensors}_{value}"
-                report, num_bytes = traffic.of(distckpt.save, state, path)
+                report, num_bytes = traffic.of(saved, state, path)
                 assert report.plan_reused == (value > 1)
                 seen[num_tensors].append(num_bytes)
     return seen
@@ -87,25 +94,25 @@ def test_a_known_structure_is_not_exchanged_again(tmp_path):
 
 def one_rank_changes(rank, folder):
     """A structure that changes on the last rank only is planned again by all; values are never kept."""
-    reports = [distckpt.save(state_with_copies(rank, 3, 1), f"{folder}/1")]
+    reports = [saved(state_with_copies(rank, 3, 1), f"{folder}/1")]
     changed = state_with_copies(rank, 3, 2)
     if rank == NUM_RANKS - 1:
         changed["extra"] = ShardedTensor.from_rank_offsets("extra", torch.arange(5.0))
-    reports.append(distckpt.save(changed, f"{folder}/2"))
+    reports.append(saved(changed, f"{folder}/2"))
     for value in (3, 4):
-        reports.append(distckpt.save(state_with_copies(rank, 3, value), f"{folder}/{value}"))
-    reports.append(distckpt.save(state_with_copies(rank, 3, 5, rows=7), f"{folder}/5"))
+        reports.append(saved(state_with_copies(rank, 3, value), f"{folder}/{value}"))
+    reports.append(saved(state_with_copies(rank, 3, 5, rows=7), f"{folder}/5"))
     moved = state_with_copies(rank, 3, 6)
     for shard in moved.values():
         if isinstance(shard, ShardedTensor):
             # The same values in other memory, with other strides.
             shard.data = shard.data.t().contiguous().t()
-    reports.append(distckpt.save(moved, f"{folder}/6"))
+    reports.append(saved(moved, f"{folder}/6"))
     wrong = state_with_copies(rank, 3, 7)
     if rank == 1:
         wrong["t0"] = ShardedTensor.from_rank_offsets("t0", torch.zeros(ROWS, 8), (0, 0, NUM_RANKS))
     error = error_of(distckpt.save, wrong, f"{folder}/7")
-    reports.append(distckpt.save(state_with_copies(rank, 3, 8), f"{folder}/8"))
+    reports.append(saved(state_with_copies(rank, 3, 8), f"{folder}/8"))
     return [report.plan_reused for report in reports], error
 
 
@@ -125,7 +132,7 @@ def test_one_process_saves_what_tensors_hold_at_the_time(tmp_path):
     shard = ShardedTensor.from_rank_offsets("w", tensor)
     for step in range(3):
         tensor.fill_(step)
-        assert distckpt.save({"w": shard, "step": step}, tmp_path / str(step)).plan_reused == (step > 0)
+        assert saved({"w": shard, "step": step}, tmp_path / str(step)).plan_reused == (step > 0)
     shard.data = torch.full((6, 4), 9.0)
     distckpt.save({"w": shard}, tmp_path / "swapped")
     for name, value in (("0", 0), ("1", 1), ("2", 2), ("swapped", 9)):
@@ -137,7 +144,7 @@ def test_tensors_that_become_tied_or_part_are_planned_again(tmp_path):
 
     def save(name, one, other):
         state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in (("a", one), ("b", other))}
-        return distckpt.save(state, tmp_path / name).plan_reused
+        return saved(state, tmp_path / name).plan_reused
 
     assert [save("apart", first, second), save("tied", first, first), save("parted", second, first)] == [False] * 2 + [
         True
@@ -160,7 +167,7 @@ def test_a_tensor_that_no_longer_fits_its_description_is_refused(tmp_path):
 def test_not_durable_and_with_progress(tmp_path):
     seen = []
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(3_000_000.0)), "step": 3}
-    report = distckpt.save(state, tmp_path / "c", durable=False, progress=seen.append, max_inflight_bytes=1)
+    report = saved(state, tmp_path / "c", durable=False, progress=seen.append, max_inflight_bytes=1)
     assert sum(seen) == report.num_bytes > 12_000_000
     assert set(report.phases) == {"describe", "plan", "write", "commit"}
     assert f"{tmp_path}/c" in str(report)

@@ -35,9 +35,9 @@ def test_fields_and_methods_are_megatrons():
 
 
 def test_a_save_through_the_queue(tmp_path):
-    queue, path, seen = AsyncCallsQueue(persistent=True), tmp_path / "c", []
+    queue, path, seen, reports = AsyncCallsQueue(persistent=True), tmp_path / "c", [], []
     state = state_of(1)
-    request = distckpt.save(state, path, async_sharded_save=True)
+    request = distckpt.save(state, path, async_sharded_save=True, on_report=reports.append)
     request.add_finalize_fn(lambda: seen.append(distckpt.check_is_distributed_checkpoint(path)))
     assert not path.exists()
     assert queue.schedule_async_request(request) == 0
@@ -47,6 +47,7 @@ def test_a_save_through_the_queue(tmp_path):
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert (queue.get_num_unfinalized_calls(), seen) == (0, [True])
     assert loaded(path) == ([1], 1)
+    assert [report.location for report in reports] == [str(path)]
     queue.close()
 
 
