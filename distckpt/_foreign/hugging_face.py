@@ -19,6 +19,7 @@ from distckpt._format import safetensors_file
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import file_size, read_file
 from distckpt._geometry.region import Region, whole
+from distckpt._quantization.codes import CONFIG_NAMES, may_be_codes
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 
+_QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "quantization")
+_MAX_CONFIG_BYTES = 64 << 20
 _HEADER_GUESS_BYTES = 1 << 17
 _MAX_ELEMENTS = 1 << 62
 
@@ -78,7 +81,31 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
         )
     if weight_map is not None:
         pieces = _indexed(location, pieces, weight_map)
-    return build_manifest(HuggingFaceReader.name, location, pieces, files)
+    fields = {}
+    if any(may_be_codes(piece.dtype) for piece in pieces):
+        fields["quantization"] = _read_quantization(location)
+    return build_manifest(HuggingFaceReader.name, location, pieces, files, fields)
+
+
+def _read_quantization(location: str) -> dict[str, Any] | None:
+    """Return what the files beside the tensors say about quantised ones, and which file says so; None for nothing."""
+    for name in CONFIG_NAMES:
+        path = locations.join(location, name)
+        try:
+            # Not as strict as for headers: models have infinite limits in their configurations.
+            config = json.loads(read_file(path, _MAX_CONFIG_BYTES))
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{path!r} is damaged ({error}): restore it from a copy.") from error
+        config = config if isinstance(config, dict) else {}
+        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        for part in parts:
+            for quantization in (part.get(field) for field in _QUANTIZATION_FIELDS):
+                if isinstance(quantization, dict) and quantization:
+                    dtype = config.get("dtype") or config.get("torch_dtype") or part.get("dtype")
+                    return {"file": name, "dtype": dtype, "config": quantization}
+    return None
 
 
 def _safetensors_names(location: str) -> list[str]:

@@ -33,6 +33,7 @@ from distckpt._plan.export import (
     OutputFile,
     OutputTensor,
     assign_files,
+    check_casts,
     plan_files,
     plan_tensors,
     select_tensors,
@@ -155,6 +156,7 @@ def consolidate(
         with ranks.phase("plan the export"):
             tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
             outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+            check_casts(stored, outputs)
             numbers = fqn_to_index_mapping
             if like is not None:
                 numbers = _file_numbers(locations.normalize(like), outputs, ranks.is_coordinator)

@@ -30,7 +30,7 @@ from distckpt._io.save import encoded_objects, object_file_of
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._plan.cache import SavePlan
-from distckpt._plan.export import OutputTensor, matches, plan_tensors, renamed, select_tensors
+from distckpt._plan.export import OutputTensor, check_casts, matches, plan_tensors, renamed, select_tensors
 from distckpt._plan.layout import PlannedChunk, PlannedFile, chunk_table, lay_out_files, manifest_of_keys
 from distckpt._plan.save import plan_owners
 from distckpt._ranks.collectives import Ranks
@@ -134,6 +134,7 @@ def reshard(
         # Rules may make different tensors of tied ones, which are written one by one then.
         tensors = select_tensors(manifest, keys, write_tied=bool(rules))
         outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True)
+        check_casts(stored, outputs)
     aliases = {} if rules else _aliases(manifest, keys, rename)
     objects = _read_objects(stored)
 

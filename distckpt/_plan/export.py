@@ -14,6 +14,8 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._format.hf_names import group_keys_by_bytes, shard_filename
 from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._quantization.codes import check_scales_cast
 from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
 
 SINGLE_FILE = "model.safetensors"
@@ -120,6 +122,17 @@ def plan_tensors(
             f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches, or an earlier pattern does."
         )
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
+
+
+def check_casts(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
+    """Refuse outputs in which codes of quantised tensors are converted as if they were values."""
+    casts = {
+        part.key: FROM_NAME[output.dtype]
+        for output in outputs
+        if output.dtype != output.mapped.dtype
+        for part in output.mapped.parts
+    }
+    check_scales_cast(stored, casts)
 
 
 def _apply_rules(

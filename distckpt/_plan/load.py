@@ -23,6 +23,7 @@ from distckpt._geometry.region import (
     regions_to_arrays,
     whole,
 )
+from distckpt._quantization.codes import check_cast
 from distckpt.mapping import ShardedObject
 
 MAX_PAIRS = 1 << 18
@@ -71,6 +72,7 @@ def check_dtype(stored: StoredCheckpoint, key: str, requested: torch.dtype, allo
         raise LoadMismatchError(
             f"Key {key!r} is an object in {stored.location!r} and was requested as a tensor.", unexpected=[key]
         )
+    check_cast(stored, key, requested)
     dtype = FROM_NAME[stored.dtype_name(key)]
     if not (allow_cast or is_lossless_cast(dtype, requested)):
         raise LoadMismatchError(

@@ -21,6 +21,7 @@ LAYERS = [
     "_ranks",
     "tensors",
     "_format",
+    "_quantization",
     "core",
     "_mapping",
     "mapping",

@@ -1,0 +1,1 @@
+"""Tensors whose values are stored as codes with scales."""

@@ -1,0 +1,133 @@
+"""Codes of quantised tensors are never converted without their scales: real directories, through every verb."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import LoadMismatchError, ShardedTensor
+from tests.support.hf_folders import same_bytes, write_plain
+from tests.support.reference import needs_dtypes
+
+E4M3 = torch.float8_e4m3fn
+CODES = torch.randn(4, 8).to(E4M3)
+BYTES = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
+SCALES = torch.rand(1, 1)
+
+# Tensors, config beside them, the key of codes, and what the error must name.
+DIRECTORIES = {
+    "deepseek": ({"l.weight": CODES, "l.weight_scale_inv": SCALES}, {}, "l.weight", "'l.weight_scale_inv'"),
+    "modelopt": (
+        {"l.weight": CODES, "norm": torch.rand(8)},
+        {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}},
+        "l.weight",
+        "hf_quant_config.json",
+    ),
+    "bitsandbytes": ({"l.weight": BYTES, "l.SCB": torch.rand(4)}, {}, "l.weight", "'l.SCB'"),
+    "gptq": (
+        {"l.qweight": torch.zeros(1, 8, dtype=torch.int32), "l.scales": torch.rand(1, 8).half()},
+        {"config.json": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
+        "l.qweight",
+        "'l.scales'",
+    ),
+    "hqq": (
+        {"l.W_q": torch.zeros(4, 8, dtype=torch.uint8), "norm": torch.rand(8)},
+        {"config.json": {"text_config": {"quantization_config": {"quant_method": "hqq"}}, "limit": float("inf")}},
+        "l.W_q",
+        "config.json",
+    ),
+    "absmax": ({"l.weight": BYTES.view(torch.uint8), "l.weight.absmax": torch.rand(1)}, {}, "l.weight", "absmax"),
+}
+
+
+@pytest.fixture(params=DIRECTORIES)
+def directory(request, tmp_path):
+    tensors, files, key, named = DIRECTORIES[request.param]
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    for name, content in files.items():
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    return tmp_path / "model", tensors, key, named
+
+
+def request(key, tensor, dtype):
+    return {"it": ShardedTensor.from_rank_offsets(key, torch.full(tensor.shape, 7, dtype=dtype))}
+
+
+def refused(function, *names):
+    with pytest.raises(LoadMismatchError) as caught:
+        function()
+    for name in names:
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_load_refuses(directory, dtype, allow):
+    path, tensors, key, named = directory
+    state = request(key, tensors[key], dtype)
+    refused(
+        lambda: distckpt.load(state, path, allow_dtype_cast=allow),
+        repr(key), str(tensors[key].dtype), str(dtype), named,
+    )  # fmt: skip
+    assert (state["it"].data == 7).all()
+
+
+def test_load_through_rules_refuses(directory):
+    path, tensors, key, named = directory
+    state = request("mine", tensors[key], torch.float32)
+    refused(lambda: distckpt.load(state, path, rules=[distckpt.rules.Rename("mine", key)]), repr(key), named)
+
+
+def test_loads_into_the_interface_of_torch_refuse(directory):
+    path, tensors, key, named = directory
+    state = {key: torch.zeros(tensors[key].shape)}
+    refused(lambda: distckpt.dcp.load(state, checkpoint_id=path), repr(key), named)
+
+
+def test_exports_and_imports_refuse(directory, tmp_path):
+    path, _, key, named = directory
+    for verb in (distckpt.consolidate, distckpt.reshard):
+        refused(lambda verb=verb: verb(path, tmp_path / "out", dtype={key: torch.float32}), repr(key), named)
+        assert not (tmp_path / "out").exists()
+
+
+def test_what_is_stored_can_be_had_as_it_is(directory, tmp_path):
+    path, tensors, _, _ = directory
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor)) for key, tensor in tensors.items()}
+    assert same_bytes(distckpt.load(state, path), tensors)
+    distckpt.reshard(path, tmp_path / "imported")
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "imported"), tensors)
+    distckpt.consolidate(tmp_path / "imported", tmp_path / "exported")
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "exported"), tensors)
+
+
+def test_scales_beside_codes_are_not_converted_alone(tmp_path):
+    write_plain(tmp_path / "model" / "model.safetensors", {"l.weight": BYTES, "l.SCB": torch.rand(4)})
+    refused(lambda: distckpt.consolidate(tmp_path / "model", tmp_path / "out", dtype=torch.bfloat16), "'l.SCB'")
+
+
+def test_a_checkpoint_of_distckpt_with_scales_refuses_too(tmp_path):
+    tensors = {"l.weight": BYTES, "l.SCB": torch.rand(4)}
+    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}, tmp_path / "checkpoint")
+    refused(
+        lambda: distckpt.load(request("l.weight", BYTES, torch.bfloat16), tmp_path / "checkpoint"), "'l.weight'", "SCB"
+    )
+
+
+@needs_dtypes("float8_e4m3fn")
+def test_numbers_that_are_no_codes_are_converted_as_ever(tmp_path):
+    """Without scales and configuration an 8-bit number is what it says."""
+    write_plain(tmp_path / "model" / "model.safetensors", {"l.weight": CODES, "count": BYTES})
+    for key, tensor in (("l.weight", CODES), ("count", BYTES)):
+        loaded = distckpt.load(request(key, tensor, torch.float32), tmp_path / "model")["it"]
+        assert torch.equal(loaded, tensor.float())
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    write_plain(tmp_path / "model" / "model.safetensors", {"count": BYTES})
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(distckpt.CorruptCheckpointError, match=r"config\.json"):
+        distckpt.load(request("count", BYTES, torch.int8), tmp_path / "model")
