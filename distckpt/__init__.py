@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distckpt._format.codec import register_object_type
+    from distckpt._format.codec import UnknownObject, register_object_type
     from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.reshard import ReshardReport, reshard
     from distckpt._operations.verify import VerifyReport, verify
@@ -72,6 +72,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorFactory",
     "StrictHandling",
+    "UnknownObject",
     "UnsupportedObjectError",
     "VerifyReport",
     "async_save",

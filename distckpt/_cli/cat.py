@@ -23,6 +23,7 @@ from distckpt._cli.verb import Verb
 from distckpt._foreign.opening import open_checkpoint
 from distckpt._foreign.stored_values import holds_objects, read_encoded, read_region
 from distckpt._format import codec
+from distckpt._format.codec import UnknownObject
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, cut_region
 from distckpt._state.common_state import COMMON_KEY
@@ -242,7 +243,7 @@ def _title(tensor: StoredTensor, selection: Selection) -> str:
 
 def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
     parts = read_encoded(stored, key)
-    values = {offset: plain(codec.decode(blob)) for offset, blob in sorted(parts.items())}
+    values = {offset: plain(codec.decode(blob, placeholders=True)) for offset, blob in sorted(parts.items())}
     output.json({"key": key, "parts": [{"offset": offset, "value": value} for offset, value in values.items()]})
     for offset, value in values.items():
         if len(values) > 1:
@@ -254,6 +255,8 @@ def plain(value: Any) -> Any:
     """Convert an object to JSON values: other types become text, tensors and arrays a summary."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else _text(key): plain(item) for key, item in value.items()}
+    if isinstance(value, UnknownObject):
+        return {repr(value): plain(value.state)}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     if isinstance(value, torch.Tensor | np.ndarray):

@@ -15,7 +15,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._dcp_api import arguments, shards, tree
-from distckpt._format.codec import HOLE
+from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._models.dtensor import local_part
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
 from distckpt._operations.load import stored_keys
@@ -153,6 +153,7 @@ def _make_request(leaves: Sequence[tree.Leaf], stored: set[str], common: Any, ra
                 unexpected=[key],
             )
         else:
+            refuse_unknown(in_common)
             request.common[path] = in_common
     return request
 

@@ -94,7 +94,8 @@ def _load_parts(reader: Reader, stored: StoredCheckpoint, chunks: Sequence[int])
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
     try:
-        return codec.decode(blob)
+        # Common state is read whole: what in it nobody asks for must not be in the way.
+        return codec.decode(blob, placeholders=stored.key_of(chunk) == COMMON_KEY)
     except CheckpointingException as error:
         where = f"The object {stored.key_of(chunk)!r:.300} in {stored.path_of(chunk)!r}"
         raise type(error)(f"{where}: {error}") from error

@@ -95,12 +95,14 @@ def load(
         on_report: called with what was loaded and how long it took, on every rank; rank 0 logs it too.
 
     Returns:
-        The structure of `sharded_state_dict` with loaded values, together with all common state; and, when `strict`
-        is one of the RETURN modes, a tuple `(state dict, missing keys, unexpected keys)`.
+        The structure of `sharded_state_dict` with loaded values, together with all common state, in which
+        `UnknownObject`s stand for objects of classes that are not registered here; and, when `strict` is one of the
+        RETURN modes, a tuple `(state dict, missing keys, unexpected keys)`.
 
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
         LoadMismatchError: keys, shapes, dtypes or object grids do not match.
+        UnsupportedObjectError: an object that was asked for is of a class that is not registered.
         CorruptCheckpointError: files are missing, cut off or changed.
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
 
+from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import operation
+from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._foreign import opening
 from distckpt._io import background
 from distckpt._operations.consistent_read import read_unchanged
@@ -26,7 +28,7 @@ _Result = TypeVar("_Result")
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> StateDict:
     """Return the common state of a checkpoint: everything that was saved without being sharded.
 
-    Any rank may call, alone.
+    Any rank may call, alone. An object of a class that is not registered comes back as an `UnknownObject`.
 
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
@@ -69,18 +71,35 @@ def load_sharded_metadata(
 
 
 @operation
-def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Load all tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not included.
+def load_plain_tensors(
+    checkpoint_dir: str | os.PathLike[str], *, keys: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Load tensors of a checkpoint whole, by key, onto the CPU. Common state and objects are not included.
 
     Any rank may call, alone.
 
+    Args:
+        checkpoint_dir: see `load`.
+        keys: of the tensors to read; None for all.
+
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
+        LoadMismatchError: there is no tensor of a key.
     """
-    return _read_alone(
-        checkpoint_dir,
-        lambda strategy, location: strategy.load(dict(strategy.load_tensors_metadata(location)), location),
-    )
+
+    def read(strategy: LoadShardedStrategy, location: str) -> dict[str, torch.Tensor]:
+        stored = strategy.load_tensors_metadata(location)
+        if unknown := [key for key in keys or () if key not in stored]:
+            hint = did_you_mean(unknown[0], stored)
+            raise LoadMismatchError(
+                f"There are no tensors of these keys in {location!r}: {summarize_keys(unknown)}{hint}",
+                unexpected=unknown,
+            )
+        return strategy.load({key: stored[key] for key in (stored if keys is None else keys)}, location)
+
+    if isinstance(keys, str):
+        raise TypeError(f"keys is a collection of keys: [{keys!r}]")
+    return _read_alone(checkpoint_dir, read)
 
 
 def load_content_metadata(

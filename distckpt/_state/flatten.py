@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
-from distckpt._format.codec import HOLE
+from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
 from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -97,9 +97,22 @@ def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any,
     """Fill a skeleton from `split`: with a value (or `HOLE`) for each shard, and with common values at other places.
 
     Places that nothing fills are dropped; the items of a list move together. What only `common` has is added.
+    Objects of unknown classes are an error where the skeleton has a value.
     """
+    refuse_unknown(common, lambda path: _asks_for(skeleton, path))
     filled = _fill(skeleton, values, common)
     return {} if filled is HOLE else filled
+
+
+def _asks_for(skeleton: Any, path: Sequence[Any]) -> bool:
+    for step in path:
+        is_there = step in skeleton if isinstance(skeleton, dict) else step in range(len(skeleton))
+        if not is_there:
+            return False
+        skeleton = skeleton[step]
+        if not _is_container(skeleton):
+            break
+    return skeleton is HOLE
 
 
 def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:

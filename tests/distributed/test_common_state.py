@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+
 import pytest
 import torch
 
 import distckpt
+import distckpt.dcp
 from distckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from tests.support.cli_command import call
 from tests.support.harness import launched, run
 
 
@@ -99,3 +104,45 @@ def save_content_metadata(rank, path):
 def test_content_metadata(tmp_path):
     results = run(save_content_metadata, 4, str(tmp_path / "checkpoint"))
     assert results == [({"optimizer": "fully sharded"}, ["dp_cp_group", "optimizer"])] * 4
+
+
+def save_with_classes_of_its_own(rank, path):
+    mode = enum.IntEnum("Mode", ["FAST"])
+    position = dataclasses.make_dataclass("Position", ["epoch", "seen"])
+    for cls in (mode, position):
+        distckpt.register_object_type(cls, f"trainer.{cls.__name__}")
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(3)),
+        "b": ShardedTensor.from_rank_offsets("b", torch.zeros(3)),
+        "args": {"mode": mode.FAST, "lr": 0.5},
+        "where": [position(3, torch.arange(4))],
+        "object": ShardedObject("object", {"at": mode.FAST}, (1,), (0,)),
+    }
+    distckpt.save(state, path)
+
+
+def test_classes_that_the_reader_does_not_know_are_in_nobodys_way(tmp_path, capsys):
+    path, again = str(tmp_path / "checkpoint"), str(tmp_path / "again")
+    run(save_with_classes_of_its_own, 1, path)
+    request = {"w": ShardedTensor.from_rank_offsets("w", torch.empty(3))}
+    loaded = distckpt.load({**request, "args": {"lr": 0}}, path)
+    assert torch.equal(loaded["w"], torch.ones(3))
+    assert loaded["args"]["lr"] == 0.5
+    assert isinstance(loaded["args"]["mode"], distckpt.UnknownObject)
+    (position,) = distckpt.load_common_state_dict(path)["where"]
+    assert (position.name, position.state.epoch) == ("trainer.Position", 3)
+    assert list(distckpt.load_plain_tensors(path, keys=["b"])) == ["b"]
+
+    # What is asked for cannot be had, whatever is asked with.
+    object_of_it = ShardedObject("object", None, (1,), (0,))
+    for asked in ({"args": {"mode": 1}}, {"args": None}, {"where": [0]}, {"object": object_of_it}):
+        with pytest.raises(distckpt.UnsupportedObjectError, match=r"name='trainer\.(Mode|Position)'"):
+            distckpt.load({**request, **asked}, path)
+    with pytest.raises(distckpt.UnsupportedObjectError, match=r"name='trainer\.Mode'"):
+        distckpt.dcp.load({"args": {"mode": 0}}, checkpoint_id=path)
+
+    # Saved again, it is what it was.
+    distckpt.save(distckpt.load_common_state_dict(path), again)
+    assert {difference.key for difference in distckpt.diff(path, again).objects} == {"object"}
+    assert "registered as 'trainer.Mode'" in call(capsys, "cat", path)
+    assert "registered as 'trainer.Mode'" in call(capsys, "cat", path, "object")

@@ -7,10 +7,11 @@ that need more than 64 bits are tagged; JSON readers other than Python's may rou
 
 What to expect:
 
-- Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, defaultdict with a
-  basic type as its factory, set, frozenset, slice, range, Namespace, SimpleNamespace, date, datetime (naive, or with a
-  `datetime.timezone`), timedelta, paths of pathlib, dense tensors, torch.dtype, torch.device, torch.Size, numpy arrays
-  and scalars of numbers, dates or text, and registered classes. No subclasses of these.
+- Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, deque,
+  defaultdict with a builtin type as its factory, set, frozenset, slice, range, Namespace, SimpleNamespace, date,
+  datetime (naive, or with a `datetime.timezone`), timedelta, paths of pathlib, dense tensors, torch.dtype,
+  torch.device, torch.Size, numpy arrays and scalars of numbers, dates or text, and registered classes. No subclasses
+  of these.
 - The same values of the same types in the same order give the same bytes; the order of a set does not matter.
 - A value that is referred to twice is written twice; a cycle is an error.
 - Tensors come back as plain CPU tensors that do not require a gradient, Parameters too. Attributes set on a
@@ -20,15 +21,25 @@ What to expect:
 
 from __future__ import annotations
 
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError, UnsupportedObjectError
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
-from distckpt._format.codec.encode import ENCODERS, Writer, collect_fingerprints, encode_node
+from distckpt._format.codec.encode import (
+    ENCODERS,
+    Writer,
+    collect_fingerprints,
+    encode_node,
+    how_to_register,
+    unknown_objects,
+)
+from distckpt._format.codec.encode import UnknownObject as UnknownObject
 from distckpt._format.codec.tree import HOLE as HOLE
 from distckpt._format.codec.tree import (
     REGISTERED,
@@ -41,6 +52,8 @@ from distckpt._format.codec.tree import (
     to_text,
     type_name,
 )
+
+logger = logging.getLogger(__name__)
 
 CODEC_VERSION = "1"
 
@@ -64,14 +77,16 @@ def encode(obj: object) -> bytes:
         raise writer.unsupported(obj, str(error), "Keep large numbers of tensors outside of objects.") from error
 
 
-def decode(blob: bytes | bytearray | memoryview) -> object:
-    """Decode what `encode` made. Tensors and arrays are copies in memory of their own, which is writable."""
+def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:
+    """Decode what `encode` made. Tensors and arrays are copies in memory of their own, which is writable.
+
+    Objects of classes that are not registered are an error, or with `placeholders` become `UnknownObject`s.
+    """
     view = memoryview(blob).cast("B")
     try:
         tree, entries = _split_blob(view)
         obj = decode_node(safetensors_file.parse_json(tree), entries, 0)
         require(not entries, f"nothing refers to the entries {sorted(entries)[:3]}")
-        return obj
     except (CheckpointingException, MemoryError):
         # Sizes are checked against the blob, so it is no sign of damage.
         raise
@@ -81,6 +96,17 @@ def decode(blob: bytes | bytearray | memoryview) -> object:
             f"An encoded object of {len(view)} bytes is damaged ({what[:500]}). "
             "Load another checkpoint, or restore the file that holds it from a copy."
         ) from error
+    if entries.has_unknown and not placeholders:
+        refuse_unknown(obj)
+    return obj
+
+
+def refuse_unknown(obj: object, is_wanted: Callable[[tuple[object, ...]], bool] = lambda path: True) -> None:
+    """Raise UnsupportedObjectError if a decoded object holds an object of an unknown class at a wanted place."""
+    for path, unknown in unknown_objects(obj):
+        if is_wanted(path):
+            where = "".join(f"[{step!r:.60}]" for step in path)
+            raise UnsupportedObjectError(f"The object{where and ' at '}{where}: {how_to_register(unknown)}")
 
 
 def fingerprints(obj: object) -> dict[str, str]:
@@ -138,6 +164,12 @@ def register_object_type(
         raise ValueError(f"{type_name(cls)} is stored without being registered")
     if to_state is None or from_state is None:
         to_state, from_state = default_functions(cls)
+    if name is None and cls.__module__ in ("__main__", "__mp_main__"):
+        logger.warning(
+            "%s is registered as %r, which another program does not find or takes for a class of its own: give name=, "
+            "such as register_object_type(%s, %r).",
+            cls.__qualname__, type_name(cls), cls.__qualname__, f"my_project.{cls.__qualname__}",
+        )  # fmt: skip
     name = type_name(cls) if name is None else name
     by_name, by_class = REGISTERED_NAMES.get(name), REGISTERED.get(cls)
     if by_name is not None and by_name.cls is not cls:
@@ -146,6 +178,16 @@ def register_object_type(
         raise ValueError(f"{type_name(cls)} is registered under the name {by_class.name!r} already, not {name!r}")
     REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, to_state, from_state)
     return cls
+
+
+# By name, as classes of programs: an earlier release that reads them says what is missing.
+register_object_type(Counter, "collections.Counter", to_state=dict, from_state=Counter)
+register_object_type(
+    deque,
+    "collections.deque",
+    to_state=lambda items: [items.maxlen, *items],
+    from_state=lambda state: deque(state[1:], state[0]),
+)
 
 
 def _join_blob(tree: str, entries: Sequence[Raw]) -> bytes:
@@ -167,6 +209,6 @@ def _split_blob(blob: memoryview) -> tuple[str, Entries]:
             f"{CODEC_VERSION}. Install a newer release: pip install --upgrade distckpt"
         )
     require(version == CODEC_VERSION, f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}")
-    entries = safetensors_file.split_data(described, data)
+    entries = Entries(safetensors_file.split_data(described, data))
     tree = str(entries.pop(_TREE_ENTRY), "utf-8") if "tree_entry" in metadata else metadata["tree"]
     return tree, entries

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distckpt._base.errors import UnsupportedObjectError
+from distckpt._format.codec.encode import UnknownObject, unknown_objects
 from distckpt._format.codec.tree import (
     DTYPES,
     FACTORIES,
@@ -37,8 +37,12 @@ from distckpt._format.codec.tree import (
 _MAX_NDIM = 1024
 _MAX_COLLISIONS = 1024
 
-Entries = dict[str, memoryview]
-"""Entries of a blob that the tree has not referred to yet. Each can be used once, so that no bytes multiply."""
+
+class Entries(dict[str, memoryview]):
+    """Entries of a blob that the tree has not referred to yet. Each can be used once, so that no bytes multiply."""
+
+    has_unknown = False
+    """Whether the tree holds objects of unknown classes."""
 
 
 def decode_node(node: Json, entries: Entries, depth: int) -> Any:
@@ -163,15 +167,14 @@ def _decode_path(payload: list[Any]) -> object:
     return cls(text)
 
 
-def _decode_registered(payload: list[Any]) -> object:
+def _decode_registered(payload: Any, entries: Entries) -> object:
     name, state = payload
     registration = REGISTERED_NAMES.get(name)
-    if registration is None:
-        raise UnsupportedObjectError(
-            f"The checkpoint holds an object whose class is registered as {name!r}, which is unknown here. Before "
-            f"loading, call distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= "
-            "unless cls is an Enum class, a dataclass or a namedtuple class."
-        )
+    # What a class makes of a state that holds unknown objects could not be saved again as it was stored.
+    if registration is None or (entries.has_unknown and any(unknown_objects(state))):
+        require(type(name) is str, f"a class named {name!r:.50}")
+        entries.has_unknown = True
+        return UnknownObject(name, state)
     try:
         return registration.from_state(state)
     except Exception as error:
@@ -189,6 +192,7 @@ ENTRY_DECODERS: dict[str, Callable[[Any, Entries], object]] = {
     "$bytearray": lambda payload, entries: bytearray(_decode_bytes(payload, entries)),
     "$tensor": _decode_tensor,
     "$ndarray": _decode_array,
+    "$object": _decode_registered,
 }
 
 DECODERS: dict[str, tuple[type, Callable[[Any], object]]] = {
@@ -216,7 +220,6 @@ DECODERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "$torch.device": (str, torch.device),
     "$torch.Size": (list, lambda payload: torch.Size(_several(int, len(payload), payload))),
     "$numpy": (list, _decode_scalar),
-    "$object": (list, _decode_registered),
 }
 
 

@@ -10,8 +10,8 @@ import math
 import re
 import struct
 import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -218,6 +218,84 @@ def _encode_registered(obj: object, writer: Writer) -> Json:
     return {"$object": [registration.name, state]}
 
 
+class UnknownObject:
+    """Stands for a stored object whose class this program has not registered under the name that was stored.
+
+    It is saved again as it was stored. Anything else that is done with it is an error that names the class.
+
+    Attributes:
+        name: that of the class in the checkpoint.
+        state: what is stored of the object.
+    """
+
+    def __init__(self, name: str, state: object) -> None:
+        self.name, self.state = name, state
+
+    def __repr__(self) -> str:
+        return f"<object of an unknown class, registered as {self.name!r}>"
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if not vars(self):  # A copy that is being made.
+            raise AttributeError(attribute)
+        raise AttributeError(f"{attribute!r} of {self!r}: {how_to_register(self)}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnknownObject):
+            self._refuse()
+        return self is other or self._content() == other._content()
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def _content(self) -> object:
+        writer = Writer()
+        return to_text(encode_node(self, writer)), tuple(map(bytes, writer.entries))
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise UnsupportedObjectError(f"{self!r} was used: {how_to_register(self)}")
+
+    # What enums and named tuples can do. By name, since Python looks these up in the class.
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getitem__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = _refuse
+
+
+def unknown_objects(obj: object, path: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
+    """Yield the objects of unknown classes in a decoded object, with the keys and positions that lead to them."""
+    if isinstance(obj, UnknownObject):
+        yield path, obj
+    elif isinstance(obj, dict):
+        for key, value in obj.items():
+            yield from unknown_objects(key, path)
+            yield from unknown_objects(value, (*path, key))
+    elif isinstance(obj, list | tuple | collections.deque):
+        for index, value in enumerate(obj):
+            yield from unknown_objects(value, (*path, index))
+    elif isinstance(obj, set | frozenset):
+        for value in obj:
+            yield from unknown_objects(value, path)
+    elif isinstance(obj, slice):
+        yield from unknown_objects((obj.start, obj.stop, obj.step), path)
+    elif isinstance(obj, argparse.Namespace | types.SimpleNamespace):
+        yield from unknown_objects(vars(obj), path)
+
+
+def how_to_register(unknown: UnknownObject) -> str:
+    """Say how to get the objects themselves."""
+    while inner := next(unknown_objects(unknown.state), None):
+        _, unknown = inner
+    name = unknown.name
+    return (
+        f"its class is registered as {name!r}, which is unknown here. Before loading, call distckpt."
+        f"register_object_type(cls, name={name!r}), with to_state= and from_state= unless cls is an Enum class, a "
+        "dataclass or a namedtuple class."
+    )
+
+
+def _encode_unknown(obj: UnknownObject, writer: Writer) -> Json:
+    (state,) = _encode_children(obj, [(_SAME, None, obj.state)], writer)
+    return {"$object": [obj.name, state]}
+
+
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:
     """Make an encoder for a type that is stored as a state of simpler types."""
     return lambda obj, writer: {f"${kind}": encode_node(to_state(obj), writer)}
@@ -273,6 +351,7 @@ ENCODERS: dict[type, _Encoder] = {
     torch.device: _encode_state("torch.device", str),
     torch.Size: _encode_state("torch.Size", list),
     np.ndarray: _encode_array,
+    UnknownObject: _encode_unknown,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -39,7 +40,8 @@ HOLE = Hole()
 
 FACTORIES: dict[str | None, type | None] = {
     None: None,
-    **{factory.__name__: factory for factory in (bool, dict, float, int, list, set, str, tuple)},
+    **{cls.__name__: cls for cls in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)},
+    **{cls.__name__: cls for cls in (collections.Counter, collections.OrderedDict, collections.deque)},
 }
 PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls

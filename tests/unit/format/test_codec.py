@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from distckpt._format.codec import HOLE, decode, encode, fingerprints, register_object_type
+from distckpt._format.codec import HOLE, UnknownObject, decode, encode, fingerprints, register_object_type
 from distckpt._format.codec.decode import DECODERS, ENTRY_DECODERS
 from distckpt.core import CorruptCheckpointError, UnsupportedObjectError
 
@@ -103,6 +103,8 @@ def bare(obj: Any) -> Any:
         parts = struct.pack("2d", obj.real, obj.imag)
     elif isinstance(obj, dict):
         parts = (getattr(obj, "default_factory", None), [(bare(key), bare(value)) for key, value in obj.items()])
+    elif isinstance(obj, collections.deque):
+        parts = (obj.maxlen, [bare(item) for item in obj])
     elif isinstance(obj, list | tuple):
         parts = [bare(item) for item in obj]
     elif isinstance(obj, set | frozenset):
@@ -289,6 +291,9 @@ def test_random_states_can_be_restored() -> None:
         {frozenset({b"x" * 1000}): 1},
         collections.OrderedDict([(2, 1), (1, 2)]),
         collections.defaultdict(None, {1: 2}),
+        collections.defaultdict(collections.Counter, a=collections.Counter("abab")),
+        collections.Counter({"a": -1.5, None: 0}),
+        [collections.deque([torch.ones(1), 2], maxlen=3), collections.deque()],
         datetime.datetime(2020, 10, 25, 1, 30, fold=1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),
         datetime.timezone(datetime.timedelta(seconds=-1)),
         np.array("2020-01-01", "M8[D]"),
@@ -406,7 +411,7 @@ for _ in range(1000):
         ([len], ["[0]", "classes, functions and modules"]),
         ({"t": {torch.ones(1)}}, ["['t']<element>", "Tensor", "set"]),
         (collections.defaultdict(lambda: 0), ["defaultdict", "default_factory", "Convert it to a dict"]),
-        (collections.Counter("a"), ["Counter", "convert it to dict"]),
+        (type("Bag", (dict,), {})(), ["Bag", "convert it to dict"]),
         ([torch.ones(2).to_sparse()], ["[0]", "torch.sparse_coo"]),
         ([torch.ones(2, device="meta")], ["[0]", "meta"]),
         ([torch.nn.parameter.UninitializedParameter()], ["UninitializedParameter", "ShardedTensor"]),
@@ -482,8 +487,51 @@ def test_registering_refuses_what_is_ambiguous() -> None:
 
 
 def test_a_class_unknown_to_the_reader_is_named() -> None:
-    with pytest.raises(UnsupportedObjectError, match=r"'my\.Thing'.*register_object_type\(cls, name='my\.Thing'\)"):
+    with pytest.raises(
+        UnsupportedObjectError, match=r"at \[0\].*'my\.Thing'.*register_object_type\(cls, name='my\.Thing'\)"
+    ):
         decode(reference_blob([{"$object": ["my.Thing", {}]}]))
+
+
+def unknown(state: object, name: str = "my.Thing") -> dict[str, object]:
+    return {"$object": [name, state]}
+
+
+def test_a_placeholder_is_stored_again_as_it_was_and_used_for_nothing_else() -> None:
+    keyed = {"$dict": [unknown("RED", "my.Color"), 1, unknown("BLUE", "my.Color"), 2]}
+    tensor = {"$tensor": ["uint8", [2], 0]}
+    in_known = {"$object": [f"{__name__}.Point", {"$SimpleNamespace": {"x": unknown({"t": tensor}), "y": []}}]}
+    tree = ["before", in_known, keyed, {"$set": [unknown("RED", "my.Color")]}]
+    obj: Any = decode(reference_blob(tree, {"00000000": b"\x01\x02"}), placeholders=True)
+    blob = encode(obj)
+    assert json.loads(json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]["tree"]) == tree
+    assert blob.endswith(b"\x01\x02")
+    assert encode(copy.deepcopy(obj)) == blob
+    assert encode(pickle.loads(pickle.dumps(obj))) == blob
+    # One that is registered here, but not all that it holds.
+    _, point, colors, _ = obj
+    assert isinstance(point, UnknownObject)
+    assert point.state.x.state["t"].tolist() == [1, 2]
+    red = next(iter(colors))
+    assert (colors[red], red == copy.deepcopy(red), red == point) == (1, True, False)
+    assert not hasattr(point, "x")
+    with pytest.raises(AttributeError, match=r"'x'.*'my\.Thing'"):
+        point.x  # noqa: B018
+    for use in (bool, int, len, iter, lambda red: red == "RED", lambda red: red + 1, lambda red: red[0]):
+        with pytest.raises(UnsupportedObjectError, match=r"my\.Color"):
+            use(red)
+
+
+def test_a_class_of_the_main_program_is_registered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cls = dataclasses.make_dataclass("Schedule", ["lr"])
+    cls.__module__ = "__main__"
+    register_object_type(cls)
+    assert "register_object_type(Schedule, 'my_project.Schedule')" in caplog.text
+    caplog.clear()
+    named = dataclasses.make_dataclass("Named", ["lr"])
+    named.__module__ = "__main__"
+    register_object_type(named, "tests.Named")
+    assert caplog.text == ""
 
 
 def test_fields_of_other_versions_of_a_class() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 import torch
+from torch.optim import lr_scheduler
 
 import distckpt
 from distckpt import (
@@ -19,6 +20,7 @@ from distckpt import (
 from distckpt.core import RankFailedError
 from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
 from tests.benchmarks.measure import peak_memory_bytes
+from tests.support.read_counts import counted_reads
 
 
 def tensor(key, value=1.0, shape=(4,), **kwargs):
@@ -437,3 +439,72 @@ def test_a_save_stays_within_its_memory(tmp_path, budget):
     distckpt.save(state, tmp_path / "first")
     grown = peak_memory_bytes(lambda: distckpt.save(state, tmp_path / "c", max_inflight_bytes=budget))
     assert grown < min(budget, 64 << 20) + (8 << 20)
+
+
+def test_plain_tensors_that_are_not_named_are_not_read(tmp_path):
+    state = {"large": torch.zeros(1 << 21), "small": torch.arange(5)}
+    distckpt.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in state.items()}, tmp_path / "c")
+    with counted_reads() as counts:
+        loaded = distckpt.load_plain_tensors(tmp_path / "c", keys=["small"])
+    assert list(loaded) == ["small"]
+    assert torch.equal(loaded["small"], state["small"])
+    assert counts.plain + counts.batched < 1 << 20
+    with pytest.raises(distckpt.LoadMismatchError, match=r"smal'.*small"):
+        distckpt.load_plain_tensors(tmp_path / "c", keys=["large", "smal"])
+    with pytest.raises(TypeError, match=r"\['small'\]"):
+        distckpt.load_plain_tensors(tmp_path / "c", keys="small")
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.9),
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.2),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.PolynomialLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [5])]
+    ),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [make(optimizer) for make in (lr_scheduler.ConstantLR, lr_scheduler.LinearLR)], [2]
+    ),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "SWALR": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05),
+}
+NOT_BY_NAME = {"LRScheduler", "PolynomialLR", "ConstantLR", "LinearLR"}
+
+
+def test_every_scheduler_of_torch_resumes(tmp_path):
+    """Goes on with the learning rates of one that was never stopped."""
+    assert set(lr_scheduler.__all__) - set(SCHEDULERS) == NOT_BY_NAME
+    made = {}
+    for name, make in SCHEDULERS.items():
+        pairs = []
+        for _ in range(2):
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+            pairs.append((optimizer, make(optimizer)))
+        made[name] = pairs
+    rates_of(pairs[0] for pairs in made.values())
+    state = {
+        name: {"scheduler": scheduler.state_dict(), "optimizer": optimizer.state_dict()}
+        for name, ((optimizer, scheduler), _) in made.items()
+    }
+    distckpt.save(state, tmp_path / "c")
+    loaded = distckpt.load({}, tmp_path / "c")
+    for name, (_, (optimizer, scheduler)) in made.items():
+        optimizer.load_state_dict(loaded[name]["optimizer"])
+        scheduler.load_state_dict(loaded[name]["scheduler"])
+    assert rates_of(pairs[0] for pairs in made.values()) == rates_of(pairs[1] for pairs in made.values())
+
+
+def rates_of(pairs):
+    rates = []
+    for optimizer, scheduler in pairs:
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+            rates.append(optimizer.param_groups[0]["lr"])
+    return rates
