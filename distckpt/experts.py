@@ -24,7 +24,9 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.public import set_public_home
 from distckpt._geometry.region import with_item
+from distckpt._mapping.kinds import is_a
 from distckpt._models.fused import FusedPart, fail, parts_factory
+from distckpt._state.megatron_shards import adopt
 from distckpt.dict_utils import dict_list_map_outplace
 from distckpt.mapping import ReplicaId, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory
 
@@ -169,6 +171,7 @@ def _map_shards(node: Any, change: Callable[[Any], Any], expert_dp_rank: int | N
     if isinstance(node, list | tuple):
         children = [_map_shards(child, change, expert_dp_rank) for child in node]
         return children if isinstance(node, list) else tuple(children)
+    node = adopt(node)
     if isinstance(node, ShardedTensorFactory):
         return replace(_map_built(node, change), replica_id=_with_last(node.replica_id, expert_dp_rank))
     if isinstance(node, ShardedTensor | ShardedObject):
@@ -180,7 +183,7 @@ def _map_built(factory: ShardedTensorFactory, change: Callable[[Any], Any]) -> S
     def build(key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
         built = factory.build_fn(key, tensor, replica_id, flattened_range)
         # A factory may build a single shard.
-        return dict_list_map_outplace(lambda v: change(v) if isinstance(v, ShardedTensor | ShardedObject) else v, built)
+        return dict_list_map_outplace(lambda v: change(adopt(v)) if is_a(v, ShardedTensor, ShardedObject) else v, built)
 
     return replace(factory, build_fn=build)
 

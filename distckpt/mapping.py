@@ -21,6 +21,7 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.public import set_public_home
 from distckpt._mapping.base import ReplicaId, ShardedBase, fail, integers
+from distckpt._mapping.kinds import is_a
 from distckpt._mapping.sharded_tensor import ShardedTensor
 from distckpt.dict_utils import dict_list_map_inplace
 
@@ -203,7 +204,7 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     Args:
         sharded_state_dict: nested dicts and lists; changed in place.
     """
-    dict_list_map_inplace(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, sharded_state_dict)
+    dict_list_map_inplace(lambda x: x.build() if is_a(x, ShardedTensorFactory) else x, sharded_state_dict)
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
@@ -221,7 +222,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     Raises:
         InvalidShardingError: `x1` has no counterpart of a factory; the message gives the position.
     """
-    if isinstance(x2, ShardedTensorFactory):
+    if is_a(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
     if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
         _fail_merge(key, f"the lists have different lengths, {len(x1)} loaded and {len(x2)} with factories")

@@ -29,6 +29,7 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.public import set_public_home
+from distckpt._mapping.kinds import is_a
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
 from distckpt._models.optimizer_state import (
     BlankStates,
@@ -42,6 +43,7 @@ from distckpt._models.optimizer_state import (
     unite,
 )
 from distckpt._ranks.collectives import Ranks
+from distckpt._state.megatron_shards import adopt
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import (
     LocalNonpersistentObject,
@@ -118,7 +120,7 @@ def get_param_id_to_sharded_param_map(
             logger.debug("the optimizer has no parameter for key %r", shard.key)
         else:
             # Of tied parameters the first: it is the one that the checkpoint stores.
-            sharded_params.setdefault(position, shard)
+            sharded_params.setdefault(position, adopt(shard))
     if not sharded_params:
         logger.warning("no tensor of the model state dict is a parameter of the optimizer.%s", KEEP_VARS_HINT)
     return sharded_params
@@ -168,7 +170,7 @@ def optim_state_to_sharding_state(
 
 
 def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, name: str) -> Any:
-    param_shape = model_param.local_shape if isinstance(model_param, ShardedTensor) else None
+    param_shape = model_param.local_shape if is_a(model_param, ShardedTensor) else None
     if not isinstance(value, torch.Tensor) or (value.ndim == 0 and param_shape != ()):
         return value
     try:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from distckpt._mapping.kinds import is_a
 from distckpt.dict_utils import extract_matching_values, nested_values
 from distckpt.mapping import (
     LocalNonpersistentObject,
@@ -53,14 +54,14 @@ def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[Shard
     This and the functions like it return two halves of nested dicts and lists: what they name, and all else. They keep
     the nesting, compact lists, and do not change their argument; see `dict_utils.extract_matching_values`.
     """
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
+    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedTensor))
 
 
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest."""
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory)))
+    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedTensor, ShardedTensorFactory))
 
 
 def extract_sharded_tensors_or_nonpersistent(
@@ -69,18 +70,18 @@ def extract_sharded_tensors_or_nonpersistent(
     """Split a state dict into its `ShardedTensor`s, factories and `LocalNonpersistentObject`s, and the rest."""
     return extract_matching_values(
         sharded_state_dict,
-        lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)),
+        lambda v: is_a(v, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject),
     )
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedBase` values (shards, objects, factories), and the rest."""
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
+    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedBase))
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `LocalNonpersistentObject`s, still wrapped, and the rest."""
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
+    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, LocalNonpersistentObject))
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
@@ -107,7 +108,7 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
         ValueError: a key does not start with `old_prefix`; nothing is changed then.
     """
     for value in nested_values([sharded_state_dict]):
-        if isinstance(value, ShardedBase) and not value.key.startswith(old_prefix):
+        if is_a(value, ShardedBase) and not value.key.startswith(old_prefix):
             raise ValueError(
                 f"expected every key to begin with prefix {old_prefix!r}, but found {value.key!r}; "
                 "apply_prefix_mapping leaves other keys alone"
@@ -136,7 +137,7 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
 def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
     # By identity: a value that is at several positions of a state dict is renamed once.
     # In a list, since a single wrapped value is accepted as well.
-    wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if isinstance(v, ShardedBase)}
+    wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if is_a(v, ShardedBase)}
     for value in wrapped.values():
         value.key = rename(value.key)
 
@@ -150,9 +151,9 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
         sharded_state_dict: nested dicts and lists; the `data` of wrapped values in it are changed.
     """
     for value in nested_values([sharded_state_dict]):
-        if isinstance(value, ShardedBase) and _is_float8(value.data):
+        if is_a(value, ShardedBase) and _is_float8(value.data):
             value.data = value.data.dequantize()
-            if isinstance(value, ShardedTensor):
+            if is_a(value, ShardedTensor):
                 value.dtype = value.data.dtype
 
 

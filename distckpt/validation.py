@@ -12,7 +12,9 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.public import set_public_home
 from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
+from distckpt._mapping.kinds import is_a
 from distckpt._ranks import collectives
+from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard, describe, merge_tables
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards
@@ -47,9 +49,10 @@ def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
     return check_marker(read_marker(location), location)
 
 
-def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[Shard]:
+def _sharded_leaves(sharded_state_dict: ShardedStateDict | list[Any]) -> list[Shard]:
     """List the `ShardedTensor`s and `ShardedObject`s of nested dicts and lists."""
-    return [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor | ShardedObject)]
+    leaves = map(adopt, nested_values(sharded_state_dict))
+    return [leaf for leaf in leaves if isinstance(leaf, ShardedTensor | ShardedObject)]
 
 
 def determine_global_metadata(
@@ -98,7 +101,7 @@ def validate_sharding_integrity(
         InvalidShardingError: naming keys, regions and ranks.
     """
     del common_state_dict
-    leaves = [[s for s in shards if isinstance(s, ShardedTensor | ShardedObject)] for shards in global_metadata]
+    leaves = [_sharded_leaves(list(shards)) for shards in global_metadata]
     validate_shards(merge_tables([describe(shards) for shards in leaves]))
 
 
@@ -149,4 +152,4 @@ def _without_keys(node: Any, keys: set[str]) -> Any:
 
 
 def _has_key(node: Any, keys: set[str]) -> bool:
-    return isinstance(node, ShardedBase) and node.key in keys
+    return is_a(node, ShardedBase) and node.key in keys

@@ -21,6 +21,7 @@ import torch
 from distckpt._base.errors import CheckpointingException, InvalidShardingError, LoadMismatchError
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
+from distckpt._mapping.kinds import is_a
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
 from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import nested_values
@@ -165,7 +166,7 @@ def make_sharded_optimizer_tensor(
     """
     data = local_part(optim_param)
     key = f"{prefix}.{model_param.key}"
-    if isinstance(model_param, ShardedTensorFactory):
+    if is_a(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=data)
     return replace(model_param, key=key, data=data, dtype=data.dtype)
 

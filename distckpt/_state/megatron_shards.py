@@ -14,6 +14,7 @@ import torch
 
 from distckpt._format.codec import register_object_type
 from distckpt._mapping.base import ShardedBase
+from distckpt._mapping.kinds import kind_of
 from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 # Transformer layers keep their extra state in such files in memory.
@@ -54,25 +55,16 @@ def _adopt_factory(node: Any) -> ShardedTensorFactory:
     return ShardedTensorFactory(node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flat)
 
 
-_KINDS: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
-    "ShardedTensor": (
-        _adopt_tensor,
-        frozenset({"key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations"}),
-    ),
-    "ShardedObject": (_adopt_object, frozenset({"key", "data", "global_shape", "global_offset", "replica_id"})),
-    "ShardedTensorFactory": (_adopt_factory, frozenset({"key", "data", "build_fn", "merge_fn", "replica_id"})),
+_CONVERTERS: dict[str | None, Callable[[Any], Any]] = {
+    "ShardedTensor": _adopt_tensor,
+    "ShardedObject": _adopt_object,
+    "ShardedTensorFactory": _adopt_factory,
+    "LocalNonpersistentObject": lambda node: LocalNonpersistentObject(node.unwrap()),
 }
-"""Class name -> how to convert, and the fields that distinguish the class from others of that name."""
 
 
 @functools.cache
 def _converter_of(cls: type) -> Callable[[Any], Any] | None:
     if issubclass(cls, ShardedBase | LocalNonpersistentObject):
         return None
-    for base in cls.__mro__:
-        convert, fields = _KINDS.get(base.__name__, (None, frozenset()))
-        if convert is not None and fields <= set(getattr(base, "__dataclass_fields__", ())):
-            return convert
-        if base.__name__ == "LocalNonpersistentObject" and callable(getattr(base, "unwrap", None)):
-            return lambda node: LocalNonpersistentObject(node.unwrap())
-    return None
+    return _CONVERTERS.get(kind_of(cls))

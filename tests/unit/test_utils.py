@@ -6,9 +6,18 @@ import threading
 import pytest
 import torch
 
-from distckpt import utils
+from distckpt import InvalidShardingError, utils
 from distckpt.dict_utils import nested_values
-from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from distckpt.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+)
+from distckpt.validation import determine_global_metadata, validate_sharding_integrity
 from tests.support.reference import megatron_or_skip
 
 
@@ -204,7 +213,8 @@ def test_extract_agrees_with_megatron(megatron, name):
     their_utils, their_mapping = megatron
     theirs = getattr(their_utils, name)(make_state(their_mapping))
     ours = getattr(utils, name)(make_state())
-    assert tuple(map(structure, ours)) == tuple(map(structure, theirs))
+    given_theirs = getattr(utils, name)(make_state(their_mapping))
+    assert tuple(map(structure, ours)) == tuple(map(structure, theirs)) == tuple(map(structure, given_theirs))
 
 
 @pytest.mark.parametrize(
@@ -217,10 +227,33 @@ def test_extract_agrees_with_megatron(megatron, name):
 )
 def test_prefixes_agree_with_megatron(megatron, name, args):
     their_utils, their_mapping = megatron
-    ours, theirs = make_state(), make_state(their_mapping)
+    ours, theirs, given_theirs = make_state(), make_state(their_mapping), make_state(their_mapping)
     getattr(utils, name)(ours, *args)
+    getattr(utils, name)(given_theirs, *args)
     getattr(their_utils, name)(theirs, *args)
-    assert structure(ours) == structure(theirs)
+    assert structure(ours) == structure(theirs) == structure(given_theirs)
+
+
+def test_factories_of_megatron_are_applied_and_merged(megatron):
+    _, their_mapping = megatron
+    build = lambda key, tensor, *_: [their_mapping.ShardedTensor.from_rank_offsets(key, tensor[:1])]  # noqa: E731
+    factory = their_mapping.ShardedTensorFactory("f", torch.ones(2), build, lambda parts: torch.cat(parts * 2))
+    state = {"list": [factory, 1]}
+    apply_factories(state)
+    assert state["list"][0][0].key == "f"
+    loaded = apply_factory_merges({"list": [[torch.ones(1)], 1]}, {"list": {0: factory}})
+    assert loaded["list"][0].tolist() == [1, 1]
+
+
+def test_shards_of_megatron_are_validated(megatron):
+    _, their_mapping = megatron
+    part = their_mapping.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))
+    mine, of_all = determine_global_metadata({"w": part})
+    assert [shard.key for shard in mine] == ["w"]
+    with pytest.raises(InvalidShardingError, match="'w'"):
+        validate_sharding_integrity([[part]])
+    with pytest.raises(InvalidShardingError, match="'w'"):
+        validate_sharding_integrity(of_all)
 
 
 def test_every_name_of_megatron_is_here(megatron):
