@@ -20,6 +20,7 @@ from distckpt._foreign.stored_values import load_objects
 from distckpt._format.manifest import ChunkTable
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io import aliases
 from distckpt._io.read import read_copies
 from distckpt._io.remove_tensors import remove_tensors
 from distckpt._io.save import (
@@ -207,22 +208,24 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def _load_tensors(self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         options = self.options
         with self.ranks.phase("plan the reads"):
-            filled, copies, targets = self._plan_tensors(stored, tensors)
+            filled, requests, copies, targets = self._plan_tensors(stored, tensors)
+            separated = aliases.separate(stored, requests, copies, targets)
             group = collectives.group_number(options.exchange_group)
         is_local = locations.is_local(stored.location)
         sharing = Sharing(self.ranks, options.parallel_load, group, is_local, options.max_inflight_bytes)
         num_threads = (num_threads_within if is_local else num_requests_within)(options.max_inflight_bytes)
 
         def read_share(share: Sequence[Copy]) -> None:
-            read_copies(stored, share, targets, num_threads, options.progress)
+            read_copies(stored, share, separated.targets, num_threads, options.progress)
 
-        read_sharing(sharing, stored.manifest, copies, targets, read_share)
+        read_sharing(sharing, stored.manifest, copies, separated.targets, read_share)
+        aliases.join(requests, separated, stored.location)
         return {name: shard.data for name, shard in filled.items() if shard.data is not None}
 
     def _plan_tensors(
         self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]
-    ) -> tuple[dict[str, ShardedTensor], list[Copy], Sequence[torch.Tensor]]:
-        """Return the shards with their tensors, and what to read into which parts of those."""
+    ) -> tuple[dict[str, ShardedTensor], list[Request], list[Copy], Sequence[torch.Tensor]]:
+        """Return the shards with their tensors, what is requested, and what to read into which parts of those."""
         pieces = [(name, shard, region) for name, shard in tensors.items() for region in shard_regions(shard)]
         requests = [
             Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
@@ -245,7 +248,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         for request, target in zip(requests, targets, strict=True):
             if request.allow_shape_mismatch:
                 target.zero_()
-        return filled, copies, targets
+        return filled, list(requests), copies, targets
 
     def _plan(self, stored: StoredCheckpoint, requests: Sequence[Request], dtypes: Sequence[torch.dtype]) -> list[Copy]:
         """Find what fills the requests, whose targets have the given dtypes."""

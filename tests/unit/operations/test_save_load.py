@@ -377,6 +377,33 @@ def test_a_tied_tensor_stays_under_its_other_name(tmp_path):
         assert torch.equal(loaded[left], weight)
 
 
+@pytest.mark.parametrize("shape", [(300, 500), (500, 300), ()])
+def test_targets_that_share_memory_get_the_last_value_with_a_warning(tmp_path, caplog, shape):
+    values = {key: torch.full(shape, float(number)) for number, key in enumerate("abc")}
+    distckpt.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}, tmp_path / "c")
+    shared = torch.zeros(300, 500).t() if shape == (500, 300) else torch.zeros(shape)
+    request = {key: ShardedTensor.from_rank_offsets(key, shared) for key in "ab"}
+    request["c"] = ShardedTensor.from_rank_offsets("c", torch.zeros(shape))
+    loaded = distckpt.load(request, tmp_path / "c")
+    assert loaded["a"] is loaded["b"] is shared
+    assert torch.equal(shared, values["b"])
+    assert torch.equal(loaded["c"], values["c"])
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "'a' and 'b'" in warned
+
+
+def test_tied_targets_with_equal_values_are_no_reason_to_warn(tmp_path, caplog):
+    value = torch.randn(300, 500)
+    apart = {key: ShardedTensor.from_rank_offsets(key, value.clone()) for key in "ab"}
+    tied = {key: ShardedTensor.from_rank_offsets(key, value) for key in "ab"}
+    for name, state in (("apart", apart), ("tied", tied)):
+        distckpt.save(state, tmp_path / name)
+        shared = torch.zeros(300, 500)
+        distckpt.load({key: ShardedTensor.from_rank_offsets(key, shared) for key in "ab"}, tmp_path / name)
+        assert torch.equal(shared, value)
+    assert caplog.text == ""
+
+
 def test_removing_nothing_leaves_the_checkpoint_alone(tmp_path, caplog):
     distckpt.save({"a": tensor("a")}, tmp_path / "c")
     before = {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")}
