@@ -29,7 +29,6 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.public import set_public_home
-from distckpt._mapping.kinds import is_a
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
 from distckpt._models.optimizer_state import (
     BlankStates,
@@ -170,7 +169,7 @@ def optim_state_to_sharding_state(
 
 
 def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, name: str) -> Any:
-    param_shape = model_param.local_shape if is_a(model_param, ShardedTensor) else None
+    param_shape = getattr(model_param, "local_shape", None)
     if not isinstance(value, torch.Tensor) or (value.ndim == 0 and param_shape != ()):
         return value
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ __all__ = [
 set_public_home(globals())
 
 
-def verify_checkpoint(checkpoint_dir: str) -> dict[str, Any]:
+def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Check that a complete checkpoint of a readable format is there (its marker is; contents are not read).
 
     Returns:

@@ -21,7 +21,7 @@ from distckpt._operations.consistent_read import find_checkpoint, noticing_remov
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import LoadReport, PhaseTimer
 from distckpt._state import flatten
-from distckpt._state.common_state import COMMON_KEY, check_common_strategy
+from distckpt._state.common_state import COMMON_KEY, check_common_strategy, take_common_strategy
 from distckpt._state.shards import ShardTable, describe, merge_tables
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards
@@ -34,6 +34,7 @@ from distckpt.strategies.defaults import load_strategy
 logger = logging.getLogger(__name__)
 
 
+@take_common_strategy
 @operation
 @paused_garbage_collection()
 def load(
@@ -45,7 +46,7 @@ def load(
     verify_integrity: bool = False,
     process_group: Any = None,
     *,
-    common_strategy: None = None,
+    common_strategy: tuple[str, int] | None = None,
     verify: Verify = "read",
     allow_dtype_cast: bool = False,
     parallel_load: ParallelLoad = "auto",
@@ -78,7 +79,7 @@ def load(
         verify_integrity: the same as `verify="full"`.
         process_group: the ranks that load together; None for the default group, or for this process alone when
             torch.distributed is not initialised.
-        common_strategy: accepted for compatibility; must be None.
+        common_strategy: accepted for compatibility, as the fourth positional argument, too; None or `("torch", 1)`.
         verify: "read" and "full", which mean the same, compare the checksum of every block of 256 KiB of which a byte
             is loaded; "none" compares nothing.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information. Lossless
@@ -196,7 +197,7 @@ def _compare_keys(
     missing = stored.difference(*requested_by_all) if StrictHandling.requires_global_app_metadata(mode) else set()
     # Every rank compares the keys of all, so that all raise the same error.
     unexpected_of_all = set().union(*requested_by_all) - stored
-    handle_mismatch(mode, missing, unexpected_of_all, stored, location, logs=ranks.is_coordinator)
+    handle_mismatch(mode, missing, unexpected_of_all, stored, location)
     return missing, unexpected
 
 

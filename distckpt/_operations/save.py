@@ -18,7 +18,7 @@ from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_a
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, SaveReport
 from distckpt._state import common_state, flatten
-from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA, check_common_strategy
+from distckpt._state.common_state import COMMON_KEY, CONTENT_METADATA, check_common_strategy, take_common_strategy
 from distckpt._state.shards import Shard
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
 from distckpt.strategies.async_utils import AsyncRequest
@@ -27,6 +27,7 @@ from distckpt.strategies.defaults import save_strategy
 from distckpt.utils import _clean_metadata_for_serialization
 
 
+@take_common_strategy
 @operation
 @paused_garbage_collection()
 def save(
@@ -40,7 +41,7 @@ def save(
     async_strategy: str | None = None,
     verify_integrity: bool = False,
     *,
-    common_strategy: None = None,
+    common_strategy: tuple[str, int] | None = None,
     overwrite: bool = False,
     process_group: Any = None,
     validate_replicas: bool = False,
@@ -78,7 +79,7 @@ def save(
         content_metadata: describes the content, see `load_content_metadata`.
         async_strategy: accepted for compatibility.
         verify_integrity: accepted for compatibility: checksums are always written.
-        common_strategy: accepted for compatibility; must be None.
+        common_strategy: accepted for compatibility, as the fourth positional argument, too; None or `("torch", 1)`.
         overwrite: replace a complete checkpoint that is there. It stays until the new one is complete.
         process_group: the ranks that save together; None for the default group, or for this process alone when
             torch.distributed is not initialised.

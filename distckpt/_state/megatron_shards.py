@@ -67,4 +67,4 @@ _CONVERTERS: dict[str | None, Callable[[Any], Any]] = {
 def _converter_of(cls: type) -> Callable[[Any], Any] | None:
     if issubclass(cls, ShardedBase | LocalNonpersistentObject):
         return None
-    return _CONVERTERS.get(kind_of(cls))
+    return _CONVERTERS.get(kind_of(cls))  # type: ignore[arg-type]  # Classes are hashable.

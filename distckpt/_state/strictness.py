@@ -78,9 +78,9 @@ def _mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: 
     lines = [f"The requested keys and those in the checkpoint {location!r} differ."]
     if unexpected:
         hint = did_you_mean(unexpected[0], known) if len(unexpected) <= 20 else ""
-        lines.append(f"Unexpected (requested, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
+        lines.append(f"Unexpected keys (requested, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
     if missing:
-        lines.append(f"Missing (in the checkpoint, requested by no rank): {summarize_keys(missing)}.")
+        lines.append(f"Missing keys (in the checkpoint, requested by no rank): {summarize_keys(missing)}.")
     lines.append("Correct the sharded state dict, or choose another StrictHandling.")
     return " ".join(lines)
 
@@ -91,9 +91,8 @@ def handle_mismatch(
     unexpected: set[str],
     known: Iterable[str],
     location: str,
-    logs: bool = True,
 ) -> None:
-    """Raise LoadMismatchError, log a warning (on one rank) or do nothing about differing keys, as the mode says."""
+    """Raise LoadMismatchError, log a warning or do nothing about differing keys, as the mode says."""
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):
         missing = set()
     if not (missing or unexpected):
@@ -101,5 +100,5 @@ def handle_mismatch(
     if strict in (StrictHandling.RAISE_ALL, StrictHandling.RAISE_UNEXPECTED):
         message = _mismatch_message(missing, unexpected, known, location)
         raise LoadMismatchError(message, missing=missing, unexpected=unexpected)
-    if logs and strict in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED):
+    if strict in (StrictHandling.LOG_ALL, StrictHandling.LOG_UNEXPECTED):
         logger.warning(_mismatch_message(missing, unexpected, known, location))

@@ -22,6 +22,8 @@ __all__ = ["get_default_load_sharded_strategy", "get_default_save_sharded_strate
 
 register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SafetensorsSaveStrategy())
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, SafetensorsLoadStrategy())
+# Programs for Megatron Core pass the name of its format, to save as well.
+register_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1, SafetensorsSaveStrategy())
 for _name in READERS:
     # Programs may name the format of the checkpoints that they load.
     register_default_strategy(StrategyAction.LOAD_SHARDED, _name, 1, SafetensorsLoadStrategy())

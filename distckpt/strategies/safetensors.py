@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,12 +74,14 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
     def configure(self, options: Options) -> SafetensorsSaveStrategy:
         return replace(self, options=options)
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any]:
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Write all shards and the manifest; on the coordinator, return the marker fields that name the manifest.
 
         Collective operation: all ranks of the process group must call it. Raises what `prepare` raises.
         """
-        return self.prepare(sharded_state_dict).write(checkpoint_dir, Ranks(self.options.process_group))
+        return self.prepare(sharded_state_dict).write(
+            locations.normalize(checkpoint_dir), Ranks(self.options.process_group)
+        )
 
     def prepare(self, sharded_state_dict: ShardedStateDict) -> SafetensorsSave:
         """Give every byte an owner and a place in a file.
@@ -187,7 +190,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def configure(self, options: Options) -> SafetensorsLoadStrategy:
         return replace(self, options=options, ranks=Ranks(options.process_group))
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
         """Read tensors in place and decode objects.
 
         Collective operation: all ranks of the configured group must call it; rank 0 reads the manifest and sends it to
@@ -197,7 +200,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
             CorruptCheckpointError: files contradict the manifest or their checksums.
         """
-        stored = self._open_together(checkpoint_dir)
+        stored = self._open_together(locations.normalize(checkpoint_dir))
         tensors = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedTensor)}
         objects = {name: s for name, s in sharded_state_dict.items() if isinstance(s, ShardedObject)}
         loaded: dict[str, Any] = {**self._load_tensors(stored, tensors)}
@@ -257,8 +260,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             check_dtype(stored, key, dtype, self.options.allow_dtype_cast)
         return plan_load(stored, requests)
 
-    def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor]:
-        stored = self._open(checkpoint_dir)
+    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor]:
+        stored = self._open(locations.normalize(checkpoint_dir))
         described = {}
         for key in stored.manifest.key_index:
             if not stored.is_object(key):
@@ -267,8 +270,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
                 described[key] = ShardedTensor(key, None, dtype, shape, shape, zeros, ones)
         return described
 
-    def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
-        stored = self._open(checkpoint_dir)
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
+        stored = self._open(locations.normalize(checkpoint_dir))
         described: dict[str, ShardedTensor | ShardedObject] = {**self.load_tensors_metadata(checkpoint_dir)}
         for key in filter(stored.is_object, stored.manifest.keys):
             for chunk in stored.chunks_of(key):
@@ -277,7 +280,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
                 described[shard.unique_key] = shard
         return described
 
-    def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
+    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+        checkpoint_dir = locations.normalize(checkpoint_dir)
         config = CheckpointingConfig(self.backend, self.version)
         manifest = self._open(checkpoint_dir).manifest
         if not manifest.has_checksums:

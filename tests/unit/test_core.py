@@ -31,6 +31,17 @@ def test_error_can_be_caught_by_both_bases_and_pickled(kind, extra_base):
     assert str(copy) == str(error) == "key 'w': what to do"
 
 
+def test_errors_are_errors_of_megatron_too():
+    theirs = megatron_or_skip("dist_checkpointing.core").CheckpointingException
+    for kind in [*EXTRA_BASES, core.RankFailedError]:
+        error = kind({}) if kind is core.RankFailedError else kind("key 'w'")
+        with pytest.raises(theirs) as caught:
+            raise error
+        assert caught.value is error
+        assert type(pickle.loads(pickle.dumps(error))) is kind
+    assert core.CheckpointNotFoundError(2, "text", "file").filename == "file"
+
+
 def test_load_mismatch_keeps_its_keys_through_pickle():
     error = core.LoadMismatchError("differs", missing=["a", "b", "a"], unexpected={"c"})
     for e in (error, pickle.loads(pickle.dumps(error))):

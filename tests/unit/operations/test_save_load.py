@@ -422,12 +422,27 @@ def test_arguments_have_megatrons_order(tmp_path):
     assert result[0]["content_metadata"] == {"m": 1}
 
 
+@pytest.mark.parametrize("common_strategy", [None, ("torch", 1)])
+def test_arguments_have_the_order_of_megatron_up_to_0_18_too(tmp_path, common_strategy):
+    state = {"a": tensor("a")}
+    distckpt.save(state, tmp_path / "c", ("torch_dist", 1), common_strategy, True, False, None, {"m": 1})
+    result = distckpt.load(
+        {"a": tensor("a", 0)}, tmp_path / "c", ("torch_dist", 1), common_strategy, True, "return_all"
+    )
+    assert result[0]["a"].tolist() == [1] * 4
+    assert result[0]["content_metadata"] == {"m": 1}
+    assert distckpt.core.maybe_load_config(str(tmp_path / "c")).sharded_backend == "safetensors"
+    gap = ShardedTensor.from_rank_offsets("a", torch.ones(4), (0, 0, 2))
+    with pytest.raises(distckpt.InvalidShardingError):
+        distckpt.save({"a": gap}, tmp_path / "d", None, common_strategy, validate_access_integrity=True)
+
+
 def test_what_is_not_available_is_refused(tmp_path):
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
-        distckpt.save({}, tmp_path / "c", common_strategy=("torch", 1))
+        distckpt.save({}, tmp_path / "c", common_strategy=("zarr", 1))
     distckpt.save({}, tmp_path / "c", common_strategy=None, async_strategy="nvrx", verify_integrity=True)
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
-        distckpt.load({}, tmp_path / "c", common_strategy=("torch", 1))
+        distckpt.load({}, tmp_path / "c", common_strategy=("zarr", 1))
 
 
 def test_a_process_group_needs_torch_distributed(tmp_path):

@@ -39,6 +39,18 @@ class SaveText(SaveShardedStrategy):
         return {"num_shards": len(content)}
 
 
+def test_methods_take_paths(tmp_path):
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    distckpt.save({"w": shard, "o": ShardedObject("o", 1, (1,), (0,))}, tmp_path / "c")
+    strategy = get_default_load_sharded_strategy(tmp_path / "c")
+    for reader in (strategy, FullyParallelLoadStrategyWrapper(strategy)):
+        assert reader.load_tensors_metadata(tmp_path / "c").keys() == {"w"}
+        assert reader.load_sharded_metadata(tmp_path / "c").keys() > {"w", "o/shard_0_1"}
+        assert reader.load({"w": shard}, tmp_path / "c")["w"].tolist() == [1, 1]
+    strategy.remove_sharded_tensors(tmp_path / "c", "w")
+    assert distckpt.load_tensors_metadata(tmp_path / "c") == {}
+
+
 class LoadText(LoadShardedStrategy):
     backend = "text"
     version = 3
