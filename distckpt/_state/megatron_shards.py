@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from distckpt._mapping.kinds import kind_of
 from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 # Transformer layers keep their extra state in such files in memory.
+register_object_type(signal.Signals)  # The arguments of Megatron's scripts hold one.
 register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, from_state=io.BytesIO)
 
 

@@ -57,9 +57,11 @@ def _convert(node: Any) -> Any:
 
 
 def register_types() -> list[type]:
-    """Let the Enum classes and optimizer settings of Megatron Core be saved and loaded, as its training scripts need.
+    """Import the Enum classes and optimizer settings of Megatron Core that checkpoints of its training scripts hold.
 
-    Call it once, on every rank, before saving and before loading. What the installed Megatron lacks is left out.
+    Saving needs no call: Enum classes, dataclasses and namedtuple classes of Megatron's packages are stored without
+    registration. They come back in programs that have imported them; a program that has not calls this once, on every
+    rank, before loading. What the installed Megatron lacks is left out.
 
     Returns:
         The classes that are registered now; `signal.Signals` is one of them.

@@ -16,7 +16,7 @@ import io
 import math
 import pathlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 
 from distckpt._foreign.torch_dist.archive import Archive, ReadRange
 from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, check_size, hashable, read_pickle
-from distckpt._format.codec.tree import DTYPES, FACTORIES, PATHS, REGISTERED, is_plain_dtype, type_name
+from distckpt._format.codec.tree import DTYPES, FACTORIES, PATHS, REGISTERED, is_plain_dtype, registration_named
 from distckpt._geometry.region import MAX_NDIM
 
 _MAX_READ_BYTES = 16 << 20
@@ -96,7 +96,7 @@ def read_object(blob: bytes) -> Any:
         flat = items[: num_items * view.dtype.itemsize].view(view.dtype)
         return flat.as_strided(view.shape, view.strides, view.offset)
 
-    table = {**_OBJECTS, **_registered_classes(), **_tensor_table(tensor_of)}
+    table = _Table({**_OBJECTS, **_tensor_table(tensor_of)})
     obj = read_pickle(archive.read("data.pkl"), table, persistent=_storage, set_state=_set_state)
     check_size(obj, 4 * len(blob) + _EXTRA_VALUES)
     return obj
@@ -267,21 +267,26 @@ _OTHERS: dict[GlobalName, Callable[..., Any]] = {
 _OBJECTS: dict[GlobalName, Any] = {name: Made(".".join(name), make) for name, make in _OTHERS.items()}
 
 
-def _registered_classes() -> Mapping[GlobalName, Any]:
-    """Return the registered classes whose pickles can be read."""
-    found: dict[GlobalName, Any] = {}
-    for cls in REGISTERED:
-        make: Callable[..., Any]
-        if issubclass(cls, enum.Enum):
-            make = cls
-        elif issubclass(cls, tuple) and hasattr(cls, "_make"):
-            make = functools.partial(lambda cls, *values: cls._make(values), cls)
-        elif dataclasses.is_dataclass(cls):
-            make = functools.partial(object.__new__, cls)
-        else:
-            continue
-        found[cls.__module__, cls.__qualname__] = Made(type_name(cls), make)
-    return found
+class _Table(dict[GlobalName, Any]):
+    """What an object may be made of: the given functions, and registered classes."""
+
+    def __missing__(self, name: GlobalName) -> Any:
+        full_name = ".".join(name)
+        registration_named(full_name)
+        for cls in REGISTERED:
+            if (cls.__module__, cls.__qualname__) == name and (make := _maker_of(cls)) is not None:
+                self[name] = Made(full_name, make)
+                return self[name]
+        raise KeyError(name)
+
+
+def _maker_of(cls: Any) -> Callable[..., Any] | None:
+    """Return the function that makes an object of a registered class, as pickles call it; None where they cannot."""
+    if issubclass(cls, enum.Enum):
+        return cls
+    if issubclass(cls, tuple) and hasattr(cls, "_make"):
+        return lambda *values: cls._make(values)
+    return functools.partial(object.__new__, cls) if dataclasses.is_dataclass(cls) else None
 
 
 def _set_state(obj: Any, state: Any) -> Any:

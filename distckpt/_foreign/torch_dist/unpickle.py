@@ -218,9 +218,11 @@ class _Machine:
     def find(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a global whose name is no text")
-        if (module, name) not in self.table:
-            raise RefusedGlobalError(f"{module}.{name}")
-        self.push(self.table[module, name])
+        try:
+            found = self.table[module, name]
+        except KeyError:
+            raise RefusedGlobalError(f"{module}.{name}") from None
+        self.push(found)
 
     def reduce(self) -> None:
         args, function = self.pop(), self.pop()

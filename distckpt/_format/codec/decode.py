@@ -25,12 +25,12 @@ from distckpt._format.codec.tree import (
     HOLE,
     MAX_DEPTH,
     PATHS,
-    REGISTERED_NAMES,
     TENSOR_DTYPES,
     Json,
     entry_name,
     is_plain_dtype,
     is_tagged,
+    registration_named,
     require,
 )
 
@@ -169,7 +169,7 @@ def _decode_path(payload: list[Any]) -> object:
 
 def _decode_registered(payload: Any, entries: Entries) -> object:
     name, state = payload
-    registration = REGISTERED_NAMES.get(name)
+    registration = registration_named(name)
     # What a class makes of a state that holds unknown objects could not be saved again as it was stored.
     if registration is None or (entries.has_unknown and any(unknown_objects(state))):
         require(type(name) is str, f"a class named {name!r:.50}")

@@ -31,6 +31,7 @@ from distckpt._format.codec.tree import (
     default_functions,
     is_plain_dtype,
     is_tagged,
+    registration_of,
     to_text,
     type_name,
 )
@@ -95,10 +96,10 @@ def _encoder_of(obj: object, writer: Writer) -> _Encoder:
     encoder = ENCODERS.get(cls)
     if encoder is not None:
         return encoder
-    if cls in REGISTERED:
-        return _encode_registered
     if isinstance(obj, np.generic) and obj.dtype.type is cls:
         return _encode_scalar
+    if registration_of(cls) is not None:
+        return _encode_registered
     raise writer.unsupported(obj, *_refusal(obj))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
 import json
 import pathlib
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,6 +106,40 @@ class Registration(NamedTuple):
 REGISTERED: dict[type, Registration] = {}
 REGISTERED_NAMES: dict[str, Registration] = {}
 """The same registrations by name. `register_object_type` fills both."""
+
+
+def registration_of(cls: Any) -> Registration | None:
+    """Return how objects of a class are stored; None for a class that is not registered.
+
+    The Enum classes, dataclasses and namedtuple classes of Megatron's packages need not be: their first use does it.
+    """
+    if cls not in REGISTERED:
+        name = type_name(cls)
+        if name not in REGISTERED_NAMES and _imported_from_megatron(name) is cls:
+            with contextlib.suppress(TypeError):
+                REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, *default_functions(cls))
+    return REGISTERED.get(cls)
+
+
+def registration_named(name: Any) -> Registration | None:
+    """Return how objects of the class of a name are stored; None where no such class is known."""
+    if name not in REGISTERED_NAMES and (cls := _imported_from_megatron(name)) is not None:
+        registration_of(cls)
+    return REGISTERED_NAMES.get(name)
+
+
+def _imported_from_megatron(name: Any) -> Any:
+    """Find a class in modules of Megatron that the program has imported; None where it is not there."""
+    parts = name.split(".") if type(name) is str and name.startswith("megatron.") else []
+    for count in range(len(parts) - 1, 1, -1):
+        found: Any = sys.modules.get(".".join(parts[:count]))
+        if found is None:
+            continue
+        for part in parts[count:]:
+            # Not getattr, which may run code of the module.
+            found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
+        return found if isinstance(found, type) and type_name(found) == name else None
+    return None
 
 
 def default_functions(cls: Any) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
