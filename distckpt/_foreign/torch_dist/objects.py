@@ -283,10 +283,10 @@ class _Table(dict[GlobalName, Any]):
 def _maker_of(cls: Any) -> Callable[..., Any] | None:
     """Return the function that makes an object of a registered class, as pickles call it; None where they cannot."""
     if issubclass(cls, enum.Enum):
-        return cls
+        return lambda *value: cls(*value)
     if issubclass(cls, tuple) and hasattr(cls, "_make"):
         return lambda *values: cls._make(values)
-    return functools.partial(object.__new__, cls) if dataclasses.is_dataclass(cls) else None
+    return (lambda: object.__new__(cls)) if hasattr(cls, "__dataclass_fields__") else None
 
 
 def _set_state(obj: Any, state: Any) -> Any:
