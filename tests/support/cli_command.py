@@ -7,29 +7,28 @@ import json
 import os
 import pty
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from distckpt import cli
 from distckpt._cli.output import Output
+from tests.support.programs import Program, run_program
 
 ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments, path=()):
-    """Return how to start the command line, and its environment."""
+    """Return how Python starts the command line, and the environment."""
     places = os.pathsep.join(map(str, [*path, ROOT]))
     environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return [sys.executable, "-W", "error", "-m", "distckpt", *map(str, arguments)], environment
+    return ["-W", "error", "-m", "distckpt", *map(str, arguments)], environment
 
 
 def run(*arguments, code=0, path=()):
     """Run the command line to its end; return what it printed."""
     line, environment = command(*arguments, path=path)
-    ended = subprocess.run(line, env=environment, cwd="/", capture_output=True, text=True, timeout=200)
+    ended = run_program(line, environment)
     assert ended.returncode == code, ended.stderr
     return ended
 
@@ -72,8 +71,7 @@ def call_json(capsys, *arguments, code=0):
 def shown_on_terminal(line, environment, stream):
     """Run a command with stdout or stderr being a terminal, the other one empty; return what the terminal shows."""
     master, terminal = pty.openpty()
-    other = "stderr" if stream == "stdout" else "stdout"
-    process = subprocess.Popen(line, env=environment, **{stream: terminal, other: subprocess.PIPE})
+    program = Program(line, environment, **{stream: terminal})
     os.close(terminal)
     shown = b""
     try:
@@ -82,8 +80,8 @@ def shown_on_terminal(line, environment, stream):
     except OSError:
         pass  # how Linux reports that the other end of a terminal is closed
     os.close(master)
-    printed = b"".join(filter(None, process.communicate(timeout=200)))
-    assert (process.returncode, printed if other == "stderr" else b"") == (0, b"")
+    printed = program.communicate()
+    assert (program.returncode, printed[1]) == (0, "")
     return shown
 
 

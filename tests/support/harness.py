@@ -203,8 +203,7 @@ def launched(
         group_timeout: of the process group, in seconds.
         idle: see `Launch`.
     """
-    with _starting:
-        _start_server()
+    fork_context()
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as log_dir:
         setting = Setting(num_ranks, store.port, backend, group_timeout)
@@ -266,9 +265,16 @@ def sum_over_ranks(value: int, group: Any = None) -> int:
     return int(total)
 
 
+def fork_context() -> Any:
+    """Return what starts processes by forking one that has imported torch."""
+    with _starting:
+        _start_server()
+    return _context
+
+
 @functools.cache
 def _start_server() -> None:
-    """Start the process that ranks are forked from where it finds what it preloads."""
+    """Start the process that others are forked from where it finds what it preloads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         forkserver.ensure_running()

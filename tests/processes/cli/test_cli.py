@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
 import threading
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from tests.support.cli_command import call, command, run, shown_on_terminal
+from tests.support.programs import Program, run_program
 
 GRID = torch.arange(60, dtype=torch.float32).view(6, 10)
 
@@ -50,7 +50,7 @@ def test_a_reader_that_stops_early_is_no_error(checkpoint):
     line, environment = command("inspect", checkpoint)
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run(line, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200)
+    ended = run_program(line, environment, stdout=writer)
     os.close(writer)
     assert ended.returncode == 1
     assert ended.stderr == ""
@@ -100,18 +100,11 @@ def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code
         fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGUSR2)
         fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
-        process = subprocess.Popen(
-            words,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        process = Program(words, environment)
         assert is_opened.wait(200)
         assert any(".tmp-" in path.name for path in tmp_path.iterdir())
         process.send_signal(number)
-        errors = process.communicate(timeout=200)[1]
+        errors = process.communicate()[1]
     signal.signal(signal.SIGUSR2, previous)
     assert process.returncode == code
     assert f"error: {line}\n" in errors

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +14,7 @@ import torch
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
 from tests.support.harness import run
+from tests.support.programs import run_program
 
 PATIENCE = 200.0
 
@@ -31,10 +29,7 @@ def progress(num_bytes):
 
 
 def run_script(body, tmp_path):
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT + body]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    return run_program(["-c", SCRIPT + body], os.environ, tmp_path)
 
 
 def test_the_process_ends_when_the_save_is_done(tmp_path):

@@ -8,12 +8,17 @@ import signal
 import pytest
 import torch
 
+from distckpt._ranks import processes
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.processes import run_ranks
 from distckpt.core import CheckpointingException
+from tests.support.programs import fork_spawned
 
-# They import torch, which takes as long as a busy machine needs for it.
-pytestmark = pytest.mark.timeout(1200)
+
+@pytest.fixture(autouse=True)
+def fork(monkeypatch):
+    """Fork the processes; those of test_bench.py are started anew."""
+    fork_spawned(monkeypatch, processes)
 
 
 def sum_of_ranks(rank: int, start: int) -> int:
