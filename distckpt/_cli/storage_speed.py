@@ -86,7 +86,7 @@ def _measure_cases(contestant: Contestant, ranks: Ranks, folder: str) -> Iterato
 def _time(ranks: Ranks, function: Callable[[], object]) -> float:
     """Return the seconds from a barrier to the moment when the last rank is done."""
     gc.collect()
-    ranks.all_gather_numbers([])
+    _wait_for_all(ranks)
     start = time.monotonic_ns()  # of the same clock in all processes of a machine
     function()
     spans = ranks.all_gather_numbers([start, time.monotonic_ns()])
@@ -94,10 +94,14 @@ def _time(ranks: Ranks, function: Callable[[], object]) -> float:
 
 
 def _empty(ranks: Ranks, folder: str) -> None:
-    ranks.all_gather_numbers([])
+    _wait_for_all(ranks)
     for name in locations.list_names(folder) if ranks.is_coordinator else ():
         locations.remove_tree(locations.join(folder, name))
-    ranks.all_gather_numbers([])
+    _wait_for_all(ranks)
+
+
+def _wait_for_all(ranks: Ranks) -> None:
+    ranks.all_gather_numbers([0])  # gloo waits for nobody when there is nothing to send
 
 
 def _distckpt(rank: int, task: Task) -> Contestant:

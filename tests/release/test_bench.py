@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from distckpt._ranks import processes
 from tests.support.cli_command import call, call_error
+from tests.support.programs import Program, fork_spawned
 from tests.support.s3_server import (
     Fault,
     FaultyProxy,
@@ -34,34 +36,19 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 pytestmark = pytest.mark.timeout(1200)
 
 
-def start(folder, *arguments):
-    """Start a benchmark of the smallest size, one tensor per rank."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "distckpt", "bench", str(folder), "--gb", "0.001", "--runs", "1", *arguments],
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-        # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def run(folder, *arguments, code=0):
-    """Run a benchmark to its end; return what it printed on stdout and stderr."""
-    process = start(folder, *arguments)
-    output, errors = process.communicate()
-    assert process.returncode == code, errors
-    return output, errors
+@pytest.fixture
+def fork(monkeypatch):
+    """Fork the ranks of benchmarks that this process starts, as the harness does; others import torch anew."""
+    fork_spawned(monkeypatch, processes)
 
 
 def start_and_wait_for_ranks(folder):
-    """Start a benchmark that would take for ever; return it when its ranks have begun."""
-    process = start(folder, "--runs", "1000000")
-    while not process.stderr.readline().startswith("round 1 of"):
-        assert process.poll() is None
-    return process
+    """Start a benchmark that would take for ever, of one tensor per rank; return it when its ranks have begun."""
+    arguments = ["bench", str(folder), "--gb", "0.001", "--runs", "1000000"]
+    program = Program(["-m", "distckpt", *arguments], {**os.environ, **ENVIRONMENT})
+    while not program.stderr.readline().startswith("round 1 of"):
+        assert program.returncode is None
+    return program
 
 
 @pytest.fixture
@@ -92,7 +79,7 @@ def check_figures(figures, num_bytes, num_runs):
         assert figure["of_raw"] == pytest.approx(raw / own)
 
 
-def test_a_local_storage(storage, capsys):
+def test_a_local_storage(fork, storage, capsys):
     outcome = json.loads(call(capsys, "bench", storage, "--gb", "0.001", "--ranks", "3", "--runs", "2", "--json"))
     assert (outcome["location"], outcome["num_ranks"]) == (str(storage), 3)
     assert outcome["num_bytes"] == 3 * TENSOR_BYTES
@@ -105,14 +92,14 @@ def test_a_local_storage(storage, capsys):
     assert outcome.keys() | outcome["figures"][0].keys() == documented
 
 
-def test_the_table(storage, capsys):
+def test_the_table(fork, storage, capsys):
     output = call(capsys, "bench", storage, "--gb", "0.001", "--runs", "1", "--ranks", "1")
     assert output.startswith("0.02 GB in tensors of 16 MiB on 1 rank, median of 1 round\n")
     assert re.search(r"^ +seconds +GB/s +raw GB/s +of raw$", output, re.M)
     assert re.search(r"^durable save +(\d+\.\d+ *){4}$", output, re.M)
 
 
-def test_an_object_store(place, capsys):
+def test_an_object_store(fork, place, capsys):
     outcome = json.loads(call(capsys, "bench", place, "--gb", "0.001", "--runs", "1", "--json"))
     assert [(figure["case"], figure["title"]) for figure in outcome["figures"]] == [
         ("save", "save"),
@@ -121,13 +108,12 @@ def test_an_object_store(place, capsys):
     check_figures(outcome["figures"], 2 * TENSOR_BYTES, num_runs=1)
 
 
-def test_a_rank_that_fails_ends_the_benchmark_with_one_line(server, place):
+def test_a_rank_that_fails_ends_the_benchmark_with_one_line(fork, server, place, capsys):
     proxy = FaultyProxy(server, Fault("PUT", r"/checkpoint/metadata", "404", count=1000))
     with proxy.running() as url, reached_at(url):
-        output, errors = run(place, code=1)
+        error = call_error(capsys, "bench", place, "--gb", "0.001", "--runs", "1")
     assert proxy.happened
-    assert re.search(r"^error: rank \d failed: .*metadata", errors, re.M)
-    assert (output, "Traceback" in errors) == ("", False)
+    assert re.search(r"^error: rank \d failed: .*metadata", error)
 
 
 # SIGINT is also sent by the test of a store.
@@ -174,12 +160,20 @@ def test_a_bucket_that_does_not_exist_is_refused_in_one_line(server, capsys):
 # --- The scripts in tests/benchmarks ----------------------------------------------------------------------------------
 
 
-def run_script(name, *arguments):
-    line = [sys.executable, str(ROOT / "tests" / "benchmarks" / name), *map(str, arguments)]
-    return subprocess.run(line, env={**os.environ, **ENVIRONMENT}, check=True, capture_output=True, text=True).stdout
+@pytest.fixture
+def run_script(fork, monkeypatch, capsys):
+    def run(name, *arguments):
+        """Run a script in this process; return what it printed."""
+        script = ROOT / "tests" / "benchmarks" / name
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        monkeypatch.syspath_prepend(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_comparison_runs(storage, tmp_path):
+def test_the_comparison_runs(storage, tmp_path, run_script):
     options = ["--gb", "0.005", "--runs", "1", "--only", "distckpt", "raw", "--cases", "save", "warm_load"]
     printed = run_script("save_load.py", "--dir", storage, *options, "--json", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
@@ -192,7 +186,7 @@ def test_the_comparison_runs(storage, tmp_path):
     assert all(f"| {figure['name']} " in printed for figure in figures)
 
 
-def test_the_page_shows_the_committed_figures(tmp_path):
+def test_the_page_shows_the_committed_figures(tmp_path, run_script):
     docs = ROOT / "docs"
     (tmp_path / "figures").mkdir()
     shutil.copyfile(docs / "figures" / "save_load.json", tmp_path / "figures" / "save_load.json")

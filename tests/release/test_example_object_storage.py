@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("options", [[], ["--local-server"]])
 def test_example(options, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "object_storage.py"), *options],
-        capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = run_program([str(ROOT / "examples" / "object_storage.py"), *options], os.environ, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "lost the race: Another program has saved to" in done.stdout
     assert "steps that are kept: [4, 5], the latest is 5" in done.stdout

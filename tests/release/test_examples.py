@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 
 import distckpt
 from tests.support.example_programs import ENVIRONMENT, ROOT, command_of, docstring_of, run_command, run_preloaded
+from tests.support.programs import run_program
 
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 # Run by the tests of what they show.
@@ -200,8 +199,7 @@ def test_a_difference_is_reported_by_the_main_example():
         "resumed = {('right', 1): [3.0, 2.0], ('off', 2): [3.0, 2.001], ('broken', 4): [3.0, float('nan')]}\n"
         "print(report_layouts([3.0, 2.0], resumed))\n"
     )
-    command = [sys.executable, "-c", code]
-    output = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    output = run_program(["-c", code], ENVIRONMENT).stdout
     assert re.findall(r"^  (right|off|broken) .* (ok|WRONG)$", output, re.M) == [
         ("right", "ok"),
         ("off", "WRONG"),
@@ -227,8 +225,7 @@ def test_a_difference_is_reported_by_those_that_share_a_report(tmp_path):
         "    except SystemExit as error:\n"
         "        print('exit', error.code)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=100)
+    process = run_program(["-c", code, str(tmp_path)], ENVIRONMENT)
     assert process.returncode == 0, process.stderr
     verdicts = re.findall(r"5 values, (.*)\.$|^Training (.*) with the same loss|^(exit 1)$", process.stdout, re.M)
     assert ["".join(verdict) for verdict in verdicts] == [

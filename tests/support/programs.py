@@ -13,9 +13,8 @@ import signal
 import sys
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -45,7 +44,9 @@ class Program:
         pipes = {name: os.pipe() for name in ("stdout", "stderr") if name not in streams}
         ends = {name: Connection(os.dup(fd), readable=False) for name, fd in streams.items()}
         ends |= {name: Connection(pipe[1], readable=False) for name, pipe in pipes.items()}
-        self.stdout, self.stderr = (open(pipes[n][0]) if n in pipes else None for n in ("stdout", "stderr"))
+        self.stdout, self.stderr = (
+            os.fdopen(pipes[name][0]) if name in pipes else None for name in ("stdout", "stderr")
+        )
         work = (arguments, dict(environment), str(folder), ends["stdout"], ends["stderr"])
         self._process = fork_context().Process(target=_become, args=work)
         self._process.start()
@@ -89,8 +90,17 @@ def run_program(
 def fork_spawned(monkeypatch: Any, module: Any) -> None:
     """Let a module of this process start ranks as the harness does where it calls torch's `start_processes`."""
     fork_context()
-    start = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+
+    def start(function: Callable[..., None], args: tuple[Any, ...], num_ranks: int, join: bool) -> Any:
+        work = (dict(os.environ), function, *args)
+        return torch.multiprocessing.start_processes(_run_rank, work, num_ranks, join, start_method="forkserver")
+
     monkeypatch.setattr(module, "start_processes", start)
+
+
+def _run_rank(rank: int, environment: dict[str, str], function: Callable[..., None], *args: Any) -> None:
+    os.environ.update(environment)
+    function(rank, *args)
 
 
 def _become(
