@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 KEEP_VARS_HINT = (
     " The state dict must hold the torch.nn.Parameter objects themselves, which `.state_dict(keep_vars=True)` gives,"
     " or views of the whole of them, but not copies. A parameter that is stored in another form needs a"
-    " ShardedTensorFactory."
+    " ShardedTensorFactory. FSDP1 flattens parameters: use torch.distributed.fsdp.fully_shard instead."
 )
 
 

@@ -44,6 +44,18 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def may_overlap(tensor: torch.Tensor) -> bool:
+    """Tell whether several elements of a tensor may be one place in memory, as in expanded tensors."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted((stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = None) -> Bytes:
     """Return this thread's scratch memory for a purpose; it is reused by the thread's next call.
 

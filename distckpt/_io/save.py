@@ -45,23 +45,15 @@ def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
         raise UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
 
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
 def _check_tensor(shard: ShardedTensor) -> None:
     data = shard.data
-    if data is None or data.is_meta:
-        problem = "has no data, and needs its tensor to be saved"
-    elif type(data) not in _PLAIN_TENSORS and hasattr(data, "to_local"):
-        problem = "holds a distributed tensor: give its local part (to_local()) with the offsets of that part"
-    elif data.layout != torch.strided or data.is_quantized:
-        problem = f"has layout {data.layout} and dtype {data.dtype}: only dense tensors can be saved"
-    else:
-        if data.dtype != shard.dtype or data.shape != shard.local_shape:
-            # A flat shard, or one that has been given another tensor since it was made.
-            shard.validate_metadata_integrity()
-        return
-    raise CheckpointingException(f"Key {shard.key!r} at offset {shard.global_offset} {problem}.")
+    if data is None:
+        raise CheckpointingException(
+            f"Key {shard.key!r} at offset {shard.global_offset} has no data, and needs its tensor to be saved."
+        )
+    if data.dtype != shard.dtype or data.shape != shard.local_shape:
+        # A flat shard, or one that has been given another tensor since it was made.
+        shard.validate_metadata_integrity()
 
 
 def add_digests(table: ShardTable, shards: Sequence[Shard]) -> None:

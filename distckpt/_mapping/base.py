@@ -8,6 +8,8 @@ from numbers import Integral
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
+import torch
+
 from distckpt._base.errors import InvalidShardingError
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
@@ -74,3 +76,34 @@ def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ..
         return tuple(map(index, values))
     except TypeError:
         fail(kind, key, f"{attribute} must be a sequence of integers, got {values!r}")
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def unsuitable(data: Any) -> str:
+    """Say why the elements of a tensor cannot be saved or loaded, and the way out; "" for ordinary tensors."""
+    kind, is_strided = type(data), data.layout is torch.strided
+    if kind in _PLAIN and is_strided and data.data_ptr() and not (data.is_nested or data.is_quantized):
+        return ""
+    if torch.nn.parameter.is_lazy(data):
+        return "has no shape before the first call of its module: call it once before describing the module"
+    if data.is_nested:
+        return "is a nested tensor: describe its values() and offsets(), each under a key of its own"
+    if hasattr(kind, "local_shards"):
+        return f"holds a {kind.__module__}.{kind.__name__}, as FSDP1 makes them: use fully_shard, or distckpt.dcp"
+    if hasattr(kind, "device_mesh"):
+        return f"holds a {kind.__name__}: give its local part (to_local()) with the offsets of that part"
+    if not is_strided or data.is_quantized:
+        return (
+            f"has layout {data.layout} and dtype {data.dtype}, and only dense tensors can be saved and loaded: take "
+            "its to_dense() or dequantize(), or describe its parts (indices() and values()), each under its own key"
+        )
+    if data.is_meta:
+        return "has no data (it is on the meta device): call module.to_empty(device=...) before describing the module"
+    if data.numel() and not data.data_ptr():
+        return (
+            f"has no memory of its own ({kind.__name__}): a tensor that was freed, as FSDP1 frees parameters (use "
+            "torch.distributed.fsdp.fully_shard), or one that is made of others: describe those"
+        )
+    return ""

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.parameter import is_lazy
 
 from distckpt._geometry.region import with_item
-from distckpt._mapping.base import ReplicaId, ShardedBase, fail, flat_bounds, integers
+from distckpt._mapping.base import ReplicaId, ShardedBase, fail, flat_bounds, integers, unsuitable
 
 
 @dataclass(eq=False)
@@ -252,8 +253,7 @@ class ShardedTensor(ShardedBase):
         """
         if flattened_range is not None:
             fail(cls, key, "from_rank_offsets takes no flattened_range; use from_rank_offsets_flat")
-        if not isinstance(data, torch.Tensor):
-            fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
+        _check_tensor(cls, key, data)
         local_shape = tuple(data.shape)
         grid = grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
         return cls(key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs)
@@ -291,8 +291,7 @@ class ShardedTensor(ShardedBase):
         """
         if not isinstance(flattened_range, slice):
             fail(cls, key, "from_rank_offsets_flat needs a flattened_range; use from_rank_offsets without one")
-        if not isinstance(data, torch.Tensor):
-            fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
+        _check_tensor(cls, key, data)
         local_shape = integers(cls, key, "non_flat_local_shape", non_flat_local_shape)
         grid = grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
         init_kwargs["flattened_range"] = flattened_range
@@ -366,6 +365,14 @@ class ShardedTensor(ShardedBase):
                 moved = i * kept_row - kept_first
                 shards.append(replace(scaled, data=data, flattened_range=slice(lo + moved, hi + moved)))
         return shards
+
+
+def _check_tensor(cls: type, key: str, data: object) -> None:
+    if not isinstance(data, torch.Tensor):
+        fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
+    if data.is_nested or is_lazy(data):
+        # Others have a shape, and are refused when they are saved or loaded.
+        fail(cls, key, unsuitable(data))
 
 
 def grid_from_ranks(

@@ -14,6 +14,7 @@ from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
 from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
+from distckpt._state.stored_form import stored_form
 from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 
@@ -59,6 +60,8 @@ def split(state_dict: Any) -> SplitState:
         # By far the most frequent type first; isinstance is slow for an abstract class.
         if type(node) is not ShardedTensor:
             node = adopt(node)
+        if isinstance(node, ShardedTensor):
+            node = stored_form(node)
         if type(node) is ShardedTensor or isinstance(node, ShardedTensor | ShardedObject):
             shards.append(node)
             return _Slot(len(shards) - 1)

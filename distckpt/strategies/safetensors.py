@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.dtypes import FROM_NAME, as_integers
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.memory import may_overlap
 from distckpt._base.threads import direct_unit_within, num_requests_within, num_threads_within
 from distckpt._commit import posix
 from distckpt._foreign import opening
@@ -223,7 +224,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
         read_sharing(sharing, stored.manifest, copies, separated.targets, read_share)
         aliases.join(requests, separated, stored.location)
-        return {name: shard.data for name, shard in filled.items() if shard.data is not None}
+        return {name: _settled(tensors[name], shard.data) for name, shard in filled.items() if shard.data is not None}
 
     def _plan_tensors(
         self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]
@@ -241,9 +242,9 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             copies = self._plan(stored, requests, dtypes)
         filled = dict(tensors)
         for name, shard in tensors.items():
-            if shard.data is None:
+            if shard.data is None or may_overlap(shard.data):
                 filled[name] = shard.without_data()
-                filled[name].init_data("cpu")
+                filled[name].init_data("cpu" if shard.data is None else shard.data.device)
         targets = [region_view(filled[name], region) for name, _, region in pieces]
         if self.options.rules:
             requests, targets = translate(self.options.rules, requests, targets)
@@ -310,3 +311,21 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
     def _marker(self, checkpoint_dir: str) -> Mapping[str, Any]:
         return opening.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
+
+
+def _settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Give a tensor what was loaded for it elsewhere, since several of its elements are one place in memory."""
+    target = shard.data
+    if target is None or target is loaded:
+        return loaded
+    with torch.no_grad():
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        target[once].copy_(loaded[once])
+        if not torch.equal(as_integers(target.resolve_conj().resolve_neg()), as_integers(loaded)):
+            raise LoadMismatchError(
+                f"Key {shard.key!r}: several elements of the tensor are one place in memory (strides "
+                f"{target.stride()}), but have different values in the checkpoint. Give it memory of its own: "
+                "clone() it before loading.",
+                unexpected=[shard.key],
+            )
+    return target
