@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distckpt._format.codec import UnknownObject, register_object_type
+    from distckpt._objects.random_state import RngState
     from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.reshard import ReshardReport, reshard
     from distckpt._operations.verify import VerifyReport, verify
@@ -66,6 +67,7 @@ __all__ = [
     "PreemptionGuard",
     "RankFailedError",
     "ReshardReport",
+    "RngState",
     "SaveHandle",
     "SaveReport",
     "ShardedObject",
@@ -98,6 +100,7 @@ _HOMES = (
     "mapping",
     "validation",
     "_format.codec",
+    "_objects.random_state",
     "serialization",
     "_operations.verify",
     "manager",

@@ -13,7 +13,7 @@ functions with Megatron's names are of use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,10 @@ __all__ = [
 
 set_public_home(globals())
 
-# torch.compile and activation checkpointing put their modules around others; neither makes other parameters of theirs.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+# torch.compile, activation checkpointing and Fabric put their modules around others under these names.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
+"""Classes that have the module itself as `module`."""
 
 
 def sharded_state_dict(
@@ -63,15 +65,16 @@ def sharded_state_dict(
 
         state = {"model": sharded_state_dict(model), "step": step}
 
+    Wrappers are seen through: torch.compile, activation checkpointing, DistributedDataParallel, DataParallel, Fabric's.
     Modules below `module` that define `sharded_state_dict` are described by it. That of `module` itself is not called,
     so that it may call this function.
 
     A DTensor becomes the part of the global tensor that this rank holds, or several, with a replica id made from its
     mesh. Tied parameters appear under each of their names; `save` stores them once. Names are those of
-    `module.state_dict()`, without what torch.compile and activation checkpointing add to them.
+    `state_dict()` of the module without wrappers.
 
     Args:
-        module: any module; one wrapped in DistributedDataParallel is its attribute `module`.
+        module: any module.
         prefix: put before every name.
         sharded_offsets: axes in front of those of every tensor, `(axis, position, number of parts)` each: the number
             of a layer or expert among all of them, say.
@@ -203,7 +206,7 @@ def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
     if local.is_meta:
         raise LoadMismatchError(
             f"{name!r} is on the meta device, where nothing can be loaded: call module.to_empty(device=...) before "
-            "sharded_state_dict(module).",
+            "sharded_state_dict(module), or give load the module itself, and materialize='cpu' or another device.",
             missing=[name],
         )
     if value.shape != local.shape:
@@ -222,10 +225,14 @@ def _entries(
 
     With `delegate`, modules below that define `sharded_state_dict` are listed instead, with their prefixes.
     """
+    module = bare_module(module)
     delegates = list(_delegates(module)) if delegate else []
+    added = [
+        _plain_name(f"{path}.module.") for path, below in module.named_modules() if _wrapped_name(below) == "module"
+    ]
     # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
     own = module.state_dict(keep_vars=True)
-    entries = {_plain_name(name): (name, value) for name, value in own.items()}
+    entries = {_plain_name(name, added): (name, value) for name, value in own.items()}
     if delegates:
         prefixes = {name for name, _ in delegates}
         entries = {name: entry for name, entry in entries.items() if not _lies_below(name, prefixes)}
@@ -238,18 +245,38 @@ def _delegates(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str,
     for name, child in module._modules.items():
         if child is None:
             continue
-        below = prefix if name in _WRAPPERS else f"{prefix}{name}."
-        if callable(getattr(child, "sharded_state_dict", None)):
-            yield below, child
+        below, inner = f"{prefix}{name}.", bare_module(child)
+        if callable(getattr(inner, "sharded_state_dict", None)):
+            yield below, inner
         else:
-            yield from _delegates(child, below)
+            yield from _delegates(inner, below)
+
+
+def bare_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module in the wrappers of torch and of training libraries."""
+    while name := _wrapped_name(module):
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
+
+
+def _wrapped_name(module: torch.nn.Module) -> str | None:
+    """Return the name of the module that this one is a wrapper of; None for other modules."""
+    for name in _WRAPPED:
+        if module._modules.get(name) is not None:
+            return name
+    is_wrapper = "module" in module._modules and _WRAPPERS & {base.__name__ for base in type(module).__mro__}
+    return "module" if is_wrapper else None
 
 
 def _lies_below(name: str, prefixes: set[str]) -> bool:
-    return "" in prefixes or any(name[: i + 1] in prefixes for i, character in enumerate(name) if character == ".")
+    return any(name[: i + 1] in prefixes for i, character in enumerate(name) if character == ".")
 
 
-def _plain_name(name: str) -> str:
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def _plain_name(name: str, added: Sequence[str] = ()) -> str:
+    """Remove what wrappers add to a name: parts, and `added`, the prefixes of what is in wrappers, outer ones first."""
+    if any(part in name for part in _WRAPPED):
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    for prefix in reversed(added):
+        if name.startswith(prefix):
+            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return name

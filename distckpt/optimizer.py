@@ -21,27 +21,50 @@ parameters are, so a model's sharded state dict describes them, too:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.interrupts import operation
+from distckpt._base.messages import summarize_keys
 from distckpt._base.public import set_public_home
+from distckpt._format.codec import HOLE
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
-from distckpt._models.optimizer_state import (
-    BlankStates,
-    ParamState,
-    describe,
+from distckpt._models.optimizer_shards import (
+    StoredEntry,
+    form_of,
     make_sharded_optimizer_tensor,
-    options_of,
     param_name,
-    set_options,
     state_shard,
+    state_target,
+)
+from distckpt._models.optimizer_state import (
+    Entry,
+    ParamState,
+    by_name,
+    describe,
+    entries_of,
+    forms_by_key,
+    joined_state,
+    options_of,
+    param_state,
+    rest_entry,
+    stored_rest,
+    stored_sections,
     unite,
 )
-from distckpt._ranks.collectives import Ranks
+from distckpt._models.optimizer_view import (
+    Section,
+    bare_optimizer,
+    owned_parameters,
+    read_sections,
+    write_sections,
+)
+from distckpt._ranks.collectives import Ranks, lowest_rank
 from distckpt._state.megatron_shards import adopt
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import (
@@ -180,6 +203,32 @@ def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, n
         ) from error
 
 
+class OptimizerState(dict[str, Any]):
+    """What `sharded_optimizer_state_dict` returns; `load` asks the checkpoint what to load in its place.
+
+    Attributes:
+        optimizer: the optimizer.
+        prefix: what keys begin with.
+        shards: of its parameters, by `id()` of their local parts.
+    """
+
+    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, ShardedTensor | ShardedTensorFactory]) -> None:
+        super().__init__()
+        self.optimizer, self.prefix, self.shards = optimizer, prefix, shards
+
+
+@dataclass
+class _Own:
+    """What a section of the optimizer's state holds on this rank: the names of the parameters, None for one that is not
+    on this rank, and the tensors of their states, by position of the parameter.
+    """
+
+    path: tuple[str, ...]
+    by_number: bool
+    names: list[list[str | None]]
+    tensors: dict[int, dict[str, torch.Tensor]]
+
+
 @operation
 def sharded_optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
@@ -194,19 +243,19 @@ def sharded_optimizer_state_dict(
         state["optimizer"] = sharded_optimizer_state_dict(optimizer, state["model"])
 
     A tensor that belongs to a parameter gets the key `<prefix>.state.<name>.<key of the parameter>` and the
-    parameter's place. Options of parameter groups and numbers such as `step` become one small object of the key
-    `<prefix>.settings`, in which parameters go by their keys.
+    parameter's place. Options of parameter groups, numbers such as `step`, and whatever else the optimizer's
+    `state_dict()` holds become one small object of the key `<prefix>.settings`, in which parameters go by their keys.
 
-    A trainable parameter without a state, because the optimizer is new or it never had a gradient, gets a
-    blank one here, and has none again after loading. The optimizer is not changed.
+    No step is made, and the optimizer is not changed. What a new optimizer is going to hold is taken from the
+    checkpoint, when `load` is given this dict itself.
 
     Collective operation: all ranks of the process group must call it. Hashes of the options are exchanged; only where
     ranks hold different parameters, the options are.
 
     Args:
-        optimizer: of `torch.optim`, or any that keeps tensors per parameter in `state`. Besides tensors divided
-            like the parameter these may have another shape if they are DTensors, if this rank has the whole
-            parameter, or if they have size 1 along some axes of its part.
+        optimizer: of `torch.optim`, or any that keeps tensors per parameter. Besides tensors divided like the parameter
+            these may have another shape if they are DTensors, if this rank has the whole parameter, or if they have
+            size 1 along some axes of its part.
         model_sharded_state_dict: holds the shards of all parameters of the optimizer, which are found by
             their memory.
         prefix: what keys begin with; optimizers in one checkpoint need different ones.
@@ -217,44 +266,157 @@ def sharded_optimizer_state_dict(
         What to put in the state dict for `save` or `load`.
 
     Raises:
-        InvalidShardingError: a parameter without a shard, or a tensor whose place is unknown.
-        CheckpointingException: a parameter has no state, and a step of the optimizer with zeros does not show one.
+        InvalidShardingError: a parameter without a shard, a tensor whose place is unknown, or ranks that keep different
+            values for one parameter.
         RankFailedError: on all ranks, when any failed.
     """
     ranks = Ranks(process_group)
     with ranks.phase("describe the optimizer"):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        shards = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
-        # A parameter that comes twice has the number of its first place in the map.
-        first = get_optim_param_to_id_map(params)
-        own: list[list[ParamState | None]] = []
-        state: dict[int, Any] = {}
-        blanks, position = BlankStates(optimizer), 0
-        for group in optimizer.param_groups:
-            own.append([])
+        described, settings = describe_optimizer(optimizer, model_sharded_state_dict, prefix)
+    united = unite(ranks, {prefix: settings})[prefix]
+    described["settings"] = ShardedObject(f"{prefix}.settings", united, (1,), (0,), ranks.rank)
+    with ranks.phase("describe states that are missing"):
+        fill_gaps(described, united)
+    return described
+
+
+def describe_optimizer(
+    optimizer: Any, model_sharded_state_dict: ShardedStateDict, prefix: str
+) -> tuple[OptimizerState, list[Entry]]:
+    """Describe the optimizer on this rank, without its `settings`, which are returned besides."""
+    optimizer = bare_optimizer(optimizer)
+    described = OptimizerState(optimizer, prefix, _shards_of(optimizer, model_sharded_state_dict))
+    state: dict[Any, dict[str, Any]] = {}
+    settings: list[Entry] = []
+    owns: list[_Own] = []
+    sections, rest = read_sections(optimizer)
+    for section in sections:
+        known: list[list[ParamState]] = []
+        own = _Own(section.path, section.by_number, [], {})
+        position = 0
+        for group in section.groups:
+            known.append([])
+            own.names.append([])
             for param in group["params"]:
-                shard = shards.get(first[id(local_part(param))])
-                kept = None
+                shard = described.shards.get(id(local_part(param)))
                 if shard is not None:
-                    kept = _state_of(optimizer, group, param, param_name(shard), blanks)
-                    state[position] = {
-                        name: state_shard(shard, param, tensor, name, f"{prefix}.state.{name}")
-                        for name, tensor in kept.tensors.items()
-                    }
-                elif not is_dtensor(param) or is_in_mesh(param):
-                    raise InvalidShardingError(
-                        f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no shard in the "
-                        f"state dict of the model.{KEEP_VARS_HINT}"
-                    )
-                own[-1].append(kept)
+                    # Not state[param], which would make an entry.
+                    kept = param_state(param_name(shard), section.state.get(param), not param.requires_grad)
+                    shards = _state_shards(shard, param, kept.tensors, prefix, section.path)
+                    state[_place(section.path, position)] = shards
+                    if kept.name != shard.key:
+                        kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
+                    own.tensors[position] = kept.tensors
+                    known[-1].append(kept)
+                own.names[-1].append(None if shard is None else kept.name)
                 position += 1
-        known = [[kept for kept in group if kept is not None] for group in own]
-        settings = describe(zip(optimizer.param_groups, known, strict=True))
-    return {
-        "state": state,
-        "settings": ShardedObject(f"{prefix}.settings", unite(ranks, settings), (1,), (0,), ranks.rank),
-        "own": LocalNonpersistentObject(own),
-    }
+        settings += describe(zip(section.groups, known, strict=True), section.path)
+        owns.append(own)
+    if rest is not HOLE or [own.path for own in owns] != [()]:
+        settings.append(rest_entry(rest, [(own.path, own.by_number) for own in owns]))
+    described.update(state=state, own=LocalNonpersistentObject(owns))
+    return described, settings
+
+
+def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
+    """Add zeros for parameters without a state that share a key with others that have one: a tensor is saved whole."""
+    owned = owned_parameters(described.optimizer)
+    for section in read_sections(described.optimizer)[0]:
+        forms = forms_by_key(settings, section.path)
+        params = [param for group in section.groups for param in group["params"]] if forms else []
+        for position, param in enumerate(params):
+            shard = described.shards.get(id(local_part(param)))
+            place = _place(section.path, position)
+            if shard is None or shard.key not in forms or described["state"][place]:
+                continue
+            if owned is None or id(param) in owned:
+                base = ".".join((described.prefix, *section.path, "state"))
+                blank = {}
+                for name, (dtype, shape) in forms[shard.key].items():
+                    stored = {f"{base}.{name}.{shard.key}": StoredEntry(dtype, tuple(shape))}
+                    blank[name] = state_target(shard, param, None, f"{base}.{name}", stored).zero_()
+                shards = _state_shards(shard, param, blank, described.prefix, section.path)
+                described["state"][place] = shards
+
+
+def _shards_of(
+    optimizer: Any, model_sharded_state_dict: ShardedStateDict
+) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_position = get_param_id_to_sharded_param_map(model_sharded_state_dict, params) if params else {}
+    first = get_optim_param_to_id_map(params)
+    owned = owned_parameters(optimizer)
+    shards: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    for position, param in enumerate(params):
+        shard = by_position.get(first[id(local_part(param))])
+        if shard is not None:
+            if owned is not None and id(param) in owned:
+                # No other rank of its group has this state.
+                shard = replace(shard, replica_id=lowest_rank(optimizer.process_group))
+            shards[id(local_part(param))] = shard
+        elif not is_dtensor(param) or is_in_mesh(param):
+            raise InvalidShardingError(
+                f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no shard in the "
+                f"state dict of the model.{KEEP_VARS_HINT}"
+            )
+    return shards
+
+
+def _place(path: tuple[str, ...], position: int) -> Any:
+    return (path, position) if path else position
+
+
+def _state_shards(
+    shard: ShardedTensor | ShardedTensorFactory,
+    param: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    prefix: str,
+    path: tuple[str, ...],
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    base = ".".join((prefix, *path, "state"))
+    return {name: state_shard(shard, param, tensor, name, f"{base}.{name}") for name, tensor in tensors.items()}
+
+
+def optimizer_targets(
+    described: OptimizerState, settings: list[Entry], stored: Mapping[str, StoredEntry]
+) -> ShardedStateDict:
+    """Return what to load in the place of a described optimizer, given what the checkpoint holds.
+
+    Args:
+        described: what `sharded_optimizer_state_dict` returned.
+        settings: the stored ones.
+        stored: the keys of the checkpoint.
+    """
+    optimizer, prefix = described.optimizer, described.prefix
+    current = {section.path: section for section in read_sections(optimizer)[0]}
+    owned = owned_parameters(optimizer)
+    state: dict[Any, dict[str, Any]] = {}
+    owns: list[_Own] = []
+    for path, by_number in stored_sections(settings):
+        entries, forms = by_name(settings, path), forms_by_key(settings, path)
+        own = _Own(path, by_number, [], {})
+        position = 0
+        for group in current[path].groups if path in current else optimizer.param_groups:
+            own.names.append([])
+            for param in group["params"]:
+                shard = described.shards.get(id(local_part(param)))
+                name = None if shard is None else param_name(shard)
+                entry = entries.get(name)
+                names = () if entry is None or shard is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
+                # What is requested of a tensor is all of it, so zeros that were saved for no state are loaded, too.
+                if shard is not None and names and (owned is None or id(param) in owned):
+                    present = current[path].state.get(param) if path in current else None
+                    kept = param_state(shard.key, present, False).tensors
+                    base = ".".join((prefix, *path, "state"))
+                    own.tensors[position] = {
+                        tensor: state_target(shard, param, kept.get(tensor), f"{base}.{tensor}", stored)
+                        for tensor in names
+                    }
+                    state[_place(path, position)] = _state_shards(shard, param, own.tensors[position], prefix, path)
+                own.names[-1].append(name)
+                position += 1
+        owns.append(own)
+    return {"state": state, "settings": LocalNonpersistentObject(settings), "own": LocalNonpersistentObject(owns)}
 
 
 def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: StateDict) -> None:
@@ -262,78 +424,102 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
 
     States are set, also in a new optimizer that has made no step. Options of groups (learning rate and so on) become
     those that the parameters were saved with, except the choice of an implementation (`foreach`, `fused`,
-    `capturable`, `differentiable`). Parameters that are not in the checkpoint keep what they have.
+    `capturable`, `differentiable`). Parameters that are not in the checkpoint keep what they have, with a warning.
 
     Args:
         optimizer: the one whose `sharded_optimizer_state_dict` was loaded.
         loaded: what `load` returned in its place.
 
     Raises:
-        LoadMismatchError: something that the optimizer keeps was not saved, or the other way round; or parameters of
-            one group were saved in groups with different options. The options stay as they are then.
+        LoadMismatchError: tensors of the state were not loaded; the optimizer that was saved has other options; or
+            parameters of one group were saved in groups with different options. Nothing is changed then.
     """
     if "settings" not in loaded or "own" not in loaded:
         raise LoadMismatchError(
             "This holds no settings of an optimizer: pass what load() returned in the place of "
             "sharded_optimizer_state_dict(optimizer, ...), from a checkpoint that was saved with it."
         )
-    if [len(group["params"]) for group in optimizer.param_groups] != list(map(len, loaded["own"])):
-        raise LoadMismatchError(
-            f"The optimizer has groups of {[len(group['params']) for group in optimizer.param_groups]} parameters, the "
-            f"one that was described had {list(map(len, loaded['own']))}: describe this optimizer before loading."
+    optimizer = bare_optimizer(optimizer)
+    settings: list[Entry] = loaded["settings"]
+    current = {section.path: section for section in read_sections(optimizer)[0]}
+    fresh: list[str] = []
+    sections = []
+    for own in loaded["own"]:
+        section = current.get(own.path, Section(own.path, own.by_number, optimizer.param_groups, {}))
+        sizes = [len(group["params"]) for group in section.groups]
+        if sizes != list(map(len, own.names)):
+            raise LoadMismatchError(
+                f"The optimizer has groups of {sizes} parameters, the one that was described had "
+                f"{list(map(len, own.names))}: describe this optimizer before loading."
+            )
+        sections.append(_restored(section, own, settings, loaded.get("state", {}), owned_parameters(optimizer), fresh))
+    write_sections(optimizer, sections, stored_rest(settings))
+    if fresh:
+        logger.warning(
+            "the checkpoint has no state of the optimizer for %s, which were not trained when it was saved: they start "
+            "with what the optimizer has for them, nothing if it is new",
+            summarize_keys(fresh),
         )
-    settings = {name: entry for entry in loaded["settings"] for name in entry["params"]}
-    states: dict[torch.Tensor, dict[str, Any] | None] = {}
-    options: list[dict[str, Any] | None] = []
+
+
+def _restored(
+    section: Section,
+    own: _Own,
+    settings: list[Entry],
+    loaded: Mapping[Any, Mapping[str, torch.Tensor]],
+    owned: set[int] | None,
+    fresh: list[str],
+) -> Section:
+    """Return a section with what was loaded. Names of parameters that have nothing in the checkpoint go to `fresh`."""
+    entries = by_name(settings, own.path)
+    state: dict[torch.Tensor, Any] = {}
+    groups = []
     position = 0
-    for group, own in zip(optimizer.param_groups, loaded["own"], strict=True):
-        for param, kept in zip(group["params"], own, strict=True):
-            if kept is not None and kept.name in settings and (param.requires_grad or kept.tensors or kept.values):
-                states[param] = _restored(kept, settings[kept.name], loaded.get("state", {}).get(position, {}))
+    for group, names in zip(section.groups, own.names, strict=True):
+        for param, name in zip(group["params"], names, strict=True):
+            entry = entries.get(name)
+            if param.requires_grad and name is not None and (entry is None or entry.get("frozen")):
+                fresh.append(name)
+            if entry is None:
+                state |= {param: section.state[param]} if param in section.state else {}
+            elif entry["has_state"] and (owned is None or id(param) in owned):
+                tensors = own.tensors.get(position, {})
+                _fill(str(name), tensors, loaded.get(_place(own.path, position), {}), entry)
+                scalar = partial(_scalar, group, param, section.state.get(param))
+                state[param] = joined_state(entry, tensors, scalar, local_part(param).device)
             position += 1
-        options.append(options_of(loaded["settings"], [kept.name for kept in own if kept is not None]))
-    for param, state in states.items():
-        optimizer.state.pop(param, None)
-        if state is not None:
-            optimizer.state[param] = state
-    for group, found in zip(optimizer.param_groups, options, strict=True):
-        set_options(group, found or {})
+        found = options_of(entries_of(settings, own.path), group, [name for name in names if name is not None])
+        groups.append(found)
+    return Section(own.path, own.by_number, groups, state)
 
 
-def _state_of(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor, name: str, blanks: BlankStates
-) -> ParamState:
-    # Not state[param], which would make an entry.
-    state = optimizer.state.get(param)
-    has_state = bool(state)
-    if not state:
-        state = blanks.make(group, param) if param.requires_grad else {}
-    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim}
-    values = {key: value for key, value in state.items() if key not in tensors}
-    return ParamState(name, tensors, values, has_state)
-
-
-def _restored(kept: ParamState, entry: dict[str, Any], tensors: StateDict) -> dict[str, Any] | None:
-    """Return the state of a parameter made of what was loaded; None when it had none."""
-    if sorted(kept.tensors) != entry["tensors"] or sorted(tensors) != entry["tensors"]:
+def _fill(name: str, tensors: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], entry: Entry) -> None:
+    """Put what was loaded for a parameter into the tensors of the optimizer, where it is not there already."""
+    if sorted(tensors) != entry["tensors"] or sorted(loaded) != entry["tensors"]:
         raise LoadMismatchError(
-            f"For the parameter {kept.name!r} the optimizer keeps {sorted(kept.tensors)}, saved were "
-            f"{entry['tensors']}, loaded {sorted(tensors)}. Make the optimizer with the options it was saved "
-            f"with: {entry['options']}.",
-            unexpected=[kept.name],
+            f"For the parameter {name!r} the tensors {entry['tensors']} of the optimizer were saved, loaded were "
+            f"{sorted(loaded)}. Pass the dict of sharded_optimizer_state_dict itself to load, without copying it.",
+            unexpected=[name],
         )
-    if not entry["has_state"]:
-        return None
-    for name, tensor in kept.tensors.items():
+    for key, tensor in tensors.items():
         target = local_part(tensor).detach()
-        if _memory(target) is None or _memory(target) != _memory(tensors[name]):
-            target.copy_(local_part(tensors[name]))
-    values = dict(entry["values"])
-    for name, value in values.items():
+        if _memory(target) is None or _memory(target) != _memory(loaded[key]):
+            target.copy_(local_part(loaded[key]))
+
+
+def _scalar(
+    group: Mapping[str, Any], param: Any, present: Any, name: str, number: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    """Make a tensor without axes, where torch's own `load_state_dict` would have it."""
+    own = present.get(name) if isinstance(present, dict) else None
+    if isinstance(own, torch.Tensor):
         # In the form that the optimizer uses, where it has one.
-        if isinstance(own := kept.values.get(name), torch.Tensor):
-            values[name] = torch.full_like(own, value)
-    return {**values, **kept.tensors}
+        return torch.full_like(own, number)
+    if name == "step" and not (group.get("capturable") or group.get("fused")):
+        return torch.tensor(number, dtype=dtype)
+    if name != "step" and not param.ndim and is_dtensor(param):
+        return torch.full_like(param.detach(), number, dtype=dtype)
+    return torch.tensor(number, dtype=dtype, device=local_part(param).device)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:

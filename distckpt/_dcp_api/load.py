@@ -18,7 +18,7 @@ from distckpt._dcp_api import arguments, shards, tree
 from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._models.dtensor import local_part
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
-from distckpt._operations.load import stored_keys
+from distckpt._operations.load import stored_entries
 from distckpt._ranks.collectives import Ranks, lone_group
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
@@ -101,7 +101,7 @@ def _read(
     marker = find_checkpoint(ranks, location, found)
     options = Options(process_group, allow_dtype_cast=True, marker=marker)
     strategy = load_strategy(None, marker, location).configure(options)
-    stored = stored_keys(ranks, strategy, location)
+    stored = set(stored_entries(ranks, strategy, location))
     with ranks.phase("read common state"):
         common = strategy.load({"common": ShardedObject(COMMON_KEY, None, (1,), (0,))}, location)["common"]
     with ranks.phase("compare with the checkpoint"):

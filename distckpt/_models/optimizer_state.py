@@ -1,75 +1,154 @@
-"""The state of an optimizer: shards of its tensors, and settings (options of groups, numbers such as `step`).
+"""The settings of an optimizer: options of groups, and what it keeps for its parameters besides tensors.
 
 Parameters with the same options and numbers, which are nearly always all of a group, share one entry:
 
-    {"options": {"lr": 0.001, ...}, "values": {"step": 100.0}, "tensors": ["exp_avg", "exp_avg_sq"], "has_state": True,
-     "params": ["embedding.weight", "norm.weight", ...]}
+    {"options": {"lr": 0.001, ...}, "values": {"step": 100.0}, "scalars": {"step": torch.float32},
+     "tensors": ["exp_avg", "exp_avg_sq"], "has_state": True, "params": ["embedding.weight", "norm.weight", ...]}
 
-The list of these entries, the settings, is small, and is stored once, as an object. Parameters go by name, so that
-the number of groups and their order may change.
+The list of these entries is small, and is stored once, as an object. Parameters go by name, so that the number of
+groups and their order may change. An entry has `path` where it is about a part of the optimizer's state dict, and
+`frozen` where its parameters were not trained. Parameters that share a key (layers, experts) have `forms`, dtype and
+global shape of each tensor. One entry without parameters has the `rest` of the state dict, and in
+`sections` the parts that go by parameters.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from distckpt._base.errors import CheckpointingException, InvalidShardingError, LoadMismatchError
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.messages import summarize_keys
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
-from distckpt._mapping.kinds import is_a
-from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
+from distckpt._format.codec import HOLE
+from distckpt._models.dtensor import local_part
 from distckpt._ranks.collectives import Ranks
-from distckpt.dict_utils import nested_values
-from distckpt.mapping import ShardedTensor, ShardedTensorFactory
 
 Entry: TypeAlias = dict[str, Any]
+SectionPath: TypeAlias = tuple[str, ...]
 
 _NOT_STORED = ("params", "param_names")
 # How to compute, and on which device numbers live: the choice of the program that loads.
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+_ITSELF = ""
+"""The name of a state that is no dict."""
+_BASIC = (bool, int, float, str, type(None), torch.dtype)
 
 
 class ParamState(NamedTuple):
-    """The state of one parameter: tensors divided as it is, and numbers or other values.
+    """The state of one parameter.
 
-    Without `has_state` they are blank; the optimizer will make its own at the parameter's first step.
+    `tensors` are those with axes, by name. Those in lists and dicts have names such as `Q.0`, and are `HOLE`s in their
+    place in `values`, the rest of the state. `scalars` are the tensors without axes. A parameter without `has_state`
+    has not been used yet. `forms` are dtype and global shape of the tensors, for parameters that share a key.
     """
 
     name: str
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
+    scalars: dict[str, torch.Tensor]
     has_state: bool
+    is_frozen: bool = False
+    forms: Mapping[str, Any] = MappingProxyType({})
 
 
-def describe(groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]]) -> list[Entry]:
+def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
+    """Separate the tensors in the state of a parameter from its other values."""
+    named = {} if state is None else state if isinstance(state, dict) else {_ITSELF: state}
+    kept = ParamState(name, {}, {}, {}, bool(named), is_frozen)
+    for key, value in named.items():
+        if isinstance(value, torch.Tensor):
+            (kept.tensors if value.ndim else kept.scalars)[key] = value
+        else:
+            kept.values[key] = _without_tensors(value, str(key), kept.tensors)
+    return kept
+
+
+def _without_tensors(value: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not value.ndim:
+            return local_part(value).detach()
+        found[path] = value
+        return HOLE
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(item, f"{path}.{i}", found) for i, item in enumerate(value))
+    if type(value) is dict:
+        return {key: _without_tensors(item, f"{path}.{key}", found) for key, item in value.items()}
+    return value
+
+
+def joined_state(
+    entry: Entry,
+    tensors: Mapping[str, torch.Tensor],
+    scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
+    device: torch.device,
+) -> Any:
+    """Return the state of a parameter in the form in which the optimizer has it, the reverse of `param_state`."""
+    left = dict(tensors)
+
+    def with_tensors(value: Any, path: str) -> Any:
+        if value is HOLE:
+            return left.pop(path)
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if type(value) in (list, tuple):
+            return type(value)(with_tensors(item, f"{path}.{i}") for i, item in enumerate(value))
+        if type(value) is dict:
+            return {key: with_tensors(item, f"{path}.{key}") for key, item in value.items()}
+        return value
+
+    # Checkpoints of earlier versions do not say so.
+    scalars = entry.get("scalars", {"step": torch.float32} if type(entry["values"].get("step")) is float else {})
+    state = {
+        name: scalar(name, value, scalars[name]) if name in scalars else with_tensors(value, str(name))
+        for name, value in entry["values"].items()
+    }
+    state |= left
+    return state.get(_ITSELF, state)
+
+
+def describe(groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], path: SectionPath = ()) -> list[Entry]:
     """Describe parameter groups, given as `(group, states of its parameters)`."""
     entries: dict[Any, Entry] = {}
     for number, (group, states) in enumerate(groups):
         options = {name: value for name, value in group.items() if name not in _NOT_STORED}
         for state, values in zip(states, _plain_values(states), strict=True):
-            values = values if state.has_state else {}
-            kind = (number, state.has_state, tuple(state.tensors), repr(values))
-            entry: Entry = {"options": options, "values": values, "tensors": sorted(state.tensors)}
-            entry |= {"has_state": state.has_state, "params": []}
-            entries.setdefault(kind, entry)["params"].append(state.name)
+            scalars = {name: tensor.dtype for name, tensor in state.scalars.items()}
+            # What is not basic may look the same and not be.
+            text = repr(values) if all(map(_is_basic, values.values())) else state.name
+            forms = dict(state.forms)
+            kind = (number, state.has_state, state.is_frozen, tuple(state.tensors), repr(scalars), repr(forms), text)
+            entry = entries.get(kind)
+            if entry is None:
+                entry = {"options": options, "values": values, "tensors": sorted(state.tensors)}
+                entry |= {"has_state": state.has_state, "params": []}
+                entry |= {"scalars": scalars} if scalars else {}
+                entry |= {"frozen": True} if state.is_frozen else {}
+                entry |= {"forms": forms} if forms else {}
+                entry |= {"path": list(path)} if path else {}
+                entries[kind] = entry
+            entry["params"].append(state.name)
     return list(entries.values())
 
 
+def _is_basic(value: Any) -> bool:
+    return isinstance(value, _BASIC) or (type(value) in (list, tuple) and all(map(_is_basic, value)))
+
+
 def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:
-    """Return the values of parameters with Python numbers in place of 0-D tensors."""
+    """Return the values of parameters, with Python numbers for tensors without axes."""
     plain = [dict(state.values) for state in states]
     # All of a kind at once, since each transfer from a GPU waits for it.
     scalars: dict[Any, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
-    for values in plain:
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                local = local_part(value).detach()
-                scalars.setdefault((local.device, local.dtype), []).append((values, name, local))
+    for values, state in zip(plain, states, strict=True):
+        for name, value in state.scalars.items():
+            local = local_part(value).detach()
+            scalars.setdefault((local.device, local.dtype), []).append((values, name, local))
     for found in scalars.values():
         numbers = torch.stack([tensor for _, _, tensor in found]).tolist()
         for (values, name, _), number in zip(found, numbers, strict=True):
@@ -77,44 +156,67 @@ def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:
     return plain
 
 
-def unite(ranks: Ranks, entries: list[Entry]) -> list[Entry]:
+def unite(ranks: Ranks, settings: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
     """Return the entries of all ranks together, the same on each; nothing but a hash is sent where they are the same.
 
-    Where ranks disagree about a parameter, the lowest rank that has a state for it decides, else the lowest.
+    They are given by the prefix of the optimizer. Of a parameter that only some ranks have a state for, theirs counts.
+    InvalidShardingError where ranks disagree.
     """
     if ranks.size == 1:
-        return entries
+        return settings
     with ranks.phase("encode the settings of the optimizer"):
-        payload = codec.encode(entries)
+        payload = codec.encode(settings)
     digests = ranks.all_gather(f"{checksum(payload):016x}".encode())
     if len(set(digests)) == 1:
-        return entries
+        return settings
     is_first = digests.index(digests[ranks.rank]) == ranks.rank
     gathered = ranks.gather(payload if is_first else b"")
     united = b""
     with ranks.phase("unite the settings of the optimizer", decision=True):
         if ranks.is_coordinator:
-            lists = [cast(list[Entry], codec.decode(data)) for data in gathered if data]
-            united = codec.encode(_merged([entry for entries in lists for entry in entries]))
-    return cast(list[Entry], codec.decode(ranks.broadcast(united)))
+            of_ranks = [cast(dict[str, list[Entry]], codec.decode(data)) for data in gathered if data]
+            by_prefix = {
+                prefix: _merged([entry for given in of_ranks for entry in given.get(prefix, ())])
+                for prefix in {prefix: None for given in of_ranks for prefix in given}
+            }
+            united = codec.encode(by_prefix)
+    return cast(dict[str, list[Entry]], codec.decode(ranks.broadcast(united)))
 
 
 def _merged(entries: list[Entry]) -> list[Entry]:
     merged: dict[bytes, Entry] = {}
-    taken: set[str] = set()
+    taken: dict[Any, tuple[bytes, Entry]] = {}
     # The sort is stable: ranks stay in order.
     for entry in sorted(entries, key=lambda entry: not entry["has_state"]):
         kind = codec.encode({**entry, "params": []})
-        known = merged.setdefault(kind, {**entry, "params": []})
-        known["params"] += [name for name in entry["params"] if name not in taken]
-        taken.update(entry["params"])
+        own = merged.setdefault(kind, {**entry, "params": []})["params"]
+        for name in entry["params"]:
+            first_kind, first = taken.setdefault((tuple(entry.get("path", ())), name), (kind, entry))
+            if first is entry:
+                own.append(name)
+            elif first_kind != kind and first["has_state"] == entry["has_state"]:
+                raise InvalidShardingError(_disagreement(name, first, entry))
     return [entry for entry in merged.values() if entry["params"]]
 
 
-def options_of(entries: Iterable[Entry], names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the stored options of a group with these parameters; None when none of them was stored.
+def _disagreement(name: str, first: Entry, second: Entry) -> str:
+    names = sorted({key for key in {**first, **second} if key != "params" and _differ(first.get(key), second.get(key))})
+    whose = f" for the parameter {name!r}" if name else ""
+    details = "; ".join(f"{key}: {first.get(key)!r:.200} and {second.get(key)!r:.200}" for key in names)
+    return (
+        f"Ranks disagree about what the optimizer keeps{whose}, of which one value is stored ({details}). Values that "
+        "each rank has for its own part of a parameter can be stored as tensors that are divided as the parameter is."
+    )
 
-    LoadMismatchError when they were in groups with different options.
+
+def _differ(first: Any, second: Any) -> bool:
+    return codec.encode(first) != codec.encode(second)
+
+
+def options_of(entries: Iterable[Entry], group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a group with the stored ones of these parameters in place of its own.
+
+    LoadMismatchError when they were in groups with different options, or when an optimizer of another kind saved them.
     """
     wanted = set(names)
     found: dict[bytes, tuple[dict[str, Any], str]] = {}
@@ -130,160 +232,47 @@ def options_of(entries: Iterable[Entry], names: Sequence[str]) -> dict[str, Any]
             f"differ in {differing}. Make the optimizer with the groups it was saved with.",
             unexpected=[name, other],
         )
-    return next((options for options, _ in found.values()), None)
+    if not found:
+        return dict(group)
+    [(options, name)] = found.values()
+    added = options.keys() - group.keys() - _OF_SCHEDULERS
+    lacking = group.keys() - options.keys() - _OF_SCHEDULERS - set(_NOT_STORED)
+    if added and lacking:
+        raise LoadMismatchError(
+            f"An optimizer of another kind was saved: its options for {name!r} have {summarize_keys(added)}, those "
+            f"of this one {summarize_keys(lacking)}. Make the optimizer that was saved, or leave it out.",
+            unexpected=[name],
+        )
+    return {**group, **{key: value for key, value in options.items() if key not in _OWN_CHOICE or key not in group}}
 
 
-def set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
-    """Give a group of an optimizer stored options, in the form (number or tensor) in which it has its own."""
-    for name, value in options.items():
-        own = group.get(name)
-        if name in _OWN_CHOICE and name in group:
-            continue
-        if isinstance(own, torch.Tensor):
-            # In place: captured graphs read this memory.
-            own.detach().copy_(torch.as_tensor(value))
-        elif isinstance(own, float | int) and isinstance(value, torch.Tensor):
-            group[name] = value.item()
-        else:
-            group[name] = value
+def entries_of(settings: Iterable[Entry], path: SectionPath) -> list[Entry]:
+    """Return the entries about parameters of one section of an optimizer's state."""
+    return [entry for entry in settings if tuple(entry.get("path", ())) == path and "rest" not in entry]
 
 
-def make_sharded_optimizer_tensor(
-    model_param: ShardedTensor | ShardedTensorFactory, optim_param: torch.Tensor, prefix: str
-) -> ShardedTensor | ShardedTensorFactory:
-    """Wrap an optimizer tensor the way the parameter that it belongs to is wrapped.
-
-    Args:
-        model_param: shard or factory of the parameter.
-        optim_param: tensor of the shape of the parameter's shard (1-D if that is flat), of any dtype.
-        prefix: put before the parameter's key, with a dot between them.
-
-    Returns:
-        A shard or factory like `model_param`, of the new key, with `optim_param` as its data.
-
-    Raises:
-        InvalidShardingError: the shapes differ.
-    """
-    data = local_part(optim_param)
-    key = f"{prefix}.{model_param.key}"
-    if is_a(model_param, ShardedTensorFactory):
-        return replace(model_param, key=key, data=data)
-    return replace(model_param, key=key, data=data, dtype=data.dtype)
+def by_name(settings: Iterable[Entry], path: SectionPath) -> dict[str | None, Entry]:
+    """Return the entries about one section by the names of their parameters."""
+    return {name: entry for entry in entries_of(settings, path) for name in entry["params"]}
 
 
-def param_name(shard: ShardedTensor | ShardedTensorFactory) -> str:
-    """Name a parameter, whatever the layout: by its key and, where layers share that, its place among them."""
-    part: Any = shard
-    if isinstance(shard, ShardedTensorFactory):
-        part = next((s for s in nested_values([shard.build()]) if isinstance(s, ShardedTensor)), None)
-    if part is None or not part.prepend_axis_num:
-        return shard.key
-    return f"{shard.key}[{','.join(map(str, part.global_offset[: part.prepend_axis_num]))}]"
+def forms_by_key(settings: Iterable[Entry], path: SectionPath) -> dict[str, Mapping[str, Any]]:
+    """Return the forms of the tensors in the states of parameters that share a key, by that key."""
+    entries = [entry for entry in entries_of(settings, path) if "forms" in entry]
+    return {name[: name.rindex("[")]: entry["forms"] for entry in entries for name in entry["params"]}
 
 
-def state_shard(
-    shard: ShardedTensor | ShardedTensorFactory, param: torch.Tensor, tensor: torch.Tensor, name: str, prefix: str
-) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor in the state of a parameter, given the parameter's shard; it has the key `<prefix>.<key>`."""
-    form = (tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
-    if form == (tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)):
-        return make_sharded_optimizer_tensor(shard, tensor, prefix)
-    if isinstance(shard, ShardedTensor) and shard.flattened_range is None:
-        if is_dtensor(tensor) and is_dtensor(param):
-            outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
-            outer = outer[: max(0, len(outer) - param.device_mesh.ndim)]  # type: ignore[attr-defined]
-            num_prepended = shard.prepend_axis_num
-            place = [(axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(num_prepended)]
-            if shard.global_shape[num_prepended:] == tuple(param.shape):
-                return shard_of_dtensor(f"{prefix}.{shard.key}", tensor, place, num_prepended, outer)
-        elif not is_dtensor(tensor) and (found := _reduced(shard, tensor, prefix)) is not None:
-            return found
-    if tuple(local_part(tensor).shape) == tuple(local_part(param).shape):
-        return make_sharded_optimizer_tensor(shard, tensor, prefix)
-    raise InvalidShardingError(
-        f"The optimizer's {name!r} for the parameter {shard.key!r} has shape {tuple(tensor.shape)}, the parameter "
-        f"{tuple(param.shape)}, of which this rank has a part: how it is divided is unknown. Keep it in a shape "
-        "with size 1 along the axes that it lacks, or make a ShardedTensor of it yourself."
-    )
+def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry:
+    """Return the entry for what does not go by parameters: `rest`, and `(path, by number)` of all sections."""
+    return {"params": [""], "has_state": True, "rest": rest, "sections": [[list(path), by] for path, by in sections]}
 
 
-def _reduced(shard: ShardedTensor, tensor: torch.Tensor, prefix: str) -> ShardedTensor | None:
-    """Describe a tensor that lacks some axes of a parameter's part (has size 1 there); None when it is none."""
-    num_prepended, shape = shard.prepend_axis_num, tuple(tensor.shape)
-    if shape == shard.local_shape:
-        return None
-    sizes, offset = shard.global_shape[num_prepended:], shard.global_offset[num_prepended:]
-    parts = shard.axis_fragmentations and shard.axis_fragmentations[num_prepended:]
-    pairs = zip(shape, shard.local_shape, strict=False)
-    if shard.local_shape == sizes:
-        place = [(size, 0, 1) for size in shape]
-    elif parts is None or len(shape) != len(sizes) or any(n not in (1, m) for n, m in pairs):
-        return None
-    else:
-        # Where the parameter is divided along an axis that is missing here, each part has a value of its own.
-        place = [
-            (size, start, count) if n == local else (count, start // local, count)
-            for n, local, size, start, count in zip(shape, shard.local_shape, sizes, offset, parts, strict=True)
-        ]
-    prepended = shard.global_shape[:num_prepended]
-    return replace(
-        shard,
-        key=f"{prefix}.{shard.key}",
-        data=tensor,
-        dtype=tensor.dtype,
-        local_shape=shape,
-        global_shape=prepended + tuple(size for size, _, _ in place),
-        global_offset=shard.global_offset[:num_prepended] + tuple(start for _, start, _ in place),
-        axis_fragmentations=prepended + tuple(count for _, _, count in place),
-    )
+def stored_rest(settings: Iterable[Entry]) -> Any:
+    """Return what does not go by parameters, `HOLE` for nothing."""
+    return next((entry["rest"] for entry in settings if "rest" in entry), HOLE)
 
 
-class BlankStates:
-    """Makes the states that an optimizer will keep; it tries a step once for all parameters of one kind.
-
-    The `step` of the optimizer must need no closure. Neither the optimizer nor its parameters are changed.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._prototypes: dict[Any, dict[str, Any]] = {}
-
-    def make(self, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """Return what the optimizer would keep for a parameter of a group, by name, with zeros in place of the values.
-
-        Numbers and 0-D tensors are those after a first step. CheckpointingException when the optimizer cannot make a
-        step with gradients of zero.
-        """
-        mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
-        kind = (id(group), tuple(param.shape), param.stride(), param.dtype, param.device, mesh, placements)
-        if kind not in self._prototypes:
-            self._prototypes[kind] = _state_after_a_step(self._optimizer, group, param)
-        return {name: _blank(value) for name, value in self._prototypes[kind].items()}
-
-
-def _blank(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.zeros_like(value) if value.ndim else value.clone()
-
-
-def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    # On a stand-in: even with gradients and learning rate of zero, a step may change a parameter (0 / 0 with eps=0).
-    stand_in = torch.zeros_like(param).detach().requires_grad_()
-    stand_in.grad = torch.zeros_like(stand_in)
-    # Not copy.copy, which leaves attributes of subclasses behind.
-    shadow: Any = object.__new__(type(optimizer))
-    shadow.__dict__.update(vars(optimizer))
-    # Learning rate schedulers replace `step` by one that is bound to the optimizer itself, and hooks count steps.
-    shadow.__dict__.pop("step", None)
-    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    shadow.state, shadow.param_groups = defaultdict(dict), [{**group, "params": [stand_in]}]
-    try:
-        shadow.step()
-    except Exception as error:
-        raise CheckpointingException(
-            f"{type(optimizer).__name__} does not show what it keeps for a parameter of shape {tuple(param.shape)}: a "
-            f"step with gradients of zero failed ({type(error).__name__}: {error}). Have it make a step of its own "
-            "before calling sharded_optimizer_state_dict, for saving and for loading."
-        ) from error
-    return dict(shadow.state[stand_in])
+def stored_sections(settings: Iterable[Entry]) -> list[tuple[SectionPath, bool]]:
+    """Return path and form of each section of an optimizer's state."""
+    found: list[Any] = next((entry["sections"] for entry in settings if "rest" in entry), [[[], True]])
+    return [(tuple(path), by_number) for path, by_number in found]

@@ -5,33 +5,44 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
 import torch
 
+from distckpt._base.dtypes import FROM_NAME, TO_NAME
+from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.messages import check_choice
+from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._format.codec import HOLE
+from distckpt._models.optimizer_shards import StoredEntry
+from distckpt._objects import objects
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import LoadReport, PhaseTimer
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, check_common_strategy, take_common_strategy
-from distckpt._state.shards import ShardTable, describe, merge_tables
+from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge_tables
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
-from distckpt.mapping import ShardedObject, ShardedStateDict, StateDict
+from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
 from distckpt.strategies.defaults import load_strategy
 
 logger = logging.getLogger(__name__)
+
+_STRICT_MODES = (
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.RAISE_ALL,
+)
+"""Those in which nothing that is requested may be left out."""
 
 
 @take_common_strategy
@@ -51,23 +62,24 @@ def load(
     allow_dtype_cast: bool = False,
     parallel_load: ParallelLoad = "auto",
     rules: Sequence[Rule] = (),
+    materialize: str | torch.device | None = None,
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
     progress: Callable[[int], None] | None = None,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under the layout that a sharded state dict describes, whatever layout it was saved under.
 
-        state = {"model": model.sharded_state_dict()}
-        state = distckpt.load(state, "checkpoints/step_100")
+        state = distckpt.load({"model": model, "optimizer": optimizer}, "checkpoints/step_100")
         step = state["step"]
 
     Collective operation: all ranks must call it. Rank 0 reads the manifest and sends it to the others; every rank reads
     its own regions, or receives them from a rank that reads the same ones (see `parallel_load`).
 
     Args:
-        sharded_state_dict: describes what to load: `ShardedTensor`s (filled in place, or allocated on CPU when their
-            data is None), `ShardedObject`s and `ShardedTensorFactory`s. `LocalNonpersistentObject`s come back
-            unwrapped; other values are ignored. The dict itself is not changed.
+        sharded_state_dict: describes what to load: objects as in `save`, which are filled and returned; `ShardedTensor`s
+            (filled in place, or allocated on CPU when their data is None), `ShardedObject`s and
+            `ShardedTensorFactory`s. `LocalNonpersistentObject`s come back unwrapped; for other values the stored ones
+            are returned. The dict itself is not changed.
         checkpoint_dir: a path or fsspec URL of a checkpoint, of a Hugging Face directory, of a folder of shards that
             torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or of what
             `torch.distributed.checkpoint.save` or Megatron Core (`torch_dist`) wrote.
@@ -90,6 +102,9 @@ def load(
             shares, "off" never does. Tensors are the same in each case.
         rules: how the requested tensors are made from those of the checkpoint, when it stores them under other names
             or shapes (a Hugging Face checkpoint, see `distckpt.rules`).
+        materialize: a device; modules of the state dict that are on the meta device get memory there, tied parameters
+            stay tied, and buffers that no checkpoint holds are computed by the `reset_parameters` of their modules.
+            Make the optimizer after that.
         max_inflight_bytes: memory for data on its way from storage, on each rank; at least one window of 8 MiB is
             used.
         progress: called with the number of bytes whenever this rank has read some, from several threads.
@@ -120,8 +135,10 @@ def load(
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    read = partial(_load, ranks, timer, sharded_state_dict, location, sharded_strategy, strict, options)
-    num_bytes, state_dict, missing, unexpected = read_unchanged(ranks, location, read)
+    read = partial(_load, ranks, timer, sharded_state_dict, location, sharded_strategy, strict, materialize, options)
+    num_bytes, described, state_dict, missing, unexpected = read_unchanged(ranks, location, read)
+    with ranks.phase("restore the objects of the state dict"):
+        state_dict = objects.restore(described, state_dict, parse_strict_flag(strict) in _STRICT_MODES)
     report = LoadReport(location, *timer.summarize(ranks, num_bytes, "read"))
     if ranks.is_coordinator:
         logger.info("%s", report)
@@ -138,10 +155,14 @@ def _load(
     location: str,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
     strict: str | StrictHandling,
+    materialize: Any,
     options: Options,
     found: dict[str, Any] | None,
-) -> tuple[int, StateDict, set[str], set[str]]:
-    """Return the number of bytes read, the state dict, missing and unexpected keys; `found` is the marker on rank 0."""
+) -> tuple[int, objects.Described, StateDict, set[str], set[str]]:
+    """Return the number of bytes read, the request, what was loaded, missing and unexpected keys.
+
+    `found` is the marker on rank 0.
+    """
     # 1. Find the checkpoint and the strategy that reads it.
     with timer.phase("plan"):
         marker = find_checkpoint(ranks, location, found)
@@ -152,24 +173,83 @@ def _load(
             if options.rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
                 raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
             strategy = load_strategy(sharded_strategy, marker, location).configure(replace(options, marker=marker))
-            shards, _, skeleton = flatten.split(sharded_state_dict)
+        described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
+        needs_stored = objects.needs_stored(described) or StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
+        with ranks.phase("flatten the state dict"):
+            shards = flatten.split(described.state_dict).shards
+            has_ties = not options.rules and _has_ties(shards)
+        stored: dict[str, StoredEntry] = {}
+        if ranks.all_gather_numbers([needs_stored, has_ties]).any():
+            stored = stored_entries(ranks, strategy, location)
+            described = objects.resolve(ranks, described, stored, partial(strategy.load, checkpoint_dir=location))
+        with ranks.phase("flatten the state dict"):
+            shards, values, skeleton = flatten.split(described.state_dict)
             table = describe(shards)
+            ties = _absent_ties(shards, stored) if not options.rules else {}
 
         # 2. Compare the requests of the ranks with each other and with the checkpoint.
         if options.validate_access_integrity:
             _compare_requests(ranks, table)
-        missing, unexpected = _compare_keys(ranks, mode, {shard.key for shard in shards}, strategy, location)
+        requested = {shard.key for i, shard in enumerate(shards) if i not in ties}
+        missing, unexpected = _compare_keys(ranks, mode, requested, set(stored), location)
 
     # 3. Read.
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):
-        wanted = {str(i): shard for i, shard in enumerate(shards) if shard.key not in unexpected}
+        wanted = {str(i): s for i, s in enumerate(shards) if s.key not in unexpected and i not in ties}
         wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
-        values = strategy.load(wanted, location)
-        loaded = [values.get(str(i), HOLE) for i in range(len(shards))]
+        found_values = strategy.load(wanted, location)
+        loaded = [found_values.get(str(ties.get(i, i)), HOLE) for i in range(len(shards))]
         num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
         details["bytes"] = num_bytes
-        state_dict = flatten.put_together(skeleton, loaded, values["common"])
-    return num_bytes, state_dict, missing, unexpected
+        state_dict = flatten.put_together(skeleton, loaded, found_values["common"])
+        if mode in _STRICT_MODES:
+            _refuse_plain_tensors(values, state_dict, location)
+    return num_bytes, described, state_dict, missing, unexpected
+
+
+def _has_ties(shards: Sequence[Shard]) -> bool:
+    return any(shards[tie].key != shards[first].key for tie, first in find_ties(shards).items())
+
+
+def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:
+    """Return the shards that are not stored but tied to one that is, whose number is the value: export stores one."""
+    by_first: dict[int, list[int]] = {}
+    for tie, first in (find_ties(shards) if stored else {}).items():
+        by_first.setdefault(first, [first]).append(tie)
+    absent: dict[int, int] = {}
+    for group in by_first.values():
+        there = [i for i in group if shards[i].key in stored]
+        absent |= {i: there[0] for i in group if there and shards[i].key not in stored}
+    return absent
+
+
+def _refuse_plain_tensors(values: Any, loaded: StateDict, location: str) -> None:
+    """Refuse tensors in the request that are no shards, and for which the common state has nothing."""
+    lost = [path for path in _tensor_paths(values) if _at(loaded, path) is HOLE]
+    if lost:
+        names = [".".join(map(str, path)) for path in lost]
+        raise LoadMismatchError(
+            f"The tensors {summarize_keys(names)} of the state dict are not sharded, and the common state of the "
+            f"checkpoint {location!r} has none there: nothing can be loaded for them. Give load the module itself, "
+            "{'model': model}, or its sharded_state_dict(model), in the place of model.state_dict().",
+            unexpected=names,
+        )
+
+
+def _tensor_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(tree, torch.Tensor):
+        yield path
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _tensor_paths(value, (*path, key))
+
+
+def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        if not isinstance(tree, dict) or key not in tree:
+            return HOLE
+        tree = tree[key]
+    return tree
 
 
 def _compare_requests(ranks: Ranks, table: ShardTable) -> None:
@@ -186,12 +266,11 @@ def _compare_requests(ranks: Ranks, table: ShardTable) -> None:
 
 
 def _compare_keys(
-    ranks: Ranks, mode: StrictHandling, requested: set[str], strategy: LoadShardedStrategy, location: str
+    ranks: Ranks, mode: StrictHandling, requested: set[str], stored: set[str], location: str
 ) -> tuple[set[str], set[str]]:
     """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the mode says."""
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
         return set(), set()
-    stored = stored_keys(ranks, strategy, location)
     requested_by_all = [set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(requested)).encode())]
     unexpected = requested - stored
     missing = stored.difference(*requested_by_all) if StrictHandling.requires_global_app_metadata(mode) else set()
@@ -201,13 +280,19 @@ def _compare_keys(
     return missing, unexpected
 
 
-def stored_keys(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -> set[str]:
-    """Return the keys of the tensors and objects in a checkpoint, without common state.
+def stored_entries(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -> dict[str, StoredEntry]:
+    """Return dtypes and shapes of the tensors and objects in a checkpoint, without common state, by key.
 
     Collective operation: all ranks must call it; rank 0 reads.
     """
 
-    def read_keys() -> list[str]:
-        return sorted({shard.key for shard in strategy.load_sharded_metadata(location).values()} - {COMMON_KEY})
+    def read() -> list[tuple[str, str | None, tuple[int, ...]]]:
+        shards = {shard.key: shard for shard in strategy.load_sharded_metadata(location).values()}
+        return [
+            (key, TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None, tuple(shard.global_shape))
+            for key, shard in shards.items()
+            if key != COMMON_KEY
+        ]
 
-    return set(ranks.decide_json("read the keys of the checkpoint", read_keys))
+    found = ranks.decide_json("read the keys of the checkpoint", read)
+    return {key: StoredEntry(dtype and FROM_NAME[dtype], tuple(shape)) for key, dtype, shape in found}

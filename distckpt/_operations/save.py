@@ -13,6 +13,7 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._commit import posix
 from distckpt._format.marker import CheckpointingConfig
+from distckpt._objects import objects
 from distckpt._operations import background_save
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._ranks.collectives import Ranks
@@ -55,15 +56,20 @@ def save(
     Every byte is written once, by one of the ranks that hold it. A save is
     atomic: a reader sees a complete checkpoint or none, and an earlier one stays until it is replaced in one step.
 
-        state = {"model": model.sharded_state_dict(), "step": 100}
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 100}
         distckpt.save(state, "checkpoints/step_100")
 
     Collective operation: all ranks must call it. They exchange descriptions of shards and outcomes, no data.
 
     Args:
-        sharded_state_dict: nested dicts, lists and tuples. `ShardedTensor`, `ShardedObject` and
-            `ShardedTensorFactory` leaves are the sharded part, `LocalNonpersistentObject` leaves are not saved, all
-            else is common state, saved once. The dict is not changed.
+        sharded_state_dict: nested dicts, lists and tuples. Objects in them are described first: an `nn.Module` by
+            `distckpt.modules.sharded_state_dict`, an optimizer of its parameters by
+            `distckpt.optimizer.sharded_optimizer_state_dict`, DTensors by their placements, whatever has `state_dict()`
+            and `load_state_dict()` by the former; of `RngState` and what iterates (data loaders), each rank's is kept.
+            Keys of the module at `model` are its own names, those of others begin with the path to them.
+            `ShardedTensor`, `ShardedObject` and `ShardedTensorFactory` leaves are the sharded part,
+            `LocalNonpersistentObject` leaves are not saved, all else is common state, saved once. Neither the dict nor
+            the objects are changed.
         checkpoint_dir: a path or fsspec URL. It must not hold a complete checkpoint (see `overwrite`); what an
             unfinished save left there is moved aside, or removed from an object store when this one is complete. Other
             files that are there stay. A directory that holds other checkpoints is refused.
@@ -137,10 +143,11 @@ def plan_save(
     """
     timer = PhaseTimer(settings.verb, ranks.rank, checkpoint_dir)
     with timer.phase("describe"):
+        state_dict, _ = objects.describe(ranks, sharded_state_dict)
         with ranks.phase("flatten the state dict"):
             location = timer.location = posix.resolve(checkpoint_dir)
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
-            shards, common = _flatten(sharded_state_dict, settings.content_metadata)
+            shards, common = _flatten(state_dict, settings.content_metadata)
             compared = common_state.comparable(common, settings.preprocess_common)
             compares = settings.validate_access_integrity and ranks.size > 1
             digest_of_common = common_state.digest(compared) if compares else 0

@@ -40,6 +40,7 @@ LAYERS = [
     "factories",
     "experts",
     "optimizer",
+    "_objects",
     "strategies",
     "streaming",
     "_operations",

@@ -1,0 +1,274 @@
+"""Objects in a state dict: described before a save or load as what the rest of the package knows, and filled after it.
+
+An `nn.Module` becomes its sharded state dict, an optimizer that of its parameters' states, a DTensor its shards, and
+whatever has `state_dict()` and `load_state_dict()` what the former returns. What iterates (data loaders, samplers), and
+the state of random number generators, is stored once for each rank.
+
+Names: those of the module at the entry `model` are its own; what is at another entry has the path to it in front, as in
+`ema.layers.0.weight`. Positions in lists do not count, so that the stages of a pipeline may be a list.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._format.codec import HOLE
+from distckpt._format.codec.tree import REGISTERED
+from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
+from distckpt._models.optimizer_shards import StoredEntry
+from distckpt._models.optimizer_state import unite
+from distckpt._models.optimizer_view import is_optimizer
+from distckpt._objects.materialize import materialize_module
+from distckpt._objects.random_state import RngState
+from distckpt._ranks.collectives import Ranks
+from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, StateDict
+from distckpt.modules import bare_module, load_sharded_state_dict, sharded_state_dict, sharded_state_dict_default
+from distckpt.optimizer import (
+    OptimizerState,
+    describe_optimizer,
+    fill_gaps,
+    load_sharded_optimizer_state_dict,
+    optimizer_targets,
+)
+
+logger = logging.getLogger(__name__)
+
+Path: TypeAlias = tuple[Any, ...]
+_DTENSOR, _MODULE, _OPTIMIZER, _PER_RANK, _STATEFUL = range(5)
+"""Kinds of objects, in the order in which they are filled: schedulers come after what they schedule."""
+# Looked up first, as these are the most.
+_VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, ShardedTensor, OptimizerState})
+
+
+class Place(NamedTuple):
+    """An object in a state dict."""
+
+    path: Path
+    kind: int
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """The path as text."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its tensors begin with, without a dot at the end; empty for `model`."""
+        parts = [str(part) for part in self.path if not isinstance(part, int)]
+        return "" if parts == ["model"] else ".".join(parts)
+
+
+class Described(NamedTuple):
+    """A state dict without objects, and where these were."""
+
+    state_dict: Any
+    places: list[Place]
+
+
+def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize: Any = None) -> Described:
+    """Describe the objects in a state dict, which is not changed.
+
+    Collective operation: all ranks must call it. For a load, settings of optimizers and values are left out: they come
+    from the checkpoint. Modules on the meta device get memory on the device `materialize`, if it is given.
+    """
+    places: list[Place] = []
+    settings: dict[str, list[Any]] = {}
+    with ranks.phase("describe the objects of the state dict"):
+        tree = _Walk(ranks, loads, materialize, places).describe(state_dict, ())
+        for place in places:
+            if place.kind == _OPTIMIZER:
+                described, entries = describe_optimizer(place.value, {"": tree}, place.prefix)
+                if loads or place.prefix not in settings:
+                    described["settings"] = ShardedObject(f"{place.prefix}.settings", None, (1,), (0,), ranks.rank)
+                settings.setdefault(place.prefix, []).extend(entries)
+                tree = _replaced(tree, place.path, described)
+    if not loads and any(ranks.all_gather_numbers([len(settings)])):
+        united = unite(ranks, settings)
+        with ranks.phase("describe states that are missing"):
+            for place in places:
+                if place.kind == _OPTIMIZER:
+                    described = _at(tree, place.path)
+                    fill_gaps(described, united[place.prefix])
+                    if "settings" in described:
+                        described["settings"].data = united[place.prefix]
+    return Described(tree, places)
+
+
+class _Walk(NamedTuple):
+    """The settings of a description, and the objects found so far."""
+
+    ranks: Ranks
+    loads: bool
+    materialize: Any
+    places: list[Place]
+
+    def describe(self, node: Any, path: Path) -> Any:
+        """Return a part of the state dict without objects; optimizers stay, as they need the modules."""
+        if type(node) in _VALUES:
+            return node
+        if isinstance(node, dict):
+            return _rebuilt(node, {key: self.describe(value, (*path, key)) for key, value in node.items()})
+        if isinstance(node, list | tuple):
+            return _rebuilt(node, [self.describe(value, (*path, i)) for i, value in enumerate(node)])
+        kind = _kind_of(node)
+        if kind is None:
+            return node
+        place = Place(path, kind, node)
+        self.places.append(place)
+        if kind == _MODULE:
+            module, prefix = bare_module(node), place.prefix and f"{place.prefix}."
+            if self.materialize is not None:
+                materialize_module(module, self.materialize)
+            # Its own method is called here, unlike by sharded_state_dict.
+            has_own = callable(getattr(module, "sharded_state_dict", None))
+            return (sharded_state_dict_default if has_own else sharded_state_dict)(module, prefix)
+        if kind == _DTENSOR:
+            shard = shard_of_dtensor(place.name, node, (), 0, None) if is_in_mesh(node) else None
+            return LocalNonpersistentObject(node) if shard is None else shard
+        if kind == _PER_RANK:
+            value = None if self.loads else node.state_dict()
+            return ShardedObject(place.name, value, (self.ranks.size,), (self.ranks.rank,), 0)
+        if kind == _STATEFUL:
+            described = self.describe(node.state_dict(), path)
+            return _only_shards(described) if self.loads else described
+        return node
+
+
+def _kind_of(node: Any) -> int | None:
+    if isinstance(node, torch.Tensor):
+        return _DTENSOR if is_dtensor(node) else None
+    if isinstance(node, torch.nn.Module):
+        return _MODULE
+    if isinstance(node, type | ShardedBase) or type(node) in REGISTERED:
+        return None
+    if is_optimizer(node):
+        return _OPTIMIZER
+    if not (callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))):
+        return None
+    return _PER_RANK if isinstance(node, RngState) or hasattr(node, "__iter__") else _STATEFUL
+
+
+def _rebuilt(node: Any, children: Any) -> Any:
+    """Return a container with other children, or itself when they are the same objects."""
+    if isinstance(node, dict):
+        return node if all(children[key] is value for key, value in node.items()) else children
+    if all(map(operator.is_, node, children)):
+        return node
+    if isinstance(node, tuple):
+        return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
+    return children
+
+
+def _only_shards(tree: Any) -> Any:
+    """Return what of a described tree is sharded; None for nothing."""
+    if isinstance(tree, dict) and not isinstance(tree, OptimizerState):
+        kept = {key: below for key, value in tree.items() if (below := _only_shards(value)) is not None}
+        return kept or None
+    if isinstance(tree, list | tuple):
+        items = [_only_shards(value) for value in tree]
+        return _rebuilt(tree, items) if any(item is not None for item in items) else None
+    return tree if isinstance(tree, ShardedBase | LocalNonpersistentObject | OptimizerState) else None
+
+
+def needs_stored(described: Described) -> bool:
+    """Tell whether `resolve` needs to know what is stored."""
+    return any(place.kind == _PER_RANK for place in described.places) or bool(_optimizer_states(described.state_dict))
+
+
+def _optimizer_states(tree: Any) -> list[tuple[Path, OptimizerState]]:
+    if isinstance(tree, OptimizerState):
+        return [((), tree)]
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    return [((key, *path), state) for key, value in items for path, state in _optimizer_states(value)]
+
+
+def resolve(
+    ranks: Ranks,
+    described: Described,
+    stored: Mapping[str, StoredEntry],
+    read: Callable[[dict[str, ShardedObject]], StateDict],
+) -> Described:
+    """Complete what `describe` made for a load by what the checkpoint holds.
+
+    Collective operation: all ranks must call it; `read` is one, and reads objects.
+    """
+    tree, places = described
+    states = _optimizer_states(tree)
+    keys = {f"{state.prefix}.settings" for _, state in states} & stored.keys()
+    settings = read({key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys)})
+    with ranks.phase("describe the targets"):
+        for path, state in states:
+            key = f"{state.prefix}.settings"
+            if key in settings:
+                targets = optimizer_targets(state, settings[key], stored)
+                if key in keys:
+                    # Requested once more, by the first with this prefix, as all that is loaded is.
+                    keys.remove(key)
+                    targets["settings"] = ShardedObject(key, None, (1,), (0,), ranks.rank)
+                tree = _replaced(tree, path, targets)
+        for place in places:
+            entry = stored.get(place.name)
+            if place.kind == _PER_RANK and entry is not None and entry.shape != (ranks.size,):
+                logger.warning(
+                    "%r was saved on %s ranks, which have a state each; this load has %d, so it stays as it is: data "
+                    "loaders and random numbers start anew",
+                    place.name, entry.shape[0], ranks.size,
+                )  # fmt: skip
+                tree = _replaced(tree, place.path, LocalNonpersistentObject(place.value))
+                places = [other for other in places if other is not place]
+    return Described(tree, places)
+
+
+def restore(described: Described, loaded: StateDict, is_strict: bool) -> StateDict:
+    """Put what was loaded into the objects; return it with the objects in their places.
+
+    Raises:
+        LoadMismatchError: nothing was loaded for an object, unless `is_strict` is False.
+    """
+    for place in sorted(described.places, key=lambda place: (place.kind, -len(place.path))):
+        value = _at(loaded, place.path)
+        if value is HOLE:
+            if is_strict:
+                raise LoadMismatchError(
+                    f"The checkpoint has nothing at {place.name!r}, where the state dict has a "
+                    f"{type(place.value).__name__}: leave it out, or load under the names that were saved.",
+                    unexpected=[place.name],
+                )
+            continue
+        if place.kind == _MODULE:
+            prefix = place.prefix and f"{place.prefix}."
+            load_sharded_state_dict(bare_module(place.value), value, prefix, strict=is_strict)
+        elif place.kind == _OPTIMIZER:
+            if is_strict or "settings" in value:
+                load_sharded_optimizer_state_dict(place.value, value)
+        elif place.kind != _DTENSOR:
+            place.value.load_state_dict(value)
+        loaded = _replaced(loaded, place.path, place.value)
+    return loaded
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """Return what is at a path, `HOLE` for nothing."""
+    for key in path:
+        is_there = key in tree if isinstance(tree, dict) else isinstance(tree, list | tuple) and key < len(tree)
+        if not is_there:
+            return HOLE
+        tree = tree[key]
+    return tree
+
+
+def _replaced(tree: Any, path: Path, value: Any) -> Any:
+    """Return a tree with another value at a path; containers on the way are copied."""
+    if not path:
+        return value
+    key, *below = path
+    if isinstance(tree, dict):
+        return {**tree, key: _replaced(tree[key], tuple(below), value)}
+    return _rebuilt(tree, [_replaced(item, tuple(below), value) if i == key else item for i, item in enumerate(tree)])

@@ -1,0 +1,47 @@
+"""The state of random number generators, as an object of a state dict."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RngState:
+    """The state of this process's random number generators: of Python, numpy, torch, and its accelerator.
+
+        state = {"model": model, "rng": distckpt.RngState()}
+
+    A checkpoint has one state for each rank. A load with another number of ranks leaves the generators as they are,
+    with a warning.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, by library."""
+        devices = {name: module.get_rng_state() for name, module in _accelerator().items()}
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "devices": devices,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the states; that of an accelerator only where this process uses one of the same kind."""
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        for name, module in _accelerator().items():
+            if name in state_dict["devices"]:
+                module.set_rng_state(state_dict["devices"][name])
+
+
+def _accelerator() -> dict[str, Any]:
+    """Return the module of the accelerator that this process uses, by the name of its kind."""
+    device = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    module = None if device is None else torch.get_device_module(device)
+    # One that has not been used yet is not started for this.
+    is_used = module is not None and torch.accelerator.is_available() and getattr(module, "is_initialized", bool)()
+    return {device.type: module} if device is not None and is_used else {}
