@@ -76,8 +76,8 @@ def load(
     its own regions, or receives them from a rank that reads the same ones (see `parallel_load`).
 
     Args:
-        sharded_state_dict: describes what to load: objects as in `save`, which are filled and returned; `ShardedTensor`s
-            (filled in place, or allocated on CPU when their data is None), `ShardedObject`s and
+        sharded_state_dict: describes what to load: objects as in `save`, which are filled and returned;
+            `ShardedTensor`s (filled in place, or allocated on CPU when their data is None), `ShardedObject`s and
             `ShardedTensorFactory`s. `LocalNonpersistentObject`s come back unwrapped; for other values the stored ones
             are returned. The dict itself is not changed.
         checkpoint_dir: a path or fsspec URL of a checkpoint, of a Hugging Face directory, of a folder of shards that
