@@ -25,6 +25,7 @@ from distckpt._format.hf_names import (
 from distckpt._operations.consolidate import ExportReport, consolidate, open_source, write_export
 from distckpt._plan.export import plan_files, plan_tensors, select_tensors
 from distckpt._ranks.collectives import Ranks
+from distckpt._storage import locations
 from distckpt.strategies.base import ConsolidationStrategy
 
 __all__ = [
@@ -109,9 +110,10 @@ def consolidate_safetensors_files_on_every_rank(
 def _consolidate(
     ranks: Ranks, input_dir: str, output_dir: str, file_numbers: Mapping[str, int] | None, num_threads: int
 ) -> None:
-    target = posix.resolve(output_dir)
+    with ranks.phase("check the arguments"):
+        location, target = locations.normalize(input_dir), posix.resolve(output_dir)
     try:
-        stored, data = open_source(ranks, input_dir, target, overwrite=True, verify="full", require_sharding_info=True)
+        stored, data = open_source(ranks, location, target, overwrite=True, verify="full", require_sharding_info=True)
         with ranks.phase("plan the export"):
             outputs = plan_tensors(select_tensors(stored.manifest, None, write_tied=False), (), {}, None)
             files = plan_files(outputs, 2**63, file_numbers)

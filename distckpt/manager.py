@@ -103,7 +103,7 @@ class CheckpointManager:
         timeout: float = DEFAULT_TIMEOUT,
         exit_timeout: float = DEFAULT_EXIT_TIMEOUT,
     ) -> None:
-        self.root = posix.resolve(os.fspath(root))
+        self.root = posix.resolve(root)
         self.skipped: dict[int, str] = {}
         self.failures: dict[int, str] = {}
         self.not_removed: dict[int, str] = {}
@@ -119,6 +119,7 @@ class CheckpointManager:
             timeout=timeout,
             exit_timeout=exit_timeout,
         )
+        self._of_all_ranks = {**vars(self._policy), "on_failure": on_failure, "async_save": async_save}
         # A save in which nothing happens for longer has lost a rank, and fails.
         self._looks = retention.Looks(2 * timeout, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
@@ -168,13 +169,17 @@ class CheckpointManager:
         background_save.raise_pending_errors(ranks, self._settings.process_group)
         self._handles = [handle for handle in self._handles if not handle.done()]
         settings = replace(self._settings, overwrite=overwrite, content_metadata=content_metadata)
+        with ranks.phase("check the step", same={"step": step, "overwrite": overwrite, **self._of_all_ranks}):
+            metrics = metrics or {}
+            own = json.dumps([steps.finite_numbers(metrics), list(map(str, metrics)), bool(pinned)]).encode()
+            location = self.location(step)
         try:
-            handle = self._start(ranks, step, sharded_state_dict, metrics or {}, pinned, settings)
+            handle = self._start(ranks, step, sharded_state_dict, own, settings)
         except BaseException as error:
             if not (self._logs_failures and _all_find(ranks, error, failures.is_of_the_storage)):
                 raise
             logger.error("step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error)
-            handle = background_save.finished_handle(self.location(step), partial(_raise, error))
+            handle = background_save.finished_handle(location, partial(_raise, error))
         handle.was_asked = handle.was_asked or self._logs_failures
         handle.add_done_callback(partial(self._note_failure, step))
         self._handles.append(handle)
@@ -185,14 +190,11 @@ class CheckpointManager:
         ranks: Ranks,
         step: int,
         sharded_state_dict: ShardedStateDict,
-        metrics: Mapping[str, float],
-        pinned: bool,
+        own: bytes,
         settings: SaveSettings,
     ) -> SaveHandle:
         note: dict[str, Any] = {}
-        with ranks.phase("check the step"):
-            location = self.location(step)
-            own = json.dumps([steps.finite_numbers(metrics), list(map(str, metrics)), bool(pinned)]).encode()
+        location = self.location(step)
         given = [json.loads(text) for text in ranks.gather(own)]
         with ranks.phase("check the target step", decision=True):
             if ranks.is_coordinator:
@@ -260,15 +262,9 @@ class CheckpointManager:
             # A tuple in some modes of `strict`, as `options` say.
             return cast(StateDict, load(sharded_state_dict, self.location(step), process_group=group, **options))
 
-        with ranks.phase("check the step"):
-            own = "the newest" if step is None else steps.step_name(step)
-        asked = [text.decode() for text in ranks.all_gather(own.encode())]
-        if len(set(asked)) > 1:
-            other = next(rank for rank, name in enumerate(asked) if name != asked[0])
-            raise ValueError(
-                f"All ranks must load the same step of {self.root!r}: rank 0 asked for {asked[0]}, rank {other} for "
-                f"{asked[other]}."
-            )
+        with ranks.phase("check the step", same={"step": step}):
+            if step is not None:
+                steps.step_name(step)
         if step is not None:
             return read(step)
         self.skipped, advice = {}, ""

@@ -26,7 +26,7 @@ SUBDIRECTORIES = ("tensors", "objects")
 _State = Literal["free", "incomplete", "complete"]
 
 
-def resolve(location: str) -> str:
+def resolve(location: str | os.PathLike[str]) -> str:
     """Return the location of the checkpoint itself: absolute, with symbolic links followed."""
     normalized = locations.normalize(location)
     return os.path.realpath(normalized) if locations.is_local(normalized) else normalized

@@ -65,12 +65,12 @@ def load(
         CorruptCheckpointError: files are missing, cut off or changed.
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
-    arguments.check_planner(planner, "DefaultLoadPlanner")
-    location = locations.normalize(arguments.loaded_location(checkpoint_id, storage_reader))
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     # 1. Flatten the state dict.
     with ranks.phase("flatten the state dict"):
+        arguments.check_planner(planner, "DefaultLoadPlanner")
+        location = locations.normalize(arguments.loaded_location(checkpoint_id, storage_reader))
         target = tree.unwrap_stateful(state_dict, in_order=True)
         leaves = tree.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.

@@ -122,10 +122,10 @@ def _save_arguments(
             "use_collectives must be True: ranks agree on what is saved and commit it together. To save from one "
             "process alone pass no_dist=True."
         )
-    location = arguments.saved_location(checkpoint_id, storage_writer)
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     with ranks.phase("collect the state dicts"):
+        location = arguments.saved_location(checkpoint_id, storage_writer)
         values = tree.unwrap_stateful(state_dict)
     return {
         "sharded_state_dict": shards.sharded(values, ranks),

@@ -86,7 +86,7 @@ def async_save(
     )
     background_save.raise_pending_errors(ranks, process_group)
     # 1. Flatten the state dict; decide who writes what.
-    plan = partial(plan_save, ranks, sharded_state_dict, os.fspath(checkpoint_dir))
+    plan = partial(plan_save, ranks, sharded_state_dict, checkpoint_dir)
     save = background_save.prepare(ranks, settings, plan)
     # 2. Copy what this rank writes. 3. In the background: write everything beside the target, and commit.
     return background_save.start(ranks, save)

@@ -236,10 +236,6 @@ def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = wri
 
     Collective operation: all ranks must call it; for the first save it makes the process group of the background.
     """
-    group = collectives.group_of(settings.process_group)
-    saves = _saves_of_groups.setdefault(group, _GroupSaves())
-    if settings.timeout not in saves.ranks:
-        saves.ranks[settings.timeout] = Ranks.in_background(settings.process_group, settings.timeout)
     is_abandoned = threading.Event()
 
     def check_progress(num_bytes: int) -> None:
@@ -252,6 +248,10 @@ def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = wri
     half = None if settings.background_bytes is None else settings.background_bytes // 2
     inflight_bytes = settings.max_inflight_bytes if half is None else half
     planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes, verb="async_save"))
+    # Now the ranks have the same settings.
+    saves = _saves_of_groups.setdefault(collectives.group_of(settings.process_group), _GroupSaves())
+    if settings.timeout not in saves.ranks:
+        saves.ranks[settings.timeout] = Ranks.in_background(settings.process_group, settings.timeout)
     staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size))
     background_ranks = saves.ranks[settings.timeout]
     return BackgroundSave(

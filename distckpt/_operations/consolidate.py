@@ -142,15 +142,19 @@ def consolidate(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     started = time.perf_counter()
-    check_choice("tied", tied, ("drop", "write"))
-    check_choice("unmatched", unmatched, ("error", "keep"))
-    check_choice("verify", verify, get_args(Verify))
-    background.wait_for_location(os.fspath(checkpoint))
-    ranks, target = Ranks(process_group), posix.resolve(os.fspath(output_dir))
+    ranks = Ranks(process_group)
+    same = {"keys": keys, "rules": rules, "rename": rename, "dtype": dtype, "tied": tied, "overwrite": overwrite}
+    same |= {"unmatched": unmatched, "max_file_bytes": max_file_bytes, "verify": verify}
+    with ranks.phase("check the arguments", same=same):
+        check_choice("tied", tied, ("drop", "write"))
+        check_choice("unmatched", unmatched, ("error", "keep"))
+        check_choice("verify", verify, get_args(Verify))
+        location, target = locations.normalize(checkpoint), posix.resolve(output_dir)
+        background.wait_for_location(location)
 
     with PhaseTimer("consolidate", ranks.rank, target).phase("plan"):
         # 1. Read the manifest.
-        stored, data = open_source(ranks, os.fspath(checkpoint), target, overwrite, verify)
+        stored, data = open_source(ranks, location, target, overwrite, verify)
 
         # 2. Plan: everything is checked before a byte is written.
         with ranks.phase("plan the export"):
@@ -175,13 +179,12 @@ def consolidate(
 
 
 def open_source(
-    ranks: Ranks, checkpoint: str, target: str, overwrite: bool, verify: Verify, require_sharding_info: bool = False
+    ranks: Ranks, location: str, target: str, overwrite: bool, verify: Verify, require_sharding_info: bool = False
 ) -> tuple[StoredCheckpoint, bytes]:
     """Check that an export may be written to the target; return the opened checkpoint and the bytes of its manifest.
 
     Collective operation: all ranks must call it; rank 0 reads.
     """
-    location = locations.normalize(checkpoint)
 
     def check_and_read() -> bytes:
         _check_target(location, target, overwrite)

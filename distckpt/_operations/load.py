@@ -122,8 +122,12 @@ def load(
         CorruptCheckpointError: files are missing, cut off or changed.
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
-    check_common_strategy(common_strategy)
-    ranks, location = Ranks(process_group), locations.normalize(checkpoint_dir)
+    ranks = Ranks(process_group)
+    same = {"strict": strict, "parallel_load": parallel_load, "sharded_strategy": sharded_strategy}
+    same |= {"verify": verify, "validate_access_integrity": validate_access_integrity}
+    with ranks.phase("check the arguments", same=same):
+        check_common_strategy(common_strategy)
+        location = locations.normalize(checkpoint_dir)
     timer = PhaseTimer("load", ranks.rank, location)
     options = Options(
         process_group=process_group,

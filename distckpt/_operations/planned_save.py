@@ -43,6 +43,18 @@ class SaveSettings(Options):
     notes: Mapping[str, Any] = field(default_factory=dict)
     verb: str = "save"
 
+    def of_all_ranks(self) -> dict[str, object]:
+        """Return the settings that must be the same on all ranks."""
+        names = (
+            "overwrite",
+            "durable",
+            "validate_access_integrity",
+            "validate_replicas",
+            "sharded_strategy",
+            "timeout",
+        )
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class PlannedSave:

@@ -123,7 +123,7 @@ def save(
         content_metadata=content_metadata,
         preprocess_common=preprocess_common_before_consistancy_check,
     )
-    plan = partial(plan_save, ranks, sharded_state_dict, os.fspath(checkpoint_dir))
+    plan = partial(plan_save, ranks, sharded_state_dict, checkpoint_dir)
     background_save.raise_pending_errors(ranks, process_group)
     if async_sharded_save:
         return background_save.async_request(ranks, background_save.prepare(ranks, settings, plan))
@@ -135,18 +135,19 @@ def save(
 
 
 def plan_save(
-    ranks: Ranks, sharded_state_dict: ShardedStateDict, checkpoint_dir: str, settings: SaveSettings
+    ranks: Ranks, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str], settings: SaveSettings
 ) -> PlannedSave:
     """Decide everything about a save. The result refers to the tensors of the state dict.
 
     Collective operation: all ranks must call it.
     """
-    timer = PhaseTimer(settings.verb, ranks.rank, checkpoint_dir)
+    timer = PhaseTimer(settings.verb, ranks.rank, str(checkpoint_dir))
     with timer.phase("describe"):
-        state_dict, _ = objects.describe(ranks, sharded_state_dict)
-        with ranks.phase("flatten the state dict"):
+        with ranks.phase("check the arguments", same=settings.of_all_ranks()):
             location = timer.location = posix.resolve(checkpoint_dir)
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
+        state_dict, _ = objects.describe(ranks, sharded_state_dict)
+        with ranks.phase("flatten the state dict"):
             shards, common = _flatten(state_dict, settings.content_metadata)
             compared = common_state.comparable(common, settings.preprocess_common)
             compares = settings.validate_access_integrity and ranks.size > 1
@@ -155,7 +156,7 @@ def plan_save(
             common_state.warn_about_differences(ranks, compared, digest_of_common)
         with ranks.phase("check the target", decision=True):
             if ranks.is_coordinator:
-                posix.check_target(location, settings.overwrite, checkpoint_dir)
+                posix.check_target(location, settings.overwrite, os.fspath(checkpoint_dir))
         sharded = {str(index): shard for index, shard in enumerate(shards)}
         if ranks.is_coordinator:
             sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))

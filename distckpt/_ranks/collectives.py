@@ -13,8 +13,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._geometry.region import IntArray
+from distckpt._ranks.agreement import describe_call, describe_difference, number_of
 from distckpt._ranks.attendance import AttendanceLog
 from distckpt._ranks.outcomes import describe_error, error_to_raise
 
@@ -124,13 +126,14 @@ class Ranks:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def phase(self, name: str, *, decision: bool = False) -> Iterator[None]:
+    def phase(self, name: str, *, decision: bool = False, same: Mapping[str, object] | None = None) -> Iterator[None]:
         """Run the body, then exchange its outcome; no rank leaves before all have reached the end.
 
         The body holds no exchange that a failing rank could miss. `name` says in messages what the ranks are doing; a
         `decision` is a body that works on the coordinator on behalf of all. A CheckpointingException is raised as it is
         on every rank when it was the coordinator's decision or all ranks failed with the same; any other failure is a
-        RankFailedError on every rank, when there are several.
+        RankFailedError on every rank, when there are several. Ranks that are in different calls or phases, or have
+        different values for settings that must be the `same`, all raise the same CheckpointingException.
         """
         error: BaseException | None = None
         try:
@@ -142,21 +145,38 @@ class Ranks:
             error = caught
             if self.size > 1 and not self.is_known_to_all(caught):
                 logger.error("rank %d failed during %r: %s: %s", self.rank, name, type(caught).__name__, caught)
-        self._agree(error, name, decision)
+        self._agree(error, name, decision, same or {})
 
-    def _agree(self, error: BaseException | None, name: str, decision: bool) -> None:
+    def _agree(
+        self,
+        error: BaseException | None,
+        name: str,
+        decision: bool = False,
+        same: Mapping[str, object] = MappingProxyType({}),
+        number: int = 0,
+    ) -> bool:
+        """Raise on all ranks when one has failed, or they do not do the same; return whether their numbers are equal.
+
+        What is exchanged always has the same size, so that ranks in different calls understand each other.
+        """
         # An error that all ranks have raised together already, in a phase inside this one, is not exchanged again.
         if self.size == 1 or (error is not None and (self.is_known_to_all(error) or interrupts.is_forced())):
             if error is not None:
                 raise error
-            return
+            return True
+        call = describe_call(interrupts.running_operation(), name, same)
+        code = number_of(call)
         with self._contact(name):
-            any_failed = torch.tensor([int(error is not None)])
-            self._all_reduce_max(any_failed, name)
-        if not any_failed.item():
-            return
-        outcomes = [json.loads(text) for text in self.all_gather(json.dumps(describe_error(error)).encode())]
-        agreed = error_to_raise(error, self.rank, outcomes, name, decision)
+            figures = torch.tensor([error is not None, number, -number, code, -code], dtype=torch.int64)
+            self._all_reduce_max(figures, name)
+        has_failed, largest, negated_smallest, last, negated_first = figures.tolist()
+        if not has_failed and last == -negated_first:
+            return bool(largest == -negated_smallest)
+        told = self.all_gather(json.dumps([call, describe_error(error)]).encode())
+        calls, outcomes = zip(*map(json.loads, told), strict=True)
+        agreed: BaseException = CheckpointingException(describe_difference(calls))
+        if has_failed:
+            agreed = error_to_raise(error, self.rank, outcomes, name, decision)
         agreed.known_in = self._group.group_name  # type: ignore[attr-defined]
         if agreed is error:
             raise agreed
@@ -234,12 +254,7 @@ class Ranks:
 
     def all_equal(self, number: int) -> bool:
         """Return True when every rank gave the same number, which must be below 2**62 in size."""
-        if self.size == 1:
-            return True
-        with self._contact("all_equal"):
-            extremes = torch.tensor([number, -number])
-            self._all_reduce_max(extremes, "all_equal")
-        return int(extremes[0]) == -int(extremes[1])
+        return self._agree(None, "compare a number", number=number)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
         """Return every rank's numbers, as many from each, on every rank; of shape (ranks, numbers)."""

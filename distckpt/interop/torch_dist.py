@@ -75,7 +75,8 @@ def convert(
         RankFailedError: raised on all ranks when any rank failed.
     """
     ranks = Ranks(process_group)
-    location = locations.normalize(source_dir)
+    with ranks.phase("check the arguments"):
+        location = locations.normalize(source_dir)
     data = ranks.decide("open the source", lambda: opening.manifest_bytes(location, opening.identify(location)))
     with ranks.phase("prepare to convert"):
         stored = opening.decode_manifest(location, data, "none")

@@ -199,9 +199,9 @@ def test_what_only_one_rank_gives(tmp_path):
     ):
         assert (steps, value) == ([1, 2, 4], 4)
         assert invalid == [RankFailedError] * 2
-        assert "rank 0 asked for step_00000004, rank 1 for the newest" in no_step
+        assert "rank 0 gives 4, rank 1 gives None" in no_step
         assert "A step is an integer from 0, got '4'" in not_a_step
-        assert "rank 0 asked for step_00000004, rank 1 for step_00000001" in other_step
+        assert "rank 0 gives 4, rank 1 gives 1" in other_step
 
 
 def save_in_turns(rank, root):
