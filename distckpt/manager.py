@@ -119,10 +119,12 @@ class CheckpointManager:
             timeout=timeout,
             exit_timeout=exit_timeout,
         )
+        self._settings.check()
         self._of_all_ranks = {**vars(self._policy), "on_failure": on_failure, "async_save": async_save}
         # A save in which nothing happens for longer has lost a rank, and fails.
         self._looks = retention.Looks(2 * timeout, removes_steps=keep_last is not None)
         self._handles: list[SaveHandle] = []
+        self._named_newer: set[int] = set()
         self._is_closed = False
 
     def location(self, step: int) -> str:
@@ -199,7 +201,7 @@ class CheckpointManager:
         with ranks.phase("check the target step", decision=True):
             if ranks.is_coordinator:
                 # What the coordinator finds counts.
-                steps.list_root(self.root)
+                self._warn_about_newer(step)
                 finite: dict[str, float] = {}
                 names: set[str] = set()
                 for numbers, of_rank, _ in reversed(given):
@@ -215,6 +217,17 @@ class CheckpointManager:
             return background_save.start(ranks, background_save.prepare(ranks, settings, plan, write))
         report = write(ranks, plan(settings))
         return background_save.finished_handle(location, lambda: report)
+
+    def _warn_about_newer(self, step: int) -> None:
+        """Name, once, the steps that a restart would prefer to one that is going to be saved."""
+        newer = {newer for newer in map(steps.parse_step, steps.list_root(self.root)) if (newer or 0) > step}
+        if newer - self._named_newer:
+            self._named_newer |= newer
+            logger.warning(
+                "step %d is saved to %s beside newer steps %s, of which a restart loads the newest: to go on from step "
+                "%d for good, remove those (%s, ...)",
+                step, self.root, sorted(newer), step, self.location(min(newer)),
+            )  # fmt: skip
 
     def _note_failure(self, step: int, handle: Future[SaveReport]) -> None:
         error = Future.exception(handle)  # that of handles counts as asking

@@ -17,7 +17,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import CheckpointExistsError
 from distckpt._commit import posix
-from distckpt._commit.target import check_replaceable
+from distckpt._commit.target import check_replaceable, prepare_to_replace
 from distckpt._format import hf_names
 from distckpt._format.safetensors_file import Entry, stored_shape
 from distckpt._io.stream_files import LocalFiles, RemoteFiles, StreamLayout, lay_out, write_stream
@@ -161,8 +161,8 @@ def save_safetensors_streaming_sharded(
     output = LocalFiles(files, layout) if locations.is_local(location) else RemoteFiles(files, layout)
     try:
         locations.make_directories(staging)
-        if locations.is_local(location) and locations.isdir(location):
-            locations.take_over_access(location, staging)
+        if locations.is_local(location):
+            prepare_to_replace(location, staging)
         write_stream(output, layout, tensor_iter)
         if len(names) > 1:
             index = locations.join(staging, hf_names.index_filename(hf_names.BASE_PREFIX))

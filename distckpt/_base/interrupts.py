@@ -74,7 +74,12 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
 
 def run_operation(name: str, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result:
     """Call a function. What it calls finds the name on the stack, whatever exceptions a signal handler raises."""
-    return function(*args, **kwargs)
+    return _run_named(name, [functools.partial(function, *args, **kwargs)])
+
+
+def _run_named(name: str, work: list[Callable[[], _Result]]) -> _Result:
+    # Before Python 3.13, what is in a frame when somebody looks at its variables stays as long as a traceback has it.
+    return work.pop()()
 
 
 def running_operation() -> str | None:
@@ -82,7 +87,7 @@ def running_operation() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     name = None
     while frame is not None:
-        if frame.f_code is run_operation.__code__:
+        if frame.f_code is _run_named.__code__:
             name = str(frame.f_locals["name"])
         frame = frame.f_back
     return name

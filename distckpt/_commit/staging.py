@@ -19,6 +19,7 @@ from typing import NamedTuple
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import run_threads
 from distckpt._commit import posix, running
+from distckpt._commit.target import prepare_to_replace
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 
@@ -73,9 +74,7 @@ def make_staging(
             if locations.is_local(staging.location):
                 _remove_empty_leftovers(staging.target)
                 held.enter_context(running.locked_staging(staging.location, durable))
-                if locations.isdir(staging.target):
-                    # Nobody may read more than before; there is no data in it yet.
-                    locations.take_over_access(staging.target, staging.location)
+                prepare_to_replace(staging.target, staging.location)
             posix.prepare(staging.location, names, durable)
             if locations.is_local(staging.location):
                 _check_space(staging.location, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -59,6 +60,33 @@ def check_replaceable(location: str) -> None:
     for name in others_in(location):
         if locations.exists(locations.join(location, name, CONFIG_FNAME)) or _BESIDE_A_CHECKPOINT.fullmatch(name):
             raise refused(location, f"it holds other checkpoints ({name!r})")
+
+
+def prepare_to_replace(location: str, staging: str) -> None:
+    """Give a new local directory the access of the one whose place it is to take, if any, before data is in it.
+
+    Nobody may read more than before. A directory that the file system will not rename is refused.
+    """
+    if locations.isdir(location):
+        if locations.is_on_overlay(location):
+            _check_movable(location, staging)
+        locations.take_over_access(location, staging)
+
+
+def _check_movable(location: str, staging: str) -> None:
+    """Refuse a directory of a lower layer: a rename fails for that before it fails for a target that is not empty."""
+    probe = locations.join(staging, ".probe")
+    os.makedirs(locations.join(probe, "not_empty"))
+    try:
+        os.rename(location, probe)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            reason = "it comes from a lower layer of an overlay file system (an image), which renames no such directory"
+            raise refused(location, reason) from error
+    else:
+        os.rename(probe, location)
+    finally:
+        locations.remove_tree(probe)
 
 
 def check_content(location: str, overwrite: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._commit import posix
+from distckpt._commit.target import prepare_to_replace
 from distckpt._format.manifest import MANIFEST_NAME, OBJECT, Manifest, ShardFile, marker_fields
 from distckpt._format.marker import CheckpointingConfig, save_config
 from distckpt._geometry.region import IntArray
@@ -37,7 +38,7 @@ def remove_tensors(location: str, manifest: Manifest, key_prefix: str, config: C
         folders = {locations.split(locations.join(staging, file.name))[0] for file in manifest.files}
         for folder in folders:
             locations.make_directories(folder, durable=False)
-        locations.take_over_access(location, staging)
+        prepare_to_replace(location, staging)
         posix.prepare(staging)
         remaining = _write_remaining(location, staging, manifest, names, aliases)
         data = remaining.to_bytes()

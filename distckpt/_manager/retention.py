@@ -35,8 +35,8 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value!r}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         check_choice("best_mode", self.best_mode, ("min", "max"))
         others = (self.keep_every, self.keep, self.best_metric)
         if self.keep_last is None and any(other is not None for other in others):
@@ -115,6 +115,7 @@ def remove_step(root: str, step: int, save: str) -> bool:
 
     if not locations.is_local(root):
         return conditional_put.remove_checkpoint(location, is_that_save)
+    _check_removable(location)
     # Under this name it is put back when we are interrupted, and others do not remove it.
     aside = locations.join(root, f".{step_name(step)}.old-{secrets.token_hex(8)}")
     try:
@@ -128,6 +129,13 @@ def remove_step(root: str, step: int, save: str) -> bool:
     finally:
         posix.put_back(location)
     return True
+
+
+def _check_removable(directory: str) -> None:
+    """Raise PermissionError when this user may not remove all files in a directory, before any is removed."""
+    for inner, _, _ in os.walk(directory):
+        if not os.access(inner, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, "its files cannot be removed by this user", inner)
 
 
 def _discard(directory: str) -> None:

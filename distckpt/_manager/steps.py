@@ -103,9 +103,16 @@ def all_steps(root: str) -> list[int]:
 
 
 def committed_steps(root: str) -> list[int]:
-    """Return the steps that have a marker, in ascending order."""
-    markers = {step: locations.join(root, step_name(step), CONFIG_FNAME) for step in all_steps(root)}
-    return [step for step, marker in markers.items() if locations.exists(marker)]
+    """Return the steps that have a marker, or a directory that cannot be read, in ascending order."""
+    return [step for step in all_steps(root) if _may_be_committed(locations.join(root, step_name(step)))]
+
+
+def _may_be_committed(location: str) -> bool:
+    try:
+        return locations.exists(locations.join(location, CONFIG_FNAME))
+    except PermissionError as error:
+        logger.warning("%s cannot be read, and counts as a checkpoint: %s", location, error)
+        return True
 
 
 def problem_with(root: str, step: int) -> str | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -138,8 +139,8 @@ class _GroupSaves:
     state: int = _FINE
 
 
-_saves_of_groups: dict[Any, _GroupSaves] = {}
-"""By process group of the caller."""
+_saves_of_groups: weakref.WeakKeyDictionary[Any, _GroupSaves] = weakref.WeakKeyDictionary()
+"""By process group of the caller; when that is destroyed, its background goes too, which other ranks notice."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_saves_of_groups.clear)

@@ -43,6 +43,12 @@ class SaveSettings(Options):
     notes: Mapping[str, Any] = field(default_factory=dict)
     verb: str = "save"
 
+    def check(self) -> None:
+        """Raise ValueError for durations that are none."""
+        for name, seconds in (("timeout", self.timeout), ("exit_timeout", self.exit_timeout)):
+            if not isinstance(seconds, int | float) or not (seconds > 0 or (name, seconds) == ("exit_timeout", 0)):
+                raise ValueError(f"{name} is a number of seconds, above 0, got {seconds!r}")
+
     def of_all_ranks(self) -> dict[str, object]:
         """Return the settings that must be the same on all ranks."""
         names = (

@@ -144,6 +144,7 @@ def plan_save(
     timer = PhaseTimer(settings.verb, ranks.rank, str(checkpoint_dir))
     with timer.phase("describe"):
         with ranks.phase("check the arguments", same=settings.of_all_ranks()):
+            settings.check()
             location = timer.location = posix.resolve(checkpoint_dir)
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
         state_dict, _ = objects.describe(ranks, sharded_state_dict)

@@ -64,6 +64,18 @@ class AttendanceLog:
         lost.is_lost_contact = True
         return lost
 
+    def group_destroyed(self, name: str, error: ValueError) -> RankFailedError:
+        """Return the error about an exchange in a group that this process has destroyed."""
+        lost = RankFailedError(
+            {self._rank: error},
+            message=(
+                f"Rank {self._rank} has destroyed its process group, which {name!r} needs: wait for all saves "
+                "(SaveHandle.result, CheckpointManager.close) before torch.distributed.destroy_process_group()."
+            ),
+        )
+        lost.is_lost_contact = True
+        return lost
+
     def wait_for_all(self) -> None:
         """Wait until all ranks have reached an exchange, with the timeout of the store; for the first one."""
         if self._store is not None:

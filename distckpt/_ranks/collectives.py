@@ -38,7 +38,7 @@ WAITING_LOG_SECONDS = 30.0
 _POLL = timedelta(seconds=0.5)
 """How long a wait may keep Python from handling signals."""
 
-_cpu_groups: dict[Any, Any] = {}
+_cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
 
 _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
@@ -343,8 +343,9 @@ def _contact(group: Any, name: str, *, of_all: bool) -> Iterator[None]:
         log.record(interrupts.running_operation())
     try:
         yield
-    except RuntimeError as error:
-        lost = log.lost_contact(name, error)
+    except (RuntimeError, ValueError) as error:
+        # torch says by a ValueError that it does not know the group, now.
+        lost = log.lost_contact(name, error) if isinstance(error, RuntimeError) else log.group_destroyed(name, error)
         lost.known_in = group.group_name  # type: ignore[attr-defined]
         raise lost from error
 
@@ -411,7 +412,7 @@ def _attendance_log_of(group: Any) -> AttendanceLog:
     if group not in _attendance_logs:
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
         shared = store and dist.PrefixStore("distckpt", store)  # type: ignore[attr-defined]
-        _attendance_logs[group] = AttendanceLog(shared, dist.get_rank(group), dist.get_world_size(group))
+        _attendance_logs[group] = AttendanceLog(shared, group.rank(), group.size())
     return _attendance_logs[group]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from distckpt._base.memory import Bytes
 from distckpt._storage.remote import RemoteLocation, fill, too_large
 
+_OVER_HTTP = re.compile(r"(?:^|::)https?://")
 _TEMPORARY_ERRNOS = {
     errno.EIO, errno.EBUSY, errno.EAGAIN, errno.EPIPE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED,
     errno.ECONNABORTED, getattr(errno, "EREMOTEIO", errno.EIO),
@@ -109,7 +111,7 @@ class FsspecLocation(RemoteLocation):
         return self._request(fetch) if wanted else 0
 
     def _check_writable(self) -> None:
-        if "http" in self._uncached.protocol:
+        if _OVER_HTTP.search(self.location):
             raise OSError(errno.EROFS, "checkpoints cannot be written over HTTP", self.location)
 
     def write(self, data: bytes) -> None:

@@ -26,17 +26,20 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MAX_NAME_BYTES = 255
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?:[^/]|/*$)")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def normalize(location: str | os.PathLike[str]) -> str:
     """Return the location as a `str`: an absolute path for local files, an unchanged URL otherwise.
 
     Raises:
-        ValueError: it is empty, or a URL without its second slash, which `pathlib` removes, or one that names nothing.
+        ValueError: it is empty, or a URL without its second slash, which `pathlib` removes, or one that names nothing,
+            or begins with a tilde.
     """
     text = os.fspath(location)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"A location is a path or a URL, got {text!r}.")
+    text = _SCHEME.sub(lambda scheme: scheme[0].lower(), text, count=1) if _SCHEME.match(text) else text
     for scheme in ("file://", "local://"):
         text = text.removeprefix(scheme)
     if _BROKEN_URL.match(text):
@@ -46,6 +49,11 @@ def normalize(location: str | os.PathLike[str]) -> str:
         )
     if not is_local(text):
         return text.rstrip("/")
+    if text.partition("/")[0] == "~":
+        raise ValueError(
+            f"{text!r} begins with '~', which only a shell replaces: pass os.path.expanduser({text!r}). If a "
+            f"directory of this name is meant, write './{text}'."
+        )
     try:
         return os.path.abspath(text)
     except FileNotFoundError as error:
@@ -111,13 +119,32 @@ def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
 
 def mount_points_within(path: str) -> list[str]:
     """Return the mount points that are a local path or below it, as far as the system lists them."""
+    points = [point for point, _ in _mounts()]
+    if not points and os.path.ismount(path):
+        return [path]
+    return sorted(point for point in points if _is_within(point, path))
+
+
+def is_on_overlay(path: str) -> bool:
+    """Tell whether a local path is on a file system of several layers, as far as the system lists it."""
+    above = [(len(point), index, kind) for index, (point, kind) in enumerate(_mounts()) if _is_within(path, point)]
+    return "overlay" in max(above, default=(0, 0, ""))[2]
+
+
+def _is_within(path: str, directory: str) -> bool:
+    return f"{path}/".startswith(f"{directory.rstrip('/')}/")
+
+
+def _mounts() -> list[tuple[str, str]]:
+    """Return the mount points of this process and the types of what is mounted there, nothing where it is unknown."""
     try:
         with open("/proc/self/mountinfo", "rb") as file:
-            fields = [line.split(b" ")[4] for line in file]
+            fields = [line.split(b" ") for line in file]
     except OSError:
-        return [path] if os.path.ismount(path) else []
-    points = [os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field)) for field in fields]
-    return sorted(point for point in points if f"{point}/".startswith(f"{path}/"))
+        return []
+    points = [re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field[4]) for field in fields]
+    kinds = [field[field.index(b"-") + 1].decode() for field in fields]
+    return list(zip(map(os.fsdecode, points), kinds, strict=True))
 
 
 def list_names(location: str) -> list[str]:

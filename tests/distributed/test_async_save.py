@@ -120,6 +120,24 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_goes_on(asks, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["last", "next"]
 
 
+def destroy_the_group(rank, folder):
+    may_write = threading.Event()
+    handle = distckpt.async_save(state_of(1, rank, 2), f"{folder}/0", progress=lambda _: may_write.wait(PATIENCE))
+    if rank == 1:
+        dist.destroy_process_group()
+    may_write.set()
+    return handle.exception(PATIENCE)
+
+
+def test_a_group_that_is_destroyed_during_a_save(tmp_path):
+    """The other rank hears of it at once, not when its time is over."""
+    errors = run(destroy_the_group, 2, str(tmp_path))
+    for error, text in zip(errors, ("Lost contact with rank 1", "Rank 1 has destroyed its process group"), strict=True):
+        assert isinstance(error, RankFailedError)
+        assert text in str(error)
+    assert os.listdir(tmp_path) == []
+
+
 def lose_a_race(rank, folder):
     """Another program commits its checkpoint while ours is being written."""
     may_write = threading.Event()

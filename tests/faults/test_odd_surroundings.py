@@ -16,6 +16,7 @@ import pytest
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError
 from tests.support.calls import watched
+from tests.support.disk import tree_of
 from tests.support.harness import error_of, run
 from tests.support.states import state_of, value_of
 
@@ -217,6 +218,32 @@ def test_a_file_that_may_not_be_read_is_named(name, public):
     (error,) = run(as_nobody, 1, value_in, str(public / "checkpoint"), backend=None)
     assert isinstance(error, PermissionError)
     assert str(public / "checkpoint") in str(error)
+
+
+def keep_the_last_step(root):
+    with CheckpointManager(root, keep_last=1, async_save=False) as manager:
+        manager.save(5, state_of(5))
+        assert manager.steps() == [0, 1, 2, 5]
+        assert value_of(manager.load(state_of(-1))) == 5
+        assert list(manager.not_removed) == [0, 1]
+        for problem in manager.not_removed.values():
+            assert "its files cannot be removed by this user" in problem
+
+
+def test_steps_of_another_user(public):
+    """In a directory of our own we can rename steps of root, but neither empty them, nor, perhaps, read."""
+    root = public / "run"
+    for step in range(3):
+        CheckpointManager(root, async_save=False).save(step, state_of(step))
+    before = tree_of(root)
+    (root / "step_00000002").chmod(0o700)
+    os.chown(root, NOBODY, NOBODY)
+    assert run(as_nobody, 1, keep_the_last_step, str(root), backend=None) == [None]
+    after = tree_of(root)
+    assert {name: after.get(name) for name in before if name.startswith("step")} == {
+        name: before[name] for name in before if name.startswith("step")
+    }
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
 
 
 def save_under_a_mask(rank, path, mask):

@@ -32,6 +32,20 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
+def overlay(folder: Path) -> Iterator[Path]:
+    """Mount an overlay file system on `folder/lower`, where the test may; hand out where it is mounted."""
+    paths = {name: folder / name for name in ("lower", "upper", "work", "merged")}
+    for path in paths.values():
+        path.mkdir(exist_ok=True)
+    layers = f"lowerdir={paths['lower']},upperdir={paths['upper']},workdir={paths['work']}"
+    do_or_skip("mount", "-t", "overlay", "-o", layers, "overlay", str(paths["merged"]))
+    try:
+        yield paths["merged"]
+    finally:
+        subprocess.run(["umount", str(paths["merged"])], check=True)
+
+
+@contextmanager
 def immutable(folder: Path) -> Iterator[None]:
     """Keep a directory from being renamed or changed, where the test may."""
     do_or_skip("chattr", "+i", str(folder))

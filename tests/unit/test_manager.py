@@ -521,6 +521,15 @@ def test_after_going_back_the_new_step_stays(tmp_path):
     assert directories_in(tmp_path) == ["step_00000015"]
 
 
+def test_newer_steps_are_named_once_after_going_back(tmp_path, caplog):
+    save_steps(tmp_path, [10, 20, 30])
+    assert "beside newer steps" not in caplog.text
+    save_steps(tmp_path, [15, 16, 40, 41])
+    assert caplog.text.count("step 15 is saved to") == caplog.text.count("beside newer steps") == 1
+    assert "beside newer steps [20, 30], of which a restart loads the newest" in caplog.text
+    assert f"remove those ({tmp_path / 'step_00000020'}" in caplog.text
+
+
 def test_what_others_have_put_there_is_left_alone(tmp_path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     save_steps(root, [1, 2])
@@ -548,7 +557,7 @@ def test_leftovers_of_interrupted_saves_and_removals_are_cleared(tmp_path):
     for name in (of_another_machine, ".step_00000001.trash-0123456784abcdef"):
         shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
     # What is unchanged since a look this long ago is taken for abandoned.
-    manager = CheckpointManager(tmp_path, timeout=0.0, async_save=False)
+    manager = CheckpointManager(tmp_path, timeout=1e-9, async_save=False)
     assert manager.latest() == 1
     assert len(directories_in(tmp_path)) == 3
     manager.save(3, state_of(3))
@@ -572,7 +581,7 @@ def test_the_directory_of_a_running_save_is_no_leftover(tmp_path, capsys):
     (staging,) = tmp_path.glob(".step_00000002.tmp-*")
     # Of a machine whose clock is wrong by decades.
     os.utime(staging, (0, 0))
-    manager = CheckpointManager(tmp_path, timeout=0.0, async_save=False)
+    manager = CheckpointManager(tmp_path, timeout=1e-9, async_save=False)
     for step in (3, 4, 5):
         manager.save(step, state_of(step))
     assert "may still be writing it" in call(capsys, "prune", tmp_path, "--abandoned-after", 1)
@@ -616,10 +625,22 @@ def test_directories_that_vanish_meanwhile(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"keep_last": 0}, {"keep_last": 1, "keep_every": 0}, {"keep_every": 5}, {"keep_last": 1, "best_mode": "up"}],
+    [
+        {"keep_last": 0},
+        {"keep_last": 1.5},
+        {"keep_last": "2"},
+        {"keep_last": 1, "keep_every": 0},
+        {"keep_every": 5},
+        {"keep_last": 1, "best_mode": "up"},
+        {"timeout": 0},
+        {"timeout": float("nan")},
+        {"timeout": "60"},
+        {"exit_timeout": -1.0},
+    ],
+    ids=repr,
 )
 def test_settings_that_make_no_sense(settings, tmp_path):
-    with pytest.raises(ValueError, match=r"must be|keep_last"):
+    with pytest.raises(ValueError, match=r"must be|keep_last|timeout is a number of seconds, above 0, got "):
         CheckpointManager(tmp_path, **settings)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from distckpt._commit import running
 from distckpt.strategies.safetensors import SafetensorsSave
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.disk import tree_of
-from tests.support.disks import small_disk
+from tests.support.disks import overlay, small_disk
 from tests.support.states import state_of, value_of
 from tests.support.stopping import stopping
 
@@ -253,6 +254,25 @@ def test_mounts_are_found_before_anything_is_written(verb, mount, tmp_path):
             verb(tmp_path, path)
         assert (disk / "file").read_bytes() == b"mine"
         assert sorted(os.listdir(tmp_path)) == ["a target", "source"]
+
+
+def remove_tensors(folder, path):
+    distckpt.remove_sharded_tensors(path, "rows")
+
+
+@pytest.mark.parametrize("verb", [overwrite, export, stream, remove_tensors])
+def test_a_directory_of_a_lower_layer_is_refused_before_data_is_written(verb, tmp_path):
+    for name in ("source", "checkpoint"):
+        distckpt.save(state_of(1), tmp_path / "lower" / name)
+    with overlay(tmp_path) as merged:
+        before = tree_of(merged)
+        with pytest.raises(CheckpointExistsError, match="it comes from a lower layer of an overlay file system"):
+            verb(merged, merged / "checkpoint")
+        assert tree_of(merged) == before
+        shutil.copytree(merged / "checkpoint", merged / "copy")
+        verb(merged, merged / "copy")
+        assert sorted(os.listdir(merged)) == ["checkpoint", "copy", "source"]
+    assert tree_of(tmp_path / "lower") == before
 
 
 # --- Access -----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ def base(request, tmp_path):
         (Path("/a/b"), "/a/b"),
         ("file:///a/b", "/a/b"),
         ("local:///a/b", "/a/b"),
+        ("FILE:///a/b", "/a/b"),
+        ("S3://Bucket/Run", "s3://Bucket/Run"),
+        ("/a/~", "/a/~"),
         ("s3://bucket/run/", "s3://bucket/run"),
         ("memory://a", "memory://a"),
         ("/a/[x]", "/a/[x]"),
@@ -47,6 +50,12 @@ def test_broken_urls_are_no_local_directories(given):
 def test_what_is_no_location(given):
     """As from an environment variable that is not set."""
     with pytest.raises(ValueError, match="A location is a path or a URL"):
+        locations.normalize(given)
+
+
+@pytest.mark.parametrize("given", ["~", "~/run", Path("~/run")], ids=repr)
+def test_a_tilde_is_for_shells(given):
+    with pytest.raises(ValueError, match=r"only a shell replaces: pass os\.path\.expanduser"):
         locations.normalize(given)
 
 
