@@ -146,13 +146,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_saves_of_groups.clear)
 
 
+def _owner_of(process_group: Any) -> Any:
+    # The class stands for this process without a group.
+    return collectives.group_of(process_group) or _GroupSaves
+
+
 def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
     """Raise the error of an earlier background save of these ranks, unless it was asked for.
 
     Collective operation: all ranks must call it. It exchanges one number, and nothing where there were no background
     saves. When a save has failed on any rank, all wait for those that are unfinished, and all raise.
     """
-    saves = _saves_of_groups.get(collectives.group_of(process_group))
+    saves = _saves_of_groups.get(_owner_of(process_group))
     if saves is None:
         return
     state = saves.state
@@ -250,7 +255,7 @@ def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = wri
     inflight_bytes = settings.max_inflight_bytes if half is None else half
     planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes, verb="async_save"))
     # Now the ranks have the same settings.
-    saves = _saves_of_groups.setdefault(collectives.group_of(settings.process_group), _GroupSaves())
+    saves = _saves_of_groups.setdefault(_owner_of(settings.process_group), _GroupSaves())
     if settings.timeout not in saves.ranks:
         saves.ranks[settings.timeout] = Ranks.in_background(settings.process_group, settings.timeout)
     staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size))
