@@ -220,7 +220,8 @@ class CheckpointManager:
 
     def _warn_about_newer(self, step: int) -> None:
         """Name, once, the steps that a restart would prefer to one that is going to be saved."""
-        newer = {newer for newer in map(steps.parse_step, steps.list_root(self.root)) if (newer or 0) > step}
+        there = map(steps.parse_step, steps.list_root(self.root))
+        newer = {other for other in there if other is not None and other > step}
         if newer - self._named_newer:
             self._named_newer |= newer
             logger.warning(

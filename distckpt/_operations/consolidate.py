@@ -143,7 +143,14 @@ def consolidate(
     """
     started = time.perf_counter()
     ranks = Ranks(process_group)
-    same = {"keys": keys, "rules": rules, "rename": rename, "dtype": dtype, "tied": tied, "overwrite": overwrite}
+    same: dict[str, object] = {
+        "keys": keys,
+        "rules": rules,
+        "rename": rename,
+        "dtype": dtype,
+        "tied": tied,
+        "overwrite": overwrite,
+    }
     same |= {"unmatched": unmatched, "max_file_bytes": max_file_bytes, "verify": verify}
     with ranks.phase("check the arguments", same=same):
         check_choice("tied", tied, ("drop", "write"))

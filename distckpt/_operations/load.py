@@ -123,8 +123,8 @@ def load(
         RankFailedError: raised on all ranks when any rank failed. Tensors may be partly filled then.
     """
     ranks = Ranks(process_group)
-    same = {"strict": strict, "parallel_load": parallel_load, "sharded_strategy": sharded_strategy}
-    same |= {"verify": verify, "validate_access_integrity": validate_access_integrity}
+    same: dict[str, object] = {"sharded_strategy": sharded_strategy, "strict": strict, "verify": verify}
+    same |= {"parallel_load": parallel_load, "validate_access_integrity": validate_access_integrity}
     with ranks.phase("check the arguments", same=same):
         check_common_strategy(common_strategy)
         location = locations.normalize(checkpoint_dir)
