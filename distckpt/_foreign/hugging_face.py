@@ -19,7 +19,7 @@ from distckpt._format import safetensors_file
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import file_size, read_file
 from distckpt._geometry.region import Region, whole
-from distckpt._quantization.codes import CONFIG_NAMES, may_be_codes
+from distckpt._plan.codes import CONFIG_NAMES, may_be_codes
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._storage import locations
 
 
@@ -20,11 +23,13 @@ class StoredCheckpoint(NamedTuple):
         location: path or URL.
         manifest: of whatever format; files that distckpt did not write have one made for them.
         verify: "none"; or "read" and "full", which mean the same: every block of which a byte is used is verified.
+        quantized: chunks of a view that are not stored but computed from others, see `_plan.decoded`.
     """
 
     location: str
     manifest: Manifest
     verify: str = "read"
+    quantized: Mapping[int, QuantizedTensor] = MappingProxyType({})
 
     @property
     def verifies(self) -> bool:

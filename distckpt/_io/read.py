@@ -35,12 +35,15 @@ def read_copies(
     targets: Sequence[torch.Tensor],
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
+    *,
+    with_check: bool = True,
 ) -> None:
     """Fill requested regions from chunks.
 
     `targets` has for each request a tensor of its region's shape, of any strides, device and dtype. Each thread has a
     buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called with numbers of bytes, from several
-    threads. Damage raises CorruptCheckpointError, which names file, key, region and bytes.
+    threads. `with_check=False` leaves `check_files` to the caller. Damage raises CorruptCheckpointError, which names
+    file, key, region and bytes.
     """
     # Checksums are of blocks: where there are some to verify, what lies between the runs is needed as well.
     exact = locations.is_local(stored.location) and not stored.verifies
@@ -49,7 +52,8 @@ def read_copies(
     parts = [
         part for copy in copies for part in divide_copy(stored, copy, targets[copy.request], exact, copier, unit_bytes)
     ]
-    _check_files(stored, [part.chunk for part in parts])
+    if with_check:
+        check_files(stored, [part.chunk for part in parts])
     _read_parts(stored, parts, copier, num_threads, progress)
 
 
@@ -67,7 +71,7 @@ def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
         CorruptCheckpointError: a file is missing, was cut off, or does not match its checksums.
     """
     # Before memory is allocated: sizes may be damaged.
-    _check_files(stored, chunks)
+    check_files(stored, chunks)
     contents = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
     _read_parts(stored, _complete_chunks(stored, chunks, contents), Copier(()))
     return [content.tobytes() for content in contents]
@@ -77,7 +81,7 @@ def read_chunks_into(
     stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes], num_threads: int = NUM_THREADS
 ) -> None:
     """Read complete chunks into memory of their size."""
-    _check_files(stored, chunks)
+    check_files(stored, chunks)
     _read_parts(stored, _complete_chunks(stored, chunks, memories), Copier(()), num_threads)
 
 
@@ -263,7 +267,7 @@ def _cut_off(stored: StoredCheckpoint, part: ReadPart, end: int) -> CorruptCheck
     )
 
 
-def _check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
+def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     """Check that the files of some chunks have the sizes that the manifest says."""
     # On an object store each takes a request.
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS

@@ -106,10 +106,14 @@ def _reduced(shard: ShardedTensor, tensor: torch.Tensor, prefix: str) -> Sharded
 
 
 class StoredEntry(NamedTuple):
-    """A key of a checkpoint: the dtype of its tensor, None for an object, and the global shape."""
+    """A key of a checkpoint: the dtype of its tensor, None for an object, and the global shape.
+
+    `parts` are the keys of the codes and scales that a quantised tensor is stored as.
+    """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
+    parts: tuple[str, ...] = ()
 
 
 def form_of(shard: ShardedTensor | ShardedTensorFactory) -> tuple[torch.dtype, tuple[int, ...]]:

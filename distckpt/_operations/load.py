@@ -195,7 +195,7 @@ def _load(
         if options.validate_access_integrity:
             _compare_requests(ranks, table)
         requested = {shard.key for i, shard in enumerate(shards) if i not in ties}
-        missing, unexpected = _compare_keys(ranks, mode, requested, set(stored), location)
+        missing, unexpected = _compare_keys(ranks, mode, requested, stored, location)
 
     # 3. Read.
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):
@@ -270,16 +270,22 @@ def _compare_requests(ranks: Ranks, table: ShardTable) -> None:
 
 
 def _compare_keys(
-    ranks: Ranks, mode: StrictHandling, requested: set[str], stored: set[str], location: str
+    ranks: Ranks, mode: StrictHandling, requested: set[str], entries: Mapping[str, StoredEntry], location: str
 ) -> tuple[set[str], set[str]]:
     """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the mode says."""
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
         return set(), set()
+    stored = set(entries)
     requested_by_all = [set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(requested)).encode())]
     unexpected = requested - stored
-    missing = stored.difference(*requested_by_all) if StrictHandling.requires_global_app_metadata(mode) else set()
     # Every rank compares the keys of all, so that all raise the same error.
-    unexpected_of_all = set().union(*requested_by_all) - stored
+    of_all = set().union(*requested_by_all)
+    unexpected_of_all = of_all - stored
+    missing: set[str] = set()
+    if StrictHandling.requires_global_app_metadata(mode):
+        missing = stored - of_all - {part for key in of_all & stored for part in entries[key].parts}
+        # What is only computed is not missing: its parts are.
+        missing -= {key for key, entry in entries.items() if entry.parts and key not in entry.parts}
     handle_mismatch(mode, missing, unexpected_of_all, stored, location)
     return missing, unexpected
 
@@ -290,13 +296,22 @@ def stored_entries(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -
     Collective operation: all ranks must call it; rank 0 reads.
     """
 
-    def read() -> list[tuple[str, str | None, tuple[int, ...]]]:
+    def read() -> list[tuple[str, str | None, tuple[int, ...], tuple[str, ...]]]:
         shards = {shard.key: shard for shard in strategy.load_sharded_metadata(location).values()}
+        parts = strategy.load_quantized_metadata(location)
+        shards.update((key, shard) for key, (shard, _) in parts.items())
         return [
-            (key, TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None, tuple(shard.global_shape))
+            (
+                key,
+                TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None,
+                tuple(shard.global_shape),
+                parts[key][1] if key in parts else (),
+            )
             for key, shard in shards.items()
             if key != COMMON_KEY
         ]
 
     found = ranks.decide_json("read the keys of the checkpoint", read)
-    return {key: StoredEntry(dtype and FROM_NAME[dtype], tuple(shape)) for key, dtype, shape in found}
+    return {
+        key: StoredEntry(dtype and FROM_NAME[dtype], tuple(shape), tuple(parts)) for key, dtype, shape, parts in found
+    }

@@ -15,7 +15,7 @@ from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 from distckpt._format.hf_names import group_keys_by_bytes, shard_filename
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._quantization.codes import check_scales_cast
+from distckpt._plan.codes import check_scales_cast
 from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
 
 SINGLE_FILE = "model.safetensors"

@@ -23,7 +23,7 @@ from distckpt._geometry.region import (
     regions_to_arrays,
     whole,
 )
-from distckpt._quantization.codes import check_cast
+from distckpt._plan.codes import check_cast
 from distckpt.mapping import ShardedObject
 
 MAX_PAIRS = 1 << 18

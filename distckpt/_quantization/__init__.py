@@ -1,1 +1,1 @@
-"""Tensors whose values are stored as codes with scales."""
+"""Quantised tensors: values that are stored as codes with scales."""

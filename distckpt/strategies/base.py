@@ -198,6 +198,14 @@ class LoadShardedStrategy(StrategyBase):
     def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
         """Describe every stored tensor, by key, and every object, by unique key. Not a collective operation."""
 
+    def load_quantized_metadata(self, checkpoint_dir: str) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
+        """Describe the tensors that can be loaded but are stored as codes and scales, with the keys of these, by key.
+
+        Not a collective operation. The default knows none.
+        """
+        del checkpoint_dir
+        return {}
+
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Remove the tensors whose keys begin with a prefix. Called by one rank."""
         raise CheckpointingException(

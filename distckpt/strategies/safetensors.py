@@ -23,7 +23,7 @@ from distckpt._format.manifest import ChunkTable
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import aliases
-from distckpt._io.read import read_copies
+from distckpt._io.read_values import read_values
 from distckpt._io.remove_tensors import remove_tensors
 from distckpt._io.save import (
     add_digests,
@@ -38,6 +38,7 @@ from distckpt._io.shared_read import Sharing, read_sharing
 from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, write_files
 from distckpt._plan.cache import PlanCache, SavePlan, structure_of
+from distckpt._plan.decoded import decoded, find, name_in_view
 from distckpt._plan.layout import chunk_table
 from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
 from distckpt._plan.translate import translate
@@ -212,6 +213,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def _load_tensors(self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         options = self.options
         with self.ranks.phase("plan the reads"):
+            stored = decoded(stored)
             filled, requests, copies, targets = self._plan_tensors(stored, tensors)
             separated = aliases.separate(stored, requests, copies, targets)
             group = collectives.group_number(options.exchange_group)
@@ -220,7 +222,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         num_threads = (num_threads_within if is_local else num_requests_within)(options.max_inflight_bytes)
 
         def read_share(share: Sequence[Copy]) -> None:
-            read_copies(stored, share, separated.targets, num_threads, options.progress)
+            read_values(stored, share, separated.targets, num_threads, options.progress)
 
         read_sharing(sharing, stored.manifest, copies, separated.targets, read_share)
         aliases.join(requests, separated, stored.location)
@@ -255,7 +257,10 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return filled, list(requests), copies, targets
 
     def _plan(self, stored: StoredCheckpoint, requests: Sequence[Request], dtypes: Sequence[torch.dtype]) -> list[Copy]:
-        """Find what fills the requests, whose targets have the given dtypes."""
+        """Find what fills the requests, whose targets have the given dtypes; `stored` is a view, see `decoded`."""
+        if stored.quantized:
+            pairs = zip(requests, dtypes, strict=True)
+            requests = [r._replace(key=name_in_view(stored, r.key, dtype)) for r, dtype in pairs]
         check_keys(stored, [request.key for request in requests])
         for key, dtype in dict.fromkeys(zip((request.key for request in requests), dtypes, strict=True)):
             check_dtype(stored, key, dtype, self.options.allow_dtype_cast)
@@ -279,6 +284,17 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
                 offset = stored.manifest.chunk_region(chunk).offset
                 shard = ShardedObject(key, None, stored.global_shape(key), offset)
                 described[shard.unique_key] = shard
+        return described
+
+    def load_quantized_metadata(
+        self, checkpoint_dir: str | os.PathLike[str]
+    ) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
+        described = {}
+        for key, quantized in find(self._open(locations.normalize(checkpoint_dir))).items():
+            shape = quantized.model_shape
+            zeros, ones = (0,) * len(shape), (1,) * len(shape)
+            shard = ShardedTensor(key, None, FROM_NAME[quantized.dtype], shape, shape, zeros, ones)
+            described[key] = shard, quantized.keys
         return described
 
     def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:

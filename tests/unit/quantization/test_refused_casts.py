@@ -19,7 +19,6 @@ SCALES = torch.rand(1, 1)
 
 # Tensors, config beside them, the key of codes, and what the error must name.
 DIRECTORIES = {
-    "deepseek": ({"l.weight": CODES, "l.weight_scale_inv": SCALES}, {}, "l.weight", "'l.weight_scale_inv'"),
     "modelopt": (
         {"l.weight": CODES, "norm": torch.rand(8)},
         {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}},

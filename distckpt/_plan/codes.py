@@ -1,4 +1,4 @@
-"""Which stored tensors hold codes of quantised values: by dtype, by the scales beside them, by the configuration."""
+"""Refusing conversions of codes as if they were values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
         return
     raise LoadMismatchError(
         f"Key {key!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested as {requested}, but its "
-        f"values are codes of a quantised tensor ({why}): converted without scales they would be wrong weights. "
+        f"values are codes of a quantised tensor ({why}): converted without scales they would be wrong weights, "
+        "and how they belong together is no form that distckpt knows. "
         f"Request {FROM_NAME[name]} and the scales, which loads both as they are stored.",
         unexpected=[key],
     )

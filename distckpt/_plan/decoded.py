@@ -1,0 +1,133 @@
+"""Planning reads of quantised tensors: a view of the checkpoint with them, and which parts a region is made of.
+
+In the view each quantised tensor is one chunk under the key of the model. What it is stored as has other names there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.mapped import TensorInfo
+from distckpt._geometry.region import IntArray, Region, cut_region
+from distckpt._plan.codes import may_be_codes
+from distckpt._plan.load import Copy, Request, plan_load
+from distckpt._quantization.detect import find_quantized
+from distckpt._quantization.quantized import QuantizedTensor, part_regions
+
+PIECE_ELEMENTS = 4 << 20
+"""The codes of so many values are read at a time."""
+_AS_STORED = " (as stored)"
+
+
+def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
+    """Find the quantised tensors of a checkpoint, by the key of the model."""
+    manifest = stored.manifest
+    if not any(map(may_be_codes, manifest.dtypes)):
+        return {}
+    columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
+    tensors = {key: TensorInfo(shape, dtype) for key, shape, dtype in columns if dtype != OBJECT}
+    return find_quantized(tensors, (manifest.origin or {}).get("quantization"))
+
+
+def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
+    """Return a view of a checkpoint with its quantised tensors as they are in the model."""
+    found = find(stored)
+    if not found:
+        return stored
+    manifest, tensors = stored.manifest, list(found.values())
+    names = {key: key + _AS_STORED for each in tensors for key in each.keys}
+    chunks, ndim, first_key = manifest.chunks, manifest.offsets.shape[1], len(manifest.keys)
+    shapes = np.ones((len(tensors), ndim), np.int64)
+    for row, quantized in enumerate(tensors):
+        shapes[row, : len(quantized.shape)] = quantized.model_shape
+    zeros: IntArray = np.zeros(len(tensors), np.int64)
+    num_bytes = np.prod(shapes, axis=1) * np.array([FROM_NAME[each.dtype].itemsize for each in tensors])
+    added: dict[str, Any] = {
+        "key_ids": np.arange(first_key, first_key + len(tensors)),
+        "file_ids": zeros,
+        # Nowhere, and each elsewhere.
+        "first_bytes": np.arange(-len(tensors), 0),
+        "num_bytes": num_bytes,
+        "offsets": np.zeros((len(tensors), ndim), np.int64),
+        "shapes": shapes,
+    }
+    added = {name: np.concatenate([getattr(chunks, name), more]) for name, more in added.items()}
+    view = Manifest(
+        [*(names.get(key, key) for key in manifest.keys), *found],
+        [*manifest.dtypes, *(each.dtype for each in tensors)],
+        [*manifest.global_shapes, *(each.model_shape for each in tensors)],
+        chunks._replace(**added),
+        {a: key if key in found else names.get(key, key) for a, key in manifest.aliases.items()},
+        manifest.block_bytes,
+        manifest.has_checksums,
+        manifest.origin,
+    )
+    renamed = [
+        replace(each, parts={role: replace(p, key=names[p.key]) for role, p in each.parts.items()}) for each in tensors
+    ]
+    return stored._replace(manifest=view, quantized=dict(enumerate(renamed, len(chunks.key_ids))))
+
+
+def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
+    """Return the name under which a view has what is requested: what is stored, where that has the dtype."""
+    as_stored = key + _AS_STORED
+    if as_stored not in view.manifest.key_index:
+        return key
+    is_model_key = key in view.manifest.key_index
+    return key if is_model_key and FROM_NAME[view.dtype_name(as_stored)] != dtype else as_stored
+
+
+def is_hidden(key: str) -> bool:
+    """Tell whether a key of a view names what is only stored."""
+    return key.endswith(_AS_STORED)
+
+
+class Piece(NamedTuple):
+    """Values to compute: a region of a quantised tensor as it is stored, of which request, and what it is made of.
+
+    `parts` has for each part its role, the stored region, and the copies of which it consists; their requests count
+    from 0.
+    """
+
+    quantized: QuantizedTensor
+    region: Region
+    copy: Copy
+    roles: tuple[str, ...]
+    parts: tuple[Region, ...]
+    copies: list[Copy]
+
+
+def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]:
+    """Divide copies out of quantised tensors into pieces, and find the parts that each piece is made of."""
+    pieces: list[Piece] = []
+    requests: list[Request] = []
+    owners: list[tuple[int, int]] = []
+    for copy in copies:
+        quantized = view.quantized[copy.chunk]
+        for region in cut_region(quantized.to_model(copy.source), PIECE_ELEMENTS):
+            regions = part_regions(quantized, region)
+            owners += [(len(pieces), index) for index in range(len(regions))]
+            requests += [
+                Request(quantized.parts[role].key, quantized.parts[role].shape, regions[role]) for role in regions
+            ]
+            pieces.append(Piece(quantized, region, copy, tuple(regions), tuple(regions.values()), []))
+    for part in plan_load(view, requests):
+        piece, index = owners[part.request]
+        pieces[piece].copies.append(part._replace(request=index))
+    return pieces
+
+
+def target_of(piece: Piece, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the view of a target that a piece fills, with the axes as they are stored."""
+    copy, quantized = piece.copy, piece.quantized
+    goal = targets[copy.request][copy.target.slices()]
+    goal = goal.transpose(-2, -1) if quantized.transposed else goal
+    return goal[piece.region.relative_to(quantized.to_model(copy.source).offset).slices()]

@@ -1,0 +1,179 @@
+"""A quantised tensor as one value: which stored tensors hold its codes and scales, and how values come from them.
+
+All functions are over the tensor as it is stored: its codes are packed along the last axis. Where `transposed` is set,
+the model has the last two axes the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._geometry.region import Region, cut_region, whole
+from distckpt._quantization.numbers import NUMBERS, unpack_exponents
+
+E8M0 = ("U8", "F8_E8M0")
+"""Dtypes of scales that are powers of two, by safetensors name."""
+_CACHED_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A stored tensor: its key, the safetensors name of its dtype, and its shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor that is stored as codes and scales: each value is a code times the scale of its block.
+
+    Attributes:
+        shape: as it is stored.
+        dtype: safetensors name of the dtype that the values have in the model.
+        number: the number format of the codes, a key of `NUMBERS`.
+        block: the size of a block along each axis.
+        parts: "codes" and "scale"; a scale of all scales is "global_scale", and "shape" holds the shape.
+        transposed: whether the model has the last two axes the other way round.
+        divided: whether the global scale divides instead of multiplying.
+        companions: keys of what only programs for quantised models need beside it, such as scales of activations.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    number: str
+    block: tuple[int, ...]
+    parts: Mapping[str, StoredPart]
+    transposed: bool = False
+    divided: bool = False
+    companions: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys that are stored for this tensor."""
+        return (*(part.key for part in self.parts.values()), *self.companions)
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """The shape in the model."""
+        return self.to_model(whole(self.shape)).shape
+
+    def to_model(self, region: Region) -> Region:
+        """Put a region of the stored tensor into the order of the model's axes, or the other way round."""
+        if not self.transposed:
+            return region
+        return Region(*((*values[:-2], values[-1], values[-2]) for values in region))
+
+    @property
+    def pack(self) -> int:
+        """Columns that share an item of the codes, or the last axis of theirs when they have one more."""
+        codes = self.parts["codes"]
+        per_item = NUMBERS[self.number].per_byte * FROM_NAME[codes.dtype].itemsize
+        return per_item * codes.shape[-1] if len(codes.shape) > len(self.shape) else per_item
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Numbers of blocks along each axis."""
+        return tuple(-(-size // block) for size, block in zip(self.shape, self.block, strict=True))
+
+
+def part_regions(quantized: QuantizedTensor, region: Region) -> dict[str, Region]:
+    """Return the region of each part that a region of the tensor is made of."""
+    regions = {role: whole(part.shape) for role, part in quantized.parts.items()}
+    codes = coarsened(region, (*(1,) * (len(region.shape) - 1), quantized.pack))
+    if len(quantized.parts["codes"].shape) > len(region.shape):
+        codes = Region((*codes.offset, 0), (*codes.shape, quantized.parts["codes"].shape[-1]))
+    regions["codes"] = codes
+    scale = quantized.parts["scale"].shape
+    if math.prod(scale) > 1:
+        grid = coarsened(region, quantized.block)
+        # A column of scales may be stored without its axis.
+        regions["scale"] = Region(grid.offset[: len(scale)], grid.shape[: len(scale)])
+    return regions
+
+
+def coarsened(region: Region, block: tuple[int, ...]) -> Region:
+    """Return the blocks that a region touches, counted in blocks."""
+    first = tuple(o // b for o, b in zip(region.offset, block, strict=True))
+    last = tuple(-(-(o + n) // b) for o, n, b in zip(*region, block, strict=True))
+    return Region(first, tuple(b - a for a, b in zip(first, last, strict=True)))
+
+
+def decode(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor], region: Region, target: torch.Tensor) -> None:
+    """Compute the values of a region, a few rows at a time so that they stay in cache.
+
+    Args:
+        quantized: the tensor.
+        parts: for each part, what `part_regions` names.
+        region: of the tensor as it is stored.
+        target: gets the values; of the shape of the region.
+    """
+    unpack = NUMBERS[quantized.number].unpack
+    *lead, columns = region.shape
+    codes = parts["codes"].view(torch.uint8).reshape(*lead, -1)
+    first = region.offset[-1] % quantized.pack
+    scales = combined_scales(quantized, parts)
+    for rows in cut_region(whole(tuple(lead)), max(1, _CACHED_ELEMENTS // columns)):
+        index = rows.slices()
+        values = unpack(codes[index])[..., first : first + columns]
+        offset = tuple(a + b for a, b in zip(rows.offset, region.offset, strict=False))
+        part = Region((*offset, region.offset[-1]), (*rows.shape, columns))
+        for band, band_scales in bands(quantized, scales, region, part):
+            apply_scales(values[band], band_scales, torch.Tensor.mul_)
+        target[index].copy_(values)
+
+
+def combined_scales(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the scales of blocks, float32, with that of all scales in them."""
+    scale = parts["scale"]
+    scales = unpack_exponents(scale) if quantized.parts["scale"].dtype in E8M0 else scale.float()
+    if "global_scale" in parts:
+        factor = parts["global_scale"].float().reshape(())
+        scales = scales / factor if quantized.divided else scales * factor
+    return scales
+
+
+def bands(
+    quantized: QuantizedTensor, scales: torch.Tensor, region: Region, part: Region
+) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """Yield bands of rows of a part of a region, as an index, with scales for them: see `apply_scales`.
+
+    `scales` are those of the blocks that the region touches.
+    """
+    everything = (slice(None),) * len(part.shape)
+    if scales.numel() == 1:
+        yield everything, scales.reshape(())
+        return
+    within, grid = coarsened(region, quantized.block), coarsened(part, quantized.block)
+    scales = scales.reshape(within.shape)[grid.relative_to(within.offset).slices()]
+    width = quantized.block[-1]
+    if width > 1 and quantized.grid[-1] > 1:
+        first, columns = part.offset[-1] % width, part.shape[-1]
+        scales = scales.unsqueeze(-1)
+        if first or columns % width:
+            wide = scales.expand(*scales.shape[:-1], width).flatten(-2)
+            scales = wide[..., first : first + columns].unsqueeze(-1)
+    else:
+        scales = scales.unsqueeze(-1)
+    if len(part.shape) < 2 or quantized.block[-2] == 1 or quantized.grid[-2] == 1:
+        yield everything, scales
+        return
+    top, height = part.offset[-2], quantized.block[-2]
+    for index in range(grid.shape[-2]):
+        low, high = ((grid.offset[-2] + index + more) * height - top for more in (0, 1))
+        rows = slice(max(low, 0), min(high, part.shape[-2]))
+        yield (*everything[:-2], rows, everything[-1]), scales[..., index : index + 1, :, :]
+
+
+def apply_scales(
+    values: torch.Tensor, scales: torch.Tensor, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Multiply or divide values in place by scales of shape (..., groups of columns, 1), or by one."""
+    num_groups = scales.shape[-2] if scales.ndim else 1
+    operation(values.view(*values.shape[:-1], num_groups, -1), scales)

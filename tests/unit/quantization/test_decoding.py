@@ -1,0 +1,211 @@
+"""Quantised directories are loaded as values: whole and by slices, through rules, and as they are stored."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import distckpt
+from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
+from distckpt.rules import Split, Transpose
+from tests.support.hf_folders import INDEX, same_bytes, write_indexed
+from tests.support.quantized_models import MODELS, fp8_block, fp8_tensor, int4, mxfp4, nvfp4
+from tests.support.reference import needs_dtypes
+
+pytestmark = needs_dtypes("float8_e8m0fnu")
+
+
+def request(key, shape, dtype=torch.bfloat16):
+    return ShardedTensor.from_rank_offsets(key, torch.full(tuple(shape), 7, dtype=dtype))
+
+
+def part(key, shape, offset, extent, dtype=torch.float32):
+    data = torch.full(extent, torch.nan, dtype=dtype)
+    return ShardedTensor(key, data, dtype, extent, tuple(shape), offset, None)
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]()
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    name = "hf_quant_config.json" if "quantization" in model.config else "config.json"
+    return model.write(tmp_path / "model", name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_tensors(model, folder, dtype):
+    state = {key: request(key, values.shape, dtype) for key, values in model.values.items()}
+    loaded = distckpt.load(state, folder)
+    assert same_bytes(loaded, {key: values.to(dtype) for key, values in model.values.items()})
+
+
+def check_slices(model, folder, count):
+    """Compare random slices with the same ones of the values."""
+    chance = np.random.default_rng(0)
+    keys = sorted(model.values)
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = {}
+        for index in range(count // 2):
+            shape = model.values[key := keys[index % len(keys)]].shape
+            offset = tuple(int(chance.integers(0, size)) for size in shape)
+            extent = tuple(int(chance.integers(1, size - at + 1)) for size, at in zip(shape, offset, strict=True))
+            wanted[str(index)] = part(key, shape, offset, extent, dtype)
+        loaded = distckpt.load(dict(wanted), folder)
+        for name, shard in wanted.items():
+            where = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape, strict=True))
+            assert torch.equal(loaded[name], model.values[shard.key][where].to(dtype)), (shard.key, where)
+
+
+def test_random_slices(model, folder):
+    check_slices(model, folder, 100)
+
+
+@pytest.mark.slow
+def test_ten_thousand_slices(model, folder):
+    check_slices(model, folder, 10_000)
+
+
+def test_what_is_stored_can_still_be_had(model, folder):
+    state = {key: request(key, tensor.shape, tensor.dtype) for key, tensor in model.tensors.items()}
+    assert same_bytes(distckpt.load(state, folder), model.tensors)
+    assert same_bytes(distckpt.load_plain_tensors(folder), model.tensors)
+
+
+def test_an_imported_checkpoint_is_loaded_the_same(model, folder, tmp_path):
+    """Names and shapes are enough, and checksums are compared."""
+    distckpt.reshard(folder, tmp_path / "checkpoint")
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "checkpoint"), model.tensors)
+    state = {key: request(key, values.shape, torch.float32) for key, values in model.values.items()}
+    assert same_bytes(distckpt.load(state, tmp_path / "checkpoint"), model.values)
+
+
+def test_the_interface_of_torch(model, folder):
+    state = {key: torch.zeros(values.shape) for key, values in model.values.items()}
+    distckpt.dcp.load(state, checkpoint_id=folder)
+    assert same_bytes(state, model.values)
+
+
+def test_strict_loads_miss_neither_scales_nor_codes(model, folder):
+    state = {key: request(key, values.shape) for key, values in model.values.items()}
+    _, missing, unexpected = distckpt.load(dict(state), folder, strict="return_all")
+    assert (missing, unexpected) == (set(), set())
+    key, _ = state.popitem()
+    _, missing, unexpected = distckpt.load({**state, "x": request("x", (1,))}, folder, strict="return_all")
+    assert missing
+    assert all(name.startswith(key.removesuffix("weight")) for name in missing)
+    assert unexpected == {"x"}
+
+
+def test_damage_is_found_in_codes_and_in_scales(tmp_path):
+    model = fp8_block()
+    model.write(tmp_path / "model")
+    distckpt.reshard(tmp_path / "model", tmp_path / "checkpoint")
+    for key in ("l.up.weight", "l.up.weight_scale_inv"):
+        (found,) = [p for p in (tmp_path / "checkpoint").rglob("shard*") if model.tensors[key].numel()]
+        content = found.read_bytes()
+        at = content.find(model.tensors[key].view(torch.uint8).numpy().tobytes())
+        found.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(CorruptCheckpointError, match=rf"{key} \(as stored\)'"):
+            distckpt.load({"x": part("l.up.weight", (300, 200), (0, 0), (1, 1))}, tmp_path / "checkpoint")
+        found.write_bytes(content)
+
+
+def test_the_not_a_number_of_codes_stays_one(tmp_path):
+    model = fp8_block()
+    model.tensors["l.up.weight"].view(torch.uint8)[5, 7] = 0x7F
+    model.write(tmp_path / "model")
+    loaded = distckpt.load({"x": request("l.up.weight", (300, 200))}, tmp_path / "model")["x"]
+    assert loaded.isnan().nonzero().tolist() == [[5, 7]]
+
+
+def test_rules_apply_to_values(tmp_path):
+    model = mxfp4()
+    model.write(tmp_path / "model")
+    down = model.values["m.experts.down_proj"]
+    rules = [Transpose("mine", "m.experts.down_proj", (0, 2, 1))]
+    loaded = distckpt.load({"mine": part("mine", down.shape, (1, 3, 0), (2, 9, 64))}, tmp_path / "model", rules=rules)
+    assert torch.equal(loaded["mine"], down.transpose(1, 2)[1:, 3:12])
+
+
+def test_fused_halves_come_from_two_quantised_tensors(tmp_path):
+    first, second = fp8_block(200, 130), fp8_block(100, 130)
+    tensors = {f"a.{key}": value for key, value in first.tensors.items()}
+    tensors |= {f"b.{key}": value for key, value in second.tensors.items()}
+    first._replace(tensors=tensors).write(tmp_path / "model")
+    fused = torch.cat([first.values["l.up.weight"], second.values["l.up.weight"]])
+    rules = [Split("fc1", ("a.l.up.weight", "b.l.up.weight"), sizes=(200, 100))]
+    loaded = distckpt.load({"x": part("fc1", (300, 130), (150, 60), (150, 70))}, tmp_path / "model", rules=rules)["x"]
+    assert torch.equal(loaded, fused[150:, 60:])
+
+
+def test_a_conversion_that_loses_values_is_refused_as_ever(tmp_path):
+    fp8_tensor().write(tmp_path / "model")
+    state = {"x": request("l.weight", (60, 90), torch.float16)}
+    with pytest.raises(LoadMismatchError, match=r"bfloat16.*float16.*allow_dtype_cast"):
+        distckpt.load(state, tmp_path / "model")
+    loaded = distckpt.load(state, tmp_path / "model", allow_dtype_cast=True)["x"]
+    assert torch.equal(loaded, fp8_values(tmp_path / "model").half())
+
+
+def fp8_values(folder):
+    state = {"x": request("l.weight", (60, 90), torch.float32)}
+    return distckpt.load(state, folder)["x"]
+
+
+@pytest.mark.parametrize(
+    ("model", "changed"),
+    [
+        # Zero points: values are more than codes times scales.
+        (int4, {"e.0.up_proj.weight_zero_point": torch.zeros(5, 3, dtype=torch.int32)}),
+        # Scales that fit no block that is known.
+        (fp8_block, {"l.up.weight_scale_inv": torch.rand(7, 9)}),
+        (nvfp4, {"l.weight_scale": torch.rand(40, 6)}),
+    ],
+)
+def test_forms_that_are_not_known_are_refused(tmp_path, model, changed):
+    made = model()
+    key = next(iter(made.values))
+    made.tensors.update(changed)
+    made.write(tmp_path / "model")
+    codes = next(iter(made.tensors))
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor|Not in the checkpoint"):
+        distckpt.load({"x": request(key, made.tensors[codes].shape)}, tmp_path / "model")
+
+
+def test_a_stored_shape_that_contradicts_the_codes_is_named(tmp_path):
+    made = int4()
+    made.tensors["e.0.up_proj.weight_shape"][1] = 95
+    made.write(tmp_path / "model")
+    with pytest.raises(CorruptCheckpointError, match=r"weight_packed.*\(40, 96\).*\[40, 95\]"):
+        distckpt.load({"x": request("e.0.up_proj.weight", (40, 96))}, tmp_path / "model")
+
+
+def read_with_torch(folder, key, shape):
+    storage = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
+    names = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert key in names
+    state = {key: torch.zeros(shape)}
+    reader = storage.QuantizedHuggingFaceStorageReader(str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state[key]
+
+
+def indexed(model, folder):
+    write_indexed(folder, {"model-00001-of-00001.safetensors": model.tensors})
+    return folder
+
+
+def test_torchs_reader_of_fp8_agrees(tmp_path):
+    model = fp8_block(256, 384)
+    found = read_with_torch(indexed(model, tmp_path / "model"), "l.up.weight", (256, 384))
+    assert torch.equal(found, model.values["l.up.weight"])

@@ -1,0 +1,91 @@
+"""The programs that define the formats read the same values: transformers, and compressed-tensors where installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import ShardedTensor
+from tests.support.hf_folders import same_bytes
+from tests.support.quantized_models import Model, fp8_block, fp8_ue8m0, int4, mxfp4, mxfp4_packed, nvfp4_packed
+from tests.support.reference import needs_dtypes
+
+pytestmark = [pytest.mark.slow, needs_dtypes("float8_e8m0fnu")]
+
+
+def load(model: Model, folder, dtype=torch.bfloat16):
+    model.write(folder)
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty(values.shape, dtype=dtype))
+        for key, values in model.values.items()
+    }
+    return distckpt.load(state, folder)
+
+
+def fp8_of_transformers(model, dtype):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    expected = {}
+    for key in model.values:
+        stem = key.removesuffix("weight")
+        scales = next(
+            (model.tensors[stem + n] for n in ("weight_scale_inv", "scale") if stem + n in model.tensors), None
+        )
+        codes = model.tensors[key]
+        expected[key] = codes if scales is None else fp8.Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
+    return expected
+
+
+@pytest.mark.parametrize("make", [lambda: fp8_block(384, 256), mxfp4_packed])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_and_packed_mxfp4_of_transformers(tmp_path, make, dtype):
+    model = make()
+    expected = {key: value.to(dtype) for key, value in fp8_of_transformers(model, dtype).items()}
+    assert same_bytes(load(model, tmp_path / "model", dtype), expected)
+
+
+def test_powers_of_two_of_transformers(tmp_path):
+    """Whole blocks only: transformers takes the size of a block from the scales."""
+    model = fp8_ue8m0()
+    cut = {
+        "l.weight": model.tensors["l.weight"][:128, :256],
+        "l.weight_scale_inv": model.tensors["l.weight_scale_inv"][:1, :2],
+    }
+    whole = Model(
+        {k: t.contiguous() for k, t in cut.items()}, model.config, {"l.weight": model.values["l.weight"][:128, :256]}
+    )
+    assert same_bytes(load(whole, tmp_path / "model"), fp8_of_transformers(whole, torch.bfloat16))
+
+
+def test_mxfp4_of_transformers(tmp_path):
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    model = mxfp4()
+    key = "m.experts.down_proj"
+    expected = convert(model.tensors[f"{key}_blocks"], model.tensors[f"{key}_scales"])
+    assert torch.equal(load(model, tmp_path / "model")[key], expected)
+
+
+def decompressed(name, tensors, **settings):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**settings))
+    local = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items()}
+    return BaseCompressor.get_value_from_registry(name).decompress(local, scheme)["weight"]
+
+
+def test_int4_of_compressed_tensors(tmp_path):
+    model = int4()
+    expected = decompressed("pack-quantized", model.tensors, num_bits=4, strategy="group", group_size=32)
+    assert torch.equal(load(model, tmp_path / "model")["e.0.up_proj.weight"], expected)
+
+
+def test_nvfp4_of_compressed_tensors(tmp_path):
+    """It computes in bfloat16, so that values differ by the rounding of a scale; a power of two is not rounded."""
+    model = nvfp4_packed()
+    model.tensors["l.weight_global_scale"][0] = 512.0
+    expected = decompressed(
+        "nvfp4-pack-quantized", model.tensors, num_bits=4, type="float", strategy="tensor_group", group_size=16
+    )
+    assert torch.equal(load(model, tmp_path / "model")["l.weight"], expected)
