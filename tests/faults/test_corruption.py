@@ -676,7 +676,7 @@ def template(tmp_path_factory):
     return path
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(data=st.data())
 def test_a_mutated_manifest_does_not_lead_to_other_errors(template, tmp_path_factory, data):
     def change(fields, columns):

@@ -36,7 +36,7 @@ SHORT = 0
 FAULTS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EDQUOT", "EINTR")} | {"SHORT": SHORT}
 MAX_TOGETHER = 50
 """So many failures the same ranks live through."""
-STRIDE = 4
+STRIDE = 6
 """The default run takes one of so many calls, with one fault each."""
 
 

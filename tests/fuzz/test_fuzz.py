@@ -6,8 +6,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.run import CORPUS, corpus_of
 from tests.fuzz.targets import JSON_VALUES, NASTY, TARGETS, edit_manifest, use_manifest
+from tests.support.programs import run_program
 
 SLOW = {"dcp_directory": 40, "manifest_fields": 60, "hf_file": 120}
 """Random inputs for targets that take long; the others get more."""
@@ -110,8 +109,8 @@ def test_the_long_form_runs(tmp_path):
     # In a copy of the tree's corpus: a test leaves nothing behind.
     root = Path(__file__).parents[2]
     environment = {**os.environ, "DISTCKPT_FUZZ_CORPUS": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.fuzz.run", "shard_header", "--runs", "500", "--seed", "1"]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    arguments = ["-m", "tests.fuzz.run", "shard_header", "--runs", "500", "--seed", "1"]
+    done = run_program(arguments, environment, root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "shard_header: 500 executions" in done.stdout
     assert " 0 findings" in done.stdout

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ import distckpt
 from distckpt import cli
 from tests.support import megatron_gpt
 from tests.support.docs_pages import BLOCKS, PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
-from tests.support.harness import run
 
 COVERED = {
     "python": "run here",
@@ -57,7 +57,7 @@ def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def run_blocks_for_megatron(rank: int, directories: list[Path]) -> None:
-    """Run each block in a directory of its own; one process, since Megatron takes seconds to import."""
+    """Run each block in a directory of its own; in a process that has imported Megatron, which takes seconds."""
     warnings.simplefilter("ignore")  # Megatron, when it is imported
     for block, directory in zip(FOR_MEGATRON, directories, strict=True):
         os.chdir(directory)
@@ -76,7 +76,7 @@ def run_for_megatron(block: Block) -> None:
 
 
 @megatron_gpt.needs_megatron
-def test_blocks_for_megatron_run(tmp_path: Path) -> None:
+def test_blocks_for_megatron_run(run: Callable[..., list], tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     source = str(tmp_path / "megatron" / "iter_0001000")
     run(megatron_gpt.save_with_megatron, 2, source, group_timeout=megatron_gpt.TIMEOUT)

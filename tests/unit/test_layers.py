@@ -72,13 +72,16 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted((ROOT / "distckpt").rglob("*.py"))}
+NODES = {
+    name_of(file): list(ast.walk(ast.parse(file.read_text()))) for file in sorted((ROOT / "distckpt").rglob("*.py"))
+}
+"""All nodes of the syntax tree of each module."""
 
 
 def imports_of(module: str) -> list[tuple[str, int]]:
     """Return what a module imports, as absolute dotted names, with line numbers."""
     found = []
-    for node in ast.walk(TREES[module]):
+    for node in NODES[module]:
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -91,7 +94,7 @@ def optional_imports_of(module: str) -> list[str]:
     """Return what a module imports when it is first used: libraries that need not be installed."""
     return [
         node.args[0].value
-        for node in ast.walk(TREES[module])
+        for node in NODES[module]
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "import_module"
@@ -106,7 +109,7 @@ def own_imports(module: str) -> dict[str, int]:
         head, _, below = name.partition(".")
         if head == "distckpt":
             # The last part may be a name in a module.
-            found[below if below in TREES else below.rpartition(".")[0] or "__init__"] = line
+            found[below if below in NODES else below.rpartition(".")[0] or "__init__"] = line
     return found
 
 
@@ -116,10 +119,10 @@ def layer_of(module: str) -> int:
     return LAYERS.index(name)
 
 
-@pytest.mark.parametrize("module", TREES)
-def test_imports_point_down(module):
+def test_imports_point_down():
     upward = [
-        f"line {line} imports {other}"
+        f"distckpt.{module} line {line} imports {other}"
+        for module in NODES
         for other, line in own_imports(module).items()
         if layer_of(other) > layer_of(module)
     ]
@@ -127,53 +130,52 @@ def test_imports_point_down(module):
 
 
 def test_no_cycles():
-    graph = {module: set(own_imports(module)) for module in TREES}
+    graph = {module: set(own_imports(module)) for module in NODES}
     order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert set(order) == set(TREES)
+    assert set(order) == set(NODES)
 
 
-@pytest.mark.parametrize("module", TREES)
-def test_imports_stand_at_the_top(module):
-    functions = [
-        node
-        for node in ast.walk(TREES[module])
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    ]
+def test_imports_stand_at_the_top():
     inside = [
-        f"line {node.lineno}"
-        for function in functions
+        f"distckpt.{module} line {node.lineno}"
+        for module, nodes in NODES.items()
+        for function in nodes
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
     ]
     assert inside == []
     called = {
         node.func.id
-        for node in ast.walk(TREES[module])
+        for nodes in NODES.values()
+        for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     assert "__import__" not in called
 
 
+IMPORTED = {module: [*optional_imports_of(module), *(name for name, _ in imports_of(module))] for module in NODES}
+
+
 @pytest.mark.parametrize(("library", "sole_importer"), SOLE_IMPORTERS.items())
 def test_what_is_known_in_one_place_only(library, sole_importer):
-    imported = {module: [*optional_imports_of(module), *(name for name, _ in imports_of(module))] for module in TREES}
     importers = {
-        module for module, names in imported.items() if any(f"{name}.".startswith(f"{library}.") for name in names)
+        module for module, names in IMPORTED.items() if any(f"{name}.".startswith(f"{library}.") for name in names)
     }
     assert importers == {sole_importer}
 
 
 @pytest.mark.parametrize("library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"])
 def test_no_code_is_ever_loaded(library):
-    importers = [module for module in TREES if any(name.split(".")[0] == library for name, _ in imports_of(module))]
+    importers = [module for module, names in IMPORTED.items() if any(name.split(".")[0] == library for name in names)]
     assert importers == []
 
 
 def test_torch_load_and_save_are_not_used():
-    for module, tree in TREES.items():
+    for module, nodes in NODES.items():
         used = [
             node.lineno
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and (node.value.id, node.attr) in {("torch", "load"), ("torch", "save"), ("torch", "package")}
@@ -185,8 +187,8 @@ def test_the_byte_layout_of_safetensors_is_known_in_one_place():
     """Its length field is a little-endian 64-bit integer; who writes or reads such a number knows the layout."""
     users = {
         module
-        for module, tree in TREES.items()
-        for node in ast.walk(tree)
+        for module, nodes in NODES.items()
+        for node in nodes
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch("<[a-zA-Z]+|little", node.value)
@@ -207,14 +209,8 @@ def test_the_architecture_page_names_every_folder_and_only_files_that_exist():
 
 def test_no_test_module_imports_another():
     """What several of them need is in tests/support."""
-    imported = []
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            imported += [f"{file.name}: {name}" for name in names if re.match(r"tests\..*\btest_", name)]
-    assert imported == []
+    imported = {
+        file.name: re.findall(r"^\s*(?:from|import) (tests\.\S*\btest_\w+)", file.read_text(), re.M)
+        for file in (ROOT / "tests").rglob("test_*.py")
+    }
+    assert {name: found for name, found in imported.items() if found} == {}

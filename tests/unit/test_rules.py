@@ -110,7 +110,7 @@ def captured(pattern, key):
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.text("ab.*", min_size=1, max_size=8), st.text("ab.", max_size=10))
 def test_wildcards_match_as_regular_expressions_do(pattern, key):
     """From the first one on, each takes as much as it can."""
@@ -190,7 +190,7 @@ def applicable_rules(draw, arrays, name):
     return rule, set(rule.reads), produced
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(converted_tensors())
 def test_any_stack_of_rules_gives_what_numpy_gives_and_leads_back(case):
     arrays, rules, expected = case
@@ -205,7 +205,7 @@ def test_any_stack_of_rules_gives_what_numpy_gives_and_leads_back(case):
     assert_same(materialize_all(invert(back, infos(expected)), arrays), expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(converted_tensors(), st.booleans(), st.data())
 def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, data):
     arrays, rules, targets = case

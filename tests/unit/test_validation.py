@@ -89,7 +89,7 @@ def clusters(draw):
     return shards_of_ranks, counts
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(clusters())
 def test_what_is_wrong_is_what_counting_finds(cluster):
     shards_of_ranks, counts = cluster

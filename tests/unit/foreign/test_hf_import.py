@@ -132,7 +132,7 @@ def both_forms():
     return trained, stored
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_layout_is_filled_through_rules_and_exported_again(data):
     trained, stored = both_forms()

@@ -198,7 +198,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 objects = st.recursive(leaves, containers, max_leaves=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(objects)
 def test_what_is_decoded_is_what_was_encoded(obj: object) -> None:
     blob = encode(obj)
@@ -729,7 +729,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(json_values)
 def test_an_arbitrary_tree_raises_nothing_unexpected(tree: object) -> None:
     with contextlib.suppress(CorruptCheckpointError, UnsupportedObjectError):

@@ -258,7 +258,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_mutated_columns_are_found_or_leave_a_usable_manifest(data):
     columns = safetensors.numpy.load(example().to_bytes())

@@ -190,7 +190,7 @@ def nearly_tiled(draw, shape):
     return [cell for cell, n in zip(cells, copies, strict=True) for _ in range(n)] + extra
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.data())
 def test_tiling_faults_are_those_that_counting_finds(data):
     ndim = data.draw(st.integers(0, 4))

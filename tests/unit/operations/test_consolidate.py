@@ -105,7 +105,7 @@ def test_every_dtype_and_any_number_of_axes(tmp_path, save, axis):
     assert report.overflows == {}
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_grid(data):
     tensors, chunks = {}, {}

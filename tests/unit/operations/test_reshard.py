@@ -171,7 +171,7 @@ def check_any_layout_loads_into_any_other(data):
         assert np.array_equal(whole[key].numpy(), tensor)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_layout_loads_into_any_other(data):
     check_any_layout_loads_into_any_other(data)
@@ -293,7 +293,7 @@ def check_other_shapes(data):
         assert np.array_equal(target.numpy(), piece.cut(expected))
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_tensor_of_another_shape_is_cropped_or_padded_with_zeros_where_allowed(data):
     check_other_shapes(data)
@@ -335,7 +335,7 @@ def test_another_shape_is_an_error_where_it_is_not_allowed_and_nothing_is_touche
 # ---- elements that were not saved
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_what_was_saved_with_gaps_loads_and_the_gaps_are_errors(data):
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))

@@ -25,7 +25,7 @@ def shard(key, region, global_shape):
     return ShardedTensor(key, None, torch.float32, region.shape, global_shape, region.offset, None)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data):
     pieces, shards, index = [], [], {}

@@ -45,7 +45,7 @@ def carry_out(copies, manifest, tensors, requests):
     return results
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_copies_make_up_the_requested_regions(data):
     shapes = {key: tuple(data.draw(st.lists(st.integers(0, 5), max_size=4))) for key in "abc"}

@@ -69,7 +69,7 @@ def clusters(draw):
     return shards_of_ranks, groups
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(clusters())
 def test_every_byte_has_one_owner_which_holds_it(cluster):
     shards_of_ranks, groups = cluster

@@ -498,7 +498,7 @@ def values_of(node):
     return type(node)(map(values_of, node)) if isinstance(node, list | tuple) else node
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(trees())
 def test_what_is_taken_apart_goes_together_again(tree):
     shards, common, skeleton = split(tree)
