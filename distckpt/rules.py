@@ -12,7 +12,8 @@ components. In new names, `{0}` is what the first of them matched, `{1}` the sec
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
@@ -21,6 +22,7 @@ from distckpt._geometry.mapped import (
     MappedTensor,
     Part,
     TensorInfo,
+    compose,
     crop_axis,
     drop_axis,
     identity,
@@ -48,6 +50,7 @@ from distckpt._geometry.rule import (
 )
 
 __all__ = [
+    "Assemble",
     "Concat",
     "Drop",
     "MappedTensor",
@@ -57,6 +60,7 @@ __all__ = [
     "Split",
     "SplitQKV",
     "TensorInfo",
+    "Tie",
     "Transpose",
     "Trim",
     "Unstack",
@@ -295,6 +299,79 @@ class Trim(OneKeyRule):
         if not 0 <= self.size <= tensor.shape[axis]:
             raise misfit(self, key, tensor, f"axis {axis} cannot be trimmed to size {self.size}")
         return [(key, trim_axis(tensor, axis, self.size))]
+
+
+@dataclass(frozen=True)
+class Assemble(Rule):
+    """Make tensors of regions of others, as listed one by one: what another program's conversion comes down to.
+
+    Attributes:
+        tensors: the new tensors by name; their dtypes are ignored, those of the sources count.
+        sources: shapes of the tensors that they are made of.
+    """
+
+    tensors: Mapping[str, MappedTensor] = field(repr=False)
+    sources: Mapping[str, tuple[int, ...]] = field(repr=False)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(self.sources)
+
+    @cached_property
+    def _groups(self) -> list[tuple[list[str], list[str]]]:
+        """Sources and new tensors that belong together, since a source is in several of them or the other way round."""
+        group_of: dict[str, tuple[list[str], list[str]]] = {key: ([key], []) for key in self.sources}
+        for name, mapped in self.tensors.items():
+            keys = list(dict.fromkeys(part.key for part in mapped.parts))
+            group = group_of[keys[0]]
+            for other in [group_of[key] for key in keys if group_of[key] is not group]:
+                group[0].extend(other[0])
+                group[1].extend(other[1])
+                group_of.update(dict.fromkeys(other[0], group))
+            group[1].append(name)
+        return list({id(group): group for group in group_of.values()}.values())
+
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        for keys, names in self._groups:
+            present = [key for key in keys if key in tensors]
+            if len(present) < len(keys) and (present or not self.optional):
+                missing = [key for key in keys if key not in tensors]
+                raise LoadMismatchError(
+                    f"{summarize_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+                    f"{did_you_mean(missing[0], tensors)}: {summarize_keys(names)} should be made of "
+                    f"{summarize_keys(keys)}. The checkpoint is incomplete, or of another model.",
+                    unexpected=missing,
+                )
+            if not present:
+                continue
+            for key in keys:
+                if tensors[key].shape != self.sources[key]:
+                    raise misfit(self, key, tensors[key], f"shape {self.sources[key]} is expected")
+            if len(dtypes := {tensors[key].dtype for key in keys}) > 1:
+                raise misfit(self, keys[0], tensors[keys[0]], f"with it, {summarize_keys(keys[1:])} have {dtypes}")
+            made = [(name, replace(compose(self.tensors[name], tensors), dtype=dtypes.copy().pop())) for name in names]
+            yield Step(tuple(keys), tuple(made))
+
+
+@dataclass(frozen=True)
+class Tie(Rule):
+    """Take two names for the same tensor, of which the second is stored (tied embeddings, say).
+
+    Attributes:
+        key: the name that is left out of an export, and that a load fills with the other tensor.
+        to: the name that is stored.
+    """
+
+    key: str
+    to: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        if self.key in tensors:
+            yield Step((self.key,), () if self.to in tensors else ((self.to, tensors[self.key]),))
 
 
 def apply_rules(

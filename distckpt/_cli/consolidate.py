@@ -16,7 +16,7 @@ from distckpt._cli.selection import (
     warn_of_overflows,
 )
 from distckpt._cli.verb import Verb, parse_size
-from distckpt.serialization import consolidate
+from distckpt._operations.consolidate import Preview, consolidate, preview
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -26,6 +26,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_keys(parser)
     add_rename(parser)
     add_dtype(parser)
+    parser.add_argument(
+        "--family",
+        metavar="auto|PATH",
+        help="convert names and shapes of Megatron Core or transformers, by the config.json of --like, or at PATH",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be exported and from where, and stop")
     parser.add_argument(
         "--tied",
         choices=("drop", "write"),
@@ -42,15 +48,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, output: Output) -> int:
     """Consolidate, and print a summary."""
+    selected = {
+        "keys": arguments.keys,
+        "family": arguments.family,
+        "rename": dict(arguments.rename),
+        "dtype": dtype_option(arguments.dtype),
+        "tied": arguments.tied,
+        "like": arguments.like,
+    }
+    if arguments.dry_run:
+        _show_plan(preview(arguments.checkpoint, **selected), output)
+        return 0
     with output.progress("writing") as progress:
         report = consolidate(
             arguments.checkpoint,
             arguments.output_dir,
-            keys=arguments.keys,
-            rename=dict(arguments.rename),
-            dtype=dtype_option(arguments.dtype),
-            tied=arguments.tied,
-            like=arguments.like,
+            **selected,
             extra_files_from=arguments.extra_files_from,
             extra_code=arguments.extra_code,
             overwrite=arguments.overwrite,
@@ -68,6 +81,27 @@ def run(arguments: Namespace, output: Output) -> int:
     )
     warn_of_overflows(report.overflows, output)
     return 0
+
+
+def _show_plan(plan: Preview, output: Output) -> None:
+    """Print each tensor of an export, and the regions that it is made of."""
+    sources = {t.name: [f"{part.key} {part.source}" for part in t.mapped.parts] for t in plan.tensors}
+    if output.as_json:
+        tensors = [
+            {"name": t.name, "dtype": t.dtype, "shape": t.mapped.shape, "sources": sources[t.name]}
+            for t in plan.tensors
+        ]
+        output.json({"tensors": tensors, "left_out": plan.left_out})
+        return
+    for tensor in plan.tensors:
+        regions = sources[tensor.name]
+        more = f" and {len(regions) - 1:,} more" if len(regions) > 1 else ""
+        shape = "x".join(map(str, tensor.mapped.shape)) or "()"
+        output.line(f"{tensor.name}  {tensor.dtype} {shape}  <- {regions[0] if regions else 'empty'}{more}")
+    for key in plan.left_out:
+        output.line(f"left out: {key}")
+    num_bytes = sum(tensor.num_bytes for tensor in plan.tensors)
+    output.line(f"{count_text(len(plan.tensors), 'tensor')}, {size_text(num_bytes)}; nothing was written")
 
 
 VERB = Verb(

@@ -6,11 +6,13 @@ It does so in regions, so that any region of the target can be read from regions
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -74,6 +76,11 @@ class MappedTensor:
     trimmed: tuple[tuple[str, Region], ...] = ()
     padding: tuple[Region, ...] = ()
 
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The offset of the first element."""
+        return (0,) * len(self.shape)
+
     @cached_property
     def target_arrays(self) -> tuple[IntArray, IntArray]:
         """Offsets and shapes of the parts in the target, arrays of shape (number of parts, number of axes)."""
@@ -104,6 +111,8 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
         InvalidShardingError: the region does not lie inside the tensor.
     """
     _check_inside(region, mapped.shape)
+    if len(mapped.parts) == 1 and mapped.parts[0].target == (mapped.origin, mapped.shape) and 0 not in region.shape:
+        return [(region.relative_to(region.offset), _restrict(mapped.parts[0], region))]
     rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
     found = []
     for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
@@ -177,6 +186,39 @@ def drop_axis(mapped: MappedTensor, axis: int) -> MappedTensor:
     kept = [a for a in range(len(mapped.shape)) if a != axis]
     parts = tuple(part._replace(target=_with_axes(part.target, kept)) for part in mapped.parts)
     return MappedTensor(_pick(mapped.shape, kept), mapped.dtype, parts, mapped.trimmed)
+
+
+def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
+    """Give a target tensor another shape of as many elements, which keep their order (row-major).
+
+    Where axes are merged or divided, each index along the outer ones becomes a part of its own.
+    """
+    parts = tuple(piece for part in mapped.parts for piece in _reshape_part(part, mapped.shape, tuple(shape)))
+    return MappedTensor(tuple(shape), mapped.dtype, parts, mapped.trimmed)
+
+
+def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> MappedTensor:
+    """Trace a target back: `mapped` is made of `sources`, which are targets themselves."""
+    parts: list[Part] = []
+    for part in mapped.parts:
+        if (key := _same_as(sources[part.key])) is not None:
+            parts.append(part if key == part.key else part._replace(key=key))
+            continue
+        piece = permute(crop(sources[part.key], part.source), part.order)
+        for inner in reshape(piece, part.target.shape).parts:
+            offset = tuple(a + b for a, b in zip(part.target.offset, inner.target.offset, strict=True))
+            parts.append(inner._replace(target=Region(offset, inner.target.shape)))
+    trimmed = tuple(cut for key in dict.fromkeys(part.key for part in mapped.parts) for cut in sources[key].trimmed)
+    return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), trimmed)
+
+
+def _same_as(mapped: MappedTensor) -> str | None:
+    """Return the key of the tensor that a target is a copy of as a whole, under whatever name."""
+    if len(mapped.parts) != 1 or mapped.trimmed or mapped.padding:
+        return None
+    part = mapped.parts[0]
+    is_whole = part.source == part.target and part.target.shape == mapped.shape
+    return part.key if is_whole and part.order == tuple(range(len(mapped.shape))) else None
 
 
 def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
@@ -295,6 +337,63 @@ def _restrict(part: Part, target: Region) -> Part:
         shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
     return Part(target, part.key, Region(tuple(offset), tuple(shape)), order)
+
+
+def _reshape_part(part: Part, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[Part]:
+    """Place a part in a tensor of another shape, cut where a row of either shape ends."""
+    groups = _axis_groups(shape, new_shape)
+    for runs in itertools.product(*(list(_runs(part.target, shape, old, new_shape, new)) for old, new in groups)):
+        old = _region_of([item for run in runs for item in run[0]], len(shape))
+        new = _region_of([item for run in runs for item in run[1]], len(new_shape))
+        yield _restrict(part, old)._replace(target=new)
+
+
+def _axis_groups(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Divide the axes of two shapes, without those of size 1, into the smallest groups of as many elements."""
+    axes, new_axes = ([axis for axis, size in enumerate(sizes) if size != 1] for sizes in (shape, new_shape))
+    while axes:
+        old, new = [axes.pop(0)], [new_axes.pop(0)]
+        while (num := math.prod(_pick(shape, old))) != (new_num := math.prod(_pick(new_shape, new))):
+            if num < new_num:
+                old.append(axes.pop(0))
+            else:
+                new.append(new_axes.pop(0))
+        yield old, new
+
+
+_Span: TypeAlias = tuple[int, int, int]
+"""An axis, the first index along it, and how many."""
+
+
+def _runs(
+    region: Region, shape: tuple[int, ...], old: list[int], new_shape: tuple[int, ...], new: list[int]
+) -> Iterator[tuple[list[_Span], list[_Span]]]:
+    """Cut a region, along a group of axes, into runs that lie along the last axis of the group in both shapes."""
+    start, length = region.offset[old[-1]], region.shape[old[-1]]
+    if len(old) == len(new) == 1:
+        yield [(old[0], start, length)], [(new[0], start, length)]
+        return
+    width, new_width = shape[old[-1]], new_shape[new[-1]]
+    for outer in itertools.product(*(range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1])):
+        row = 0
+        for axis, index in zip(old, outer, strict=False):
+            row = row * shape[axis] + index
+        at, stop = row * width + start, row * width + start + length
+        while at < stop:
+            num = min(stop, at - at % new_width + new_width) - at
+            rest, spans = at // new_width, [(new[-1], at % new_width, num)]
+            for axis in reversed(new[:-1]):
+                rest, index = divmod(rest, new_shape[axis])
+                spans.append((axis, index, 1))
+            yield [*((a, i, 1) for a, i in zip(old, outer, strict=False)), (old[-1], at - row * width, num)], spans
+            at += num
+
+
+def _region_of(spans: Sequence[_Span], ndim: int) -> Region:
+    offset, shape = [0] * ndim, [1] * ndim
+    for axis, start, num in spans:
+        offset[axis], shape[axis] = start, num
+    return Region(tuple(offset), tuple(shape))
 
 
 def _inverse(name: str, part: Part) -> Part:

@@ -17,7 +17,7 @@ Captures: TypeAlias = tuple[str, ...]
 """The text that each wildcard of a pattern matches in a key, in order."""
 
 _WILDCARD = re.compile(r"(\*\*?)")
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
 
 
 class Step(NamedTuple):
@@ -144,8 +144,13 @@ def fill_captures(pattern: str, captures: Captures) -> str:
 
 
 def fill_name(name: str, captures: Captures, index: int | None = None) -> str:
-    """Put `captures` in the place of {0}, {1}, ... and `index` in that of {i}."""
-    return _PLACEHOLDER.sub(lambda m: str(index) if m[1] == "i" else captures[int(m[1])], name)
+    """Put `captures` in the place of {0}, {1}, ... and `index` in that of {i}; {0+3} adds 3 to a number."""
+
+    def value_of(match: re.Match[str]) -> str:
+        value = str(index) if match[1] == "i" else captures[int(match[1])]
+        return value if match[2] is None else str(int(value) + int(match[2]))
+
+    return _PLACEHOLDER.sub(value_of, name)
 
 
 def check_names(rule: Rule, names: Sequence[str], *, has_index: bool = False) -> None:
@@ -154,7 +159,7 @@ def check_names(rule: Rule, names: Sequence[str], *, has_index: bool = False) ->
         raise ValueError(f"{rule}: give a tuple of names, not the string {names!r}")
     known = {str(number) for number in range(count_wildcards(rule.reads[0]))} | ({"i"} if has_index else set())
     for name in names:
-        used = set(_PLACEHOLDER.findall(name))
+        used = {placeholder for placeholder, _ in _PLACEHOLDER.findall(name)}
         if used - known:
             raise ValueError(f"{rule}: {name!r} uses {{{min(used - known)}}}, which the pattern does not provide")
         if has_index and "i" not in used:

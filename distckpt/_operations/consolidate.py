@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -41,6 +41,7 @@ from distckpt._plan.export import (
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._storage import locations
+from distckpt.families import rules_for
 from distckpt.rules import Rule
 from distckpt.strategies.base import Verify
 
@@ -71,6 +72,45 @@ class ExportReport:
     seconds: float
 
 
+class Preview(NamedTuple):
+    """What an export would hold.
+
+    Attributes:
+        tensors: the tensors, with the regions that they are made of.
+        left_out: keys that were selected and of which nothing would be exported.
+    """
+
+    tensors: list[OutputTensor]
+    left_out: list[str]
+
+
+@operation
+def preview(
+    checkpoint: str | os.PathLike[str],
+    *,
+    keys: str | Sequence[str] | None = None,
+    rules: Sequence[Rule] = (),
+    family: str | os.PathLike[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    tied: Literal["drop", "write"] = "drop",
+    unmatched: Literal["error", "keep"] = "error",
+    like: str | os.PathLike[str] | None = None,
+) -> Preview:
+    """Plan an export with the arguments of `consolidate`; nothing is written, and no tensor is read."""
+    location = locations.normalize(checkpoint)
+    stored = opening.open_checkpoint(location)
+    tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
+    directory = None if like is None else locations.normalize(like)
+    rules = [*rules, *rules_for(family, directory, tensors)]
+    outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+    check_casts(stored, outputs)
+    if directory is not None:
+        _file_numbers(directory, outputs, is_speaker=True)
+    used = {part.key for output in outputs for part in output.mapped.parts}
+    return Preview(outputs, [key for key, info in tensors.items() if key not in used and 0 not in info.shape])
+
+
 @operation
 @paused_garbage_collection()
 def consolidate(
@@ -79,6 +119,7 @@ def consolidate(
     *,
     keys: str | Sequence[str] | None = None,
     rules: Sequence[Rule] = (),
+    family: str | os.PathLike[str] | None = None,
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     tied: Literal["drop", "write"] = "drop",
@@ -111,6 +152,8 @@ def consolidate(
         output_dir: gets `model.safetensors`, or several files and their index. Other files that are there stay.
         keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; None for all.
         rules: changes of names and shapes, see `distckpt.rules`.
+        family: afterwards, the rules of the model's family, from the names of Megatron Core or of transformers in
+            memory: "auto" reads the `config.json` of `like`, a path another one, see `distckpt.families`.
         rename: afterwards, old beginnings of names -> new ones.
         dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new names. Integers and
             8-bit floats are converted only by a pattern that is exactly their name.
@@ -166,11 +209,13 @@ def consolidate(
         # 2. Plan: everything is checked before a byte is written.
         with ranks.phase("plan the export"):
             tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
+            directory = None if like is None else locations.normalize(like)
+            rules = [*rules, *rules_for(family, directory, tensors)]
             outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
             check_casts(stored, outputs)
             numbers = fqn_to_index_mapping
-            if like is not None:
-                numbers = _file_numbers(locations.normalize(like), outputs, ranks.is_coordinator)
+            if directory is not None:
+                numbers = _file_numbers(directory, outputs, ranks.is_coordinator)
             files = plan_files(outputs, max_file_bytes, numbers)
             extra_files: list[str] = []
             if extra_files_from is not None and ranks.is_coordinator:

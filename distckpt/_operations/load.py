@@ -30,6 +30,7 @@ from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
 from distckpt._state.validation import validate_shards
 from distckpt._storage import locations
+from distckpt.families import rules_for
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
@@ -63,6 +64,7 @@ def load(
     parallel_load: ParallelLoad = "auto",
     rules: Sequence[Rule] = (),
     materialize: str | torch.device | None = None,
+    family: str | os.PathLike[str] | None = None,
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
     progress: Callable[[int], None] | None = None,
     on_report: Callable[[LoadReport], None] | None = None,
@@ -105,6 +107,8 @@ def load(
         materialize: a device; modules of the state dict that are on the meta device get memory there, tied parameters
             stay tied, and buffers that no checkpoint holds are computed by the `reset_parameters` of their modules.
             Make the optimizer after that.
+        family: afterwards, the rules of the model's family, for names of Megatron Core or of transformers in memory:
+            "auto" reads the `config.json` of the checkpoint, a path another one, see `distckpt.families`.
         max_inflight_bytes: memory for data on its way from storage, on each rank; at least one window of 8 MiB is
             used.
         progress: called with the number of bytes whenever this rank has read some, from several threads.
@@ -139,7 +143,9 @@ def load(
         max_inflight_bytes=max_inflight_bytes,
         progress=progress,
     )
-    read = partial(_load, ranks, timer, sharded_state_dict, location, sharded_strategy, strict, materialize, options)
+    read = partial(
+        _load, ranks, timer, sharded_state_dict, location, sharded_strategy, strict, materialize, options, family
+    )
     num_bytes, described, state_dict, missing, unexpected = read_unchanged(ranks, location, read)
     with ranks.phase("restore the objects of the state dict"):
         state_dict = objects.restore(described, state_dict, parse_strict_flag(strict) in _STRICT_MODES)
@@ -161,6 +167,7 @@ def _load(
     strict: str | StrictHandling,
     materialize: Any,
     options: Options,
+    family: str | os.PathLike[str] | None,
     found: dict[str, Any] | None,
 ) -> tuple[int, objects.Described, StateDict, set[str], set[str]]:
     """Return the number of bytes read, the request, what was loaded, missing and unexpected keys.
@@ -174,13 +181,17 @@ def _load(
             check_choice("verify", options.verify, get_args(Verify))
             check_choice("parallel_load", options.parallel_load, get_args(ParallelLoad))
             mode = parse_strict_flag(strict)
-            if options.rules and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
+            if (options.rules or family is not None) and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
                 raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
             strategy = load_strategy(sharded_strategy, marker, location).configure(replace(options, marker=marker))
         described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
         needs_stored = objects.needs_stored(described) or StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
         with ranks.phase("flatten the state dict"):
             shards = flatten.split(described.state_dict).shards
+            if family is not None:
+                keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
+                options = replace(options, rules=(*options.rules, *rules_for(family, location, keys)), marker=marker)
+                strategy = strategy.configure(options)
             has_ties = not options.rules and _has_ties(shards)
         stored: dict[str, StoredEntry] = {}
         if ranks.all_gather_numbers([needs_stored, has_ties]).any():
@@ -199,10 +210,12 @@ def _load(
 
     # 3. Read.
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):
-        wanted = {str(i): s for i, s in enumerate(shards) if s.key not in unexpected and i not in ties}
+        left_out = unexpected | _extra_states(shards) if family is not None else unexpected
+        wanted = {str(i): s for i, s in enumerate(shards) if s.key not in left_out and i not in ties}
         wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
         found_values = strategy.load(wanted, location)
-        loaded = [found_values.get(str(ties.get(i, i)), HOLE) for i in range(len(shards))]
+        absent = [None if shard.key in left_out - unexpected else HOLE for shard in shards]
+        loaded = [found_values.get(str(ties.get(i, i)), absent[i]) for i in range(len(shards))]
         num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
         details["bytes"] = num_bytes
         state_dict = flatten.put_together(skeleton, loaded, found_values["common"])
@@ -254,6 +267,11 @@ def _at(tree: Any, path: tuple[Any, ...]) -> Any:
             return HOLE
         tree = tree[key]
     return tree
+
+
+def _extra_states(shards: Sequence[ShardedTensor | ShardedObject]) -> set[str]:
+    """Find the objects of Transformer Engine that no Hugging Face directory holds; modules accept None for them."""
+    return {s.key for s in shards if isinstance(s, ShardedObject) and s.key.endswith("_extra_state")}
 
 
 def _compare_requests(ranks: Ranks, table: ShardTable) -> None:

@@ -10,7 +10,7 @@ import torch
 from distckpt._base.dtypes import TO_NAME
 from distckpt._geometry.mapped import TensorInfo, invert, resolve, resolve_padding, target_view
 from distckpt._plan.load import Request
-from distckpt.rules import Rule, apply_rules
+from distckpt.rules import Rule, Tie, apply_rules
 
 
 def translate(
@@ -22,6 +22,8 @@ def translate(
     region's shape. Returns requests in terms of the checkpoint, with views to fill. Where the checkpoint has no
     padding, targets are set to zero.
     """
+    ties = {rule.key: rule.to for rule in rules if isinstance(rule, Tie)}
+    requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
     pairs = zip(requests, targets, strict=True)
     infos = {r.key: TensorInfo(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)

@@ -31,6 +31,8 @@ LAYERS = [
     "validation",
     "rules",
     "rule_sets",
+    "_families",
+    "families",
     "_plan",
     "_io",
     "_foreign",

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distckpt._geometry.mapped import permute, reshape
 from distckpt._geometry.region import Region, whole
 from distckpt.core import InvalidShardingError, LoadMismatchError
 from distckpt.rules import (
+    Assemble,
     Concat,
     Drop,
     Part,
@@ -357,3 +359,45 @@ def test_bytes_that_hold_two_elements_are_not_torn_apart():
 def test_keys_with_a_prefix_need_one_more_rule():
     rules = [Rename("model.**", "{0}"), Rename("decoder.*.norm", "n.{0}")]
     assert apply_rules(rules, {"model.decoder.3.norm": TensorInfo((2,), "F32")}, strict=True).keys() == {"n.3"}
+
+
+def test_a_name_can_shift_a_number():
+    mapped = apply_rules([Rename("mtp.*.norm", "layers.{0+61}.norm")], {"mtp.1.norm": TensorInfo((2,), "F32")})
+    assert mapped.keys() == {"layers.62.norm"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "new_shape"),
+    [
+        ((6,), (2, 3)),
+        ((2, 3, 4), (6, 4)),
+        ((4, 6), (3, 8)),
+        ((1, 6, 1), (6,)),
+        ((2, 1, 3), (3, 2)),
+        ((5, 4), (5, 2, 2)),
+    ],
+)
+def test_reshaped_and_permuted_tensors_keep_their_elements(shape, new_shape):
+    arrays = numbered_arrays(a=shape)
+    tensor = reshape(apply_rules([], infos(arrays))["a"], new_shape)
+    assert_same({"a": materialize(tensor, arrays)}, {"a": arrays["a"].reshape(new_shape)})
+    order = list(reversed(range(len(new_shape))))
+    moved = reshape(permute(tensor, order), shape)
+    assert_same(
+        {"a": materialize(moved, arrays)}, {"a": arrays["a"].reshape(new_shape).transpose(order).reshape(shape)}
+    )
+
+
+def test_listed_tensors_are_assembled_of_what_earlier_rules_made():
+    arrays = numbered_arrays(w=(4, 6), b=(3,))
+    rules = [Split("a", ("x", "y"), axis=1), Transpose("y", "z"), Rename("b", "c")]
+    recorded = apply_rules(rules, {"a": TensorInfo((4, 6), "I64"), "b": TensorInfo((3,), "I64")})
+    assemble = Assemble(recorded, {"a": (4, 6), "b": (3,)})
+    halves = [Split("w", ("top", "end")), Concat(("end", "top"), "a")]
+    mapped = apply_rules([*halves, assemble], infos(arrays), strict=True)
+    whole_array = np.concatenate([arrays["w"][2:], arrays["w"][:2]])
+    assert_same(materialize_all(mapped, arrays), {"x": whole_array[:, :3], "z": whole_array[:, 3:].T, "c": arrays["b"]})
+    with pytest.raises(InvalidShardingError, match=r"'b' of shape \(4,\).*shape \(3,\) is expected"):
+        apply_rules([assemble], {"a": TensorInfo((4, 6), "I64"), "b": TensorInfo((4,), "I64")})
+    with pytest.raises(LoadMismatchError, match="'a' is missing"):
+        apply_rules([assemble], {"b": TensorInfo((3,), "I64")})

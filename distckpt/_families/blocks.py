@@ -1,0 +1,136 @@
+"""Parts that the models of many families have in common: rules from Megatron Core's keys to those of Hugging Face.
+
+`forms` brings what Megatron stores in several ways (layers and experts stacked or not, norms fused or not) into one:
+a key for each layer and expert, and norms under their own names. The other rules begin there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from distckpt._base.errors import CheckpointingException
+from distckpt.rules import Concat, Drop, Rename, Rule, Split, SplitQKV, Trim, Unstack
+
+LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
+_STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+class Config(NamedTuple):
+    """The configuration of a model; that of its text part where it has several."""
+
+    values: Mapping[str, Any]
+
+    def __call__(self, *names: str, default: Any = None) -> Any:
+        """Return the first value of those names that is given and not null."""
+        found = next((self.values[name] for name in names if self.values.get(name) is not None), default)
+        if found is None:
+            raise CheckpointingException(
+                f"The configuration of model_type {self.values.get('model_type')!r} does not say {names[0]!r}."
+            )
+        return found
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return int(self("num_hidden_layers"))
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key-value heads, size of a head."""
+        num = int(self("num_attention_heads"))
+        return (
+            num,
+            int(self("num_key_value_heads", default=num)),
+            int(self("head_dim", default=self("hidden_size") // num)),
+        )
+
+
+def forms() -> list[Rule]:
+    """Bring the forms of a Megatron checkpoint into one, and leave its optimizer out."""
+    rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
+    for part in _STACKS:
+        rules.append(Unstack(f"decoder.layers.{part}.**", f"decoder.layers.{{i}}.{part}.{{0}}", optional=True))
+    for fused, own in _FUSED_NORMS.items():
+        rules.append(Rename(LAYER + fused, f"decoder.layers.{{0}}.{own}", optional=True))
+    for glu in ("linear_fc1", "shared_experts.linear_fc1", "experts.experts.*.linear_fc1"):
+        pattern = f"{LAYER}mlp.{glu}.weight"
+        name = f"decoder.layers.{{0}}.mlp.{glu.replace('*', '{1}')}.weight"
+        rules.append(Concat((f"{pattern}_w", f"{pattern}_v"), name, optional=True))
+    return rules
+
+
+def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
+    """Embedding, last norm and output layer; without the rows that pad the vocabulary."""
+    names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
+    if not config("tie_word_embeddings", default=tied):
+        names["output_layer.weight"] = "lm_head.weight"
+    rules: list[Rule] = [Trim(key, axis=0, size=config("vocab_size"), count=1) for key in names]
+    names["decoder.final_layernorm.weight"] = "model.norm.weight"
+    return rules + [Rename(key, name, count=1) for key, name in names.items()]
+
+
+def move(count: int, names: Mapping[str, str]) -> list[Rule]:
+    """Rename tensors of `count` layers."""
+    return [Rename(LAYER + old, HF_LAYER + new, count=count) for old, new in names.items() if count]
+
+
+def norms(count: int) -> list[Rule]:
+    """The norms before attention and before the MLP."""
+    return move(count, {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    })  # fmt: skip
+
+
+def attention(config: Config, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False) -> list[Rule]:
+    """Grouped-query attention."""
+    rules: list[Rule] = []
+    for kind in ("weight", "bias") if qkv_bias else ("weight",):
+        query, key, value = (f"{HF_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")
+        old = f"{LAYER}self_attention.linear_qkv.{kind}"
+        rules.append(SplitQKV(old, (query, key, value), *config.heads, count=config.layers))
+    names = {"linear_proj.weight": "o_proj.weight"}
+    if out_bias:
+        names["linear_proj.bias"] = "o_proj.bias"
+    if qk_norm:
+        names |= {"q_layernorm.weight": "q_norm.weight", "k_layernorm.weight": "k_norm.weight"}
+    return rules + move(config.layers, {f"self_attention.{old}": f"self_attn.{new}" for old, new in names.items()})
+
+
+def gated_mlp(count: int, old: str = "mlp", new: str = "mlp") -> list[Rule]:
+    """An MLP with gate and up projection, in `count` layers."""
+    if not count:
+        return []
+    pieces = tuple(f"{HF_LAYER}{new}.{name}_proj.weight" for name in ("gate", "up"))
+    return [
+        Split(f"{LAYER}{old}.linear_fc1.weight", pieces, count=count),
+        *move(count, {f"{old}.linear_fc2.weight": f"{new}.down_proj.weight"}),
+    ]
+
+
+def experts(
+    count: int,
+    num_experts: int,
+    block: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Rule]:
+    """Router and experts of `count` layers, one tensor for each expert on disk."""
+    own = "mlp.experts.experts."
+    rules: list[Rule] = []
+    for part in ("linear_fc1", "linear_fc2"):
+        to = f"decoder.layers.{{0}}.{own}{{i}}.{part}.weight"
+        rules.append(Unstack(f"{LAYER}{own}{part}.weight", to, size=num_experts, optional=True))
+    gate, up, down = (f"{HF_LAYER}{block}.experts.{{1}}.{name}.weight" for name in names)
+    return [
+        *rules,
+        *move(count, {"mlp.router.weight": f"{block}.gate.weight"}),
+        Split(f"{LAYER}{own}*.linear_fc1.weight", (gate, up), count=count * num_experts),
+        Rename(f"{LAYER}{own}*.linear_fc2.weight", down, count=count * num_experts),
+    ]

@@ -1,0 +1,70 @@
+"""Tiny models of transformers, one for each family."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+_DEEPSEEK = {
+    "num_hidden_layers": 3, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+OVERRIDES = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "norm_topk_prob": True},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4,
+                   "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                   "layer_types": ["linear_attention", "full_attention"]},
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
+                 "attention_bias": True},
+    "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
+    "gpt_oss": {"num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"tie_word_embeddings": True},
+    "minimax_m2": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 16},
+    "jamba": {"num_experts": 4, "expert_layer_offset": 1, "expert_layer_period": 2, "attn_layer_offset": 1,
+              "attn_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "nemotron_h": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+                   "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4, "n_groups": 2,
+                   "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16},
+}  # fmt: skip
+"""What the configuration of each family says besides its sizes."""
+
+
+def make_config(family, **overrides):
+    """Make the configuration of a tiny model."""
+    return transformers.AutoConfig.for_model(family, **(_SIZES | OVERRIDES[family] | overrides))
+
+
+def make_model(config, seed=0):
+    """Make a model with random numbers in all of its tensors, norms and biases included."""
+    warnings.simplefilter("ignore")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3 + (tensor.ndim == 1))
+    return model

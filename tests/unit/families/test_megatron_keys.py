@@ -1,0 +1,102 @@
+"""Megatron Core's own models beside those of transformers: the same weights, through rules, give the same logits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointingException
+from distckpt._families.megatron import FAMILIES
+from distckpt.rules import Rename, Split, Transpose
+from tests.support.hf_folders import read_export, same_bytes
+from tests.support.megatron_families import SETTINGS, logits_of, make_megatron, one_process
+from tests.support.megatron_gpt import needs_megatron
+from tests.support.tiny_models import make_config, make_model
+
+pytestmark = needs_megatron
+
+TOKENS = torch.tensor([[3, 1, 39, 7, 20, 11, 0, 5]])
+FORMS = [{}, {"non_homogeneous_layers": True}, {"singleton_local_shards": True}]
+"""What a checkpoint of Megatron says of its form: layers stacked or apart, experts and the halves of a GLU apart."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory):
+    with one_process(tmp_path_factory.mktemp("group") / "store"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """Return a function that makes a model of transformers, once: its directory, its configuration, its logits."""
+
+    @functools.cache
+    def make(family):
+        model, saved = make_model(make_config(family)), tmp_path_factory.mktemp(family) / "saved"
+        model.save_pretrained(saved)
+        with torch.no_grad():
+            return saved, model.config, model(TOKENS).logits
+
+    return make
+
+
+def computes(trained, config, expected):
+    found = logits_of(trained, TOKENS, config.vocab_size)
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_family_is_proved_here():
+    assert FAMILIES.keys() == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("family", sorted(SETTINGS))
+def test_megatron_computes_what_transformers_does_and_the_export_is_the_same(family, pretrained, tmp_path):
+    saved, config, expected = pretrained(family)
+    trained = make_megatron(config)
+    trained.load_state_dict(distckpt.load(trained.sharded_state_dict(), saved, family="auto"))
+    assert computes(trained, config, expected)
+
+    for number, form in enumerate(FORMS):
+        checkpoint, exported = tmp_path / f"checkpoint_{number}", tmp_path / f"exported_{number}"
+        distckpt.save(trained.sharded_state_dict(metadata=form), checkpoint)
+        distckpt.consolidate(checkpoint, exported, family="auto", like=saved)
+        assert same_bytes(read_export(exported), read_export(saved)), form
+
+
+def mutants(rules):
+    """Yield lists of rules with one mistake each."""
+    for number, rule in enumerate(rules):
+        rest = [rules[:number], rules[number + 1 :]]
+        if not rule.optional:
+            yield f"without {rule}", rest[0] + rest[1]
+        if isinstance(rule, Split):
+            yield f"reversed {rule}", [*rest[0], Split(rule.pattern, rule.to[::-1], rule.axis, rule.sizes), *rest[1]]
+    square = "model.layers.*.self_attn.o_proj.weight"
+    yield "transposed", [*rules, Transpose(square, square.replace("*", "{0}"))]
+    for block in [rule.to for rule in rules if isinstance(rule, Rename) and ".experts.{1}." in rule.to]:
+        one, two, aside = (block.replace("{0}", "0").replace("{1}", name) for name in ("0", "1", "x"))
+        yield "exchanged experts", [*rules, Rename(one, aside), Rename(two, one), Rename(aside, two)]
+
+
+@pytest.mark.parametrize("family", sorted(SETTINGS))
+def test_one_mistake_in_a_family_is_found(family, pretrained, tmp_path):
+    saved, config, expected = pretrained(family)
+    rules = distckpt.families.rules(json.loads((saved / "config.json").read_text()), "megatron")
+    trained = make_megatron(config)
+    request = trained.sharded_state_dict()
+    zeros = copy.deepcopy(trained.state_dict())
+    survivors = []
+    for name, mutant in mutants(rules):
+        trained.load_state_dict(zeros)
+        try:
+            distckpt.load(request, saved, rules=mutant)
+        except CheckpointingException:
+            continue
+        if computes(trained, config, expected):
+            survivors.append(name)
+    assert survivors == []

@@ -1,0 +1,102 @@
+"""Models of transformers beside its own `save_pretrained`: exported by their names in memory, and loaded again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointingException, CheckpointNotFoundError, LoadMismatchError, ShardedTensor
+from distckpt.cli import main
+from tests.support.hf_folders import read_export, same_bytes
+from tests.support.tiny_models import OVERRIDES, make_config, make_model
+
+
+@pytest.mark.parametrize("family", sorted(OVERRIDES))
+def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, tmp_path):
+    model, empty = make_model(make_config(family)), make_model(make_config(family), seed=1)
+    saved, checkpoint, exported = (tmp_path / name for name in ("saved", "checkpoint", "exported"))
+    model.save_pretrained(saved)
+    distckpt.save({"model": model}, checkpoint)
+    distckpt.consolidate(checkpoint, exported, family="auto", like=saved)
+    assert same_bytes(read_export(exported), read_export(saved))
+
+    distckpt.load({"model": empty}, exported, family=saved)
+    assert same_bytes(empty.state_dict(), model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """A model with fused experts in memory, and its directory, in which each expert is apart."""
+    model, saved = make_model(make_config("mixtral")), tmp_path_factory.mktemp("mixtral") / "saved"
+    model.save_pretrained(saved)
+    return model, saved
+
+
+def test_a_rank_loads_its_slices(mixtral):
+    model, saved = mixtral
+    key, tensor = "model.layers.1.mlp.experts.gate_up_proj", model.model.layers[1].mlp.experts.gate_up_proj.detach()
+    for axis in range(3):
+        part = tensor.chunk(2, axis)[1]
+        asked = {"w": ShardedTensor.from_rank_offsets(key, torch.zeros(part.shape), (axis, 1, 2))}
+        assert torch.equal(distckpt.load(asked, saved, family="auto")["w"], part)
+
+
+def test_both_names_of_a_tied_tensor_are_filled_and_one_is_written(tmp_path):
+    model = make_model(make_config("qwen3"))
+    model.save_pretrained(tmp_path / "saved")
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    asked = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(40, 32)) for name in names}
+    loaded = distckpt.load(asked, tmp_path / "saved", family="auto")
+    assert all(torch.equal(loaded[name], model.lm_head.weight) for name in names)
+    copies = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in copies.items()}, tmp_path / "checkpoint")
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "exported", family="auto", like=tmp_path / "saved")
+    assert same_bytes(read_export(tmp_path / "exported"), read_export(tmp_path / "saved"))
+
+
+def test_what_is_missing_or_unknown_is_named(mixtral, tmp_path):
+    model, saved = mixtral
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in model.state_dict().items()}
+    missing = "model.layers.1.mlp.experts.down_proj"
+    distckpt.save({key: shard for key, shard in state.items() if key != missing}, tmp_path / "less")
+    with pytest.raises(LoadMismatchError, match=f"'{missing}' is missing"):
+        distckpt.consolidate(tmp_path / "less", tmp_path / "exported", family="auto", like=saved)
+    distckpt.save({**state, "more": ShardedTensor.from_rank_offsets("more", torch.zeros(2))}, tmp_path / "more")
+    with pytest.raises(LoadMismatchError, match="No rule matches 'more'"):
+        distckpt.consolidate(tmp_path / "more", tmp_path / "exported", family="auto", like=saved)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_configurations_that_say_too_little(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"no .*config\.json"):
+        distckpt.families.rules(tmp_path, "megatron")
+    with pytest.raises(CheckpointingException, match="does not name its model_type"):
+        distckpt.families.rules({}, "megatron")
+    with pytest.raises(CheckpointingException, match=r"model_type 'nonsense' are not supported; those of .*llama"):
+        distckpt.families.rules({"model_type": "nonsense"}, "megatron")
+    with pytest.raises(CheckpointingException, match="makes no model of type 'nonsense'"):
+        distckpt.families.rules({"model_type": "nonsense"}, "transformers")
+    with pytest.raises(CheckpointingException, match="does not say 'num_hidden_layers'"):
+        distckpt.families.rules({"model_type": "llama", "vocab_size": 4}, "megatron")
+    with pytest.raises(ValueError, match="source"):
+        distckpt.families.rules({"model_type": "llama"}, "torchtitan")
+
+
+def test_the_command_line_lists_what_comes_from_where_and_writes_nothing(mixtral, tmp_path, capsys):
+    model, saved = mixtral
+    checkpoint, exported = str(tmp_path / "checkpoint"), str(tmp_path / "exported")
+    distckpt.save({"model": model}, checkpoint)
+    command = ["consolidate", checkpoint, exported, "--family", "auto", "--like", str(saved)]
+    assert main([*command, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    name, source = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.layers.1.mlp.experts.gate_up_proj"
+    assert f"{name}  F32 48x32  <- {source} [2:3, 48:96, 0:32]" in lines
+    assert main([*command, "--dry-run", "--json"]) == 0
+    names = [tensor["name"] for tensor in json.loads(capsys.readouterr().out)["tensors"]]
+    assert set(names) == read_export(saved).keys()
+    assert not (tmp_path / "exported").exists()
+    assert main(command) == 0
+    assert same_bytes(read_export(exported), read_export(saved))
