@@ -14,6 +14,7 @@ functions with Megatron's names are of use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.public import set_public_home
+from distckpt._mapping.base import OpenReplicaId
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part, shard_of_dtensor
 from distckpt._models.layers import (
     EXTRA_STATE,
@@ -33,7 +35,8 @@ from distckpt._models.layers import (
     prepended_axes,
 )
 from distckpt._ranks.collectives import own_rank
-from distckpt.mapping import ReplicaId, ShardedStateDict, StateDict
+from distckpt.dict_utils import dict_list_map_outplace
+from distckpt.mapping import ReplicaId, ShardedStateDict, StateDict, is_main_replica
 
 __all__ = [
     "load_sharded_state_dict",
@@ -79,10 +82,9 @@ def sharded_state_dict(
         sharded_offsets: axes in front of those of every tensor, `(axis, position, number of parts)` each: the number
             of a layer or expert among all of them, say.
         metadata: passed on to the `sharded_state_dict` of other modules.
-        replica_id: which copy of the module this rank has, see `is_main_replica`. Needed where only some ranks
-            have it, such as those of a pipeline stage: one of them must have 0. By default all ranks of the default
-            process group have copies of tensors that are not DTensors, numbered by rank; and where
-            DTensors of one name are spread over several meshes, these are copies of each other.
+        replica_id: which copy of the module this rank has, see `is_main_replica`. By default ranks that turn out to
+            have the same part of a tensor (all ranks, those of a pipeline stage, those of two stages with a tied
+            weight) have copies of it, and the lowest of them the main replica.
 
     Returns:
         By name a `ShardedTensor` or `ShardedTensorFactory` for tensors, with the parameters and buffers themselves
@@ -93,7 +95,7 @@ def sharded_state_dict(
         InvalidShardingError: a DTensor that is not made of parts and copies, see its placements.
     """
     offsets = tuple(sharded_offsets)
-    copy = own_rank() if replica_id is None else replica_id
+    copy = OpenReplicaId((0, own_rank())) if replica_id is None else replica_id
     prepended_axes(offsets, "sharded_offsets")
     state: ShardedStateDict = {}
     entries, delegates = _entries(module)
@@ -107,8 +109,21 @@ def sharded_state_dict(
         else:
             state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, copy)
     for name, child in delegates:
-        state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata))
+        described = sharded_state_dict_default(child, prefix + name, offsets, metadata)
+        state.update(described if replica_id is None else _with_replica_id(described, replica_id))
     return state
+
+
+def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
+    """Say of what a module has described itself, without saying which copies there are, which copy it is."""
+    first = 0 if is_main_replica(replica_id) else 1
+
+    def change(part: Any) -> Any:
+        own = getattr(part, "replica_id", None)
+        return replace(part, replica_id=OpenReplicaId((first, *own[1:]))) if isinstance(own, OpenReplicaId) else part
+
+    changed: ShardedStateDict = dict_list_map_outplace(change, described)
+    return changed
 
 
 def sharded_state_dict_default(

@@ -96,6 +96,23 @@ def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
     return np.pad(columns, ((0, 0), (0, ndim - columns.shape[1])), constant_values=fill)
 
 
+def row_hashes(columns: Sequence[IntArray]) -> npt.NDArray[np.uint64]:
+    """Mix integer columns into one 64-bit hash per row."""
+    hashes = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        hashes = mixed(hashes * np.uint64(3) + column.astype(np.uint64))
+    return hashes
+
+
+def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix the bits of integers."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return result
+
+
 def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
     """Cut elements [start, stop) of a row-major tensor into regions, at most 2 * ndim - 1 of them.
 

@@ -15,6 +15,7 @@ from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.write import NewFile, file_of_tensors, in_folder
+from distckpt._mapping.base import OpenReplicaId
 from distckpt._plan.cache import SavePlan
 from distckpt._plan.layout import (
     PlannedChunk,
@@ -37,7 +38,7 @@ def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
     if isinstance(shard, ShardedTensor):
         _check_tensor(shard)
         return shard
-    if not (encode_copies or is_main_replica(shard.replica_id)):
+    if not (encode_copies or is_main_replica(shard.replica_id) or isinstance(shard.replica_id, OpenReplicaId)):
         return shard
     try:
         return replace(shard, data=codec.encode(shard.data))

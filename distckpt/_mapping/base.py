@@ -15,6 +15,14 @@ from distckpt._base.errors import InvalidShardingError
 ReplicaId: TypeAlias = int | tuple[int, ...]
 
 
+class OpenReplicaId(tuple[int, ...]):
+    """A replica id of a shard for which nobody has said which copy is the main one.
+
+    Among the ranks that hold the same region the lowest one becomes it, of those whose first number is 0 if there are
+    any. Where a copy has the replica id 0 otherwise, that one is it.
+    """
+
+
 class ShardedBase(ABC):
     """Base of the parts of global tensors and objects in a sharded state dict.
 

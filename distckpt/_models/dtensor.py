@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from distckpt._base.errors import InvalidShardingError
+from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import grid_from_ranks
 from distckpt._models.fused import FusedPart, parts_factory
 from distckpt.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
@@ -184,8 +185,9 @@ def shard_of_dtensor(
     """
     local, (runs, parts_per_axis, place_in_mesh) = dtensor._local_tensor, _find_part(key, dtensor)
     # The lowest rank of a mesh distinguishes copies on other meshes.
-    outer = _lowest_rank(dtensor.device_mesh) if replica_id is None else replica_id
-    replica = ((outer,) if isinstance(outer, int) else tuple(outer)) + place_in_mesh
+    outer = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh))) if replica_id is None else replica_id
+    numbers = (*((outer,) if isinstance(outer, int) else outer), *place_in_mesh)
+    replica = OpenReplicaId(numbers) if isinstance(outer, OpenReplicaId) else numbers
     shape, first, divisions = grid_from_ranks(key, tuple(dtensor.shape), rank_offsets, num_prepended)
     fragmentations = None
     if parts_per_axis is not None:

@@ -10,7 +10,7 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._geometry.region import Region, flat_range_regions, flat_start, intersect, whole
-from distckpt._mapping.base import flat_bounds
+from distckpt._mapping.base import OpenReplicaId, flat_bounds
 from distckpt.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 
 
@@ -135,7 +135,8 @@ class _Form(NamedTuple):
         within = cell.region.relative_to(part.offset).offset
         moved = (0,) * self.prepend_axis_num + tuple(within[axis] for axis in self.axes)
         if part.copy:
-            replica_id = (*(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)), part.copy)
+            numbers = (*(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)), part.copy)
+            replica_id = OpenReplicaId(numbers) if isinstance(replica_id, OpenReplicaId) else numbers
         global_offset = tuple(map(int.__add__, part.global_offset, moved))
         place = (tuple(view.shape), part.global_shape, global_offset, None)
         return ShardedTensor(key + part.suffix, view, view.dtype, *place, replica_id, self.prepend_axis_num)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.errors import InvalidShardingError
+from distckpt._mapping.base import OpenReplicaId
 from distckpt._models.dtensor import is_dtensor, shard_of_dtensor
 from distckpt._ranks.collectives import own_rank
 from distckpt.mapping import ReplicaId, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
@@ -42,11 +43,11 @@ def make_tp_sharded_tensor_for_checkpoint(
         key: name of the global tensor.
         tp_axis: axis of `tensor` along which the parts lie.
         replica_id: which copy of the part this is; `(0, 0, data parallel rank)` by default, with mesh coordinates in
-            place of the latter for a DTensor.
+            place of the latter for a DTensor. Without `dp_cp_group` the lowest rank that holds the part has the main
+            replica.
         prepend_offsets: axes in front of those of the tensor, see `sharded_state_dict`.
         tp_group: the tensor parallel ranks: a process group or `(rank, size)`; None for this one alone.
-        dp_cp_group: the ranks with copies of the part; None for the default process group, or for this
-            one alone when `tp_group` is given.
+        dp_cp_group: the ranks with copies of the part; None for those that turn out to hold it.
         kwargs: further attributes of the `ShardedTensor`.
 
     Raises:
@@ -55,7 +56,8 @@ def make_tp_sharded_tensor_for_checkpoint(
     (tp_rank, tp_size), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
     offsets = tuple(prepend_offsets)
     division = (len(offsets) + tp_axis, tp_rank, tp_size)
-    return _shard(tensor, key, offsets, (division,), replica_id, (0, 0, dp_rank), kwargs)
+    default = _default_replica_id(dp_cp_group, 0, dp_rank)
+    return _shard(tensor, key, offsets, (division,), replica_id, default, kwargs)
 
 
 def make_sharded_tensor_for_checkpoint(
@@ -81,7 +83,13 @@ def make_sharded_tensor_for_checkpoint(
         kwargs: further attributes of the `ShardedTensor`.
     """
     (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
-    return _shard(tensor, key, tuple(prepend_offsets), (), replica_id, (0, tp_rank, dp_rank), kwargs)
+    default = _default_replica_id(dp_cp_group, tp_rank, dp_rank)
+    return _shard(tensor, key, tuple(prepend_offsets), (), replica_id, default, kwargs)
+
+
+def _default_replica_id(dp_cp_group: Group | None, tp_rank: int, dp_rank: int) -> tuple[int, ...]:
+    # Without a group of the ranks with copies, these are found when all shards are known.
+    return (OpenReplicaId if dp_cp_group is None else tuple)((0, tp_rank, dp_rank))
 
 
 def _shard(
@@ -90,13 +98,14 @@ def _shard(
     offsets: tuple[tuple[int, int, int], ...],
     division: tuple[tuple[int, int, int], ...],
     replica_id: ReplicaId | None,
-    default_replica_id: tuple[int, int, int],
+    default_replica_id: tuple[int, ...],
     attributes: dict[str, Any],
 ) -> ShardedTensor | ShardedTensorFactory:
     """Describe a tensor behind prepended axes (`offsets`), itself one part of a `division` or all of it."""
     if is_dtensor(tensor):
         # The mesh numbers its copies itself.
-        outer = default_replica_id[:2] if replica_id is None else replica_id
+        default = type(default_replica_id)(default_replica_id[:2])
+        outer = default if replica_id is None else replica_id
         prepended_axes(offsets, "prepend_offsets")
         return shard_of_dtensor(key, tensor, offsets + division, len(offsets), outer, **attributes)
     replica_id = default_replica_id if replica_id is None else replica_id
@@ -128,7 +137,7 @@ def make_sharded_object_for_checkpoint(
     """
     if replica_id is None:
         (tp_rank, _), (dp_rank, _) = _ranks_and_sizes(tp_group, dp_cp_group)
-        replica_id = (0, tp_rank, dp_rank)
+        replica_id = _default_replica_id(dp_cp_group, tp_rank, dp_rank)
     place = prepended_axes(sharded_offsets, "sharded_offsets") or ((0, 1),)
     shape, offset = tuple(size for _, size in place), tuple(position for position, _ in place)
     return ShardedObject(key, obj, shape, offset, replica_id, **kwargs)

@@ -58,7 +58,7 @@ def state_shard(
     if isinstance(shard, ShardedTensor) and shard.flattened_range is None:
         if is_dtensor(tensor) and is_dtensor(param):
             outer = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
-            outer = outer[: max(0, len(outer) - param.device_mesh.ndim)]  # type: ignore[attr-defined]
+            outer = type(outer)(outer[: max(0, len(outer) - param.device_mesh.ndim)])  # type: ignore[attr-defined]
             num_prepended = shard.prepend_axis_num
             place = [(axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(num_prepended)]
             if shard.global_shape[num_prepended:] == tuple(param.shape):

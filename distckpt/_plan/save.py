@@ -8,12 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, flat_range_regions, regions_to_arrays, widen
+from distckpt._geometry.region import IntArray, flat_range_regions, mixed, regions_to_arrays, row_hashes, widen
 from distckpt._state.shards import GlobalTable
 
 BALANCE_TOLERANCE = 0.01
@@ -153,28 +152,12 @@ def _group_replicas(
     )
 
 
-def row_hashes(columns: Sequence[IntArray]) -> npt.NDArray[np.uint64]:
-    """Mix integer columns into one 64-bit hash per row."""
-    mixed = np.zeros(len(columns[0]), np.uint64)
-    for column in columns:
-        mixed = _mix(mixed * np.uint64(3) + column.astype(np.uint64))
-    return mixed
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
-    return mixed
-
-
 def _lines(groups: _Groups) -> Iterator[tuple[IntArray, IntArray]]:
     """Yield `(groups, ranks)` for each distinct set of holders, smaller sets first, in a fixed order."""
     if not len(groups.rows):
         return
     sizes = np.diff(groups.holder_starts)
-    signature = np.add.reduceat(_mix(groups.holder_ranks.astype(np.uint64)), groups.holder_starts[:-1])
+    signature = np.add.reduceat(mixed(groups.holder_ranks.astype(np.uint64)), groups.holder_starts[:-1])
     _, first, line = np.unique(signature, return_index=True, return_inverse=True)
     members_of = np.split(np.argsort(line, kind="stable"), np.cumsum(np.bincount(line))[:-1])
     for index in sorted(range(len(first)), key=lambda i: (sizes[first[i]], first[i])):

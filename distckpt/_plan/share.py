@@ -20,9 +20,9 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import Manifest
-from distckpt._geometry.region import IntArray, Region, cut_region, num_outer_axes, regions_to_arrays, widen
+from distckpt._geometry.region import IntArray, Region, cut_region, num_outer_axes, regions_to_arrays, row_hashes, widen
 from distckpt._plan.load import Copy
-from distckpt._plan.save import even_shares, row_hashes
+from distckpt._plan.save import even_shares
 
 UNIT_BYTES = 2 << 20
 """Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""

@@ -22,14 +22,23 @@ from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import KeyFault, summarize_faults
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, Region, flat_range_regions, flat_start, regions_to_arrays, widen
-from distckpt._mapping.base import flat_bounds
+from distckpt._geometry.region import (
+    IntArray,
+    Region,
+    flat_range_regions,
+    flat_start,
+    intersect,
+    regions_to_arrays,
+    row_hashes,
+    widen,
+)
+from distckpt._mapping.base import OpenReplicaId, flat_bounds
 from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
-_ROW_COLUMNS = ("key_ids", "shard_ids", "tie_ids", "is_main", "digests", "offsets", "shapes")
+_ROW_COLUMNS = ("key_ids", "shard_ids", "tie_ids", "is_main", "open_ranks", "digests", "offsets", "shapes")
 
 
 class ShardTable(NamedTuple):
@@ -37,8 +46,9 @@ class ShardTable(NamedTuple):
 
     `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct key. The columns
     have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids` (first shard of the
-    rank that is the same memory), `is_main`, `digests` (content hashes, 0 when not computed), and `offsets`,
-    `shapes` of shape (n, max ndim), padded with 0 and 1. Ranks take over bytes of replicas in their `exchange_group`.
+    rank that is the same memory), `is_main`, `open_ranks` (of an `OpenReplicaId`: 1, or 2 for a copy; else 0),
+    `digests` (content hashes, 0 when not computed), and `offsets`, `shapes` of shape (n, max ndim), padded with 0 and
+    1. Ranks take over bytes of replicas in their `exchange_group`.
     """
 
     keys: list[str]
@@ -48,6 +58,7 @@ class ShardTable(NamedTuple):
     shard_ids: IntArray
     tie_ids: IntArray
     is_main: npt.NDArray[np.bool_]
+    open_ranks: npt.NDArray[np.uint8]
     digests: npt.NDArray[np.uint64]
     offsets: IntArray
     shapes: IntArray
@@ -116,21 +127,19 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
     """Describe the shards of this rank, which must fit their global tensors and agree with one another."""
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
-    rows: list[tuple[int, int, int, bool]] = []
+    rows: list[tuple[int, int, int, bool, int]] = []
     regions: list[Region] = []
     ties = find_ties(shards)
     for shard_id, shard in enumerate(shards):
-        row = (
-            _key_id(shard, key_index, kinds),
-            shard_id,
-            ties.get(shard_id, shard_id),
-            is_main_replica(shard.replica_id),
-        )
+        replica = shard.replica_id
+        open_rank = 1 + any(replica[:1]) if isinstance(replica, OpenReplicaId) else 0
+        is_main_row = not open_rank and is_main_replica(replica)
+        row = (_key_id(shard, key_index, kinds), shard_id, ties.get(shard_id, shard_id), is_main_row, open_rank)
         for region in shard_regions(shard):
             rows.append(row)
             regions.append(region)
-    key_ids, shard_ids, tie_ids, is_main = (
-        np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 4).T.copy()
+    key_ids, shard_ids, tie_ids, is_main, open_ranks = (
+        np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 5).T.copy()
     )
     offsets, shapes = regions_to_arrays(regions)
     table = ShardTable(
@@ -141,6 +150,7 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
         shard_ids=shard_ids,
         tie_ids=tie_ids,
         is_main=is_main.astype(np.bool_),
+        open_ranks=open_ranks.astype(np.uint8),
         digests=np.zeros(len(rows), np.uint64),
         offsets=offsets,
         shapes=shapes,
@@ -212,7 +222,7 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
     key_index, kinds, id_maps = _number_keys(tables)
     ndim = max((len(shape) for _, shape in kinds), default=0)
     global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(len(kinds), ndim)
-    return GlobalTable(
+    merged = GlobalTable(
         keys=list(key_index),
         dtypes=[dtype for dtype, _ in kinds],
         global_shapes=global_shapes,
@@ -226,6 +236,31 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
         offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
         shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),
     )
+    _choose_main_replicas(merged, np.concatenate([table.open_ranks for table in tables]))
+    return merged
+
+
+def _choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) -> None:
+    """Choose the main replica, in place, of each region for which nobody has said which copy it is."""
+    if not open_ranks.any():
+        return
+    # Those that were named come first, then by rank: the table lists rows in this order.
+    candidates = np.flatnonzero(table.is_main | (open_ranks > 0))
+    candidates = candidates[np.argsort(open_ranks[candidates], kind="stable")]
+    identity = row_hashes([column[candidates] for column in (table.key_ids, *table.offsets.T, *table.shapes.T)])
+    _, first = np.unique(identity, return_index=True)
+    chosen = candidates[np.sort(first)]
+    table.is_main[chosen] = True
+    # One tensor under several layouts (tied weights of stages that are divided differently): those of the first ones.
+    held = np.bincount(table.key_ids[chosen], np.prod(table.shapes[chosen], axis=1, dtype=np.float64), len(table.keys))
+    for key_id in np.flatnonzero(held > np.prod(table.global_shapes, axis=1, dtype=np.float64)).tolist():
+        kept: list[Region] = []
+        for row in chosen[table.key_ids[chosen] == key_id].tolist():
+            region = table.row_region(row)
+            if open_ranks[row] and any(intersect(region, other) for other in kept):
+                table.is_main[row] = False
+            else:
+                kept.append(region)
 
 
 def _number_keys(tables: Sequence[ShardTable]) -> tuple[dict[str, int], list[_Kind], list[IntArray]]:

@@ -61,7 +61,7 @@ def linear_pair():
 
 
 def whole_shard(key, tensor, **attributes):
-    return ShardedTensor.from_rank_offsets(key, tensor, **attributes)
+    return ShardedTensor.from_rank_offsets(key, tensor, **{"replica_id": (0, 0), **attributes})
 
 
 def test_all_that_a_module_keeps_is_described():
@@ -72,7 +72,7 @@ def test_all_that_a_module_keeps_is_described():
         "net.a.bias": whole_shard("net.a.bias", net["a"].bias),
         "net.b.weight": whole_shard("net.b.weight", net["a"].weight),
         "net.c.kept": whole_shard("net.c.kept", net["c"].kept),
-        "net.c._extra_state": ShardedObject("net.c._extra_state", state["net.c._extra_state"].data, (1,), (0,)),
+        "net.c._extra_state": ShardedObject("net.c._extra_state", state["net.c._extra_state"].data, (1,), (0,), (0, 0)),
     }
     assert state["net.c._extra_state"].data == {"calls": 4}
 

@@ -24,6 +24,7 @@ from distckpt.core import (
     read_marker,
     write_marker,
 )
+from distckpt.modules import make_sharded_tensors_for_checkpoint, sharded_state_dict
 from distckpt.validation import (
     determine_global_metadata,
     parse_strict_flag,
@@ -441,3 +442,50 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path, version):
     write_marker(tmp_path / "c", {**read_marker(tmp_path / "c"), "min_reader_version": version})
     with pytest.raises(CorruptCheckpointError, match="needs a reader of format version"):
         distckpt.load({}, tmp_path / "c")
+
+
+# ---- which copy is the main one, where nobody has said
+
+
+class Part(torch.nn.Module):
+    """One of some parts of a tensor of four elements, which describes itself."""
+
+    def __init__(self, number, count):
+        super().__init__()
+        self.place = number, count
+        self.weight = torch.nn.Parameter(torch.ones(4 // count))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = {"weight": self.weight}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, tp_group=self.place)
+
+
+@pytest.mark.parametrize(
+    ("said", "main_ranks"),
+    [
+        ([{}, {}, {}, {}], [0, 2]),
+        ([{"replica_id": 1}, {"replica_id": 0}, {}, {}], [1, 2]),
+        ([{"replica_id": 1}, {"replica_id": 1}, {"replica_id": (1, 0)}, {}], [3]),
+        ([{"replica_id": rank} for rank in range(4)], [0, 2]),
+    ],
+    ids=["nobody", "two copies", "all but one", "by rank"],
+)
+def test_the_lowest_rank_has_the_main_replica_of_those_that_may(said, main_ranks):
+    """Ranks 0 and 1 have the first half, rank 2 the second, and rank 3 all of it, as a stage divided otherwise has."""
+    parts = [(0, 2), (0, 2), (1, 2), (0, 1)]
+    shards = [
+        [sharded_state_dict(torch.nn.ModuleDict({"p": Part(*part)}), **kwargs)["p.weight"]]
+        for part, kwargs in zip(parts, said, strict=True)
+    ]
+    table = merge_tables([describe(of_rank) for of_rank in shards])
+    validate_shards(table)
+    assert table.ranks[table.is_main].tolist() == main_ranks
+
+
+def test_a_main_replica_that_was_named_is_the_only_one():
+    open_one = sharded_state_dict(torch.nn.ModuleDict({"p": Part(0, 1)}))["p.weight"]
+    named = ShardedTensor.from_rank_offsets("p.weight", torch.ones(4))
+    assert merge_tables([describe([open_one]), describe([named])]).is_main.tolist() == [False, True]
+    gap = [sharded_state_dict(torch.nn.ModuleDict({"p": Part(1, 2)}))["p.weight"]]
+    with pytest.raises(InvalidShardingError, match="no rank holds element"):
+        validate(gap, gap)
