@@ -1,6 +1,6 @@
 """The command line: `distckpt VERB ...` or `python -m distckpt VERB ...`.
 
-To add a verb, write a module in `distckpt._cli` that defines a `Verb`, and list it in `VERBS`.
+To add a verb, write a module in `distckpt._cli` that defines a `Verb`, and list it in `_MODULES`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,8 @@ from distckpt._cli.verb import Verb
 
 __all__ = ["main"]
 
-VERBS: tuple[Verb, ...] = (
-    inspect.VERB,
-    cat.VERB,
-    verify.VERB,
-    diff.VERB,
-    consolidate.VERB,
-    import_hf.VERB,
-    convert.VERB,
-    reshard.VERB,
-    prune.VERB,
-    bench.VERB,
-    trace.VERB,
-    completion.verb(lambda: _parser()),
-)
+_MODULES = (inspect, cat, verify, diff, consolidate, import_hf, convert, reshard, prune, bench, trace)
+VERBS: tuple[Verb, ...] = (*(module.VERB for module in _MODULES), completion.verb(lambda: _parser()))
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 

@@ -188,12 +188,7 @@ class CheckpointManager:
         return handle
 
     def _start(
-        self,
-        ranks: Ranks,
-        step: int,
-        sharded_state_dict: ShardedStateDict,
-        own: bytes,
-        settings: SaveSettings,
+        self, ranks: Ranks, step: int, sharded_state_dict: ShardedStateDict, own: bytes, settings: SaveSettings
     ) -> SaveHandle:
         note: dict[str, Any] = {}
         location = self.location(step)

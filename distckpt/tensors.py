@@ -253,10 +253,7 @@ def unflatten_from_broadcast(flat: Mapping[Position, Any], like: Mapping[Any, An
 
 
 def apply_gather_functions(
-    state: Mapping[Any, Any],
-    gather_fns: Mapping[Any, Any] | bool,
-    mismatch_allowed: bool,
-    verbose: bool,
+    state: Mapping[Any, Any], gather_fns: Mapping[Any, Any] | bool, mismatch_allowed: bool, verbose: bool
 ) -> dict[Any, Any]:
     """Gather the tensors of a state, one after the other.
 

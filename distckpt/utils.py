@@ -57,9 +57,7 @@ def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[Shard
     return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedTensor))
 
 
-def extract_sharded_tensors_and_factories(
-    sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+def extract_sharded_tensors_and_factories(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedTensor, ShardedTensorFactory))
 
@@ -69,8 +67,7 @@ def extract_sharded_tensors_or_nonpersistent(
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its `ShardedTensor`s, factories and `LocalNonpersistentObject`s, and the rest."""
     return extract_matching_values(
-        sharded_state_dict,
-        lambda v: is_a(v, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject),
+        sharded_state_dict, lambda v: is_a(v, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
     )
 
 

@@ -21,7 +21,7 @@ from distckpt._base.messages import did_you_mean
 from distckpt._cli.output import Output
 from distckpt._cli.verb import Verb
 from distckpt._foreign.opening import open_checkpoint
-from distckpt._foreign.stored_values import holds_objects, read_encoded, read_region
+from distckpt._foreign.stored_values import StoredTensor, holds_objects, read_encoded
 from distckpt._format import codec
 from distckpt._format.codec import UnknownObject
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -48,27 +48,6 @@ class Selection(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Return the shape without the dropped axes."""
         return tuple(n for axis, n in enumerate(self.region.shape) if axis not in self.dropped)
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, to be read."""
-
-    stored: StoredCheckpoint
-    key: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return its global shape."""
-        return self.stored.global_shape(self.key)
-
-    @property
-    def dtype(self) -> str:
-        """Return the safetensors name of its dtype."""
-        return self.stored.dtype_name(self.key)
-
-    def read(self, region: Region) -> np.ndarray[Any, Any]:
-        """Read a region."""
-        return to_numpy(read_region(self.stored, self.key, region))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -98,11 +77,10 @@ def run(arguments: Namespace, output: Output) -> int:
     if arguments.npy:
         _save(tensor, selection, arguments.npy, output)
     elif output.as_json:
-        values = tensor.read(selection.region).reshape(selection.shape)
+        values = to_numpy(tensor.read(selection.region)).reshape(selection.shape)
         output.json({**_facts(tensor, selection), "values": plain(values.tolist())})
     else:
-        values_text = printed(tensor, selection)
-        output.line(f"{_title(tensor, selection)}\n{values_text}")
+        output.line(f"{_title(tensor, selection)}\n{printed(tensor, selection)}")
     return 0
 
 
@@ -157,13 +135,13 @@ def printed(tensor: StoredTensor, selection: Selection) -> str:
     """Print values as numpy does; of a large tensor only what is printed is read."""
     region = selection.region
     if region.num_elements <= _SUMMARIZED:
-        array = tensor.read(region).reshape(selection.shape)
+        array = to_numpy(tensor.read(region)).reshape(selection.shape)
         return np.array2string(array, separator=", ", max_line_width=_WIDTH)
     # Along each long axis the first and the last indices, and one in between for all others.
     short = tuple(min(size, 2 * _EDGE + 1) for size in region.shape)
     array = np.zeros(short, _numpy_dtype(tensor.dtype))
     for source, place in _corners(region, short):
-        array[place.slices()] = tensor.read(source)
+        array[place.slices()] = to_numpy(tensor.read(source))
     array = array.reshape([n for axis, n in enumerate(short) if axis not in selection.dropped])
     return np.array2string(array, separator=", ", max_line_width=_WIDTH, threshold=0, edgeitems=_EDGE)
 
@@ -214,7 +192,7 @@ def _npy_parts(tensor: StoredTensor, selection: Selection) -> Iterator[tuple[byt
     yield header.getvalue(), 0
     done = 0
     for region in cut_region(selection.region, _WINDOW_ELEMENTS):
-        values = tensor.read(region)
+        values = to_numpy(tensor.read(region))
         done += values.nbytes
         yield values.tobytes(), done
 

@@ -24,10 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: %(default)s)"
     )
     parser.add_argument(
-        "--rtol",
-        type=_tolerance,
-        default=0.0,
-        help="tolerated difference relative to B's value (default: %(default)s)",
+        "--rtol", type=_tolerance, default=0.0, help="tolerated difference relative to B's value (default: %(default)s)"
     )
 
 

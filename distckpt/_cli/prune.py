@@ -34,17 +34,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N")
     parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of it")
     parser.add_argument(
-        "--best-mode",
-        choices=("min", "max"),
-        default="min",
-        help="which values are best (default: %(default)s)",
+        "--best-mode", choices=("min", "max"), default="min", help="which values are best (default: %(default)s)"
     )
     parser.add_argument(
-        "--keep-best",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="number of best ones to keep (default: %(default)s)",
+        "--keep-best", type=positive, default=1, metavar="N", help="number of best ones to keep (default: %(default)s)"
     )
     parser.add_argument(
         "--abandoned-after",
@@ -140,9 +133,4 @@ def _clock_of(root: str) -> float:
     return time.time()
 
 
-VERB = Verb(
-    "prune",
-    "Remove old checkpoints, and leftovers of interrupted saves.",
-    add_arguments,
-    run,
-)
+VERB = Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", add_arguments, run)

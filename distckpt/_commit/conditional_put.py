@@ -18,12 +18,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from distckpt._base.errors import (
-    CheckpointExistsError,
-    CheckpointingException,
-    CorruptCheckpointError,
-    RankFailedError,
-)
+from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError, RankFailedError
 from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, encode_marker, read_marker

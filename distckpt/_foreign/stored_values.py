@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,27 @@ from distckpt._io.read import read_chunks, read_copies
 from distckpt._plan.load import Request, object_chunk, plan_load
 from distckpt._state.common_state import COMMON_KEY
 from distckpt.mapping import ShardedObject
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, to be read."""
+
+    stored: StoredCheckpoint
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its global shape."""
+        return self.stored.global_shape(self.key)
+
+    @property
+    def dtype(self) -> str:
+        """Return the safetensors name of its dtype."""
+        return self.stored.dtype_name(self.key)
+
+    def read(self, region: Region) -> torch.Tensor:
+        """Read a region, and nothing else."""
+        return read_region(self.stored, self.key, region)
 
 
 def read_region(stored: StoredCheckpoint, key: str, region: Region) -> torch.Tensor:

@@ -18,7 +18,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import natural_order
 from distckpt._foreign.opening import open_checkpoint
-from distckpt._foreign.stored_values import holds_objects, object_keys, read_encoded, read_region
+from distckpt._foreign.stored_values import StoredTensor, holds_objects, object_keys, read_encoded
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, cut_region, whole
@@ -105,25 +105,6 @@ class DiffReport:
         return not (self.only_in_a or self.only_in_b or self.tensors or self.objects)
 
 
-class _Side(NamedTuple):
-    """One of the two, with the stored name of each tensor to compare, by its name after renaming."""
-
-    stored: StoredCheckpoint
-    names: dict[str, str]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.stored.global_shape(self.names[key])
-
-    def dtype(self, key: str) -> str:
-        return self.stored.dtype_name(self.names[key])
-
-    def num_bytes(self, key: str) -> int:
-        return math.prod(self.shape(key)) * FROM_NAME[self.dtype(key)].itemsize
-
-    def read(self, key: str, region: Region) -> torch.Tensor:
-        return read_region(self.stored, self.names[key], region)
-
-
 @operation
 def diff(
     a: str | os.PathLike[str],
@@ -164,22 +145,24 @@ def diff(
         LoadMismatchError: `keys` matches nothing on either side.
     """
     started = time.perf_counter()
-    first, second = _open(a, keys, rename or {}), _open(b, keys, {})
-    if keys is not None and not (first.names or second.names):
-        raise LoadMismatchError(
-            f"No tensor of {first.stored.location!r} or {second.stored.location!r} matches {keys!r}."
-        )
-    common = sorted(first.names.keys() & second.names.keys(), key=natural_order)
-    comparable = [key for key in common if first.shape(key) == second.shape(key)]
-    num_bytes = sum(first.num_bytes(key) + second.num_bytes(key) for key in comparable)
+    (first, of_a), (second, of_b) = _open(a, keys, rename or {}), _open(b, keys, {})
+    if keys is not None and not (of_a or of_b):
+        raise LoadMismatchError(f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}.")
+    common = sorted(of_a.keys() & of_b.keys(), key=natural_order)
+    comparable = [key for key in common if of_a[key].shape == of_b[key].shape]
+    num_bytes = sum(
+        math.prod(tensor.shape) * FROM_NAME[tensor.dtype].itemsize
+        for key in comparable
+        for tensor in (of_a[key], of_b[key])
+    )
     count = counting(progress, num_bytes)
-    found = [_diff_tensor(first, second, key, atol, rtol, count) for key in common]
-    objects_compared = keys is None and holds_objects(first.stored) and holds_objects(second.stored)
+    found = [_diff_tensor(key, of_a[key], of_b[key], atol, rtol, count) for key in common]
+    objects_compared = keys is None and holds_objects(first) and holds_objects(second)
     return DiffReport(
-        first.stored.location,
-        second.stored.location,
-        tuple(sorted(first.names.keys() - second.names.keys(), key=natural_order)),
-        tuple(sorted(second.names.keys() - first.names.keys(), key=natural_order)),
+        first.location,
+        second.location,
+        tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
+        tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
         tuple(difference for difference in found if difference is not None),
         tuple(_diff_objects(first, second)) if objects_compared else (),
         objects_compared,
@@ -189,35 +172,38 @@ def diff(
     )
 
 
-def _open(checkpoint_dir: str | os.PathLike[str], keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> _Side:
+def _open(
+    checkpoint_dir: str | os.PathLike[str], keys: str | Sequence[str] | None, rename: Mapping[str, str]
+) -> tuple[StoredCheckpoint, dict[str, StoredTensor]]:
+    """Open a checkpoint; return it with the tensors to compare, by their names after renaming."""
     location = locations.normalize(checkpoint_dir)
     background.wait_for_location(location)
     stored = open_checkpoint(location)
-    names: dict[str, str] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in stored.manifest.key_index:
         new = renamed(name, rename)
         if stored.is_object(name) or not (keys is None or matches(new, keys)):
             continue
-        if new in names:
-            raise CheckpointingException(f"{name!r} and {names[new]!r} would both be {new!r}: change rename.")
-        names[new] = name
-    return _Side(stored, names)
+        if new in tensors:
+            raise CheckpointingException(f"{name!r} and {tensors[new].key!r} would both be {new!r}: change rename.")
+        tensors[new] = StoredTensor(stored, name)
+    return stored, tensors
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
 def _diff_tensor(
-    first: _Side, second: _Side, key: str, atol: float, rtol: float, count: Callable[[int], None] | None
+    key: str, a: StoredTensor, b: StoredTensor, atol: float, rtol: float, count: Callable[[int], None] | None
 ) -> TensorDifference | None:
-    shapes, dtypes = (first.shape(key), second.shape(key)), (first.dtype(key), second.dtype(key))
+    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
     if shapes[0] != shapes[1]:
         return TensorDifference(key, shapes, dtypes, 0, 0, 0.0, None, None)
     num_different, max_difference = 0, 0.0
     first_index: tuple[int, ...] | None = None
     spans: list[list[int]] = []
     for window in cut_region(whole(shapes[0]), WINDOW_ELEMENTS):
-        left, right = first.read(key, window), second.read(key, window)
+        left, right = a.read(window), b.read(window)
         if count is not None:
             count(left.nbytes + right.nbytes)
         if left.dtype == right.dtype and torch.equal(as_integers(left), as_integers(right)):
@@ -272,13 +258,13 @@ def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], window: Regi
 # --- Objects ----------------------------------------------------------------------------------------------------------
 
 
-def _diff_objects(first: _Side, second: _Side) -> Iterator[ObjectDifference]:
-    keys_a, keys_b = set(object_keys(first.stored)), set(object_keys(second.stored))
+def _diff_objects(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[ObjectDifference]:
+    keys_a, keys_b = set(object_keys(a)), set(object_keys(b))
     for key in sorted(keys_a | keys_b, key=natural_order):
         if (where := _where(key, keys_a, keys_b)) != "both":
             yield ObjectDifference(key, None, "", where)
             continue
-        cells_a, cells_b = read_encoded(first.stored, key), read_encoded(second.stored, key)
+        cells_a, cells_b = read_encoded(a, key), read_encoded(b, key)
         for offset in sorted(cells_a | cells_b):
             if (where := _where(offset, cells_a, cells_b)) != "both":
                 yield ObjectDifference(key, offset, "", where)

@@ -86,11 +86,7 @@ def _mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: 
 
 
 def handle_mismatch(
-    strict: StrictHandling,
-    missing: set[str],
-    unexpected: set[str],
-    known: Iterable[str],
-    location: str,
+    strict: StrictHandling, missing: set[str], unexpected: set[str], known: Iterable[str], location: str
 ) -> None:
     """Raise LoadMismatchError, log a warning or do nothing about differing keys, as the mode says."""
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):

@@ -171,9 +171,7 @@ def _rebuild_dataclass(cls: Any, values: dict[str, object]) -> object:
 
 
 def _field_functions(
-    names: Sequence[str],
-    defaults: Mapping[str, Callable[[], object]],
-    rebuild: Callable[[dict[str, object]], object],
+    names: Sequence[str], defaults: Mapping[str, Callable[[], object]], rebuild: Callable[[dict[str, object]], object]
 ) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
     """Return to_state and from_state of a class whose objects are stored by their fields."""
 
