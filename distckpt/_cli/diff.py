@@ -7,7 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from distckpt._base.messages import summarize_keys
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
-from distckpt._cli.selection import add_keys, add_rename
+from distckpt._cli.selection import add_keys, add_rename, given
 from distckpt._cli.verb import Verb
 from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
 
@@ -31,15 +31,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, output: Output) -> int:
     """Compare, list the differences, return 1 if there are any."""
     with output.progress("comparing") as progress:
-        report = diff(
-            arguments.a,
-            arguments.b,
-            keys=arguments.keys,
-            rename=dict(arguments.rename),
-            atol=arguments.atol,
-            rtol=arguments.rtol,
-            progress=progress,
-        )
+        options = given(arguments, "keys", "atol", "rtol")
+        report = diff(arguments.a, arguments.b, rename=dict(arguments.rename), progress=progress, **options)
     output.json(
         {
             **vars(report),

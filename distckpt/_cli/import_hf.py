@@ -24,15 +24,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace, output: Output) -> int:
     """Import, and print a summary."""
     with output.progress("importing") as progress:
-        report = reshard(
-            arguments.hf_dir,
-            arguments.checkpoint,
-            keys=arguments.keys,
-            rename=dict(arguments.rename),
-            dtype=dtype_option(arguments.dtype),
-            progress=progress,
-            **output_options(arguments),
-        )
+        chosen = {"keys": arguments.keys, "rename": dict(arguments.rename), "dtype": dtype_option(arguments.dtype)}
+        options = {**chosen, **output_options(arguments)}
+        report = reshard(arguments.hf_dir, arguments.checkpoint, progress=progress, **options)
     show(report, output)
     return 0
 

@@ -51,13 +51,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace, output: Output) -> int:
     """Remove checkpoints and leftovers, and print what was removed."""
-    policy = Retention(
-        arguments.keep_last,
-        arguments.keep_every,
-        best_metric=arguments.best_metric,
-        best_mode=arguments.best_mode,
-        keep_best=arguments.keep_best,
-    )
+    conditions = ("keep_last", "keep_every", "best_metric", "best_mode", "keep_best")
+    policy = Retention(**{name: getattr(arguments, name) for name in conditions})
     root = posix.resolve(arguments.root)
     if not locations.isdir(root):
         raise CheckpointNotFoundError(f"{root!r} is not a directory")

@@ -41,21 +41,14 @@ def add_output(parser: ArgumentParser) -> None:
 
 def output_options(arguments: Namespace) -> dict[str, Any]:
     """Convert the arguments of `add_output` to those of `distckpt.reshard`."""
-    sizes = given(arguments, "max_inflight_bytes")
-    return {"num_ranks": arguments.ranks, "overwrite": arguments.overwrite, **sizes}
+    return {"num_ranks": arguments.ranks, **given(arguments, "overwrite", "max_inflight_bytes")}
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Reshard, and print a summary."""
     with output.progress("resharding") as progress:
-        report = reshard(
-            arguments.source,
-            arguments.checkpoint,
-            grids=dict(arguments.grid),
-            verify=arguments.verify,
-            progress=progress,
-            **output_options(arguments),
-        )
+        options = {"grids": dict(arguments.grid), "verify": arguments.verify, **output_options(arguments)}
+        report = reshard(arguments.source, arguments.checkpoint, progress=progress, **options)
     show(report, output)
     return 0
 

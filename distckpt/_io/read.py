@@ -58,18 +58,7 @@ def read_copies(
 
 
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
-    """Read the bytes of some chunks of objects.
-
-    Args:
-        stored: the checkpoint.
-        chunks: rows of its manifest.
-
-    Returns:
-        For each chunk its bytes as they are stored.
-
-    Raises:
-        CorruptCheckpointError: a file is missing, was cut off, or does not match its checksums.
-    """
+    """Return the bytes of some chunks as they are stored, after comparing them with their checksums."""
     # Before memory is allocated: sizes may be damaged.
     check_files(stored, chunks)
     contents = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]

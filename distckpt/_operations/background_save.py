@@ -96,10 +96,6 @@ class SaveHandle(background.Task[SaveReport]):
         super().disown()
         self.was_asked = True
 
-    def when_done(self, function: Callable[[], None]) -> None:
-        """Call a function when the save has ended: in the background thread, or at once if it has."""
-        self.add_done_callback(lambda _: function())
-
 
 def raise_unseen_error(handles: list[SaveHandle]) -> None:
     """Wait for saves, take them from the list, and raise the first error that nobody has asked for."""
