@@ -21,10 +21,10 @@ parameters are, so a model's sharded state dict describes them, too:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -45,6 +45,7 @@ from distckpt._models.optimizer_shards import (
 from distckpt._models.optimizer_state import (
     Entry,
     ParamState,
+    SectionPath,
     by_name,
     describe,
     entries_of,
@@ -203,30 +204,65 @@ def _wrap_state(model_param: ShardedTensor | ShardedTensorFactory, value: Any, n
         ) from error
 
 
+_Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+
+class _Own(NamedTuple):
+    """What of an optimizer this rank has: sections with the sizes of their groups; by place, names and tensors."""
+
+    sections: list[tuple[SectionPath, bool, list[int]]]
+    names: dict[Any, str]
+    tensors: dict[Any, dict[str, torch.Tensor]]
+
+
 class OptimizerState(dict[str, Any]):
     """What `sharded_optimizer_state_dict` returns; `load` asks the checkpoint what to load in its place.
 
     Attributes:
-        optimizer: the optimizer.
+        optimizer: the optimizer, without wrappers.
         prefix: what keys begin with.
         shards: of its parameters, by `id()` of their local parts.
     """
 
-    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, ShardedTensor | ShardedTensorFactory]) -> None:
-        super().__init__()
+    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, _Shard]) -> None:
         self.optimizer, self.prefix, self.shards = optimizer, prefix, shards
+        self._owned = owned_parameters(optimizer)
+        self.own = _Own([], {}, {})
+        super().__init__(state={}, own=LocalNonpersistentObject(self.own))
+
+    def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, _Shard]]:
+        """Yield number of the group, place of the state, parameter and its shard, for those that this rank has."""
+        for number, place, param in _places(section):
+            shard = self.shards.get(id(local_part(param)))
+            if shard is not None:
+                if place not in self.own.names:
+                    self.own.names[place] = param_name(shard)
+                yield number, place, param, shard
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Tell whether this rank keeps the state of a parameter."""
+        return self._owned is None or id(param) in self._owned
+
+    def key(self, path: SectionPath, name: str) -> str:
+        """Return what the key of a tensor in the state of a parameter begins with."""
+        return ".".join((self.prefix, *path, "state", name))
+
+    def add(
+        self, path: SectionPath, place: Any, param: torch.Tensor, shard: _Shard, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, _Shard]:
+        """Describe the tensors in the state of a parameter."""
+        shards = {
+            name: state_shard(shard, param, tensor, name, self.key(path, name)) for name, tensor in tensors.items()
+        }
+        self.own.tensors[place], self["state"][place] = tensors, shards
+        return shards
 
 
-@dataclass
-class _Own:
-    """What a section of the optimizer's state holds on this rank: the names of the parameters, None for one that is not
-    on this rank, and the tensors of their states, by position of the parameter.
-    """
-
-    path: tuple[str, ...]
-    by_number: bool
-    names: list[list[str | None]]
-    tensors: dict[int, dict[str, torch.Tensor]]
+def _places(section: Section) -> Iterator[tuple[int, Any, torch.Tensor]]:
+    """Yield number of the group, place of the state, and each parameter; without a path, places are numbers."""
+    params = ((number, param) for number, group in enumerate(section.groups) for param in group["params"])
+    for position, (number, param) in enumerate(params):
+        yield number, (section.path, position) if section.path else position, param
 
 
 @operation
@@ -286,57 +322,37 @@ def describe_optimizer(
     """Describe the optimizer on this rank, without its `settings`, which are returned besides."""
     optimizer = bare_optimizer(optimizer)
     described = OptimizerState(optimizer, prefix, _shards_of(optimizer, model_sharded_state_dict))
-    state: dict[Any, dict[str, Any]] = {}
     settings: list[Entry] = []
-    owns: list[_Own] = []
     sections, rest = read_sections(optimizer)
     for section in sections:
-        known: list[list[ParamState]] = []
-        own = _Own(section.path, section.by_number, [], {})
-        position = 0
-        for group in section.groups:
-            known.append([])
-            own.names.append([])
-            for param in group["params"]:
-                shard = described.shards.get(id(local_part(param)))
-                if shard is not None:
-                    # Not state[param], which would make an entry.
-                    kept = param_state(param_name(shard), section.state.get(param), not param.requires_grad)
-                    shards = _state_shards(shard, param, kept.tensors, prefix, section.path)
-                    state[_place(section.path, position)] = shards
-                    if kept.name != shard.key:
-                        kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
-                    own.tensors[position] = kept.tensors
-                    known[-1].append(kept)
-                own.names[-1].append(None if shard is None else kept.name)
-                position += 1
+        known: list[list[ParamState]] = [[] for _ in section.groups]
+        described.own.sections.append((section.path, section.by_number, [len(g["params"]) for g in section.groups]))
+        for number, place, param, shard in described.places(section):
+            # Not state[param], which would make an entry.
+            kept = param_state(described.own.names[place], section.state.get(param), not param.requires_grad)
+            shards = described.add(section.path, place, param, shard, kept.tensors)
+            if kept.name != shard.key:
+                kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
+            known[number].append(kept)
         settings += describe(zip(section.groups, known, strict=True), section.path)
-        owns.append(own)
-    if rest is not HOLE or [own.path for own in owns] != [()]:
-        settings.append(rest_entry(rest, [(own.path, own.by_number) for own in owns]))
-    described.update(state=state, own=LocalNonpersistentObject(owns))
+    if rest is not HOLE or [section.path for section in sections] != [()]:
+        settings.append(rest_entry(rest, [(section.path, section.by_number) for section in sections]))
     return described, settings
 
 
 def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
     """Add zeros for parameters without a state that share a key with others that have one: a tensor is saved whole."""
-    owned = owned_parameters(described.optimizer)
     for section in read_sections(described.optimizer)[0]:
         forms = forms_by_key(settings, section.path)
-        params = [param for group in section.groups for param in group["params"]] if forms else []
-        for position, param in enumerate(params):
-            shard = described.shards.get(id(local_part(param)))
-            place = _place(section.path, position)
-            if shard is None or shard.key not in forms or described["state"][place]:
-                continue
-            if owned is None or id(param) in owned:
-                base = ".".join((described.prefix, *section.path, "state"))
+        for _, place, param, shard in described.places(section) if forms else ():
+            if shard.key in forms and not described["state"][place] and described.owns(param):
                 blank = {}
-                for name, (dtype, shape) in forms[shard.key].items():
-                    stored = {f"{base}.{name}.{shard.key}": StoredEntry(dtype, tuple(shape))}
-                    blank[name] = state_target(shard, param, None, f"{base}.{name}", stored).zero_()
-                shards = _state_shards(shard, param, blank, described.prefix, section.path)
-                described["state"][place] = shards
+                for name, form in forms[shard.key].items():
+                    key = described.key(section.path, name)
+                    blank[name] = state_target(
+                        shard, param, None, key, {f"{key}.{shard.key}": StoredEntry(*form)}
+                    ).zero_()
+                described.add(section.path, place, param, shard, blank)
 
 
 def _shards_of(
@@ -362,61 +378,31 @@ def _shards_of(
     return shards
 
 
-def _place(path: tuple[str, ...], position: int) -> Any:
-    return (path, position) if path else position
-
-
-def _state_shards(
-    shard: ShardedTensor | ShardedTensorFactory,
-    param: torch.Tensor,
-    tensors: dict[str, torch.Tensor],
-    prefix: str,
-    path: tuple[str, ...],
-) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    base = ".".join((prefix, *path, "state"))
-    return {name: state_shard(shard, param, tensor, name, f"{base}.{name}") for name, tensor in tensors.items()}
-
-
 def optimizer_targets(
     described: OptimizerState, settings: list[Entry], stored: Mapping[str, StoredEntry]
-) -> ShardedStateDict:
-    """Return what to load in the place of a described optimizer, given what the checkpoint holds.
-
-    Args:
-        described: what `sharded_optimizer_state_dict` returned.
-        settings: the stored ones.
-        stored: the keys of the checkpoint.
-    """
-    optimizer, prefix = described.optimizer, described.prefix
-    current = {section.path: section for section in read_sections(optimizer)[0]}
-    owned = owned_parameters(optimizer)
-    state: dict[Any, dict[str, Any]] = {}
-    owns: list[_Own] = []
-    for path, by_number in stored_sections(settings):
+) -> OptimizerState:
+    """Return what to load in the place of a described optimizer, given its stored settings and the stored keys."""
+    targets = OptimizerState(described.optimizer, described.prefix, described.shards)
+    for section in _sections_at(described.optimizer, stored_sections(settings)):
+        path = section.path
         entries, forms = by_name(settings, path), forms_by_key(settings, path)
-        own = _Own(path, by_number, [], {})
-        position = 0
-        for group in current[path].groups if path in current else optimizer.param_groups:
-            own.names.append([])
-            for param in group["params"]:
-                shard = described.shards.get(id(local_part(param)))
-                name = None if shard is None else param_name(shard)
-                entry = entries.get(name)
-                names = () if entry is None or shard is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
-                # What is requested of a tensor is all of it, so zeros that were saved for no state are loaded, too.
-                if shard is not None and names and (owned is None or id(param) in owned):
-                    present = current[path].state.get(param) if path in current else None
-                    kept = param_state(shard.key, present, False).tensors
-                    base = ".".join((prefix, *path, "state"))
-                    own.tensors[position] = {
-                        tensor: state_target(shard, param, kept.get(tensor), f"{base}.{tensor}", stored)
-                        for tensor in names
-                    }
-                    state[_place(path, position)] = _state_shards(shard, param, own.tensors[position], prefix, path)
-                own.names[-1].append(name)
-                position += 1
-        owns.append(own)
-    return {"state": state, "settings": LocalNonpersistentObject(settings), "own": LocalNonpersistentObject(owns)}
+        targets.own.sections.append((path, section.by_number, [len(group["params"]) for group in section.groups]))
+        for _, place, param, shard in targets.places(section):
+            entry = entries.get(targets.own.names[place])
+            # What is requested of a tensor is all of it, so zeros that were saved for no state are loaded, too.
+            names = () if entry is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
+            if names and targets.owns(param):
+                kept = param_state("", section.state.get(param), False).tensors
+                tensors = {n: state_target(shard, param, kept.get(n), targets.key(path, n), stored) for n in names}
+                targets.add(path, place, param, shard, tensors)
+    targets["settings"] = LocalNonpersistentObject(settings)
+    return targets
+
+
+def _sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
+    """Return sections of an optimizer's state, those that it does not have yet without state."""
+    current = {section.path: section for section in read_sections(optimizer)[0]}
+    return [current.get(path, Section(path, by_number, optimizer.param_groups, {})) for path, by_number in wanted]
 
 
 def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: StateDict) -> None:
@@ -441,19 +427,20 @@ def load_sharded_optimizer_state_dict(optimizer: torch.optim.Optimizer, loaded: 
         )
     optimizer = bare_optimizer(optimizer)
     settings: list[Entry] = loaded["settings"]
-    current = {section.path: section for section in read_sections(optimizer)[0]}
+    own: _Own = loaded["own"]
+    owned = owned_parameters(optimizer)
     fresh: list[str] = []
-    sections = []
-    for own in loaded["own"]:
-        section = current.get(own.path, Section(own.path, own.by_number, optimizer.param_groups, {}))
+    sections = _sections_at(optimizer, [(path, by_number) for path, by_number, _ in own.sections])
+    restored = []
+    for section, (*_, described) in zip(sections, own.sections, strict=True):
         sizes = [len(group["params"]) for group in section.groups]
-        if sizes != list(map(len, own.names)):
+        if sizes != described:
             raise LoadMismatchError(
-                f"The optimizer has groups of {sizes} parameters, the one that was described had "
-                f"{list(map(len, own.names))}: describe this optimizer before loading."
+                f"The optimizer has groups of {sizes} parameters, the one that was described had {described}: describe "
+                "this optimizer before loading."
             )
-        sections.append(_restored(section, own, settings, loaded.get("state", {}), owned_parameters(optimizer), fresh))
-    write_sections(optimizer, sections, stored_rest(settings))
+        restored.append(_restored(section, own, settings, loaded.get("state", {}), owned, fresh))
+    write_sections(optimizer, restored, stored_rest(settings))
     if fresh:
         logger.warning(
             "the checkpoint has no state of the optimizer for %s, which were not trained when it was saved: they start "
@@ -471,26 +458,26 @@ def _restored(
     fresh: list[str],
 ) -> Section:
     """Return a section with what was loaded. Names of parameters that have nothing in the checkpoint go to `fresh`."""
-    entries = by_name(settings, own.path)
+    entries = by_name(settings, section.path)
     state: dict[torch.Tensor, Any] = {}
-    groups = []
-    position = 0
-    for group, names in zip(section.groups, own.names, strict=True):
-        for param, name in zip(group["params"], names, strict=True):
-            entry = entries.get(name)
-            if param.requires_grad and name is not None and (entry is None or entry.get("frozen")):
+    names: list[list[str]] = [[] for _ in section.groups]
+    for number, place, param in _places(section):
+        name = own.names.get(place)
+        entry = entries.get(name)
+        if name is not None:
+            names[number].append(name)
+            if param.requires_grad and (entry is None or entry.get("frozen")):
                 fresh.append(name)
-            if entry is None:
-                state |= {param: section.state[param]} if param in section.state else {}
-            elif entry["has_state"] and (owned is None or id(param) in owned):
-                tensors = own.tensors.get(position, {})
-                _fill(str(name), tensors, loaded.get(_place(own.path, position), {}), entry)
-                scalar = partial(_scalar, group, param, section.state.get(param))
-                state[param] = joined_state(entry, tensors, scalar, local_part(param).device)
-            position += 1
-        found = options_of(entries_of(settings, own.path), group, [name for name in names if name is not None])
-        groups.append(found)
-    return Section(own.path, own.by_number, groups, state)
+        if entry is None:
+            state |= {param: section.state[param]} if param in section.state else {}
+        elif entry["has_state"] and (owned is None or id(param) in owned):
+            tensors = own.tensors.get(place, {})
+            _fill(str(name), tensors, loaded.get(place, {}), entry)
+            scalar = partial(_scalar, section.groups[number], param, section.state.get(param))
+            state[param] = joined_state(entry, tensors, scalar, local_part(param).device)
+    given = entries_of(settings, section.path)
+    groups = [options_of(given, group, known) for group, known in zip(section.groups, names, strict=True)]
+    return Section(section.path, section.by_number, groups, state)
 
 
 def _fill(name: str, tensors: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], entry: Entry) -> None:

@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch
+
 from distckpt._base.errors import InvalidShardingError
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import grid_from_ranks
@@ -24,6 +26,8 @@ from distckpt.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges `(start, stop)` of one axis, none empty, in the order in which the local tensor has them."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What most tensors are, asked about first."""
 _Split: TypeAlias = tuple[int, int, int, int]
 """Mesh axis, tensor axis, split factor (1 unless strided), number of parts."""
 
@@ -31,7 +35,8 @@ _Split: TypeAlias = tuple[int, int, int, int]
 def is_dtensor(value: Any) -> bool:
     """Tell whether a value is a DTensor."""
     # Asked of the class: looking for a missing attribute of a tensor costs more.
-    return hasattr(type(value), "device_mesh") and hasattr(type(value), "placements")
+    kind = type(value)
+    return kind not in _PLAIN and hasattr(kind, "device_mesh") and hasattr(kind, "placements")
 
 
 def local_part(tensor: Any) -> Any:

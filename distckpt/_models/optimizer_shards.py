@@ -52,8 +52,16 @@ def state_shard(
     shard: ShardedTensor | ShardedTensorFactory, param: torch.Tensor, tensor: torch.Tensor, name: str, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
     """Describe a tensor in the state of a parameter, given the parameter's shard; it has the key `<prefix>.<key>`."""
-    form = (tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
-    if form == (tuple(param.shape), getattr(param, "device_mesh", None), getattr(param, "placements", None)):
+    is_alike = tensor.shape == param.shape and is_dtensor(tensor) == is_dtensor(param)
+    if is_alike and is_dtensor(param):
+        is_alike = _distribution(tensor) == _distribution(param)
+    if is_alike and type(shard) is ShardedTensor:
+        # Not with `replace`, which checks again what has been checked: this is most of the time that describing takes.
+        alike = object.__new__(ShardedTensor)
+        data = local_part(tensor)
+        vars(alike).update(vars(shard), key=f"{prefix}.{shard.key}", data=data, dtype=data.dtype)
+        return alike
+    if is_alike:
         return make_sharded_optimizer_tensor(shard, tensor, prefix)
     if isinstance(shard, ShardedTensor) and shard.flattened_range is None:
         if is_dtensor(tensor) and is_dtensor(param):
@@ -72,6 +80,10 @@ def state_shard(
         f"{tuple(param.shape)}, of which this rank has a part: how it is divided is unknown. Keep it in a shape "
         "with size 1 along the axes that it lacks, or make a ShardedTensor of it yourself."
     )
+
+
+def _distribution(dtensor: Any) -> tuple[Any, Any]:
+    return dtensor.device_mesh, dtensor.placements
 
 
 def _reduced(shard: ShardedTensor, tensor: torch.Tensor, prefix: str) -> ShardedTensor | None:
