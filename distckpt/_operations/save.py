@@ -76,8 +76,8 @@ def save(
         sharded_strategy: writes the shards; a strategy, `(backend, version)` of a registered one, or None for the
             built-in safetensors format.
         validate_access_integrity: refuse state dicts in which an element of a global tensor is held by no rank, and
-            warn when common state differs between ranks. With False, gaps are not saved and cannot be loaded.
-            Overlaps and contradictions are always refused.
+            tensors in common state that differ between ranks; warn about other values there that do. With False, gaps
+            are not saved and cannot be loaded. Overlaps and contradictions are always refused.
         async_sharded_save: return an `AsyncRequest` for an `AsyncCallsQueue` (`distckpt.strategies.async_utils`), as
             Megatron does: the request copies the tensors when it is scheduled, and writes them in the background.
             `async_save` is simpler to use.
@@ -154,7 +154,7 @@ def plan_save(
             compares = settings.validate_access_integrity and ranks.size > 1
             digest_of_common = common_state.digest(compared) if compares else 0
         if compares:
-            common_state.warn_about_differences(ranks, compared, digest_of_common)
+            common_state.check_differences(ranks, compared, digest_of_common)
         with ranks.phase("check the target", decision=True):
             if ranks.is_coordinator:
                 posix.check_target(location, settings.overwrite, os.fspath(checkpoint_dir))
@@ -173,6 +173,7 @@ def _flatten(
     for shard in shards:
         if shard.key == COMMON_KEY:
             raise InvalidShardingError(f"The key {COMMON_KEY!r} is reserved: rename yours.")
+    flatten.check_keys_are_different(sharded_state_dict, shards)
     if content_metadata is not None:
         if CONTENT_METADATA in sharded_state_dict:
             raise CheckpointingException(

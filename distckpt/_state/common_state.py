@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from distckpt._base.errors import CheckpointingException
+import torch
+
+from distckpt._base.errors import CheckpointingException, InvalidShardingError
 from distckpt._base.messages import summarize_keys
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
+from distckpt._format.codec import HOLE
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import CommonStateDict, StateDict
 
@@ -69,24 +73,50 @@ def _copy_containers(node: Any) -> Any:
 
 
 def digest(common: CommonStateDict) -> int:
-    """Return a hash of common state, of 61 bits, for `warn_about_differences`."""
+    """Return a hash of common state, of 61 bits, for `check_differences`."""
     return checksum(codec.encode(common)) >> 3
 
 
-def warn_about_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
-    """Compare common state: ranks exchange hashes, and describe the entries only where those differ."""
+def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
+    """Compare common state: ranks exchange hashes, and describe the entries only where those differ.
+
+    Values that differ are warned about. InvalidShardingError on all ranks for tensors: most are a part of something.
+    """
     if ranks.all_equal(digest):
         return
-    gathered = ranks.gather(json.dumps(codec.fingerprints(common)).encode())
-    if not ranks.is_coordinator:
-        return
-    first, *others = [json.loads(text) for text in gathered]
-    for rank, other in enumerate(others, start=1):
-        paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
-        if paths:
-            # "" is all of it: worth naming only when no part differs.
-            logger.warning(
-                "common state differs between rank 0 and rank %d in %s; the checkpoint gets that of rank 0. "
-                "Per-rank values belong in a ShardedObject, values that need no saving in a LocalNonpersistentObject.",
-                rank, summarize_keys(filter(None, paths) if any(paths) else paths),
-            )  # fmt: skip
+    # The path of a leaf, its hash, and whether it has tensors: then it has another hash without them.
+    own, bare = (codec.fingerprints(_plain(common, with_tensors)) for with_tensors in (True, False))
+    described = {path: (digest, digest != bare.get(path)) for path, digest in own.items()}
+    gathered = ranks.gather(json.dumps(described).encode())
+    with ranks.phase("compare common state", decision=True):
+        if ranks.is_coordinator:
+            first, *others = [json.loads(text) for text in gathered]
+            for rank, other in enumerate(others, start=1):
+                paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
+                tensors = [path for path in paths if any(found.get(path, (0, False))[1] for found in (first, other))]
+                if tensors:
+                    raise InvalidShardingError(
+                        f"The tensors {summarize_keys(tensors)} differ between rank 0 and rank {rank}, and are neither "
+                        "shards nor part of an object: one rank's would be saved, the others lost. Put the model or "
+                        "the optimizer itself into the state dict, in place of its state_dict(); or wrap what each "
+                        "rank has in a ShardedTensor or ShardedObject, copies of which one is enough in "
+                        "ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank), and what needs no saving in a "
+                        "LocalNonpersistentObject."
+                    )
+                if paths:
+                    # "" is all of it: worth naming only when no part differs.
+                    logger.warning(
+                        "common state differs between rank 0 and rank %d in %s; the checkpoint gets that of rank 0. "
+                        "Per-rank values belong in a ShardedObject, values that need no saving in a "
+                        "LocalNonpersistentObject.",
+                        rank, summarize_keys(filter(None, paths) if any(paths) else paths),
+                    )  # fmt: skip
+
+
+def _plain(node: Any, with_tensors: bool) -> Any:
+    """Return a tree with dicts for OrderedDicts, which are leaves for the codec, and holes for tensors if asked to."""
+    if isinstance(node, torch.Tensor):
+        return node if with_tensors else HOLE
+    if type(node) in (dict, OrderedDict):
+        return {key: _plain(value, with_tensors) for key, value in node.items()}
+    return type(node)(_plain(item, with_tensors) for item in node) if type(node) in (list, tuple) else node

@@ -7,10 +7,11 @@ container, so positions in lists stay what they were.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
+from distckpt._base.errors import CheckpointingException, InvalidShardingError, UnsupportedObjectError
 from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
@@ -82,6 +83,32 @@ def split(state_dict: Any) -> SplitState:
     skeleton = skeleton_of(state_dict)
     common = prune(_common_of(state_dict, skeleton))
     return SplitState(shards, {} if common is HOLE else common, skeleton)
+
+
+def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
+    """Refuse two tensors of this rank that claim one place under one key, such as those of two models of one class."""
+    counts = Counter(shard.key for shard in shards)
+    seen: dict[Any, ShardedTensor] = {}
+    for shard in shards:
+        if counts[shard.key] > 1 and isinstance(shard, ShardedTensor) and shard.data is not None:
+            flat = str(shard.flattened_range)
+            place = (shard.key, shard.replica_id, tuple(shard.global_offset), tuple(shard.local_shape), flat)
+            first = seen.setdefault(place, shard)
+            if first is not shard and first.data is not None and first.data.data_ptr() != shard.data.data_ptr():
+                names = _paths_of(state_dict, shard.key)
+                raise InvalidShardingError(
+                    f"The same key twice: {shard.key!r} is the key of several tensors, at {' and at '.join(names)} of "
+                    "the state dict. Give those of one of the modules another beginning, sharded_state_dict(module, "
+                    "prefix='ema.') for example; modules that are in the state dict themselves have the path as prefix."
+                )
+
+
+def _paths_of(node: Any, key: str, path: str = "") -> Iterator[str]:
+    if isinstance(node, ShardedBase) and node.key == key:
+        yield repr(path.removeprefix("."))
+    elif isinstance(node, dict | list | tuple):
+        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _paths_of(child, key, f"{path}.{name}")
 
 
 def _common_of(node: Any, skeleton: Any) -> Any:
