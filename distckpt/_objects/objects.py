@@ -216,11 +216,12 @@ def resolve(
         for place in places:
             entry = stored.get(place.name)
             if place.kind == _PER_RANK and entry is not None and entry.shape != (ranks.size,):
-                logger.warning(
-                    "%r was saved on %s ranks, which have a state each; this load has %d, so it stays as it is: data "
-                    "loaders and random numbers start anew",
-                    place.name, entry.shape[0], ranks.size,
-                )  # fmt: skip
+                if ranks.is_coordinator:
+                    logger.warning(
+                        "%r was saved on %s ranks, each with a state of its own, and this load has %d: none is loaded. A "
+                        "data loader begins anew, random numbers go on from where they are.",
+                        place.name, "x".join(map(str, entry.shape)), ranks.size,
+                    )  # fmt: skip
                 tree = _replaced(tree, place.path, LocalNonpersistentObject(place.value))
                 places = [other for other in places if other is not place]
     return Described(tree, places)

@@ -196,7 +196,10 @@ def _load(
         stored: dict[str, StoredEntry] = {}
         if ranks.all_gather_numbers([needs_stored, has_ties]).any():
             stored = stored_entries(ranks, strategy, location)
+            names = {place.name for place in described.places}
             described = objects.resolve(ranks, described, stored, partial(strategy.load, checkpoint_dir=location))
+            # A state of another number of ranks is neither loaded nor missing.
+            stored = {key: stored[key] for key in stored.keys() - names.difference(p.name for p in described.places)}
         with ranks.phase("flatten the state dict"):
             shards, values, skeleton = flatten.split(described.state_dict)
             table = describe(shards)

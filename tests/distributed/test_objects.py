@@ -1,0 +1,150 @@
+"""Dicts of objects of several ranks, saved under one layout and loaded under others.
+
+The oracle is training in one process that is not interrupted.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import distckpt
+from tests.support.harness import run
+from tests.support.parallel_modules import fsdp, plain, tp
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = torch.nn.Linear(6, 10), torch.nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))).clone()
+
+
+class Loader:
+    """Counts, as a data loader with a state does; each rank counts differently."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return iter(())
+
+    def state_dict(self) -> dict:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count = state["count"]
+
+
+def make(layout, seed: int) -> dict:
+    net = Net(seed)
+    layout(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    return {"model": net, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+
+def train(state: dict, steps: range) -> list[float]:
+    """Train on the same data on all ranks."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        state["optimizer"].zero_grad()
+        loss = state["model"](torch.randn(8, 6, generator=generator)).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def losses() -> list[float]:
+    return train(make(plain, 1), range(5))
+
+
+def train_and_save(rank: int, path: str) -> float:
+    state = make(fsdp, 1)
+    train(state, range(3))
+    mesh = init_device_mesh("cpu", (2,))
+    table = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    random.seed(rank)
+    distckpt.save({**state, "more": {"table": table}, "rng": distckpt.RngState(), "loader": Loader(rank), "n": 3}, path)
+    drawn = random.random()
+    return drawn
+
+
+def resume(rank: int, path: str) -> tuple[list[float], list[float], int, float]:
+    layout = [plain, fsdp, tp][dist.get_world_size() if dist.is_initialized() else 0]
+    state = make(layout, 2)
+    table, loader = torch.zeros(6), Loader(-1)
+    if layout is not plain:
+        table = distribute_tensor(table, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
+    else:
+        table = distckpt.ShardedTensor.from_rank_offsets("more.table", table)
+    objects = {**state, "more": {"table": table}, "rng": distckpt.RngState(), "loader": loader, "n": 0}
+    loaded = distckpt.load(objects, path, strict="raise_all")
+    assert loaded["n"] == 3
+    found = loaded["more"]["table"]
+    values = found.full_tensor() if isinstance(found, DTensor) else found
+    return train(state, range(3, 5)), values.tolist(), loader.count, random.random()
+
+
+def test_a_dict_of_objects_resumes_under_other_layouts(tmp_path, losses, caplog):
+    path = str(tmp_path / "saved")
+    drawn = run(train_and_save, 2, path)
+    for rank, (resumed, table, count, number) in enumerate(run(resume, 2, path)):
+        assert resumed == pytest.approx(losses[3:], rel=1e-5)
+        assert (table, count, number) == ([0, 1, 2, 3, 4, 5], rank, drawn[rank])
+    resumed, table, count, _ = resume(0, path)
+    assert resumed == pytest.approx(losses[3:], rel=1e-5)
+    assert (table, count) == ([0, 1, 2, 3, 4, 5], -1)
+    warned = [record.getMessage() for record in caplog.records]
+    for name in ("loader", "rng"):
+        assert [text for text in warned if f"'{name}' was saved on 2 ranks" in text and "has 1: none is load" in text]
+
+
+def make_zero(seed: int) -> dict:
+    with warnings.catch_warnings(action="ignore"):
+        # Of functions that PyTorch uses itself.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    net = DistributedDataParallel(Net(seed))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
+    return {"model": net, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+
+def save_zero(rank: int, path: str) -> list[float]:
+    state = make_zero(1)
+    train(state, range(3))
+    before = [p.detach().clone() for p in state["model"].parameters()]
+    held = {id(p) for p in state["optimizer"].optim.state}
+    distckpt.save(state, path)
+    assert held == {id(p) for p in state["optimizer"].optim.state}, "each rank has its part"
+    assert all(map(torch.equal, before, state["model"].parameters()))
+    return train(state, range(3, 5))
+
+
+def load_zero(rank: int, path: str) -> list[float]:
+    state = make_zero(2)
+    distckpt.load(state, path, strict="raise_all")
+    assert 0 < len(state["optimizer"].optim.state) < 4
+    return train(state, range(3, 5))
+
+
+def test_zero_redundancy_optimizers_resume_here_and_as_others(tmp_path, losses):
+    path = str(tmp_path / "saved")
+    for ranks in (run(save_zero, 2, path), run(load_zero, 2, path)):
+        for resumed in ranks:
+            assert resumed == pytest.approx(losses[3:], rel=1e-5)
+    state = make(plain, 2)
+    distckpt.load(state, path, strict="raise_all")
+    assert train(state, range(3, 5)) == pytest.approx(losses[3:], rel=1e-5)
