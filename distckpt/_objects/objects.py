@@ -218,8 +218,8 @@ def resolve(
             if place.kind == _PER_RANK and entry is not None and entry.shape != (ranks.size,):
                 if ranks.is_coordinator:
                     logger.warning(
-                        "%r was saved on %s ranks, each with a state of its own, and this load has %d: none is loaded. A "
-                        "data loader begins anew, random numbers go on from where they are.",
+                        "%r was saved on %s ranks, each with a state of its own, and this load has %d: none is loaded. "
+                        "A data loader begins anew, random numbers go on from where they are.",
                         place.name, "x".join(map(str, entry.shape)), ranks.size,
                     )  # fmt: skip
                 tree = _replaced(tree, place.path, LocalNonpersistentObject(place.value))
