@@ -29,6 +29,7 @@ from distckpt._geometry.mapped import (
     invert,
     join,
     permute,
+    reshape,
     resolve,
     resolve_padding,
     target_view,
@@ -53,12 +54,14 @@ __all__ = [
     "Assemble",
     "Concat",
     "Drop",
+    "Interleave",
     "MappedTensor",
     "Part",
     "Rename",
     "Rule",
     "Split",
     "SplitQKV",
+    "Stack",
     "TensorInfo",
     "Tie",
     "Transpose",
@@ -246,6 +249,86 @@ class Concat(Rule):
             if tensor.dtype != first.dtype:
                 raise misfit(self, key, tensor, f"{keys[0]!r} has another dtype, {first.dtype}")
         return join(tensors, axis)
+
+
+@dataclass(frozen=True)
+class Stack(Rule):
+    """Stack tensors along a new axis, such as the experts of a layer: what `Unstack` undoes.
+
+    Attributes:
+        pattern: which tensors; its last wildcard matches their numbers, from 0 on.
+        to: name of the stack, without the last wildcard.
+        axis: the new axis.
+        size: how many tensors belong together.
+    """
+
+    pattern: str
+    to: str
+    axis: int
+    size: int
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
+        last = f"{{{count_wildcards(self.pattern) - 1}}}"
+        if not count_wildcards(self.pattern) or last in self.to or self.size < 1:
+            raise ValueError(f"{self}: the last wildcard stands for the number in the stack, and a stack is not empty")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.pattern,)
+
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        found = {captures: key for key, captures in find_matches(self.pattern, tensors)}
+        for captures in dict.fromkeys(captures[:-1] for captures in found):
+            keys = [fill_captures(self.pattern, (*captures, str(number))) for number in range(self.size)]
+            first = tensors[next(key for key in keys if key in tensors)]
+            missing = [key for key in keys if key not in tensors]
+            present = [key for number, key in found.items() if number[:-1] == captures]
+            if not self.optional and (missing or len(present) != self.size):
+                raise LoadMismatchError(
+                    f"{self} needs the numbers from 0 to {self.size - 1}: {summarize_keys(missing or present)} "
+                    f"{'missing' if missing else 'found'}. The checkpoint is incomplete, or the rule for other models.",
+                    unexpected=missing,
+                )
+            shape = list(first.shape)
+            shape.insert(self.axis % (len(shape) + 1), 1)
+            # A rank that loads some of the tensors asks for their places in the stack.
+            whole = [tensors.get(key) or identity(key, TensorInfo(first.shape, first.dtype)) for key in keys]
+            for key, tensor in zip(keys, whole, strict=True):
+                if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                    raise misfit(self, key, tensor, f"others have shape {first.shape} and dtype {first.dtype}")
+            stack = join([reshape(tensor, shape) for tensor in whole], self.axis % len(shape))
+            yield Step(tuple(present), ((fill_name(self.to, (*captures, "")), stack),))
+
+
+@dataclass(frozen=True)
+class Interleave(OneKeyRule):
+    """Let the rows of pieces that lie behind one another take turns, such as those of a gate and an up projection.
+
+    Attributes:
+        pattern: which tensors.
+        to: new name.
+        axis: the axis along which they lie.
+        num: how many pieces of equal size.
+    """
+
+    to: str
+    axis: int = 0
+    num: int = 2
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        axis = normalize_axis(self, key, tensor, self.axis)
+        rows, rest = divmod(tensor.shape[axis], self.num)
+        if rest:
+            raise misfit(self, key, tensor, f"axis {axis} cannot be cut into {self.num} equal pieces")
+        check_packed(self, key, tensor, moves_last_axis=axis == len(tensor.shape) - 1)
+        apart = reshape(tensor, (*tensor.shape[:axis], self.num, rows, *tensor.shape[axis + 1 :]))
+        order = list(range(len(apart.shape)))
+        order[axis : axis + 2] = axis + 1, axis
+        return [(fill_name(self.to, captures), reshape(permute(apart, order), tensor.shape))]
 
 
 @dataclass(frozen=True)

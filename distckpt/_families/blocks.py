@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
-from distckpt.rules import Concat, Drop, Rename, Rule, Split, SplitQKV, Trim, Unstack
+from distckpt.rules import Concat, Drop, Rename, Rule, Split, SplitQKV, Stack, Trim, Unstack
 
 LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
 _STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")
@@ -60,9 +60,10 @@ def forms() -> list[Rule]:
     for fused, own in _FUSED_NORMS.items():
         rules.append(Rename(LAYER + fused, f"decoder.layers.{{0}}.{own}", optional=True))
     for glu in ("linear_fc1", "shared_experts.linear_fc1", "experts.experts.*.linear_fc1"):
-        pattern = f"{LAYER}mlp.{glu}.weight"
-        name = f"decoder.layers.{{0}}.mlp.{glu.replace('*', '{1}')}.weight"
-        rules.append(Concat((f"{pattern}_w", f"{pattern}_v"), name, optional=True))
+        for kind in ("weight", "bias"):
+            pattern = f"{LAYER}mlp.{glu}.{kind}"
+            name = f"decoder.layers.{{0}}.mlp.{glu.replace('*', '{1}')}.{kind}"
+            rules.append(Concat((f"{pattern}_w", f"{pattern}_v"), name, optional=True))
     return rules
 
 
@@ -104,15 +105,30 @@ def attention(config: Config, *, qkv_bias: bool = False, out_bias: bool = False,
     return rules + move(config.layers, {f"self_attention.{old}": f"self_attn.{new}" for old, new in names.items()})
 
 
-def gated_mlp(count: int, old: str = "mlp", new: str = "mlp") -> list[Rule]:
+def gated_mlp(count: int, old: str = "mlp", new: str = "mlp", *, bias: bool = False) -> list[Rule]:
     """An MLP with gate and up projection, in `count` layers."""
-    if not count:
-        return []
-    pieces = tuple(f"{HF_LAYER}{new}.{name}_proj.weight" for name in ("gate", "up"))
-    return [
-        Split(f"{LAYER}{old}.linear_fc1.weight", pieces, count=count),
-        *move(count, {f"{old}.linear_fc2.weight": f"{new}.down_proj.weight"}),
-    ]
+    rules: list[Rule] = []
+    for kind in (("weight", "bias") if bias else ("weight",)) if count else ():
+        pieces = tuple(f"{HF_LAYER}{new}.{name}_proj.{kind}" for name in ("gate", "up"))
+        rules.append(Split(f"{LAYER}{old}.linear_fc1.{kind}", pieces, count=count))
+        rules += move(count, {f"{old}.linear_fc2.{kind}": f"{new}.down_proj.{kind}"})
+    return rules
+
+
+def latent_attention(config: Config) -> list[Rule]:
+    """Multi-head latent attention (MLA), with queries of low rank or not."""
+    names = {
+        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
+        "linear_kv_up_proj.weight": "kv_b_proj.weight",
+        "kv_layernorm.weight": "kv_a_layernorm.weight",
+        "linear_proj.weight": "o_proj.weight",
+    }
+    if config.values.get("q_lora_rank") is None:
+        names["linear_q_proj.weight"] = "q_proj.weight"
+    else:
+        names |= {"linear_q_down_proj.weight": "q_a_proj.weight", "linear_q_up_proj.weight": "q_b_proj.weight"}
+        names["q_layernorm.weight"] = "q_a_layernorm.weight"
+    return move(config.layers, {f"self_attention.{old}": f"self_attn.{new}" for old, new in names.items()})
 
 
 def experts(
@@ -134,3 +150,14 @@ def experts(
         Split(f"{LAYER}{own}*.linear_fc1.weight", (gate, up), count=count * num_experts),
         Rename(f"{LAYER}{own}*.linear_fc2.weight", down, count=count * num_experts),
     ]
+
+
+def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> list[Rule]:
+    """Bring the experts of `count` layers into one tensor for each layer, as some families have them on disk."""
+    own = "mlp.experts.experts."
+    rules: list[Rule] = []
+    for old, new in names.items():
+        stack = f"decoder.layers.{{0}}.{own}{old}"
+        rules.append(Stack(f"{LAYER}{own}*.{old}", stack, axis=0, size=num_experts, optional=True))
+        rules.append(Rename(f"{LAYER}{own}{old}", HF_LAYER + new, count=count))
+    return rules

@@ -6,8 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._families.blocks import Config, attention, experts, forms, gated_mlp, norms, outside_layers
-from distckpt.rules import Rule
+from distckpt._families.blocks import (
+    Config,
+    attention,
+    experts,
+    forms,
+    gated_mlp,
+    latent_attention,
+    move,
+    norms,
+    outside_layers,
+    stacked_experts,
+)
+from distckpt.rules import Interleave, Rule, Transpose
 
 
 def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
@@ -23,13 +34,23 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
 
 
 def _llama(config: Config) -> list[Rule]:
-    bias = config("attention_bias", default=False)
+    bias = _all_biases(config)
     return [
         *outside_layers(config),
         *norms(config.layers),
         *attention(config, qkv_bias=bias, out_bias=bias, qk_norm=config("model_type") == "qwen3"),
-        *gated_mlp(config.layers),
+        *gated_mlp(config.layers, bias=bias),
     ]
+
+
+def _all_biases(config: Config) -> bool:
+    """Tell whether all linear layers have biases; Megatron has no models in which only those of attention do."""
+    in_attention, in_mlp = (config(name, default=False) for name in ("attention_bias", "mlp_bias"))
+    if in_attention != in_mlp:
+        raise CheckpointingException(
+            f"attention_bias is {in_attention} and mlp_bias {in_mlp}: no model of Megatron Core has biases in one only."
+        )
+    return bool(in_attention)
 
 
 def _qwen2(config: Config) -> list[Rule]:
@@ -50,24 +71,112 @@ def _mixtral(config: Config) -> list[Rule]:
     ]
 
 
-def _qwen3_moe(config: Config) -> list[Rule]:
-    bias = config("attention_bias", default=False)
+def _num_sparse(config: Config) -> int:
     dense, step = config("mlp_only_layers", default=()), config("decoder_sparse_step", default=1)
-    sparse = [n for n in range(config.layers) if n not in dense and (n + 1) % step == 0]
+    return sum(n not in dense and (n + 1) % step == 0 for n in range(config.layers))
+
+
+def _qwen3_moe(config: Config) -> list[Rule]:
+    _all_biases(config)
+    num_sparse = _num_sparse(config)
     return [
         *outside_layers(config),
         *norms(config.layers),
-        *attention(config, qkv_bias=bias, out_bias=bias, qk_norm=True),
-        *gated_mlp(config.layers - len(sparse)),
-        *experts(len(sparse), config("num_experts", "num_local_experts")),
+        *attention(config, qk_norm=True),
+        *gated_mlp(config.layers - num_sparse),
+        *experts(num_sparse, config("num_experts", "num_local_experts")),
+    ]
+
+
+def _qwen2_moe(config: Config) -> list[Rule]:
+    num_sparse = _num_sparse(config)
+    return [
+        *outside_layers(config),
+        *norms(config.layers),
+        *attention(config, qkv_bias=config("qkv_bias", default=True)),
+        *gated_mlp(config.layers - num_sparse),
+        *experts(num_sparse, config("num_experts", "num_local_experts")),
+        *gated_mlp(num_sparse, "mlp.shared_experts", "mlp.shared_expert"),
+        *move(num_sparse, {"mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight"}),
+    ]
+
+
+def _after_dense(config: Config) -> list[Rule]:
+    """MLPs of models whose first layers are dense; the others have shared experts and a bias of the router."""
+    num_dense = int(config("first_k_dense_replace", default=0))
+    num_sparse = config.layers - num_dense
+    return [
+        *gated_mlp(num_dense),
+        *experts(num_sparse, config("n_routed_experts", "num_local_experts")),
+        *move(num_sparse, {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}),
+        *(gated_mlp(num_sparse, "mlp.shared_experts", "mlp.shared_experts") if config("n_shared_experts") else []),
+    ]
+
+
+def _deepseek_v3(config: Config) -> list[Rule]:
+    return [
+        *outside_layers(config),
+        *norms(config.layers),
+        *latent_attention(config),
+        *_after_dense(config),
+    ]
+
+
+def _glm4_moe(config: Config) -> list[Rule]:
+    bias, qk_norm = config("attention_bias", default=False), config("use_qk_norm", default=False)
+    return [
+        *outside_layers(config),
+        *norms(config.layers),
+        *attention(config, qkv_bias=bias, qk_norm=qk_norm),
+        *_after_dense(config),
+    ]
+
+
+def _gpt_oss(config: Config) -> list[Rule]:
+    names = {
+        "linear_fc1.weight": "mlp.experts.gate_then_up",
+        "linear_fc1.bias": "mlp.experts.gate_then_up_bias",
+        "linear_fc2.weight": "mlp.experts.down_proj_rows",
+        "linear_fc2.bias": "mlp.experts.down_proj_bias",
+    }
+    own, new, count = "model.layers.*.mlp.experts.", "model.layers.{0}.mlp.experts.", config.layers
+    return [
+        *outside_layers(config),
+        *norms(count),
+        *attention(config, qkv_bias=True, out_bias=True),
+        *move(count, {"self_attention.core_attention.softmax_offset": "self_attn.sinks"}),
+        *move(count, {f"mlp.router.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")}),
+        *stacked_experts(count, config("num_local_experts", "num_experts"), names),
+        Interleave(f"{own}gate_then_up", f"{new}gate_up_rows", axis=1, count=count),
+        Interleave(f"{own}gate_then_up_bias", f"{new}gate_up_proj_bias", axis=1, count=count),
+        Transpose(f"{own}gate_up_rows", f"{new}gate_up_proj", order=(0, 2, 1), count=count),
+        Transpose(f"{own}down_proj_rows", f"{new}down_proj", order=(0, 2, 1), count=count),
+    ]
+
+
+def _granitemoe(config: Config) -> list[Rule]:
+    block = "block_sparse_moe."
+    names = {"linear_fc1.weight": f"{block}input_linear.weight", "linear_fc2.weight": f"{block}output_linear.weight"}
+    return [
+        *outside_layers(config, tied=True),
+        *norms(config.layers),
+        *attention(config),
+        *move(config.layers, {"mlp.router.weight": f"{block}router.layer.weight"}),
+        *stacked_experts(config.layers, config("num_local_experts", "num_experts"), names),
     ]
 
 
 FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "granitemoe": _granitemoe,
+    "kimi_k2": _deepseek_v3,
     "llama": _llama,
     "mistral": _llama,
     "mixtral": _mixtral,
     "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _llama,
     "qwen3_moe": _qwen3_moe,
 }

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from distckpt._base.dtypes import TO_NAME
-from distckpt._geometry.mapped import TensorInfo, invert, resolve, resolve_padding, target_view
+from distckpt._geometry.mapped import MappedTensor, TensorInfo, invert, resolve, resolve_padding, target_view
 from distckpt._plan.load import Request
 from distckpt.rules import Rule, Tie, apply_rules
+
+
+def _of_other_ranks(stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Describe the tensors that rules name beside those of this rank: other members of a stack."""
+    parts = [(tensor, part) for tensor in stored.values() for part in tensor.parts if part.key not in infos]
+    shapes: dict[str, list[int]] = {}
+    dtypes = {part.key: tensor.dtype for tensor, part in parts}
+    for _, part in parts:
+        ends = [offset + size for offset, size in zip(*part.source, strict=True)]
+        shapes[part.key] = list(map(max, shapes.get(part.key, ends), ends))
+    return {key: TensorInfo(tuple(shape), dtypes[key]) for key, shape in shapes.items()}
 
 
 def translate(
@@ -27,7 +38,7 @@ def translate(
     pairs = zip(requests, targets, strict=True)
     infos = {r.key: TensorInfo(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}
     stored = apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos)
-    mapped = invert(stored, infos)
+    mapped = invert(stored, infos | _of_other_ranks(stored, infos))
     translated: list[Request] = []
     views: list[torch.Tensor] = []
     for request, target in zip(requests, targets, strict=True):

@@ -19,14 +19,35 @@ def one_process(path):
     try:
         state.initialize_model_parallel()
         tracker = megatron(".tensor_parallel.random").CudaRNGStatesTracker
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
             patch.setattr(torch.cuda, "current_device", lambda: "cpu")
             patch.setattr(megatron(".transformer.moe.moe_utils"), "te_general_gemm", None, raising=False)
+            patch.setattr(megatron(".transformer.multi_latent_attention"), "HAVE_TE", False)
+            patch.setattr(megatron(".fusions.fused_softmax"), "get_sliding_window_causal_mask", _window_mask)
             patch.setattr(tracker, "fork", lambda *_: contextlib.nullcontext())
             yield
     finally:
         state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _window_mask(num_queries, num_keys, window_size):
+    """Megatron's function, which makes its mask on a GPU."""
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(-window_size[0]).tril(window_size[1])
+    return ~seen
+
+
+class LatentCoreAttention(torch.nn.Module):
+    """What Transformer Engine computes on a GPU; Megatron's own attention has one size of heads only."""
+
+    def __init__(self, softmax_scale, **_):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, mask, **_):
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.scale
+        weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
 
 
 def make_megatron(config):
@@ -49,6 +70,9 @@ def make_megatron(config):
     spec = specs.get_gpt_decoder_block_spec(
         megatron_config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False
     )
+    if megatron_config.multi_latent_attention:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
     model = megatron(".models.gpt.gpt_model").GPTModel(
         megatron_config, spec, vocab_size=c.vocab_size + 8, max_sequence_length=64, position_embedding_type="rope",
         share_embeddings_and_output_weights=c.tie_word_embeddings,
@@ -58,7 +82,16 @@ def make_megatron(config):
 
 
 def _dense(c):
-    return {}, {}
+    return {"add_bias_linear": getattr(c, "mlp_bias", False)}, {}
+
+
+def _gpt_oss(c):
+    return _moe(c)[0] | {
+        "add_bias_linear": True, "softmax_type": "learnable", "window_size": (c.sliding_window - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
+        "activation_func": megatron(".fusions.fused_bias_geglu").quick_gelu, "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+    }, {}  # fmt: skip
 
 
 def _qwen2(c):
@@ -71,14 +104,49 @@ def _qwen3(c):
 
 def _moe(c):
     return {
-        "num_moe_experts": c.num_local_experts, "moe_router_topk": c.num_experts_per_tok,
+        "num_moe_experts": getattr(c, "num_local_experts", None) or c.num_experts,
+        "moe_router_topk": c.num_experts_per_tok,
         "moe_ffn_hidden_size": c.intermediate_size, "moe_grouped_gemm": False,
         "moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
     }, {}  # fmt: skip
 
 
 def _qwen3_moe(c):
-    return _moe(c)[0] | {"qk_layernorm": True, "moe_ffn_hidden_size": c.moe_intermediate_size}, {}
+    frequency = [int(n not in c.mlp_only_layers) for n in range(c.num_hidden_layers)]
+    extra = {"qk_layernorm": True, "moe_ffn_hidden_size": c.moe_intermediate_size}
+    return _moe(c)[0] | extra | ({} if all(frequency) else {"moe_layer_freq": frequency}), {}
+
+
+def _qwen2_moe(c):
+    return _moe(c)[0] | {
+        "add_qkv_bias": True, "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": c.shared_expert_intermediate_size,
+    }, {}  # fmt: skip
+
+
+def _after_dense(c):
+    num_dense = c.first_k_dense_replace
+    return _moe(c)[0] | {
+        "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_router_score_function": "sigmoid",
+        "moe_layer_freq": [0] * num_dense + [1] * (c.num_hidden_layers - num_dense),
+        "moe_shared_expert_intermediate_size": c.moe_intermediate_size * c.n_shared_experts,
+        "moe_router_enable_expert_bias": True, "moe_router_num_groups": c.n_group,
+        "moe_router_group_topk": c.topk_group,
+        "moe_router_topk_scaling_factor": c.routed_scaling_factor,
+    }  # fmt: skip
+
+
+def _deepseek_v3(c):
+    return _after_dense(c) | {
+        "multi_latent_attention": True, "q_lora_rank": c.q_lora_rank, "kv_lora_rank": c.kv_lora_rank,
+        "qk_head_dim": c.qk_nope_head_dim, "qk_pos_emb_head_dim": c.qk_rope_head_dim, "v_head_dim": c.v_head_dim,
+        "rope_type": "rope", "rotary_base": c.rope_parameters["rope_theta"], "qk_layernorm": True,
+    }, {}  # fmt: skip
+
+
+def _glm4_moe(c):
+    extra = {"add_qkv_bias": c.attention_bias, "qk_layernorm": c.use_qk_norm}
+    return _after_dense(c) | extra, {"rotary_percent": c.rope_parameters["partial_rotary_factor"]}
 
 
 SETTINGS = {
@@ -86,6 +154,11 @@ SETTINGS = {
     "mistral": _dense,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2_moe": _qwen2_moe,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "granitemoe": _moe,
     "mixtral": _moe,
     "qwen3_moe": _qwen3_moe,
 }

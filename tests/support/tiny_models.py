@@ -19,7 +19,7 @@ _SIZES = {
 
 _DEEPSEEK = {
     "num_hidden_layers": 3, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
 
@@ -30,7 +30,7 @@ OVERRIDES = {
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "norm_topk_prob": True},
-    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen2_moe": {"num_experts": 4, "norm_topk_prob": True, "shared_expert_intermediate_size": 24},
     "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4,
                    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
                    "layer_types": ["linear_attention", "full_attention"]},
@@ -38,10 +38,12 @@ OVERRIDES = {
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
                  "attention_bias": True},
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
-    "gpt_oss": {"num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "gemma3_text": {"tie_word_embeddings": True},
     "minimax_m2": {"num_local_experts": 4},
-    "granitemoe": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4, "attention_multiplier": 8**-0.5, "tie_word_embeddings": True},
     "olmoe": {"num_experts": 4},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 16},
     "jamba": {"num_experts": 4, "expert_layer_offset": 1, "expert_layer_period": 2, "attn_layer_offset": 1,
@@ -52,9 +54,18 @@ OVERRIDES = {
 }  # fmt: skip
 """What the configuration of each family says besides its sizes."""
 
+VARIANTS = {
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "moonlight": ("deepseek_v3", {"q_lora_rank": None}),
+    "glm4_moe-plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 2}),
+    "qwen3_moe-dense-first": ("qwen3_moe", {"mlp_only_layers": [0]}),
+}
+"""Other models of a family: which one, and what else their configurations say."""
 
-def make_config(family, **overrides):
-    """Make the configuration of a tiny model."""
+
+def make_config(name):
+    """Make the configuration of a tiny model of a family or variant."""
+    family, overrides = VARIANTS.get(name, (name, {}))
     return transformers.AutoConfig.for_model(family, **(_SIZES | OVERRIDES[family] | overrides))
 
 

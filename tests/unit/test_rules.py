@@ -16,10 +16,12 @@ from distckpt.rules import (
     Assemble,
     Concat,
     Drop,
+    Interleave,
     Part,
     Rename,
     Split,
     SplitQKV,
+    Stack,
     TensorInfo,
     Transpose,
     Trim,
@@ -401,3 +403,26 @@ def test_listed_tensors_are_assembled_of_what_earlier_rules_made():
         apply_rules([assemble], {"a": TensorInfo((4, 6), "I64"), "b": TensorInfo((4,), "I64")})
     with pytest.raises(LoadMismatchError, match="'a' is missing"):
         apply_rules([assemble], {"b": TensorInfo((3,), "I64")})
+
+
+def test_stacked_and_interleaved_tensors_come_back():
+    arrays = numbered_arrays(**{f"l.{n}.e.{e}.w": (6, 2) for n in range(2) for e in range(3)})
+    rules = [Stack("l.*.e.*.w", "l.{0}.w", axis=1, size=3), Interleave("l.*.w", "x.{0}", axis=0)]
+    mapped = apply_rules(rules, infos(arrays), strict=True)
+    expected = {}
+    for n in range(2):
+        stack = np.stack([arrays[f"l.{n}.e.{e}.w"] for e in range(3)], axis=1)
+        expected[f"x.{n}"] = np.stack([stack[:3], stack[3:]], axis=1).reshape(6, 3, 2)
+    assert_same(materialize_all(mapped, arrays), expected)
+    assert_same(materialize_all(invert(mapped, infos(arrays)), expected), arrays)
+
+
+@pytest.mark.parametrize("keys", [["w.0", "w.2"], ["w.0", "w.1", "w.2", "w.3"], ["w.1", "w.2", "w.3"]])
+def test_a_stack_needs_all_of_its_numbers(keys):
+    with pytest.raises(LoadMismatchError, match=r"needs the numbers from 0 to 2: .*w.*(missing|found)"):
+        apply_rules([Stack("w.*", "w", axis=0, size=3)], {key: TensorInfo((2,), "F32") for key in keys})
+
+
+def test_rows_that_cannot_take_turns():
+    with pytest.raises(InvalidShardingError, match="axis 0 cannot be cut into 2 equal pieces"):
+        apply_rules([Interleave("a", "b")], {"a": TensorInfo((3,), "F32")})

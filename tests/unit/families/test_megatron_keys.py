@@ -12,11 +12,11 @@ import torch
 import distckpt
 from distckpt import CheckpointingException
 from distckpt._families.megatron import FAMILIES
-from distckpt.rules import Rename, Split, Transpose
+from distckpt.rules import Concat, Interleave, Rename, Split, Stack, Transpose
 from tests.support.hf_folders import read_export, same_bytes
 from tests.support.megatron_families import SETTINGS, logits_of, make_megatron, one_process
 from tests.support.megatron_gpt import needs_megatron
-from tests.support.tiny_models import make_config, make_model
+from tests.support.tiny_models import VARIANTS, make_config, make_model
 
 pytestmark = needs_megatron
 
@@ -50,11 +50,15 @@ def computes(trained, config, expected):
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+CASES = sorted([*SETTINGS, *VARIANTS])
+
+
 def test_every_family_is_proved_here():
-    assert FAMILIES.keys() == SETTINGS.keys()
+    """Kimi's models are those of DeepSeek under another name."""
+    assert FAMILIES.keys() - {"kimi_k2"} == SETTINGS.keys()
 
 
-@pytest.mark.parametrize("family", sorted(SETTINGS))
+@pytest.mark.parametrize("family", CASES)
 def test_megatron_computes_what_transformers_does_and_the_export_is_the_same(family, pretrained, tmp_path):
     saved, config, expected = pretrained(family)
     trained = make_megatron(config)
@@ -76,6 +80,15 @@ def mutants(rules):
             yield f"without {rule}", rest[0] + rest[1]
         if isinstance(rule, Split):
             yield f"reversed {rule}", [*rest[0], Split(rule.pattern, rule.to[::-1], rule.axis, rule.sizes), *rest[1]]
+        if isinstance(rule, Interleave | Transpose):
+            yield f"not {rule}", [*rest[0], Rename(rule.pattern, rule.to), *rest[1]]
+        if isinstance(rule, Stack):
+            rename = rules[number + 1]
+            pieces = tuple(f"{rename.to}.{n}" for n in range(rule.size))
+            patterns = [piece.replace("{0}", "*") for piece in pieces]
+            swapped = tuple([patterns[1], patterns[0], *patterns[2:]])
+            swap = [Split(rename.to.replace("{0}", "*"), pieces), Concat(swapped, rename.to)]
+            yield f"exchanged {rule}", [*rules[: number + 2], *swap, *rules[number + 2 :]]
     square = "model.layers.*.self_attn.o_proj.weight"
     yield "transposed", [*rules, Transpose(square, square.replace("*", "{0}"))]
     for block in [rule.to for rule in rules if isinstance(rule, Rename) and ".experts.{1}." in rule.to]:
@@ -83,7 +96,7 @@ def mutants(rules):
         yield "exchanged experts", [*rules, Rename(one, aside), Rename(two, one), Rename(aside, two)]
 
 
-@pytest.mark.parametrize("family", sorted(SETTINGS))
+@pytest.mark.parametrize("family", CASES)
 def test_one_mistake_in_a_family_is_found(family, pretrained, tmp_path):
     saved, config, expected = pretrained(family)
     rules = distckpt.families.rules(json.loads((saved / "config.json").read_text()), "megatron")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import distckpt
 from distckpt import LoadMismatchError, ShardedTensor
 from distckpt.rule_sets import megatron_gpt_to_llama, megatron_gpt_to_mixtral
-from distckpt.rules import Concat, Rename, Split, Transpose, Trim, Unstack
+from distckpt.rules import Concat, Rename, Split, Stack, Transpose, Trim, Unstack
 from tests.support.hf_folders import INDEX, read_export, same_bytes, tilings, write_indexed, write_plain
 from tests.support.states import numbered
 
@@ -430,3 +430,13 @@ def test_a_padded_vocabulary_is_filled_with_zeros_and_cut_off_again(tmp_path):
     distckpt.save(parts, tmp_path / "checkpoint")
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", rules=rules)
     assert same_bytes(read_export(tmp_path / "out"), {"model.embed_tokens.weight": words})
+
+
+def test_ranks_load_some_members_of_a_stack(tmp_path):
+    """Expert parallelism, with experts in one tensor on disk and apart in memory."""
+    stored = {"experts": numbered(4, 6, 5)}
+    write_plain(tmp_path / "model.safetensors", stored)
+    rules = [Stack("e.*.w", "experts", axis=0, size=4)]
+    for part in (0, 1):
+        asked = {f"e{e}": part_of(f"e.{e}.w", stored["experts"][e], (0, part, 2)) for e in (2, 3)}
+        assert_loads(asked, tmp_path, rules=rules)
