@@ -98,11 +98,11 @@ __all__ = [
 _HOMES = (
     "core",
     "mapping",
-    "validation",
     "_format.codec",
     "_objects.random_state",
     "serialization",
     "_operations.verify",
+    "validation",
     "manager",
     "_operations.diff",
     "_operations.reshard",

@@ -1,5 +1,7 @@
 """Saving, loading, exporting and reading metadata, under the names of Megatron Core's `dist_checkpointing`."""
 
+from typing import TypeAlias
+
 from distckpt._base.public import set_public_home
 from distckpt._operations.async_save import async_save
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
@@ -15,15 +17,22 @@ from distckpt._operations.queries import (
 )
 from distckpt._operations.save import save
 from distckpt._ranks.report import LoadReport, SaveReport
+from distckpt.mapping import CommonStateDict, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import ParallelLoad, Verify
 from distckpt.strategies.defaults import get_default_load_sharded_strategy, get_default_save_sharded_strategy
 
+CkptShardedMetadata: TypeAlias = dict[str, ShardedTensor | ShardedObject]
+
 __all__ = [
+    "CkptShardedMetadata",
+    "CommonStateDict",
     "ExportReport",
     "LoadReport",
     "ParallelLoad",
     "SaveHandle",
     "SaveReport",
+    "ShardedStateDict",
+    "StateDict",
     "Verify",
     "async_save",
     "consolidate",

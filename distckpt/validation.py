@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.public import set_public_home
 from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
 from distckpt._mapping.kinds import is_a
+from distckpt._operations.verify import verify
 from distckpt._ranks import collectives
 from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard, describe, merge_tables
@@ -26,11 +27,15 @@ from distckpt.mapping import ShardedBase, ShardedObject, ShardedStateDict, Shard
 __all__ = [
     "READER_VERSION",
     "StrictHandling",
+    "adjust_non_strict_load",
     "determine_global_metadata",
+    "maybe_report_missing_and_unexpected_keys",
     "parse_strict_flag",
+    "save_integrity_manifest",
     "validate_integrity_and_strict_load",
     "validate_sharding_integrity",
     "verify_checkpoint",
+    "verify_integrity_manifest",
 ]
 
 set_public_home(globals())
@@ -141,7 +146,50 @@ def validate_integrity_and_strict_load(
         if global_metadata is None:
             raise CheckpointingException("Cannot check sharding integrity: global_metadata is None.")
         validate_sharding_integrity(global_metadata)
-    return _without_keys(sharded_state_dict, unexpected), missing, unexpected
+    return adjust_non_strict_load(sharded_state_dict, unexpected), missing, unexpected
+
+
+def adjust_non_strict_load(sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]) -> ShardedStateDict:
+    """Return a state dict without the shards, objects and factories of some keys."""
+    kept: ShardedStateDict = _without_keys(sharded_state_dict, sharded_keys_to_remove)
+    return kept
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
+) -> None:
+    """Raise LoadMismatchError when there are differing keys, or log a warning instead."""
+    mode = StrictHandling.RAISE_ALL if raise_error else StrictHandling.LOG_ALL
+    handle_mismatch(mode, set(missing_keys), set(unexpected_keys), (), "given as keys")
+
+
+def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Check that a checkpoint has checksums, which every save computes: there is nothing to add.
+
+    Raises:
+        CheckpointingException: it has none, since another program wrote it.
+    """
+    if not verify(checkpoint_dir, "fast").has_checksums:
+        raise CheckpointingException(
+            f"{os.fspath(checkpoint_dir)!r} has no checksums: make a checkpoint of it that has, with distckpt convert."
+        )
+
+
+def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Compare all bytes of a checkpoint with their checksums, on rank 0.
+
+    Collective operation: all ranks must call it.
+
+    Raises:
+        CorruptCheckpointError: on every rank, when anything differs.
+        CheckpointingException: the checkpoint has no checksums.
+    """
+    ranks = collectives.Ranks()
+    with ranks.phase("verify the checkpoint", decision=True):
+        if ranks.is_coordinator:
+            save_integrity_manifest(checkpoint_dir)
+            if problems := verify(checkpoint_dir).problems:
+                raise CorruptCheckpointError(f"{os.fspath(checkpoint_dir)!r} is damaged: {problems[0]}")
 
 
 def _without_keys(node: Any, keys: set[str]) -> Any:

@@ -6,15 +6,21 @@ run in distckpt's background thread, not in processes of their own.
 
 from __future__ import annotations
 
+import logging
+import os
+import subprocess
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 
-__all__ = ["AsyncCallsQueue", "AsyncRequest"]
+__all__ = ["AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller", "TemporalAsyncCaller"]
+
+logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT = 600.0
 """Seconds that the end of the process waits for a request."""
@@ -160,6 +166,44 @@ class AsyncCallsQueue:
             task.is_abandoned.set()
         self.async_calls.clear()
 
-    def warmup_persistent_caller(self, rank: int, **kwargs: Any) -> None:
-        """Do nothing: there is nothing to warm up."""
-        del rank, kwargs
+    @classmethod
+    def warmup_persistent_caller(cls, rank: int, **kwargs: Any) -> None:
+        """Do nothing: no process is started that would need time."""
+        del cls, rank, kwargs
+
+
+class AsyncCaller:
+    """Does one request after the other in the background thread, and calls no finalization functions."""
+
+    def __init__(self) -> None:
+        self._queue = AsyncCallsQueue()
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Start a request. Collective operation, see `AsyncCallsQueue.schedule_async_request`."""
+        self._queue.schedule_async_request(async_req._replace(finalize_fns=[]))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Tell whether all requests are done; see `AsyncCallsQueue.maybe_finalize_async_calls`."""
+        self._queue.maybe_finalize_async_calls(blocking, no_dist)
+        return self._queue.get_num_unfinalized_calls() == 0
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for the requests, or forget them with `abort`."""
+        self._queue.close(abort)
+
+
+TemporalAsyncCaller = PersistentAsyncCaller = AsyncCaller
+"""Megatron's callers that start processes."""
+
+_disable_gc = paused_garbage_collection
+
+
+def _set_process_qos(cpu_priority: int | None, io_priority: int | None) -> None:
+    """Lower the priority of this process, for the processor (a nice value) and storage (a class of `ionice`)."""
+    try:
+        if cpu_priority is not None:
+            os.nice(max(0, cpu_priority - os.nice(0)))
+        if io_priority is not None:
+            subprocess.run(["ionice", "-c", str(io_priority), "-p", str(os.getpid())], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        logger.warning("the priority of process %d stays: %s", os.getpid(), error)

@@ -19,14 +19,18 @@ from distckpt._io.staging import Staging
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
+from distckpt.strategies.async_utils import AsyncRequest
 
 __all__ = [
+    "AsyncSaveShardedStrategy",
     "ConsolidationStrategy",
     "LoadShardedStrategy",
+    "LoadStrategyBase",
     "Options",
     "ParallelLoad",
     "PreparedSave",
     "SaveShardedStrategy",
+    "SaveStrategyBase",
     "StrategyAction",
     "StrategyBase",
     "Verify",
@@ -211,6 +215,20 @@ class LoadShardedStrategy(StrategyBase):
         raise CheckpointingException(
             f"{type(self).__name__} cannot remove tensors ({key_prefix!r}, {checkpoint_dir!r})."
         )
+
+
+class AsyncSaveShardedStrategy(SaveShardedStrategy):
+    """A strategy that gives its work as a request, as Megatron's do; it is done before `save` returns."""
+
+    @abstractmethod
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> AsyncRequest:
+        """Return a request that writes all shards, see `save`."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> None:
+        self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
+
+
+LoadStrategyBase = SaveStrategyBase = StrategyBase
 
 
 class ConsolidationStrategy(StrategyBase):

@@ -1,0 +1,42 @@
+"""Megatron's functions and strategies for common state, which distckpt keeps with the sharded objects."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._operations.queries import load_common_state_dict, load_sharded_metadata
+from distckpt.mapping import CommonStateDict, ShardedObject, ShardedTensor, StateDict
+
+
+def load_common(checkpoint_dir: str | os.PathLike[str]) -> CommonStateDict:
+    """Load common state, as `distckpt.load_common_state_dict` does."""
+    return load_common_state_dict(checkpoint_dir)
+
+
+def save_common(common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[str]) -> NoReturn:
+    """Raise CheckpointingException: `distckpt.save` stores common state with everything else."""
+    del common_state_dict
+    raise CheckpointingException(
+        f"Common state is not saved on its own (to {checkpoint_dir!r}): pass it to distckpt.save in the state dict."
+    )
+
+
+class TorchCommonLoadStrategy:
+    """Load common state, and descriptions of what is stored."""
+
+    def load_common(self, checkpoint_dir: str | os.PathLike[str]) -> CommonStateDict:
+        """Load common state, as `distckpt.load_common_state_dict` does."""
+        return load_common(checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
+        """Describe what is stored, as `distckpt.load_sharded_metadata` does."""
+        return load_sharded_metadata(checkpoint_dir)
+
+
+class TorchCommonSaveStrategy:
+    """Refuse to save common state on its own."""
+
+    def __init__(self, *args: Any) -> None:
+        save_common({}, "a directory of its own")

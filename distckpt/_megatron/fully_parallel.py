@@ -1,0 +1,149 @@
+"""Megatron's wrappers that parallelise saving and loading within a group.
+
+distckpt's strategies always spread the work over replicas. The wrappers are accepted so that programs written for
+Megatron run unchanged; they keep the sharing of work inside the given group.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from distckpt._megatron.forwarding import installed, refuse_own_objects
+from distckpt._operations.save import save
+from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from distckpt.strategies.async_utils import AsyncRequest
+from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy, prepare_save
+from distckpt.strategies.defaults import save_strategy
+
+__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
+
+
+class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
+    """Let replicas share writing only with the ranks of a group.
+
+    Args:
+        strategy: does the work; None for the default one.
+        parallelization_group: process group to share within; None for all ranks that save.
+        do_cache_distribution: accepted and not needed: plans of saves are always kept.
+        backend: accepted, and that of `strategy` used.
+        version: accepted, and that of `strategy` used.
+        validate_access_integrity: accepted: that of `distckpt.save` decides.
+        pg_cache_path: accepted and not needed: nothing of a distribution is kept in files.
+        pg_cache_create: accepted and not needed.
+    """
+
+    def __init__(
+        self,
+        strategy: SaveShardedStrategy | None,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
+        backend: str = "torch_dist",
+        version: int = 1,
+        validate_access_integrity: bool = True,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
+    ) -> None:
+        del backend, version, validate_access_integrity, pg_cache_path, pg_cache_create
+        strategy = save_strategy(strategy)
+        self.base_strategy = strategy
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.backend = strategy.backend
+        self.version = strategy.version
+
+    def configure(self, options: Options) -> FullyParallelSaveStrategyWrapper:
+        return _configured(self, options)
+
+    def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
+        return prepare_save(self.base_strategy, sharded_state_dict)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
+        return self.base_strategy.save(sharded_state_dict, checkpoint_dir)
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str], async_strategy: str = "nvrx"
+    ) -> AsyncRequest | None:
+        """Return a request that saves a state dict. Collective operation: all ranks must call it."""
+        return save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True, async_strategy=async_strategy)
+
+    def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
+        """Give the shards in a state dict of Megatron's objects the replica ids of Megatron's distribution of a save.
+
+        `distckpt.save` does not need it: it divides replicas among the ranks that hold them.
+        """
+        theirs = installed("strategies.fully_parallel", "FullyParallelSaveStrategyWrapper")
+        refuse_own_objects(sharded_state_dict, "apply_saving_parallelization")
+        theirs(None, self.parallelization_group).apply_saving_parallelization(sharded_state_dict)
+
+
+class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
+    """Let ranks that request the same data share reading only with the ranks of a group.
+
+    `parallel_load` of `distckpt.load` decides whether they share; its default shares where that saves time.
+
+    Args:
+        strategy: does the work.
+        parallelization_group: process group whose ranks may share reads; None for all ranks that load.
+        do_cache_distribution: accepted and not needed: planning is cheap.
+        exchange_algo: accepted and not needed: ranks send each other the data they have read.
+        per_rank_object_load: accepted and not needed: each rank reads the objects that it requests.
+        pg_cache_path: accepted and not needed: nothing of a distribution is kept in files.
+        pg_cache_create: accepted and not needed.
+    """
+
+    def __init__(
+        self,
+        strategy: LoadShardedStrategy,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
+        exchange_algo: str = "broadcast",
+        per_rank_object_load: bool = False,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
+    ) -> None:
+        del per_rank_object_load, pg_cache_path, pg_cache_create
+        self.base_strategy = strategy
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.exchange_algo = exchange_algo
+        self.backend = strategy.backend
+        self.version = strategy.version
+
+    def configure(self, options: Options) -> FullyParallelLoadStrategyWrapper:
+        return _configured(self, options)
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+        return self.base_strategy.load(sharded_state_dict, os.fspath(checkpoint_dir))
+
+    def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> Any:
+        """Return Megatron's distribution of the loads of a state dict of Megatron's objects.
+
+        `distckpt.load` does not need it: it decides itself which rank reads what several need.
+        """
+        theirs = installed("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper")
+        refuse_own_objects(sharded_state_dict, "apply_loading_parallelization")
+        return theirs(self.base_strategy, self.parallelization_group).apply_loading_parallelization(sharded_state_dict)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor]:
+        return self.base_strategy.load_tensors_metadata(os.fspath(checkpoint_dir))
+
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
+        return self.base_strategy.load_sharded_metadata(os.fspath(checkpoint_dir))
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+        self.base_strategy.remove_sharded_tensors(os.fspath(checkpoint_dir), key_prefix)
+
+
+_Wrapper = TypeVar("_Wrapper", FullyParallelSaveStrategyWrapper, FullyParallelLoadStrategyWrapper)
+
+
+def _configured(wrapper: _Wrapper, options: Options) -> _Wrapper:
+    """Return a copy whose strategy has the options, and shares work only within the group of the wrapper."""
+    configured = copy.copy(wrapper)
+    options = replace(options, exchange_group=wrapper.parallelization_group)
+    configured.base_strategy = wrapper.base_strategy.configure(options)
+    return configured

@@ -1,0 +1,152 @@
+"""Megatron's strategies of the format `torch_dist`, as names for distckpt's own format, and what saves them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._megatron.forwarding import installed
+from distckpt._operations.load import load
+from distckpt._operations.save import save
+from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from distckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
+from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
+
+_FORWARDED = {
+    "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
+    "FileSystemWriterAsync": "filesystem_async",
+    "save_state_dict_async_finalize": "state_dict_saver",
+    "save_state_dict_async_plan": "state_dict_saver",
+}
+
+
+class TorchDistSaveShardedStrategy(SaveShardedStrategy):
+    """Save in distckpt's format. The arguments are Megatron's, and none is needed.
+
+    Args:
+        backend: "torch_dist" or "safetensors".
+        version: 1.
+        keep_only_main_replica: accepted: every byte is written once.
+        thread_count: accepted: `max_inflight_bytes` of `save` limits threads and memory.
+        cached_metadata: accepted: plans are kept while the structure stays the same.
+        separation_hint: accepted: `remove_sharded_tensors` needs no files of their own.
+        cpu_shm_mode: accepted: no process is started.
+    """
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 1,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        self._strategy = SafetensorsSaveStrategy()
+        self.backend, self.version = self._strategy.backend, self._strategy.version
+        if backend not in ("torch_dist", self.backend) or version != 1:
+            raise CheckpointingException(f"There is no strategy that saves {backend!r} version {version}.")
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = thread_count
+        self.use_cached_ckpt_structure = cached_metadata
+        self.separation_hint = separation_hint
+        self.cpu_shm_mode = cpu_shm_mode
+        self.cached_global_metadata = None
+
+    def configure(self, options: Options) -> SafetensorsSaveStrategy:  # type: ignore[override]
+        return self._strategy.configure(options)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Save a state dict, as `distckpt.save` does. Collective operation: all ranks must call it."""
+        save(sharded_state_dict, checkpoint_dir, self)
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str], async_strategy: str = "nvrx"
+    ) -> AsyncRequest | None:
+        """Return a request that saves a state dict. Collective operation: all ranks must call it."""
+        return save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True, async_strategy=async_strategy)
+
+
+class TorchDistLoadShardedStrategy(LoadShardedStrategy):
+    """Load a checkpoint of any format that distckpt reads. The arguments are Megatron's, and none is needed.
+
+    Args:
+        cache_metadata: accepted: a manifest is read once for each load.
+        stream_ckpt_dequant: accepted: tensors are read one by one into those of the request.
+        checkpoint_name: accepted, and not needed.
+    """
+
+    def __init__(
+        self, cache_metadata: bool = False, stream_ckpt_dequant: bool = True, checkpoint_name: str | None = None
+    ) -> None:
+        self._strategy = SafetensorsLoadStrategy()
+        self.backend, self.version = self._strategy.backend, self._strategy.version
+        self.cache_metadata = cache_metadata
+        self.stream_ckpt_dequant = stream_ckpt_dequant
+        self.checkpoint_name = checkpoint_name
+        self.cached_global_metadata = None
+
+    def configure(self, options: Options) -> SafetensorsLoadStrategy:  # type: ignore[override]
+        return self._strategy.configure(options)
+
+    def load(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "mcore",
+    ) -> Any:
+        """Load a state dict, as `distckpt.load` does. Collective operation: all ranks must call it."""
+        del async_strategy
+        return load(sharded_state_dict, checkpoint_dir, self)
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: str | os.PathLike[str], metadata: None = None
+    ) -> dict[str, ShardedTensor]:
+        del metadata
+        return self._strategy.load_tensors_metadata(checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
+        return self._strategy.load_sharded_metadata(checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+        self._strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+class _AsyncModules(dict[str, Any]):
+    """What `get_async_strategy` gives; Megatron's own writers and readers of its files are imported when used."""
+
+    def __missing__(self, name: str) -> Any:
+        if name not in _FORWARDED:
+            raise KeyError(name)
+        return installed(f"strategies.{_FORWARDED[name]}", name)
+
+
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+    """Return the classes for background saves, whichever of Megatron's two ways is asked for: ("mcore", by name).
+
+    Args:
+        async_strategy: "nvrx" or "mcore"; nvidia-resiliency-ext is not needed.
+        module: name of the one that is wanted; None for all.
+
+    Raises:
+        TypeError: another `async_strategy`.
+    """
+    if async_strategy not in ("nvrx", "mcore"):
+        raise TypeError(
+            f"async_strategy {async_strategy!r} is not supported: use 'nvrx' or 'mcore', which mean the same."
+        )
+    modules = _AsyncModules(
+        AsyncCallsQueue=AsyncCallsQueue,
+        AsyncRequest=AsyncRequest,
+        get_write_results_queue=get_write_results_queue,
+        _results_queue=None,
+    )
+    return "mcore", modules if module is None else modules[module]
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> None:
+    """Return None: data is written in this process, and no results come from another one."""
+    del mp_mode
