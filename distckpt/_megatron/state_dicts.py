@@ -37,7 +37,7 @@ def save_preprocess(
     sharded = filter_out_empty_flatten_tensor(sharded)
     if validate_access_integrity:
         compared, ranks = common_state.comparable(common, preprocess_common_before_consistancy_check), Ranks()
-        common_state.warn_about_differences(ranks, compared, common_state.digest(compared))
+        common_state.check_differences(ranks, compared, common_state.digest(compared))
         validate_sharding_integrity(determine_global_metadata(sharded)[1])
     return sharded, common
 

@@ -10,7 +10,8 @@ import collections
 import enum
 import importlib
 import io
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,13 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import InvalidShardingError, UnsupportedObjectError
+from distckpt import InvalidShardingError, UnsupportedObjectError, state_dict_utils, validation
 from distckpt.interop import megatron
+from distckpt.strategies import async_utils
+from distckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy, load_common, save_common
+from distckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from distckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy, get_async_strategy
+from tests.support.reference import megatron_or_skip
 
 
 class ShardedBase:
@@ -60,6 +66,12 @@ class ShardedTensorFactory(ShardedBase):
     merge_fn: Any
     replica_id: Any = 0
     flattened_range: slice | None = None
+
+    def build(self):
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def without_data(self):
+        return replace(self, data=None)
 
 
 class LocalNonpersistentObject:
@@ -270,11 +282,19 @@ IMPORTS = {
     "make_sharded_optimizer_tensor optim_state_to_sharding_state",
     ".utils": "_clean_metadata_for_serialization add_prefix_for_sharding apply_prefix_mapping extract_sharded_tensors "
     "extract_sharded_tensors_and_factories replace_prefix_for_sharding",
-    ".validation": "StrictHandling parse_strict_flag",
-    ".serialization": "load load_common_state_dict save get_default_load_sharded_strategy "
-    "get_default_save_sharded_strategy",
+    ".validation": "StrictHandling parse_strict_flag adjust_non_strict_load maybe_report_missing_and_unexpected_keys "
+    "save_integrity_manifest verify_integrity_manifest",
+    ".serialization": "load load_common_state_dict save get_default_load_sharded_strategy StateDict "
+    "get_default_save_sharded_strategy CkptShardedMetadata",
+    ".state_dict_utils": "save_preprocess load_preprocess filter_out_empty_flatten_tensor",
     ".strategies.fully_parallel": "FullyParallelSaveStrategyWrapper FullyParallelLoadStrategyWrapper",
-    ".strategies.base": "LoadShardedStrategy SaveShardedStrategy StrategyAction get_default_strategy",
+    ".strategies.base": "LoadShardedStrategy SaveShardedStrategy AsyncSaveShardedStrategy StrategyAction "
+    "get_default_strategy",
+    ".strategies.torch": "TorchDistSaveShardedStrategy TorchDistLoadShardedStrategy get_async_strategy",
+    ".strategies.common": "load_common save_common TorchCommonLoadStrategy TorchCommonSaveStrategy",
+    ".strategies.filesystem_async": "_results_queue get_write_results_queue",
+    ".strategies.async_utils": "AsyncRequest AsyncCallsQueue AsyncCaller TemporalAsyncCaller PersistentAsyncCaller "
+    "_disable_gc _set_process_qos",
 }
 
 
@@ -282,3 +302,97 @@ IMPORTS = {
 def test_what_megatron_and_its_users_import_is_there(module):
     found = importlib.import_module(f"distckpt{module}")
     assert [name for name in IMPORTS[module].split() if not hasattr(found, name)] == []
+
+
+FORWARDED = {
+    "exchange_utils": ("distribute_shards_to_ranks", "ShardDistribution", "exchange_by_distribution"),
+    "strategies.torch": ("_get_filesystem_reader", "mcore_to_pyt_state_dict"),
+    "strategies.filesystem_async": ("FileSystemWriterAsync",),
+    "strategies.state_dict_saver": ("save_state_dict_async_plan", "save_state_dict_async_finalize"),
+    "strategies.cached_metadata_filesystem_reader": ("CachedMetadataFileSystemReader",),
+}
+
+
+@pytest.mark.parametrize("path", FORWARDED)
+def test_what_concerns_megatrons_own_files_is_megatrons(path):
+    theirs, ours = megatron_or_skip(f"dist_checkpointing.{path}"), importlib.import_module(f"distckpt.{path}")
+    for name in FORWARDED[path]:
+        found = getattr(ours, name)
+        assert getattr(found, "__wrapped__", found) is getattr(theirs, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = ours.nothing
+
+
+def test_forwarded_functions_refuse_objects_of_distckpt(monkeypatch):
+    megatron_or_skip("dist_checkpointing")
+    state = {"a": [distckpt.ShardedTensor.from_rank_offsets("a", torch.ones(1))]}
+    flatten = importlib.import_module("distckpt.strategies.torch").mcore_to_pyt_state_dict
+    with pytest.raises(distckpt.CheckpointingException, match="holds objects of distckpt"):
+        flatten(state)
+    monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing.gpt_checkpoint_interop", None)
+    interop = importlib.import_module("distckpt.gpt_checkpoint_interop")
+    with pytest.raises(ImportError, match="Install a version of megatron-core"):
+        _ = interop.gpt_compatible_layer_maps
+
+
+def test_strategies_of_megatron_save_and_load_on_their_own(tmp_path):
+    save = TorchDistSaveShardedStrategy(thread_count=2, cached_metadata=True)
+    state = {"model": {"w": tensor("w", torch.arange(3.0))}, "step": 3}
+    save.save(state, tmp_path / "a")
+    FullyParallelSaveStrategyWrapper(save).async_save(state, tmp_path / "b").execute_sync()
+    FullyParallelSaveStrategyWrapper(None, None, True, "torch_dist", 1, pg_cache_path="x").async_save(
+        state, tmp_path / "c", "mcore"
+    ).execute_sync()
+    for name in "abc":
+        wanted = {"model": {"w": tensor("w", torch.zeros(3))}}
+        loaded = TorchDistLoadShardedStrategy(cache_metadata=True).load(wanted, tmp_path / name)
+        assert loaded["model"]["w"].tolist() == [0, 1, 2]
+        assert TorchDistLoadShardedStrategy().load_tensors_metadata(tmp_path / name).keys() == {"w"}
+        assert load_common(tmp_path / name) == TorchCommonLoadStrategy().load_common(tmp_path / name) == {"step": 3}
+    with pytest.raises(distckpt.CheckpointingException, match="zarr"):
+        TorchDistSaveShardedStrategy("zarr")
+    for refused in (TorchCommonSaveStrategy, lambda: save_common({}, tmp_path)):
+        with pytest.raises(distckpt.CheckpointingException, match=r"distckpt\.save"):
+            refused()
+
+
+def test_integrity_of_a_checkpoint(tmp_path):
+    distckpt.save({"w": tensor("w", torch.arange(3.0))}, tmp_path / "c")
+    validation.save_integrity_manifest(tmp_path / "c")
+    validation.verify_integrity_manifest(tmp_path / "c")
+    (file,) = (tmp_path / "c" / "tensors").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(distckpt.CorruptCheckpointError):
+        validation.verify_integrity_manifest(tmp_path / "c")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"Unexpected keys.*'b'.*Missing keys.*'a'"):
+        validation.maybe_report_missing_and_unexpected_keys({"a"}, {"b"})
+    state = {"a": [tensor("a", torch.ones(1)), tensor("b", torch.ones(1))]}
+    assert validation.adjust_non_strict_load(state, {"a"}) == {"a": state["a"][1:]}
+
+
+def test_preparation_of_state_dicts():
+    def state():
+        return {"w": tensor("w", torch.ones(2)), "f": swiglu("f", torch.ones(4, 2)), "n": 1,
+                "local": LocalNonpersistentObject(5)}  # fmt: skip
+
+    given = state()
+    sharded, common = state_dict_utils.save_preprocess(given)
+    assert (list(sharded), [part.key for part in sharded["f"]], common) == (["w", "f"], ["f", "f"], {"n": 1})
+    given = state()
+    copied, local, factories = state_dict_utils.load_preprocess(given)
+    assert (local, factories["f"].data, type(given["f"])) == ({"local": 5}, None, ShardedTensorFactory)
+    assert [part.key for part in copied["f"]] == ["f", "f"]
+
+
+def test_callers_and_strategies_for_the_background():
+    name, modules = get_async_strategy("nvrx")
+    assert (name, modules["AsyncCallsQueue"]) == ("mcore", async_utils.AsyncCallsQueue)
+    assert get_async_strategy("mcore", "AsyncRequest")[1] is async_utils.AsyncRequest
+    with pytest.raises(TypeError, match="'other'"):
+        get_async_strategy("other")
+    done = []
+    caller = async_utils.TemporalAsyncCaller()
+    caller.schedule_async_call(async_utils.AsyncRequest(done.append, (1,), [lambda: done.append("finalized")]))
+    assert caller.is_current_async_call_done(blocking=True)
+    caller.close()
+    assert done == [1]
