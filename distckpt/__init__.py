@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distckpt._format.codec import UnknownObject, register_object_type
+    from distckpt._objects.per_rank import PerRank
     from distckpt._objects.random_state import RngState
     from distckpt._operations.diff import DiffReport, diff
     from distckpt._operations.reshard import ReshardReport, reshard
@@ -64,6 +65,7 @@ __all__ = [
     "LoadMismatchError",
     "LoadReport",
     "LocalNonpersistentObject",
+    "PerRank",
     "PreemptionGuard",
     "RankFailedError",
     "ReshardReport",
@@ -99,6 +101,7 @@ _HOMES = (
     "core",
     "mapping",
     "_format.codec",
+    "_objects.per_rank",
     "_objects.random_state",
     "serialization",
     "_operations.verify",

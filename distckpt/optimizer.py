@@ -33,6 +33,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.messages import summarize_keys
 from distckpt._base.public import set_public_home
 from distckpt._format.codec import HOLE
+from distckpt._mapping.base import OpenReplicaId
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
 from distckpt._models.optimizer_shards import (
     StoredEntry,
@@ -85,6 +86,7 @@ __all__ = [
     "make_sharded_optimizer_tensor",
     "optim_state_to_sharding_state",
     "sharded_optimizer_state_dict",
+    "zero1_shards",
 ]
 
 set_public_home(globals())
@@ -263,6 +265,58 @@ def _places(section: Section) -> Iterator[tuple[int, Any, torch.Tensor]]:
     params = ((number, param) for number, group in enumerate(section.groups) for param in group["params"])
     for position, (number, param) in enumerate(params):
         yield number, (section.path, position) if section.path else position, param
+
+
+def zero1_shards(
+    params: Iterable[torch.Tensor],
+    model_sharded_state_dict: ShardedStateDict,
+    states: Mapping[str, torch.Tensor],
+    start: int,
+    stop: int,
+    prefix: str = "optimizer",
+) -> list[ShardedTensor | ShardedTensorFactory]:
+    """Describe the part of a ZeRO-1 optimizer's state that this rank has: elements of all parameters end to end.
+
+        first = dp_rank * len(exp_avg)
+        moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        state["zero1"] = zero1_shards(model.parameters(), state["model"], moments, first, first + len(exp_avg))
+
+    A part may begin and end anywhere, and loads under every other layout, flattened or not: keys are those of
+    `sharded_optimizer_state_dict`.
+
+    Args:
+        params: the parameters of a flat buffer, in its order.
+        model_sharded_state_dict: holds the shards of all of them, which are found by their memory.
+        states: by name of the state a 1-D tensor with the elements `start` to `stop` of the buffer.
+        start: number of the first element of this rank's part.
+        stop: that of the element after the last; elements past those of the parameters are padding, and not stored.
+        prefix: what keys begin with.
+
+    Returns:
+        A flat shard of each state of each parameter of which this rank has elements, with views of `states` as data.
+
+    Raises:
+        InvalidShardingError: a parameter without a shard.
+    """
+    params = list(params)
+    by_number = get_param_id_to_sharded_param_map(model_sharded_state_dict, params)
+    described: list[ShardedTensor | ShardedTensorFactory] = []
+    end = 0
+    for number, param in enumerate(params):
+        first, end = end, end + local_part(param).numel()
+        low, high = max(start, first), min(stop, end)
+        if low >= high:
+            continue
+        if number not in by_number:
+            raise InvalidShardingError(f"parameter {number} has no shard of the model.{KEEP_VARS_HINT}")
+        # Other ranks have other elements, unless they turn out to have the same ones.
+        own = replace(by_number[number], replica_id=OpenReplicaId((0,)))
+        for name, values in states.items():
+            data = values[low - start : high - start]
+            flat = {"data": data, "flattened_range": slice(low - first, high - first)}
+            flat |= {"dtype": data.dtype} if isinstance(own, ShardedTensor) else {}
+            described.append(replace(own, key=f"{prefix}.state.{name}.{own.key}", **flat))  # type: ignore[arg-type]
+    return described
 
 
 @operation

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distckpt import ShardedTensor
+from distckpt.modules import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
 VOCAB, CONTEXT, WIDTH, NUM_HEADS, NUM_LAYERS, DROPOUT = 256, 64, 64, 4, 4, 0.1
 
@@ -126,13 +126,15 @@ class ParallelModule(nn.Module):
         for name, child in self.named_children():
             state[name] = child.sharded_state_dict(f"{prefix}{name}.", offsets)
         for name, parameter in self.named_parameters(recurse=False):
-            axis = self._split_axes[name]
-            split = () if axis is None else ((len(offsets) + axis, self.tp.rank, self.tp.size),)
-            # Parameters that are not sharded are the same on all tensor parallel ranks.
-            replica_id = (self.tp.rank if axis is None else 0, self.layout.dp.rank)
-            state[name] = ShardedTensor.from_rank_offsets(
-                prefix + name, parameter, *offsets, *split, replica_id=replica_id, prepend_axis_num=len(offsets)
-            )
+            axis, key = self._split_axes[name], prefix + name
+            # Nobody says which copies there are: save finds out when the shards of all ranks are known.
+            if axis is None:
+                state[name] = make_sharded_tensor_for_checkpoint(parameter, key, offsets)
+            else:
+                tp = (self.tp.rank, self.tp.size)
+                state[name] = make_tp_sharded_tensor_for_checkpoint(
+                    parameter, key, axis, prepend_offsets=offsets, tp_group=tp
+                )
         return state
 
 

@@ -2,15 +2,15 @@
 
     torchrun --standalone --nproc-per-node 4 examples/zero1.py --work-dir /tmp/zero1
 
-Trains at tensor parallel 2 x data parallel 2, saves, and continues; then loads at tensor parallel 1 x data parallel 4
+Trains at tensor parallel 2 x data parallel 2, saves, and continues; then loads at pipeline parallel 2 x data parallel 2
 and resumes. Each data parallel rank holds an equal part of every bucket: a range of elements that may begin and end
-anywhere in the parameters, even inside a fused SwiGLU weight. `flattened_range` specifies the range. After loading, all
-values must be bitwise equal, and the losses equal up to the order of additions.
+anywhere in the parameters, even inside a fused SwiGLU weight, which `zero1_shards` describes. After loading, all values
+must be bitwise equal, and the losses equal up to the order of additions. What each data parallel rank has of its own
+(`PerRank`) is restored, since the number of these ranks is the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from _tiny_experts import make_model
 from _tiny_lm import Axis, Layout, all_reduce, make_layout
-from _tiny_training import forward_backward, make_batch, start, train_and_resume
+from _tiny_training import NUM_MICROBATCHES, forward_backward, make_batch, start, train_and_resume
 from torch import Tensor, nn
 
 import distckpt
-from distckpt.optimizer import get_param_id_to_sharded_param_map
+from distckpt.optimizer import zero1_shards
 
 BUCKET_SIZE, LEARNING_RATE, BETAS = 20_000, 3e-3, (0.9, 0.95)
 
@@ -56,18 +56,9 @@ class Bucket:
         for p, values in zip(self.params, torch.cat(parts)[: sum(sizes)].split(sizes), strict=True):
             p.data.copy_(values.view_as(p))
 
-    def sharded_state_dict(self, shards: list[Any]) -> list[Any]:
-        """Describe this rank's part. `shards` are those of the parameters; padding is not saved."""
-        described, start = [], 0
-        for param, shard in zip(self.params, shards, strict=True):
-            low, high = max(self.first, start), min(self.first + self.share, start + param.numel())
-            own, run = slice(low - self.first, high - self.first), slice(low - start, high - start)
-            # Only tensor parallel ranks hold replicas: data parallel ranks have different elements.
-            flat = {"flattened_range": run, "replica_id": (shard.replica_id[0], 0)}
-            for name, values in self.state.items() if low < high else ():
-                described.append(replace(shard, key=f"optimizer.{name}.{shard.key}", data=values[own], **flat))
-            start += param.numel()
-        return described
+    def sharded_state_dict(self, model: dict[str, Any]) -> list[Any]:
+        """Describe this rank's part; padding is not saved."""
+        return zero1_shards(self.params, model, self.state, self.first, self.first + self.share)
 
 
 class Trainer:
@@ -75,6 +66,8 @@ class Trainer:
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self.layout, self.model, self.step = layout, make_model(layout, seed), 0
+        # Microbatches that this data parallel rank has trained on.
+        self.seen = distckpt.PerRank(0, {"dp": (layout.dp.rank, layout.dp.size)})
         self.params, self.buckets, members = list(self.model.parameters()), [], []
         for param in self.params:
             members.append(param)
@@ -84,21 +77,20 @@ class Trainer:
 
     def sharded_state_dict(self) -> dict[str, Any]:
         model = self.model.sharded_state_dict()
-        by_number = get_param_id_to_sharded_param_map(model, self.params)
-        shards = iter([by_number[number] for number in range(len(self.params))])
-        optimizer = [bucket.sharded_state_dict([next(shards) for _ in bucket.params]) for bucket in self.buckets]
-        return {"model": model, "optimizer": optimizer, "step": self.step}
+        optimizer = [bucket.sharded_state_dict(model) for bucket in self.buckets]
+        return {"model": model, "optimizer": optimizer, "step": self.step, "seen": self.seen}
 
     def save(self, path: Path) -> None:
         distckpt.save(self.sharded_state_dict(), path, overwrite=True)
 
     def load(self, path: Path) -> None:
-        # Tensors, including flattened ones, are loaded in place; only the step is restored here.
+        # Tensors, including flattened ones, and `seen` are loaded in place; only the step is restored here.
         self.step = distckpt.load(self.sharded_state_dict(), path)["step"]
 
     def train_step(self) -> float:
         loss = forward_backward(self.model, self.layout, *make_batch(self.step))
         self.step += 1
+        self.seen.value += NUM_MICROBATCHES // self.layout.dp.size
         for bucket in self.buckets:
             bucket.update(self.step)
         return loss
@@ -107,8 +99,8 @@ class Trainer:
 def main() -> None:
     work_dir = start(__doc__)
     first = Trainer(make_layout(tp=2, pp=1, dp=2), seed=1)
-    second = Trainer(make_layout(tp=1, pp=1, dp=4), seed=2)  # another seed, so that nothing is right before loading
-    train_and_resume(first, second, [work_dir / "tp2-dp2", work_dir / "tp1-dp4"])
+    second = Trainer(make_layout(tp=1, pp=2, dp=2), seed=2)  # another seed, so that nothing is right before loading
+    train_and_resume(first, second, [work_dir / "tp2-dp2", work_dir / "pp2-dp2"])
 
 
 if __name__ == "__main__":

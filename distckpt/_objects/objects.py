@@ -25,7 +25,7 @@ from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._models.optimizer_state import unite
 from distckpt._models.optimizer_view import is_optimizer
 from distckpt._objects.materialize import materialize_module
-from distckpt._objects.random_state import RngState
+from distckpt._objects.per_rank import PerRank, cell_of
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, StateDict
 from distckpt.modules import bare_module, load_sharded_state_dict, sharded_state_dict, sharded_state_dict_default
@@ -82,7 +82,10 @@ def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize:
     settings: dict[str, list[Any]] = {}
     with ranks.phase("describe the objects of the state dict"):
         tree = _Walk(ranks, loads, materialize, places).describe(state_dict, ())
+        meshes = _meshes(places)
         for place in places:
+            if place.kind == _PER_RANK:
+                tree = _replaced(tree, place.path, cell_of(place.value, place.name, ranks, meshes, loads))
             if place.kind == _OPTIMIZER:
                 described, entries = describe_optimizer(place.value, {"": tree}, place.prefix)
                 if loads or place.prefix not in settings:
@@ -110,7 +113,7 @@ class _Walk(NamedTuple):
     places: list[Place]
 
     def describe(self, node: Any, path: Path) -> Any:
-        """Return a part of the state dict without objects; optimizers stay, as they need the modules."""
+        """Return a part of the state dict without objects; what needs the modules stays."""
         if type(node) in _VALUES:
             return node
         if isinstance(node, dict):
@@ -132,9 +135,6 @@ class _Walk(NamedTuple):
         if kind == _DTENSOR:
             shard = shard_of_dtensor(place.name, node, (), 0, None) if is_in_mesh(node) else None
             return LocalNonpersistentObject(node) if shard is None else shard
-        if kind == _PER_RANK:
-            value = None if self.loads else node.state_dict()
-            return ShardedObject(place.name, value, (self.ranks.size,), (self.ranks.rank,), 0)
         if kind == _STATEFUL:
             described = self.describe(node.state_dict(), path)
             return _only_shards(described) if self.loads else described
@@ -152,7 +152,14 @@ def _kind_of(node: Any) -> int | None:
         return _OPTIMIZER
     if not (callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))):
         return None
-    return _PER_RANK if isinstance(node, RngState) or hasattr(node, "__iter__") else _STATEFUL
+    return _PER_RANK if isinstance(node, PerRank) or hasattr(node, "__iter__") else _STATEFUL
+
+
+def _meshes(places: list[Place]) -> list[str]:
+    """Name the device meshes of the modules in a state dict, by their axes and sizes."""
+    modules = [place.value for place in places if place.kind == _MODULE and any(p.kind == _PER_RANK for p in places)]
+    meshes = {param.device_mesh for module in modules for param in module.parameters() if is_dtensor(param)}
+    return sorted({f"{mesh.mesh_dim_names or ''}{tuple(mesh.shape)}" for mesh in meshes})
 
 
 def _rebuilt(node: Any, children: Any) -> Any:
@@ -214,14 +221,9 @@ def resolve(
                     targets["settings"] = ShardedObject(key, None, (1,), (0,), ranks.rank)
                 tree = _replaced(tree, path, targets)
         for place in places:
-            entry = stored.get(place.name)
-            if place.kind == _PER_RANK and entry is not None and entry.shape != (ranks.size,):
-                if ranks.is_coordinator:
-                    logger.warning(
-                        "%r was saved on %s ranks, each with a state of its own, and this load has %d: none is loaded. "
-                        "A data loader begins anew, random numbers go on from where they are.",
-                        place.name, "x".join(map(str, entry.shape)), ranks.size,
-                    )  # fmt: skip
+            entry, cell = stored.get(place.name), _at(tree, place.path)
+            if place.kind == _PER_RANK and entry is not None and entry.shape != cell.global_shape:
+                _warn_of_skipped(cell, f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}")
                 tree = _replaced(tree, place.path, LocalNonpersistentObject(place.value))
                 places = [other for other in places if other is not place]
     return Described(tree, places)
@@ -249,10 +251,25 @@ def restore(described: Described, loaded: StateDict, is_strict: bool) -> StateDi
         elif place.kind == _OPTIMIZER:
             if is_strict or "settings" in value:
                 load_sharded_optimizer_state_dict(place.value, value)
+        elif place.kind == _PER_RANK:
+            cell = _at(described.state_dict, place.path)
+            if value["layout"] == cell.data["layout"]:
+                place.value.load_state_dict(value["value"])
+            else:
+                _warn_of_skipped(cell, f"layout {value['layout']}", f"layout {cell.data['layout']}")
         elif place.kind != _DTENSOR:
             place.value.load_state_dict(value)
         loaded = _replaced(loaded, place.path, place.value)
     return loaded
+
+
+def _warn_of_skipped(cell: ShardedObject, saved: str, own: str) -> None:
+    if not any(cell.replica_id):  # type: ignore[arg-type]  # Of rank 0.
+        logger.warning(
+            "%r is not restored: each rank has its own, and it was saved under the %s, while this load has the %s. A "
+            "data loader begins anew, random numbers go on from where they are.",
+            cell.key, saved, own,
+        )  # fmt: skip
 
 
 def _at(tree: Any, path: Path) -> Any:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from distckpt._objects.per_rank import PerRank
 
-class RngState:
+
+class RngState(PerRank):
     """The state of this process's random number generators: of Python, numpy, torch, and its accelerator.
 
         state = {"model": model, "rng": distckpt.RngState()}
 
-    A checkpoint has one state for each rank. A load with another number of ranks leaves the generators as they are,
-    with a warning.
+    A checkpoint has one state for each rank. A load under another layout leaves the generators as they are, with a
+    warning: see `PerRank`, also for `grid`.
     """
+
+    def __init__(self, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
+        super().__init__(None, grid)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, by library."""

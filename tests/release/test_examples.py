@@ -108,11 +108,14 @@ def check_fsdp2(output: str, work_dir: Path) -> None:
 
 def check_zero1(output: str, work_dir: Path) -> None:
     check_resumed(output)
-    saved = equal_checkpoints(work_dir / "tp2-dp2", work_dir / "tp1-dp4")
+    first, second = work_dir / "tp2-dp2", work_dir / "pp2-dp2"
+    saved = equal_checkpoints(first, second)
     assert len(saved) == 4 * 13  # those of the model; the parameters and both moments of the optimizer
     for key in [key for key in saved if not key.startswith("optimizer.")]:
-        assert torch.equal(saved[key], saved[f"optimizer.param.{key}"])
-        assert saved[f"optimizer.exp_avg_sq.{key}"].count_nonzero() > 0
+        assert torch.equal(saved[key], saved[f"optimizer.state.param.{key}"])
+        assert saved[f"optimizer.state.exp_avg_sq.{key}"].count_nonzero() > 0
+    assert not distckpt.diff(first, second).objects  # `seen` of both ranks, restored and saved again
+    assert {f"seen/shard_{i}_2" for i in range(2)} <= distckpt.load_sharded_metadata(first).keys()
 
 
 def check_moe(output: str, work_dir: Path) -> None:
