@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import (
@@ -17,6 +17,7 @@ from distckpt._cli.selection import (
 )
 from distckpt._cli.verb import Verb, parse_size
 from distckpt._operations.consolidate import Preview, consolidate, preview
+from distckpt._quantization.formats import FORMATS
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,11 +40,25 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="leave out or write tied copies of a tensor (default: %(default)s)",
     )
     parser.add_argument("--max-file-bytes", type=parse_size, metavar="SIZE", help="largest size of a file, such as 5GB")
+    parser.add_argument(
+        "--quantize",
+        action="append",
+        type=_format,
+        metavar="[PATTERN=]FORMAT",
+        help=f"quantise to one of {', '.join(FORMATS)}; what models usually quantise, or by pattern; can be repeated",
+    )
     parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")
     parser.add_argument("--extra-files-from", metavar="DIR", help="copy config, tokenizer and similar files from there")
     parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")
     add_writing(parser)
     add_verify(parser)
+
+
+def _format(text: str) -> tuple[str, str]:
+    pattern, _, name = text.rpartition("=")
+    if name not in FORMATS:
+        raise ArgumentTypeError(f"{name!r} is no format: choose from {', '.join(FORMATS)}")
+    return pattern, name
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -53,6 +68,7 @@ def run(arguments: Namespace, output: Output) -> int:
         "family": arguments.family,
         "rename": dict(arguments.rename),
         "dtype": dtype_option(arguments.dtype),
+        "quantize": dict(arguments.quantize) if arguments.quantize else None,
         "tied": arguments.tied,
         "like": arguments.like,
     }
@@ -88,15 +104,14 @@ def _show_plan(plan: Preview, output: Output) -> None:
     sources = {t.name: [f"{part.key} {part.source}" for part in t.mapped.parts] for t in plan.tensors}
     if output.as_json:
         tensors = [
-            {"name": t.name, "dtype": t.dtype, "shape": t.mapped.shape, "sources": sources[t.name]}
-            for t in plan.tensors
+            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]} for t in plan.tensors
         ]
         output.json({"tensors": tensors, "left_out": plan.left_out})
         return
     for tensor in plan.tensors:
         regions = sources[tensor.name]
         more = f" and {len(regions) - 1:,} more" if len(regions) > 1 else ""
-        shape = "x".join(map(str, tensor.mapped.shape)) or "()"
+        shape = "x".join(map(str, tensor.shape)) or "()"
         output.line(f"{tensor.name}  {tensor.dtype} {shape}  <- {regions[0] if regions else 'empty'}{more}")
     for key in plan.left_out:
         output.line(f"left out: {key}")

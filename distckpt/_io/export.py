@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -9,21 +10,28 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import flat_range_regions
-from distckpt._io.read import read_chunks_into, read_copies
+from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
+from distckpt._io.read import read_chunks_into
+from distckpt._io.read_values import read_values
 from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
 from distckpt._plan.load import Request, plan_load
+from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode
+from distckpt._quantization.numbers import scratch
+from distckpt._quantization.quantized import part_regions
 from distckpt.rules import resolve, target_view
 
 _WINDOWS_PER_THREAD = 4
 """Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening, conversion."""
 _COUNTED_AT_ONCE = 1 << 17
 """Elements; counting makes several temporary tensors of 8 bytes an element."""
+_ENCODED_AT_ONCE = 1 << 20
+"""Elements."""
 _counting = threading.Lock()
 """Held while a thread adds to the number of overflows of a tensor, to which others may add as well."""
 
@@ -45,7 +53,7 @@ def write_output_file(
     Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes, from several
     threads. Returns how many values did not fit the dtype they were converted to, for tensors that have such values.
     """
-    entries = [safetensors_file.Entry(t.name, t.dtype, t.mapped.shape, t.num_bytes) for t in file.tensors]
+    entries = [safetensors_file.Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in file.tensors]
     order = safetensors_file.layout_order(entries)
     tensors, entries = [file.tensors[i] for i in order], [entries[i] for i in order]
     header, _ = safetensors_file.build_header(entries, {"format": "pt"})
@@ -63,9 +71,11 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
     It adds to `overflows`, by name, the number of values that did not fit the dtype they were converted to.
     """
     chunks = [_complete_chunk(stored, tensor) for tensor in tensors]
+    to_encode = {tensor.encoded.quantized.parts["codes"].key: tensor for tensor in tensors if tensor.encoded}
+    find_maximum = functools.cache(lambda key: _find_maximum(stored, to_encode[key]))
 
-    def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        filled = scratch[: sum(span.num_bytes for span in unit)]
+    def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
+        filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
         plain: list[tuple[int, Bytes]] = []
         others: list[tuple[Span, Bytes]] = []
         begin = 0
@@ -75,13 +85,17 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
             chunk = chunks[span.chunk]
             if chunk is not None and len(memory) == tensors[span.chunk].num_bytes:
                 plain.append((chunk, memory))
+            elif (encoded := tensors[span.chunk].encoded) is not None:
+                key = encoded.quantized.parts["codes"].key
+                maximum = find_maximum(key) if needs_maximum(encoded.quantized) else 0.0
+                _encode_range(stored, tensors[span.chunk], span, memory, maximum)
             else:
                 others.append((span, memory))
         read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
-        _read_ranges(stored, tensors, [pair for pair in others if not _is_cast(tensors[pair[0].chunk])])
+        _read_ranges(stored, tensors, [pair for pair in others if not _loses_values(tensors[pair[0].chunk])])
         for span, memory in others:
             tensor = tensors[span.chunk]
-            num_overflows = _read_and_cast(stored, tensors, span, memory) if _is_cast(tensor) else 0
+            num_overflows = _read_and_cast(stored, tensor, span, memory) if _loses_values(tensor) else 0
             if num_overflows:
                 with _counting:
                     overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
@@ -94,9 +108,13 @@ def _is_cast(tensor: OutputTensor) -> bool:
     return tensor.dtype != tensor.mapped.dtype
 
 
+def _loses_values(tensor: OutputTensor) -> bool:
+    return _is_cast(tensor) and not is_lossless_cast(FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype])
+
+
 def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
     """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
-    if len(tensor.mapped.parts) != 1 or _is_cast(tensor):
+    if len(tensor.mapped.parts) != 1 or _is_cast(tensor) or tensor.encoded:
         return None
     part = tensor.mapped.parts[0]
     is_whole = part.source.shape == stored.global_shape(part.key) and part.target.shape == tensor.mapped.shape
@@ -104,18 +122,17 @@ def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | Non
         return None
     chunks = stored.chunks_of(part.key)
     has_one = len(chunks) == 1 and int(stored.manifest.num_bytes[chunks[0]]) == tensor.num_bytes
-    return chunks[0] if has_one else None
+    return chunks[0] if has_one and chunks[0] not in stored.quantized else None
 
 
 def _read_ranges(
     stored: StoredCheckpoint, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Span, Bytes]]
 ) -> None:
-    """Read ranges of output tensors, in the dtype they are stored in, into the memory beside each."""
+    """Read ranges of output tensors, in their dtypes, into the memory beside each."""
     requests: list[Request] = []
     targets: list[torch.Tensor] = []
     for span, memory in ranges:
-        mapped = tensors[span.chunk].mapped
-        dtype = FROM_NAME[mapped.dtype]
+        mapped, dtype = tensors[span.chunk].mapped, FROM_NAME[tensors[span.chunk].dtype]
         values = torch.from_numpy(memory).view(dtype)
         if mapped.padding:
             memory[:] = 0
@@ -124,15 +141,23 @@ def _read_ranges(
         for region in flat_range_regions(mapped.shape, first, last):
             view = values[done : done + region.num_elements].view(region.shape)
             done += region.num_elements
-            for place, piece in resolve(mapped, region):
-                requests.append(Request(piece.key, stored.global_shape(piece.key), piece.source))
-                targets.append(target_view(view[place.slices()], piece))
-    read_copies(stored, plan_load(stored, requests), targets, num_threads=1)
+            more_requests, more_targets = _requests(stored, tensors[span.chunk], region, view)
+            requests += more_requests
+            targets += more_targets
+    read_values(stored, plan_load(stored, requests), targets, num_threads=1)
 
 
-def _read_and_cast(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], span: Span, memory: Bytes) -> int:
+def _requests(
+    stored: StoredCheckpoint, tensor: OutputTensor, region: Region, view: torch.Tensor
+) -> tuple[list[Request], list[torch.Tensor]]:
+    """Find what a region of a tensor is made of: requests, and the views of `view` that they fill."""
+    parts = resolve(tensor.mapped, region)
+    requests = [Request(part.key, stored.global_shape(part.key), part.source) for _, part in parts]
+    return requests, [target_view(view[place.slices()], part) for place, part in parts]
+
+
+def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes) -> int:
     """Read a range, convert it, and count the values that do not fit."""
-    tensor = tensors[span.chunk]
     source, goal = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
     first, last = span.start // goal.itemsize, span.stop // goal.itemsize
     step = UNIT_BYTES // source.itemsize
@@ -141,15 +166,57 @@ def _read_and_cast(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], sp
     for begin in range(first, last, step):
         end = min(begin + step, last)
         wide = bounce_buffer("cast", (end - begin) * source.itemsize)
-        bytes_of = Span(span.chunk, begin * source.itemsize, end * source.itemsize)
-        _read_ranges(stored, tensors, [(bytes_of, wide)])
+        bytes_of = Span(0, begin * source.itemsize, end * source.itemsize)
+        _read_ranges(stored, [tensor._replace(dtype=tensor.mapped.dtype)], [(bytes_of, wide)])
         values, target = torch.from_numpy(wide).view(source), converted[begin - first : end - first]
         target.copy_(values)
-        if not is_lossless_cast(source, goal):
-            for low in range(0, len(values), _COUNTED_AT_ONCE):
-                high = low + _COUNTED_AT_ONCE
-                overflows += _count_overflows(values[low:high], target[low:high])
+        for low in range(0, len(values), _COUNTED_AT_ONCE):
+            high = low + _COUNTED_AT_ONCE
+            overflows += _count_overflows(values[low:high], target[low:high])
     return overflows
+
+
+def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region) -> torch.Tensor:
+    """Read a region of a tensor that is to be quantised, with the axes of the quantised form, as float32."""
+    assert tensor.encoded is not None
+    quantized = tensor.encoded.quantized
+    values = scratch("to encode", region.shape, torch.float32)
+    if tensor.mapped.padding:
+        values.zero_()
+    view = values.transpose(-2, -1) if quantized.transposed else values
+    requests, targets = _requests(stored, tensor, quantized.to_model(region), view)
+    read_values(stored, plan_load(stored, requests), targets, num_threads=1)
+    return values
+
+
+def _find_maximum(stored: StoredCheckpoint, tensor: OutputTensor) -> float:
+    """Return the largest magnitude in a tensor that is to be quantised."""
+    assert tensor.encoded is not None
+    pieces = cut_region(whole(tensor.encoded.quantized.shape), _ENCODED_AT_ONCE)
+    return max(float(_read_values(stored, tensor, piece).abs_().max()) for piece in pieces)
+
+
+def _encode_range(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes, maximum: float) -> None:
+    """Quantise what a range of a part is made of."""
+    assert tensor.encoded is not None
+    (quantized, role), dtype = tensor.encoded, FROM_NAME[tensor.dtype]
+    content, done = torch.from_numpy(memory).view(dtype), 0
+    for wanted in flat_range_regions(tensor.shape, span.start // dtype.itemsize, span.stop // dtype.itemsize):
+        target = content[done : done + wanted.num_elements].view(wanted.shape)
+        done += wanted.num_elements
+        for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
+            try:
+                part = encode(quantized, _read_values(stored, tensor, region), region, maximum)[role]
+            except ValueError as error:
+                raise CheckpointingException(
+                    f"{tensor.name!r} cannot be quantised: {error}, in region {region} of the tensor it is made of. "
+                    "Leave the tensor out of `quantize`, or correct it."
+                ) from error
+            place = part_regions(quantized, region)[role]
+            common = intersect(place, wanted)
+            if common is not None:
+                part = part.contiguous().view(dtype).view(place.shape)
+                target[common.relative_to(wanted.offset).slices()] = part[common.relative_to(place.offset).slices()]
 
 
 def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:

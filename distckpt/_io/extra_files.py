@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
+from distckpt._plan.codes import CONFIG_NAMES, may_be_codes
+from distckpt._plan.export import OutputTensor
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -61,3 +67,43 @@ def copy_extra_files(paths: Sequence[str], target: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     locations.sync_directory(target)
+
+
+def adapt_config(
+    paths: Sequence[str],
+    outputs: Sequence[OutputTensor],
+    quantization: Mapping[str, Any] | None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+) -> tuple[list[str], dict[str, bytes]]:
+    """Let the configuration say what is exported.
+
+    Args:
+        paths: of the files to copy.
+        outputs: tensors of the export.
+        quantization: the `quantization_config` of tensors that are quantised now.
+        dtype: of all other tensors, where one was given.
+
+    Returns:
+        The files that are still to copy, and the content of others by name.
+    """
+    by_name = {locations.split(path)[1]: path for path in paths}
+    name = CONFIG_NAMES[0]
+    content = json.loads(locations.read_bytes(by_name[name], _MAX_BYTES)) if name in by_name else {}
+    before = json.dumps(content)
+    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    stays_quantized = quantization is None and any(may_be_codes(output.dtype) for output in outputs)
+    if not stays_quantized:
+        by_name.pop(CONFIG_NAMES[1], None)
+        for part in parts:
+            part.pop("quantization_config", None)
+            part.pop("compression_config", None)
+    if quantization is not None:
+        content["quantization_config"] = quantization
+    for part in parts if isinstance(dtype, torch.dtype) else ():
+        for field in ("dtype", "torch_dtype"):
+            if field in part:
+                part[field] = str(dtype).removeprefix("torch.")
+    if json.dumps(content) == before:
+        return list(by_name.values()), {}
+    by_name.pop(name, None)
+    return list(by_name.values()), {name: json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"}

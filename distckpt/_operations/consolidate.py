@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -27,22 +28,26 @@ from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._io.export import num_export_threads, write_output_file
-from distckpt._io.extra_files import copy_extra_files, list_extra_files
+from distckpt._io.extra_files import adapt_config, copy_extra_files, list_extra_files
+from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
     DEFAULT_MAX_FILE_BYTES,
     OutputFile,
     OutputTensor,
     assign_files,
     check_casts,
+    is_for_all,
     plan_files,
     plan_tensors,
+    quantize_outputs,
     select_tensors,
 )
+from distckpt._quantization.formats import FORMATS
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._storage import locations
 from distckpt.families import rules_for
-from distckpt.rules import Rule
+from distckpt.rules import Rule, TensorInfo
 from distckpt.strategies.base import Verify
 
 logger = logging.getLogger(__name__)
@@ -95,20 +100,14 @@ def preview(
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     tied: Literal["drop", "write"] = "drop",
     unmatched: Literal["error", "keep"] = "error",
+    quantize: str | Mapping[str, str] | None = None,
     like: str | os.PathLike[str] | None = None,
 ) -> Preview:
     """Plan an export with the arguments of `consolidate`; nothing is written, and no tensor is read."""
-    location = locations.normalize(checkpoint)
-    stored = opening.open_checkpoint(location)
-    tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
-    directory = None if like is None else locations.normalize(like)
-    rules = [*rules, *rules_for(family, directory, tensors)]
-    outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
-    check_casts(stored, outputs)
-    if directory is not None:
-        _file_numbers(directory, outputs, is_speaker=True)
-    used = {part.key for output in outputs for part in output.mapped.parts}
-    return Preview(outputs, [key for key, info in tensors.items() if key not in used and 0 not in info.shape])
+    stored = opening.open_checkpoint(locations.normalize(checkpoint))
+    plan = _plan(stored, keys, rules, family, rename, dtype, _formats(quantize), tied, unmatched, like)
+    used = {part.key for output in plan.outputs for part in output.mapped.parts}
+    return Preview(plan.outputs, [key for key, info in plan.tensors.items() if key not in used and 0 not in info.shape])
 
 
 @operation
@@ -126,6 +125,7 @@ def consolidate(
     unmatched: Literal["error", "keep"] = "error",
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
+    quantize: str | Mapping[str, str] | None = None,
     like: str | os.PathLike[str] | None = None,
     extra_files_from: str | os.PathLike[str] | None = None,
     extra_code: bool = False,
@@ -156,14 +156,20 @@ def consolidate(
             memory: "auto" reads the `config.json` of `like`, a path another one, see `distckpt.families`.
         rename: afterwards, old beginnings of names -> new ones.
         dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new names. Integers and
-            8-bit floats are converted only by a pattern that is exactly their name.
+            8-bit floats are converted only by a pattern that is exactly their name. With a dtype for all tensors, rules
+            or a family, quantised tensors become values, else they are written as they are stored.
+        quantize: quantise what models usually quantise to a format: "fp8-block", "fp8-block-ue8m0", "fp8-tensor",
+            "fp8-channel", "int8-channel", "mxfp4", "mxfp4-packed", "int4" or "nvfp4". Or a dict of patterns of new
+            names -> format; the first that matches counts. `config.json` says what was done.
         tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each ("write").
         unmatched: with rules, a tensor that none of them matches is an error, or keeps name and shape ("keep").
         max_file_bytes: how much data goes into one file.
         fqn_to_index_mapping: new name -> number of its file, from 1, instead.
-        like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it.
+        like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it. When it is
+            quantised, `quantize` with one format is for the same tensors.
         extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
-            most 256 MiB, and links to such files inside the directory.
+            most 256 MiB, and links to such files inside the directory. In `config.json` the dtype follows `dtype`, and
+            what it says of quantised tensors the export.
         extra_code: copy `*.py` files too, which programs that trust the export may run.
         overwrite: replace an export that is there.
         verify: as in `load`; checksums of a distckpt checkpoint are verified by default.
@@ -191,6 +197,7 @@ def consolidate(
         "rules": rules,
         "rename": rename,
         "dtype": dtype,
+        "quantize": quantize,
         "tied": tied,
         "overwrite": overwrite,
     }
@@ -199,6 +206,7 @@ def consolidate(
         check_choice("tied", tied, ("drop", "write"))
         check_choice("unmatched", unmatched, ("error", "keep"))
         check_choice("verify", verify, get_args(Verify))
+        formats = _formats(quantize)
         location, target = locations.normalize(checkpoint), posix.resolve(output_dir)
         background.wait_for_location(location)
 
@@ -208,23 +216,73 @@ def consolidate(
 
         # 2. Plan: everything is checked before a byte is written.
         with ranks.phase("plan the export"):
-            tensors = select_tensors(stored.manifest, keys, write_tied=tied == "write")
-            directory = None if like is None else locations.normalize(like)
-            rules = [*rules, *rules_for(family, directory, tensors)]
-            outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
-            check_casts(stored, outputs)
-            numbers = fqn_to_index_mapping
-            if directory is not None:
-                numbers = _file_numbers(directory, outputs, ranks.is_coordinator)
-            files = plan_files(outputs, max_file_bytes, numbers)
+            plan = _plan(
+                stored, keys, rules, family, rename, dtype, formats, tied, unmatched, like, ranks.is_coordinator
+            )
+            files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
             extra_files: list[str] = []
             if extra_files_from is not None and ranks.is_coordinator:
                 extra_files = list_extra_files(locations.normalize(extra_files_from), extra_code)
+            config: dict[str, bytes] = {}
+            if ranks.is_coordinator:
+                extra_files, config = adapt_config(extra_files, plan.outputs, plan.quantization, dtype)
 
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)
-    overflows = write_export(ranks, stored, data, files, target, num_threads, progress, extra_files)
+    overflows = write_export(ranks, plan.stored, data, files, target, num_threads, progress, extra_files, config)
     return _report(files, overflows, time.perf_counter() - started)
+
+
+class _Plan(NamedTuple):
+    """The plan of an export: the view of the checkpoint to read, its tensors, the outputs, and numbers of files.
+
+    `quantization` is the `quantization_config` of what is quantised.
+    """
+
+    stored: StoredCheckpoint
+    tensors: Mapping[str, TensorInfo]
+    outputs: list[OutputTensor]
+    numbers: Mapping[str, int] | None
+    quantization: Mapping[str, Any] | None
+
+
+def _plan(
+    stored: StoredCheckpoint,
+    keys: str | Sequence[str] | None,
+    rules: Sequence[Rule],
+    family: str | os.PathLike[str] | None,
+    rename: Mapping[str, str] | None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+    formats: Mapping[str, str],
+    tied: str,
+    unmatched: str,
+    like: str | os.PathLike[str] | None,
+    is_speaker: bool = True,
+) -> _Plan:
+    """Decide what is exported; the arguments are those of `consolidate`."""
+    if rules or family is not None or formats or is_for_all(dtype):
+        stored = decoded(stored)
+    tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
+    directory = None if like is None else locations.normalize(like)
+    rules = [*rules, *rules_for(family, directory, tensors)]
+    outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+    quantization: Mapping[str, Any] | None = None
+    reference = None
+    if directory is not None:
+        reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
+    if formats:
+        outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
+    check_casts(stored, outputs)
+    numbers = None if reference is None else _file_numbers(reference, outputs, is_speaker)
+    return _Plan(stored, tensors, outputs, numbers, quantization)
+
+
+def _formats(quantize: str | Mapping[str, str] | None) -> dict[str, str]:
+    """Return formats by pattern; the empty one is for what models usually quantise."""
+    formats = {"": quantize} if isinstance(quantize, str) else dict(quantize or {})
+    for name in formats.values():
+        check_choice("quantize", name, tuple(FORMATS))
+    return formats
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------
@@ -278,10 +336,12 @@ def write_export(
     num_threads: int,
     progress: Callable[[int, int], object] | None = None,
     extra_files: Sequence[str] = (),
+    config: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Write an export beside the target, check it and make it visible; return the overflows by tensor.
 
-    Collective operation: all ranks must call it; each writes whole files. `data` is the manifest as it was read.
+    Collective operation: all ranks must call it; each writes whole files. `data` is the manifest as it was read,
+    `config` has the content of more files by name.
     """
     timer = PhaseTimer("consolidate", ranks.rank, target)
     place, held = choose_staging(ranks, target), contextlib.ExitStack()
@@ -300,6 +360,8 @@ def write_export(
                 for file in files:
                     _check_written(locations.join(staging, file.name), file)
                 copy_extra_files(extra_files, staging)
+                for name, content in config.items():
+                    locations.write_bytes(locations.join(staging, name), content)
                 _write_index(staging, files)
                 posix.commit_beside_others(staging, target, belongs_to_export)
     except BaseException:
@@ -354,17 +416,17 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
         locations.remove_file(locations.join(target, file.name))
 
 
-def _file_numbers(like: str, outputs: Sequence[OutputTensor], is_speaker: bool) -> dict[str, int]:
+def _file_numbers(stored: StoredCheckpoint, outputs: Sequence[OutputTensor], is_speaker: bool) -> dict[str, int]:
     """Number the files of a reference directory, after checking that it holds tensors of the same shapes."""
-    reference = hugging_face.read_directory(like)
+    reference, like = stored.manifest, stored.location
     absent = set(reference.keys) - {tensor.name for tensor in outputs}
     if absent and is_speaker:
         logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
     for tensor in outputs:
         key_id = reference.key_index.get(tensor.name)
-        if key_id is not None and reference.global_shapes[key_id] != tensor.mapped.shape:
+        if key_id is not None and reference.global_shapes[key_id] != tensor.shape:
             raise CheckpointingException(
-                f"Tensor {tensor.name!r} would be exported with shape {tensor.mapped.shape}; in {like!r} it has "
+                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} it has "
                 f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
             )
     return {
@@ -386,7 +448,7 @@ def _report(files: Sequence[OutputFile], overflows: Mapping[str, int], seconds: 
 def _check_written(path: str, file: OutputFile) -> None:
     """Compare the header of a written file with the plan."""
     written = {entry.name: (entry.dtype, entry.shape) for entry in hugging_face.read_header(path).entries}
-    planned = {tensor.name: (tensor.dtype, tensor.mapped.shape) for tensor in file.tensors}
+    planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}
     if written != planned:
         different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
         raise CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")

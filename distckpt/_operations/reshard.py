@@ -30,7 +30,16 @@ from distckpt._io.save import encoded_objects, object_file_of
 from distckpt._io.write import NewFile, WriteSettings
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._plan.cache import SavePlan
-from distckpt._plan.export import OutputTensor, check_casts, matches, plan_tensors, renamed, select_tensors
+from distckpt._plan.decoded import decoded, hidden_keys
+from distckpt._plan.export import (
+    OutputTensor,
+    check_casts,
+    is_for_all,
+    matches,
+    plan_tensors,
+    renamed,
+    select_tensors,
+)
 from distckpt._plan.layout import PlannedChunk, PlannedFile, chunk_table, lay_out_files, manifest_of_keys
 from distckpt._plan.save import plan_owners
 from distckpt._ranks.collectives import Ranks
@@ -128,14 +137,16 @@ def reshard(
 
     # 1. What is written.
     stored = open_checkpoint(location, verify)
+    if rules or is_for_all(dtype):
+        stored = decoded(stored)
     manifest, rename = stored.manifest, rename or {}
     outputs: list[OutputTensor] = []
     if keys is not None or any(name != OBJECT for name in manifest.dtypes):
         # Rules may make different tensors of tied ones, which are written one by one then.
-        tensors = select_tensors(manifest, keys, write_tied=bool(rules))
+        tensors = select_tensors(manifest, keys, bool(rules), hidden_keys(stored))
         outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True)
         check_casts(stored, outputs)
-    aliases = {} if rules else _aliases(manifest, keys, rename)
+    aliases = {} if rules else _aliases(stored, keys, rename)
     objects = _read_objects(stored)
 
     # 2. Who writes it.
@@ -162,14 +173,15 @@ def reshard(
 # --- What is written --------------------------------------------------------------------------------------------------
 
 
-def _aliases(manifest: Manifest, keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> dict[str, str]:
+def _aliases(stored: StoredCheckpoint, keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> dict[str, str]:
     """Return the tied keys of the new checkpoint, under their new names."""
-    chosen = select_tensors(manifest, keys, write_tied=False) if manifest.aliases else {}
-    stored = {manifest.key_index[name]: name for name in chosen}
+    manifest, hidden = stored.manifest, hidden_keys(stored)
+    chosen = select_tensors(manifest, keys, False, hidden) if manifest.aliases else {}
+    names = {manifest.key_index[name]: name for name in chosen}
     return {
-        renamed(alias, rename): renamed(stored[manifest.key_index[alias]], rename)
+        renamed(alias, rename): renamed(names[manifest.key_index[alias]], rename)
         for alias in manifest.aliases
-        if alias not in chosen and (keys is None or matches(alias, keys))
+        if alias not in chosen and alias not in hidden and (keys is None or matches(alias, keys))
     }
 
 

@@ -65,13 +65,21 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         [*manifest.dtypes, *(each.dtype for each in tensors)],
         [*manifest.global_shapes, *(each.model_shape for each in tensors)],
         chunks._replace(**added),
-        {a: key if key in found else names.get(key, key) for a, key in manifest.aliases.items()},
+        {
+            **{alias: key for alias, key in manifest.aliases.items() if key in found or key not in names},
+            **{alias + _AS_STORED: names[key] for alias, key in manifest.aliases.items() if key in names},
+        },
         manifest.block_bytes,
         manifest.has_checksums,
         manifest.origin,
     )
     renamed = [
-        replace(each, parts={role: replace(p, key=names[p.key]) for role, p in each.parts.items()}) for each in tensors
+        replace(
+            each,
+            parts={role: replace(part, key=names[part.key]) for role, part in each.parts.items()},
+            companions=tuple(names[key] for key in each.companions),
+        )
+        for each in tensors
     ]
     return stored._replace(manifest=view, quantized=dict(enumerate(renamed, len(chunks.key_ids))))
 
@@ -85,9 +93,10 @@ def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
     return key if is_model_key and FROM_NAME[view.dtype_name(as_stored)] != dtype else as_stored
 
 
-def is_hidden(key: str) -> bool:
-    """Tell whether a key of a view names what is only stored."""
-    return key.endswith(_AS_STORED)
+def hidden_keys(view: StoredCheckpoint) -> set[str]:
+    """Return the keys of a view that are stored only for its quantised tensors."""
+    hidden = {key for quantized in view.quantized.values() for key in quantized.keys}
+    return hidden | {alias for alias, key in view.manifest.aliases.items() if key in hidden}
 
 
 class Piece(NamedTuple):

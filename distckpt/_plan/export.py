@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,15 @@ from distckpt._format.hf_names import group_keys_by_bytes, shard_filename
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.codes import check_scales_cast
+from distckpt._quantization.formats import (
+    FORMATS,
+    NOT_QUANTIZED,
+    Format,
+    quantization_config,
+    quantized_as,
+    takes,
+)
+from distckpt._quantization.quantized import QuantizedTensor
 from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
 
 SINGLE_FILE = "model.safetensors"
@@ -24,14 +34,30 @@ MAX_FILES = 99_999
 """Names of files have five digits."""
 
 
+class EncodedPart(NamedTuple):
+    """A part of a tensor that is quantised when it is written: codes, scales and so on, see `QuantizedTensor`."""
+
+    quantized: QuantizedTensor
+    role: str
+
+
 class OutputTensor(NamedTuple):
-    """A tensor of the export: its name, safetensors dtype, number of elements, size, and what it is made of."""
+    """A tensor of the export: its name, safetensors dtype, number of elements, size, and what it is made of.
+
+    `mapped` is that, or, where this is an encoded part, what the tensor is made of whose part it is.
+    """
 
     name: str
     dtype: str
     num_elements: int
     num_bytes: int
     mapped: MappedTensor
+    encoded: EncodedPart | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return self.encoded.quantized.parts[self.encoded.role].shape if self.encoded else self.mapped.shape
 
 
 class OutputFile(NamedTuple):
@@ -58,9 +84,14 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
     return rename.get(old, "") + name[len(old) :]
 
 
-def select_tensors(manifest: Manifest, keys: str | Sequence[str] | None, write_tied: bool) -> dict[str, TensorInfo]:
-    """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written."""
-    names = [*manifest.keys, *manifest.aliases]
+def select_tensors(
+    manifest: Manifest, keys: str | Sequence[str] | None, write_tied: bool, hidden: Set[str] = frozenset()
+) -> dict[str, TensorInfo]:
+    """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written.
+
+    `hidden` ones are left out.
+    """
+    names = [name for name in (*manifest.keys, *manifest.aliases) if name not in hidden]
     key_index = manifest.key_index
     chosen: dict[str, TensorInfo] = {}
     taken: set[int] = set()
@@ -124,12 +155,17 @@ def plan_tensors(
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
 
 
+def is_for_all(dtype: torch.dtype | Mapping[str, torch.dtype] | None) -> bool:
+    """Tell whether a dtype is given for all tensors, so that those stored as codes are exported as values."""
+    return isinstance(dtype, torch.dtype) or "*" in (dtype or ())
+
+
 def check_casts(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
     """Refuse outputs in which codes of quantised tensors are converted as if they were values."""
     casts = {
-        part.key: FROM_NAME[output.dtype]
+        part.key: torch.float32 if output.encoded else FROM_NAME[output.dtype]
         for output in outputs
-        if output.dtype != output.mapped.dtype
+        if output.encoded or output.dtype != output.mapped.dtype
         for part in output.mapped.parts
     }
     check_scales_cast(stored, casts)
@@ -148,6 +184,57 @@ def _apply_rules(
             "unmatched='keep' exports them under their own names.",
             missing=error.missing,
         ) from error
+
+
+def quantize_outputs(
+    outputs: Sequence[OutputTensor], formats: Mapping[str, str], model: Set[str] | None = None
+) -> tuple[list[OutputTensor], dict[str, Any]]:
+    """Replace tensors by the parts of their quantised form.
+
+    Args:
+        outputs: tensors of the export.
+        formats: pattern of names -> name of a format; the first that matches counts. With the pattern "", the format is
+            for those tensors that models usually quantise.
+        model: names of the tensors to quantise, where a model says them.
+
+    Returns:
+        The outputs, and the `quantization_config` of the model.
+    """
+    result: list[OutputTensor] = []
+    kept: list[str] = []
+    used: dict[str, Format] = {}
+    for output in outputs:
+        name, shape = output.name, output.mapped.shape
+        pattern = next((p for p in formats if p and matches(name, p)), "" if "" in formats else None)
+        form = FORMATS[formats[pattern]] if pattern is not None else None
+        if pattern == "" and (name not in model if model else matches(name, NOT_QUANTIZED)):
+            form = None
+        is_float = FROM_NAME[output.mapped.dtype].is_floating_point and FROM_NAME[output.mapped.dtype].itemsize > 1
+        if form is None or not is_float or not takes(form, name, shape):
+            result.append(output)
+            kept += [name] if len(shape) == 2 and name.endswith(".weight") else []
+            continue
+        used[formats[pattern or ""]] = form
+        quantized = quantized_as(form, name, shape, output.dtype)
+        for role, part in quantized.parts.items():
+            count = math.prod(part.shape)
+            num_bytes = count * FROM_NAME[part.dtype].itemsize
+            encoded = EncodedPart(quantized, role)
+            result.append(OutputTensor(part.key, part.dtype, count, num_bytes, output.mapped, encoded))
+    unused = sorted(set(formats.values()) - used.keys())
+    if unused:
+        raise CheckpointingException(
+            f"No tensor can be quantised to {unused}: no name matches, or shapes do not fit. Formats other than mxfp4 "
+            "are for weights with two axes named '*.weight' (4-bit ones with whole groups of columns), mxfp4 for "
+            "'*.experts.*_proj' with three, as transformers has them in memory for gpt-oss."
+        )
+    config = quantization_config(list(used.values()), kept)
+    if config is None:
+        raise CheckpointingException(f"No config.json can describe {sorted(used)} in one model: choose one of them.")
+    twice = [name for name, count in Counter(tensor.name for tensor in result).items() if count > 1]
+    if twice:
+        raise CheckpointingException(f"{twice[0]!r} is in the checkpoint, and quantising makes another: rename it.")
+    return result, config
 
 
 def plan_files(

@@ -87,6 +87,46 @@ def test_an_imported_checkpoint_is_loaded_the_same(model, folder, tmp_path):
     assert same_bytes(distckpt.load(state, tmp_path / "checkpoint"), model.values)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_exports_and_imports_of_values(model, folder, tmp_path, dtype):
+    expected = {key: values.to(dtype) for key, values in model.values.items()}
+    distckpt.consolidate(folder, tmp_path / "export", dtype=dtype)
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "export"), expected)
+    distckpt.reshard(folder, tmp_path / "checkpoint", dtype=dtype, num_ranks=2)
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "checkpoint"), expected)
+
+
+def test_exports_as_stored(model, folder, tmp_path):
+    distckpt.consolidate(folder, tmp_path / "export")
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "export"), model.tensors)
+
+
+def test_rules_of_an_export_apply_to_values(tmp_path):
+    model = mxfp4()
+    model.write(tmp_path / "model")
+    rules = [Transpose("m.experts.*", "e.{0}", (0, 2, 1))]
+    distckpt.consolidate(tmp_path / "model", tmp_path / "export", rules=rules)
+    expected = model.values["m.experts.down_proj"].transpose(1, 2).bfloat16()
+    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "export")["e.down_proj"], expected)
+
+
+def test_tied_keys_of_a_checkpoint_keep_together(tmp_path):
+    """The second key of a tied tensor has neither codes nor scales of its own."""
+    model = fp8_tensor()
+    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in model.tensors.items()}
+    state["tied"] = ShardedTensor.from_rank_offsets("head.weight", model.tensors["l.weight"])
+    distckpt.save(state, tmp_path / "checkpoint")
+    values = model.values["l.weight"]
+    loaded = distckpt.load({"x": request("head.weight", (60, 90), torch.float32)}, tmp_path / "checkpoint")["x"]
+    assert torch.equal(loaded, values)
+    loaded = distckpt.load(
+        {"x": request("head.weight", (60, 90), values_dtype := torch.float8_e4m3fn)}, tmp_path / "checkpoint"
+    )
+    assert loaded["x"].dtype == values_dtype
+    distckpt.reshard(tmp_path / "checkpoint", tmp_path / "values", dtype=torch.float32)
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "values"), {"l.weight": values, "head.weight": values})
+
+
 def test_the_interface_of_torch(model, folder):
     state = {key: torch.zeros(values.shape) for key, values in model.values.items()}
     distckpt.dcp.load(state, checkpoint_id=folder)

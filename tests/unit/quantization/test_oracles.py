@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from tests.support.hf_folders import same_bytes
+from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.quantized_models import Model, fp8_block, fp8_ue8m0, int4, mxfp4, mxfp4_packed, nvfp4_packed
 from tests.support.reference import needs_dtypes
 
@@ -89,3 +91,67 @@ def test_nvfp4_of_compressed_tensors(tmp_path):
         "nvfp4-pack-quantized", model.tensors, num_bits=4, type="float", strategy="tensor_group", group_size=16
     )
     assert torch.equal(load(model, tmp_path / "model")["l.weight"], expected)
+
+
+def exported(tmp_path, name, tensor):
+    write_plain(tmp_path / "source/model.safetensors", {"l.weight": tensor})
+    distckpt.consolidate(tmp_path / "source", tmp_path / "export", quantize=name)
+    return read_export(tmp_path / "export")
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-block-ue8m0"])
+def test_codes_of_fp8_of_transformers(tmp_path, name):
+    """Scales may differ in the last bit: it divides twice. Powers of two are the same."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    torch.manual_seed(0)
+    tensor = torch.randn(256, 384)
+    config = FineGrainedFP8Config(scale_fmt="ue8m0" if name.endswith("ue8m0") else "float")
+    quantizer = types.SimpleNamespace(quantization_config=config)
+    expected = fp8.Fp8Quantize(quantizer)._quantize_one("l.weight", tensor)
+    found = exported(tmp_path, name, tensor)
+    if name.endswith("ue8m0"):
+        assert same_bytes(found, expected)
+        return
+    assert torch.allclose(found["l.weight_scale_inv"], expected["l.weight_scale_inv"], rtol=2e-7, atol=0)
+    assert (found["l.weight"].view(torch.uint8) != expected["l.weight"].view(torch.uint8)).float().mean() < 1e-3
+
+
+def compressed(name, tensor, scale, **settings):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**settings))
+    return BaseCompressor.get_value_from_registry(name).compress({"weight": tensor, **scale}, scheme)
+
+
+def test_codes_of_compressed_tensors(tmp_path):
+    """With our scales it finds our codes, and with its own rule for them our scales of MXFP4 and NVFP4."""
+    torch.manual_seed(0)
+    tensor = torch.randn(32, 256)
+    int4 = exported(tmp_path / "int4", "int4", tensor)
+    scale = {"weight_scale": int4["l.weight_scale"].float()}
+    expected = compressed("pack-quantized", tensor, scale, num_bits=4, strategy="group", group_size=32)
+    assert torch.equal(int4["l.weight_packed"], expected["weight_packed"])
+
+    int8 = exported(tmp_path / "int8", "int8-channel", tensor)
+    scale = {"weight_scale": int8["l.weight_scale"]}
+    expected = compressed("int-quantized", tensor, scale, num_bits=8, strategy="channel")
+    assert torch.equal(int8["l.weight"], expected["weight"])
+
+    nvfp4 = exported(tmp_path / "nvfp4", "nvfp4", tensor)
+    factor = nvfp4["l.weight_global_scale"]
+    scale = {"weight_scale": nvfp4["l.weight_scale"].float(), "weight_global_scale": factor}
+    settings = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    expected = compressed("nvfp4-pack-quantized", tensor, scale, **settings)
+    assert torch.equal(nvfp4["l.weight_packed"], expected["weight_packed"])
+
+    from compressed_tensors.quantization.utils import generate_gparam
+    from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
+
+    assert torch.equal(factor, generate_gparam(tensor.min(), tensor.max()))
+    mxfp4 = exported(tmp_path / "mxfp4", "mxfp4-packed", tensor)
+    maxima = tensor.unflatten(-1, (-1, 32)).abs().amax(-1)
+    assert torch.equal(mxfp4["l.scale"].view(torch.uint8), generate_mx_scales(maxima).to(torch.uint8))

@@ -1,0 +1,119 @@
+"""Quantising: from values to codes and scales, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._geometry.region import Region, cut_region, whole
+from distckpt._quantization.numbers import NUMBERS, pack_exponents, unpack_exponents
+from distckpt._quantization.quantized import E8M0, QuantizedTensor, apply_scales, bands, coarsened
+
+_LARGEST_SCALE = 448.0
+"""The largest number of E4M3, for scales that have a scale themselves."""
+
+
+def needs_maximum(quantized: QuantizedTensor) -> bool:
+    """Tell whether codes depend on the largest magnitude of the whole tensor."""
+    return "global_scale" in quantized.parts or math.prod(quantized.grid) == 1
+
+
+def cell(quantized: QuantizedTensor) -> tuple[int, ...]:
+    """Return the shape of the smallest regions that can be quantised by themselves."""
+    block = (1,) * len(quantized.shape) if math.prod(quantized.grid) == 1 else quantized.block
+    return (*block[:-1], math.lcm(block[-1], quantized.pack))
+
+
+def regions_to_encode(quantized: QuantizedTensor, role: str, wanted: Region, max_elements: int) -> Iterator[Region]:
+    """Yield regions of the tensor, of whole cells, that make up a region of one of its parts."""
+    ndim, part = len(quantized.shape), quantized.parts[role]
+    if role == "codes":
+        covered = Region(wanted.offset[:ndim], wanted.shape[:ndim])
+        factors = (*(1,) * (ndim - 1), quantized.pack)
+    elif role == "scale" and math.prod(part.shape) > 1:
+        covered, factors = wanted, quantized.block
+    else:
+        covered, factors = whole((1,) * ndim), (1,) * ndim
+    offset, extent = ([n * factor for n, factor in zip(values, factors, strict=True)] for values in covered)
+    extent = [min(n, size - o) for o, n, size in zip(offset, extent, quantized.shape, strict=True)]
+    shape = cell(quantized)
+    max_cells = max(1, max_elements // math.prod(shape))
+    for cells in cut_region(coarsened(Region(tuple(offset), tuple(extent)), shape), max_cells):
+        first = tuple(n * size for n, size in zip(cells.offset, shape, strict=True))
+        last = (o + n * size for o, n, size in zip(first, cells.shape, shape, strict=True))
+        yield Region(first, tuple(min(b, size) - a for a, b, size in zip(first, last, quantized.shape, strict=True)))
+
+
+def encode(quantized: QuantizedTensor, values: torch.Tensor, region: Region, maximum: float) -> dict[str, torch.Tensor]:
+    """Quantise a region of whole cells.
+
+    Args:
+        quantized: the tensor.
+        values: of the region as the tensor is stored, float32; overwritten.
+        region: a region of the tensor.
+        maximum: the largest magnitude in the whole tensor, where `needs_maximum`.
+
+    Returns:
+        For each part its region, see `part_regions`.
+
+    Raises:
+        ValueError: a value is infinite or not a number.
+    """
+    number = NUMBERS[quantized.number]
+    parts: dict[str, torch.Tensor] = {}
+    is_one = math.prod(quantized.grid) == 1
+    maxima = torch.tensor(maximum) if is_one else _maxima(values, quantized.block)
+    if not maxima.isfinite().all():
+        raise ValueError("some values are infinite or not a number")
+    scale = quantized.parts["scale"]
+    if "global_scale" in quantized.parts:
+        factor = torch.tensor(number.largest * _LARGEST_SCALE / maximum if maximum > 1e-30 else 1.0)
+        parts["global_scale"] = factor.reshape(quantized.parts["global_scale"].shape)
+        stored = (maxima / number.largest * factor).to(FROM_NAME[scale.dtype])
+        # Zero is no scale: the smallest number in its place.
+        stored = torch.where(stored.float() == 0, torch.tensor(2.0**-9), stored.float()).to(stored.dtype)
+        scales = stored.float() / factor
+    elif scale.dtype in E8M0:
+        stored = pack_exponents(_exponents(maxima, number.largest))
+        scales = unpack_exponents(stored)
+    else:
+        stored = torch.where(maxima == 0, 1.0, maxima / number.largest).to(FROM_NAME[scale.dtype])
+        scales = stored.float()
+    for rows, row_scales in bands(quantized, scales, region, region):
+        apply_scales(values[rows], row_scales, torch.Tensor.div_)
+    codes = number.pack(values.clamp_(-number.largest, number.largest))
+    parts["codes"], parts["scale"] = codes, stored
+    if "shape" in quantized.parts:
+        parts["shape"] = torch.tensor(quantized.shape, dtype=FROM_NAME[quantized.parts["shape"].dtype])
+    return parts
+
+
+def _maxima(values: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
+    """Return the largest magnitude of each block, of which the last ones may be smaller."""
+    magnitudes = values.abs()
+    for axis in range(1, min(2, len(block)) + 1):
+        size = block[-axis]
+        if size > 1:
+            padding = (0, 0) * (axis - 1) + (0, -magnitudes.shape[-axis] % size)
+            padded = torch.nn.functional.pad(magnitudes, padding).movedim(-axis, -1)
+            blocks = padded.reshape(*padded.shape[:-1], -1, size).amax(-1)
+            magnitudes = blocks.movedim(-1, -axis)
+    return magnitudes
+
+
+def _exponents(maxima: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return exponents of two for scales: rounded up, so that nothing is cut off; 0 where all values are zero.
+
+    With codes of 4 bits the largest magnitude is rounded first, to the nearest power of two that a code with its three
+    bits would become: what is beyond the largest code by less than half a step is cut off.
+    """
+    if largest > 8:
+        fractions, exponents = torch.frexp(maxima / largest)
+        exponents = exponents - (fractions == 0.5).int()
+    else:
+        fractions, exponents = torch.frexp(maxima)
+        exponents = exponents - (fractions < 0.875).int() - math.floor(math.log2(largest))
+    return torch.where(maxima == 0, 0, exponents)

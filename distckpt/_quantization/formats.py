@@ -1,0 +1,152 @@
+"""The formats that exports are quantised to: names, blocks and dtypes of the parts, and what config.json says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._quantization.numbers import NUMBERS
+from distckpt._quantization.quantized import QuantizedTensor, StoredPart
+
+_LINEAR = ".weight"
+NOT_QUANTIZED = (
+    "*embed*", "*lm_head*", "*output_layer*", "*norm*", "*router*", "*.gate.weight", "*shared_expert_gate*", "*conv1d*",
+    "wte.*", "wpe.*", "*.wte.*", "*.wpe.*", "*score*", "*classifier*", "*vision*", "*visual*", "*patch*",
+)  # fmt: skip
+"""Weights that models with quantised ones keep as they are."""
+
+
+class Format(NamedTuple):
+    """A form of quantised tensors.
+
+    Attributes:
+        number: the number format of codes.
+        codes_dtype: safetensors name of the dtype of codes.
+        scale_dtype: and of scales.
+        block: rows and columns of a block, 0 for all of them.
+        names: endings that the parts have in the place of "weight" at the end of the name, after the rest of it.
+        method: `quant_method` of the configuration.
+        details: other fields of it; for compressed-tensors those of the weights of a group.
+        form: of compressed-tensors, the name that it has for the form.
+        experts: whether it is for stacks of experts with the axes of transformers in memory (gpt-oss).
+    """
+
+    number: str
+    codes_dtype: str
+    scale_dtype: str
+    block: tuple[int, int]
+    names: Mapping[str, str]
+    method: str
+    details: Mapping[str, Any]
+    form: str = ""
+    experts: bool = False
+
+
+_SCALE = {"codes": "weight", "scale": "weight_scale"}
+_DYNAMIC = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+_FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+FORMATS: dict[str, Format] = {
+    "fp8-block": Format(
+        "e4m3", "F8_E4M3", "F32", (128, 128), {"codes": "weight", "scale": "weight_scale_inv"}, "fp8", _FP8
+    ),
+    "fp8-block-ue8m0": Format(
+        "e4m3", "F8_E4M3", "F8_E8M0", (128, 128), {"codes": "weight", "scale": "weight_scale_inv"}, "fp8",
+        {**_FP8, "scale_fmt": "ue8m0"},
+    ),
+    "fp8-tensor": Format(
+        "e4m3", "F8_E4M3", "F32", (0, 0), _SCALE, "compressed-tensors",
+        {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}, "float-quantized",
+    ),
+    "fp8-channel": Format(
+        "e4m3", "F8_E4M3", "F32", (1, 0), _SCALE, "compressed-tensors",
+        {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}, "float-quantized",
+    ),
+    "int8-channel": Format(
+        "int8", "I8", "F32", (1, 0), _SCALE, "compressed-tensors",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}, "int-quantized",
+    ),
+    "mxfp4": Format(
+        "e2m1", "U8", "U8", (1, 32), {"codes": "_blocks", "scale": "_scales"}, "mxfp4", {}, experts=True
+    ),
+    "mxfp4-packed": Format(
+        "e2m1", "I8", "F8_E8M0", (1, 32), {"codes": "weight", "scale": "scale"}, "fp8",
+        {**_FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+    ),
+    "int4": Format(
+        "int4", "I32", "BF16", (1, 32),
+        {"codes": "weight_packed", "scale": "weight_scale", "shape": "weight_shape"}, "compressed-tensors",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False},
+        "pack-quantized",
+    ),
+    "nvfp4": Format(
+        "e2m1", "U8", "F8_E4M3", (1, 16),
+        {"codes": "weight_packed", "scale": "weight_scale", "global_scale": "weight_global_scale"},
+        "compressed-tensors",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
+         "dynamic": False},
+        "nvfp4-pack-quantized",
+    ),
+}  # fmt: skip
+"""By the name that `quantize` takes."""
+
+
+def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
+    """Tell whether a tensor can be quantised to a format: by its name, its axes, and whole groups of columns."""
+    if FROM_NAME.get(form.scale_dtype) is None or FROM_NAME.get(form.codes_dtype) is None or 0 in shape:
+        return False
+    if form.experts:
+        return len(shape) == 3 and not name.endswith(_LINEAR) and shape[-2] % form.block[1] == 0
+    per_item = NUMBERS[form.number].per_byte * FROM_NAME[form.codes_dtype].itemsize
+    whole_groups = form.block[0] != 1 or shape[-1] % math.lcm(form.block[1] or 1, per_item) == 0
+    return len(shape) == 2 and name.endswith(_LINEAR) and whole_groups
+
+
+def quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) -> QuantizedTensor:
+    """Describe a tensor that the format takes, of a shape and dtype in the model, in its quantised form."""
+    stem = name if form.experts else name.removesuffix("weight")
+    shape = (*shape[:-2], shape[-1], shape[-2]) if form.experts else shape
+    block = (*(1,) * (len(shape) - 2), *(size or whole for size, whole in zip(form.block, shape[-2:], strict=True)))
+    grid = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
+    per_item = NUMBERS[form.number].per_byte * FROM_NAME[form.codes_dtype].itemsize
+    codes = (*shape[:-1], shape[-1] // per_item)
+    if form.experts:
+        group = form.block[1] // per_item
+        codes = (*shape[:-1], codes[-1] // group, group)
+    shapes = {"codes": codes, "scale": (1,) if form.block == (0, 0) else grid, "global_scale": (1,), "shape": (2,)}
+    dtypes = {"codes": form.codes_dtype, "scale": form.scale_dtype, "global_scale": "F32", "shape": "I32"}
+    parts = {role: StoredPart(stem + ending, dtypes[role], shapes[role]) for role, ending in form.names.items()}
+    return QuantizedTensor(
+        shape, dtype, form.number, block, parts, transposed=form.experts, divided="global_scale" in parts
+    )
+
+
+def quantization_config(formats: Collection[Format], kept: Sequence[str]) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a model, given the names of the weights that are not quantised.
+
+    None where no configuration can describe the formats together.
+    """
+    modules = [name.removesuffix(_LINEAR) for name in kept]
+    first = next(iter(formats))
+    if any(form.method != first.method for form in formats):
+        return None
+    if first.method != "compressed-tensors":
+        details: dict[str, Any] = {}
+        for form in formats:
+            details |= form.details
+        return {"quant_method": first.method, **details, "modules_to_not_convert": modules}
+    if len(formats) > 1:
+        return None
+    activations = None
+    if first.form in ("float-quantized", "int-quantized"):
+        activations = {**_DYNAMIC, "type": first.details["type"]}
+    group = {"targets": ["Linear"], "weights": dict(first.details), "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": first.form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": modules,
+    }
