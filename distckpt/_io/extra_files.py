@@ -88,7 +88,12 @@ def adapt_config(
     """
     by_name = {locations.split(path)[1]: path for path in paths}
     name = CONFIG_NAMES[0]
-    content = json.loads(locations.read_bytes(by_name[name], _MAX_BYTES)) if name in by_name else {}
+    try:
+        content = dict(json.loads(locations.read_bytes(by_name[name], _MAX_BYTES))) if name in by_name else {}
+    except (ValueError, TypeError) as error:
+        if quantization is None:
+            return list(paths), {}
+        raise CheckpointingException(f"{by_name[name]!r} is no JSON object ({error}): correct it.") from error
     before = json.dumps(content)
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
     stays_quantized = quantization is None and any(may_be_codes(output.dtype) for output in outputs)
