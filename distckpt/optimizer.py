@@ -427,7 +427,7 @@ def _shards_of(
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(
                 f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no shard in the "
-                f"state dict of the model.{KEEP_VARS_HINT}"
+                f"state dict of the model: put the module that has it there.{KEEP_VARS_HINT}"
             )
     return shards
 

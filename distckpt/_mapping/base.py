@@ -108,7 +108,10 @@ def unsuitable(data: Any) -> str:
             "its to_dense() or dequantize(), or describe its parts (indices() and values()), each under its own key"
         )
     if data.is_meta:
-        return "has no data (it is on the meta device): call module.to_empty(device=...) before describing the module"
+        return (
+            "has no data (it is on the meta device): call module.to_empty(device=...) before describing the module, or "
+            "give load the module itself, and materialize='cpu' or another device"
+        )
     if data.numel() and not data.data_ptr():
         return (
             f"has no memory of its own ({kind.__name__}): a tensor that was freed, as FSDP1 frees parameters (use "

@@ -27,7 +27,9 @@ def materialize_module(module: torch.nn.Module, device: Any) -> None:
     unsaved = [
         place for places in names.values() for place in places if place[1] in place[0]._non_persistent_buffers_set
     ]
-    helpless = [f"{paths[owner]}.{name}" for owner, name in unsaved if not hasattr(owner, "reset_parameters")]
+    helpless = [
+        f"{paths[owner]}.{name}".removeprefix(".") for owner, name in unsaved if not hasattr(owner, "reset_parameters")
+    ]
     if helpless:
         raise CheckpointingException(
             f"The buffers {summarize_keys(helpless)} are on the meta device, and no checkpoint holds them, as they are "

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 
@@ -46,7 +46,40 @@ _STRICT_MODES = (
 """Those in which nothing that is requested may be left out."""
 
 
-@take_common_strategy
+@overload
+def load(  # type: ignore[overload-overlap]
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    strict: Literal["return_unexpected", "return_all", StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL],
+    **options: Any,
+) -> tuple[StateDict, set[str], set[str]]: ...
+
+
+@overload
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: Any = None,
+    *,
+    common_strategy: tuple[str, int] | None = None,
+    verify: Verify = "read",
+    allow_dtype_cast: bool = False,
+    parallel_load: ParallelLoad = "auto",
+    rules: Sequence[Rule] = (),
+    materialize: str | torch.device | None = None,
+    family: str | os.PathLike[str] | None = None,
+    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+    progress: Callable[[int], None] | None = None,
+    on_report: Callable[[LoadReport], None] | None = None,
+) -> StateDict: ...
+
+
+@take_common_strategy  # type: ignore[misc]
 @operation
 @paused_garbage_collection()
 def load(
@@ -216,7 +249,7 @@ def _load(
         left_out = unexpected | _extra_states(shards) if family is not None else unexpected
         wanted = {str(i): s for i, s in enumerate(shards) if s.key not in left_out and i not in ties}
         wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
-        found_values = strategy.load(wanted, location)
+        found_values = _read(ranks, strategy, wanted, location)
         absent = [None if shard.key in left_out - unexpected else HOLE for shard in shards]
         loaded = [found_values.get(str(ties.get(i, i)), absent[i]) for i in range(len(shards))]
         num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
@@ -225,6 +258,26 @@ def _load(
         if mode in _STRICT_MODES:
             _refuse_plain_tensors(values, state_dict, location)
     return num_bytes, described, state_dict, missing, unexpected
+
+
+def _read(ranks: Ranks, strategy: LoadShardedStrategy, wanted: ShardedStateDict, location: str) -> StateDict:
+    """Read shards; where keys are absent and the common state has tensors of their names, the error says so."""
+    try:
+        return strategy.load(wanted, location)
+    except LoadMismatchError as error:
+        if ranks.size > 1 and not ranks.is_known_to_all(error):
+            raise
+        common = strategy.load({"common": wanted["common"]}, location)["common"]
+        names = {".".join(map(str, path[1:])): str(path[0]) for path in _tensor_paths(common)}
+        place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
+        if place is None:
+            raise
+        raise LoadMismatchError(
+            f"{error} The common state has plain tensors of these names at {place!r}, which each rank gets whole: "
+            f"module.load_state_dict(distckpt.load_common_state_dict(path)[{place!r}]) loads them.",
+            error.missing,
+            error.unexpected,
+        ) from error
 
 
 def _has_ties(shards: Sequence[Shard]) -> bool:

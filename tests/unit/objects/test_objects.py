@@ -156,3 +156,214 @@ def test_an_optimizer_resumes_as_with_its_own_state_dict(cls, tmp_path):
     train(resumed_model, resumed, range(3, 5))
     assert_same(resumed.state_dict(), expected.state_dict(), cls.__name__)
     assert_same(resumed_model.state_dict(), expected_model.state_dict())
+
+
+class Tied(torch.nn.Module):
+    """Like a language model: input and output embedding are one parameter; a buffer that is not saved."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.rope = Rope()
+
+
+class Rope(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.empty(2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.frequencies.copy_(torch.tensor([1.0, 0.5]))
+
+
+def test_a_tied_model_loads_from_its_own_export(tmp_path):
+    saved, loaded = Tied(1), Tied(2)
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "exported")
+    assert len(distckpt.load_plain_tensors(tmp_path / "exported")) == 1
+    distckpt.load({"model": loaded}, tmp_path / "exported")
+    assert loaded.head.weight is loaded.embed.weight
+    assert torch.equal(loaded.embed.weight, saved.embed.weight)
+    described = sharded_state_dict(loaded)
+    names = distckpt.load(described, tmp_path / "exported").keys()
+    assert names == described.keys()
+
+
+def test_a_model_on_the_meta_device_gets_memory(tmp_path):
+    saved = Tied(1)
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    with torch.device("meta"):
+        loaded = Tied()
+        untied = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        untied.register_buffer("mask", torch.empty(2), persistent=False)
+    assert distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu")["model"] is loaded
+    assert loaded.head.weight is loaded.embed.weight
+    assert torch.equal(loaded.embed.weight, saved.embed.weight)
+    assert loaded.rope.frequencies.tolist() == [1.0, 0.5]
+    with pytest.raises(distckpt.CheckpointingException, match=r"The buffers 'mask' .* reset_parameters"):
+        distckpt.load({"model": untied}, tmp_path / "saved", materialize="cpu")
+
+
+def test_a_model_on_the_meta_device_is_refused_without_a_device(tmp_path):
+    distckpt.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "saved")
+    with pytest.raises(distckpt.CheckpointingException, match="materialize"):
+        distckpt.load({"model": torch.nn.Linear(2, 2, device="meta")}, tmp_path / "saved")
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps as torch's does, which needs a process group."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps as accelerate's does, whose step does nothing until gradients are complete."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+def test_wrappers_are_seen_through(tmp_path):
+    saved = make(1)
+    go_on(saved, range(2))
+    wrapped = DistributedDataParallel(saved["model"])
+    whole = torch.nn.ModuleDict({"net": DistributedDataParallel(saved["model"])})
+    distckpt.save({"model": wrapped, "optimizer": AcceleratedOptimizer(saved["optimizer"])}, tmp_path / "saved")
+    distckpt.save({"model": whole}, tmp_path / "below")
+    names = set(saved["model"].state_dict())
+    assert {key for key in distckpt.load_tensors_metadata(tmp_path / "saved") if "state" not in key} == names
+    assert distckpt.load_tensors_metadata(tmp_path / "below").keys() == {f"net.{name}" for name in names}
+    resumed = make(2)
+    distckpt.load(resumed | {"scheduler": None}, tmp_path / "saved")
+    assert_same(resumed["optimizer"].state_dict(), saved["optimizer"].state_dict())
+    again = torch.nn.ModuleDict({"net": DistributedDataParallel(Net(3))})
+    distckpt.load({"model": again}, tmp_path / "below")
+    assert_same(again.state_dict(), whole.state_dict())
+
+
+class Lookahead:
+    """Wraps another optimizer, and keeps slow weights by parameter, and a count, as that of pytorch_optimizer does."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.count = optimizer, 0
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = {}
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self):
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state.setdefault(p, {"slow": p.detach().clone()})
+        self.optimizer.step()
+
+    def state_dict(self):
+        return {"slow": self.state, "base": self.optimizer.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.state, self.count = state_dict["slow"], state_dict["count"]
+        self.optimizer.load_state_dict(state_dict["base"])
+
+
+def test_optimizers_with_a_state_dict_of_their_own_resume(tmp_path):
+    def make_wrapped(seed, reverse=False):
+        model = Net(seed)
+        params = list(model.parameters())
+        return model, Lookahead(torch.optim.Adam(params[::-1] if reverse else params))
+
+    model, optimizer = make_wrapped(1)
+    train(model, optimizer, range(3))
+    weights = [p.detach().clone() for p in model.parameters()]
+    distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert optimizer.count == 3
+    new_model, new = make_wrapped(2, reverse=True)
+    distckpt.load({"model": new_model, "optimizer": new}, tmp_path / "saved", strict="raise_all")
+    assert new.count == 3
+    # By name: the new optimizer numbers its parameters the other way round.
+    for p, other in zip(model.parameters(), new_model.parameters(), strict=True):
+        assert_same(new.state[other], optimizer.state[p])
+        assert_same(new.optimizer.state[other], optimizer.optimizer.state[p])
+
+
+def test_what_belongs_to_no_parameter_is_kept(tmp_path):
+    saved, resumed = make(1), make(2)
+    go_on(saved, range(2))
+    saved["optimizer"].state["k"] = {"a": 1, "b": torch.ones(3)}
+    weight = saved["model"].up.weight
+    saved["optimizer"].state[weight]["list"] = [torch.ones(2), {"x": torch.zeros(6, 4), "n": 3}, torch.tensor(2.0)]
+    expected = copy.deepcopy(saved["optimizer"].state_dict())
+    distckpt.save(saved, tmp_path / "saved")
+    distckpt.load(resumed, tmp_path / "saved", strict="raise_all")
+    assert_same(resumed["optimizer"].state_dict(), expected)
+
+
+def test_a_parameter_that_is_trained_since_starts_anew_with_a_warning(tmp_path, caplog):
+    saved, resumed = make(1), make(2)
+    saved["model"].up.weight.requires_grad = False
+    go_on(saved, range(2))
+    distckpt.save(saved, tmp_path / "saved")
+    distckpt.load(resumed, tmp_path / "saved")
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "no state of the optimizer for 'up.weight'" in warning
+    go_on(resumed, range(2))
+    assert resumed["optimizer"].state[resumed["model"].up.weight]["step"] == 2
+    assert resumed["optimizer"].state[resumed["model"].up.bias]["step"] == 4
+
+
+def test_two_models_have_their_paths_as_prefixes(tmp_path):
+    saved = {"generator": Net(1), "nested": {"critic": Net(2)}}
+    distckpt.save(saved, tmp_path / "saved")
+    loaded = {"generator": Net(3), "nested": {"critic": Net(4)}}
+    distckpt.load(loaded, tmp_path / "saved", strict="raise_all")
+    assert_same(loaded["generator"].state_dict(), saved["generator"].state_dict())
+    assert_same(loaded["nested"]["critic"].state_dict(), saved["nested"]["critic"].state_dict())
+
+
+def test_the_same_key_twice_is_refused_with_both_places(tmp_path):
+    two = {"model": sharded_state_dict(Net(1)), "ema": {"shadow": sharded_state_dict(Net(2))}}
+    with pytest.raises(distckpt.InvalidShardingError) as caught:
+        distckpt.save(two, tmp_path / "saved")
+    text = str(caught.value)
+    assert "The same key twice: 'seen'" in text
+    assert "'model.seen' and at 'ema.shadow.seen'" in text
+    assert "prefix=" in text
+
+
+def test_nothing_is_loaded_without_a_word(tmp_path):
+    saved = make(1)
+    go_on(saved, range(1))
+    distckpt.save(saved, tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"'model.up.weight'.*Give load the module itself"):
+        distckpt.load({"model": Net(2).state_dict()}, tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"nothing at 'other', where .* has a StepLR"):
+        distckpt.load({"other": make(2)["scheduler"]}, tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"'optim.state.*did you mean 'optimizer"):
+        distckpt.load({"model": saved["model"], "optim": saved["optimizer"]}, tmp_path / "saved")
+    with pytest.raises(distckpt.InvalidShardingError, match="put the module that has it there"):
+        distckpt.save({"optimizer": saved["optimizer"]}, tmp_path / "other")
+
+
+def test_plain_tensors_are_named_where_shards_are_requested(tmp_path):
+    saved = Net(1)
+    distckpt.save({"model": saved.state_dict()}, tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"common state has .* at 'model'.*load_common_state_dict"):
+        distckpt.load({"model": Net(2)}, tmp_path / "saved")
+    loaded = distckpt.load({"model": Net(2).state_dict()}, tmp_path / "saved")
+    assert_same(dict(loaded["model"]), dict(saved.state_dict()))
