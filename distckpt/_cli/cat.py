@@ -202,13 +202,8 @@ def _numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def _facts(tensor: StoredTensor, selection: Selection) -> dict[str, Any]:
-    return {
-        "key": tensor.key,
-        "dtype": tensor.dtype,
-        "global_shape": tensor.shape,
-        "offset": selection.region.offset,
-        "shape": selection.shape,
-    }
+    shapes = {"global_shape": tensor.shape, "offset": selection.region.offset, "shape": selection.shape}
+    return {"key": tensor.key, "dtype": tensor.dtype, **shapes}
 
 
 def _title(tensor: StoredTensor, selection: Selection) -> str:

@@ -33,14 +33,8 @@ def run(arguments: Namespace, output: Output) -> int:
     with output.progress("comparing") as progress:
         options = given(arguments, "keys", "atol", "rtol")
         report = diff(arguments.a, arguments.b, rename=dict(arguments.rename), progress=progress, **options)
-    output.json(
-        {
-            **vars(report),
-            "is_same": report.is_same,
-            "tensors": [difference._asdict() for difference in report.tensors],
-            "objects": [difference._asdict() for difference in report.objects],
-        }
-    )
+    lists = {name: [item._asdict() for item in getattr(report, name)] for name in ("tensors", "objects")}
+    output.json({**vars(report), "is_same": report.is_same, **lists})
     for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
         if keys:
             output.line(f"only in {side}: {summarize_keys(keys, limit=MAX_LISTED)}")

@@ -58,15 +58,8 @@ def run(arguments: Namespace, output: Output) -> int:
     groups, files = group_keys(manifest), list_files(manifest)
     facts = summary(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
-    output.json(
-        {
-            **facts,
-            "groups": [group._asdict() for group in groups],
-            "files": files,
-            "writers": list_writers(files),
-            "strays": strays,
-        }
-    )
+    lists = {"groups": [group._asdict() for group in groups], "files": files, "writers": list_writers(files)}
+    output.json({**facts, **lists, "strays": strays})
     if not output.as_json:
         _show(facts, groups, files, manifest, output)
         if strays:
@@ -177,7 +170,7 @@ def _show(
     output.line()
     rows = [
         [label, *(_group_cells(group) if group else ("",) * 5)]
-        for label, group in _tree([group for group in groups if group.pattern != COMMON_KEY])
+        for label, group in _tree([(_segments(g.pattern), g) for g in groups if g.pattern != COMMON_KEY])
     ]
     output.table(["key", "shape", "dtype", "keys", "chunks", "size"], rows, num_text=3)
     for alias, key in facts["tied"].items():
@@ -213,14 +206,10 @@ def _group_cells(group: Group) -> tuple[str, ...]:
     return shape, group.dtype, str(group.num_keys), str(group.num_chunks), size_text(group.num_bytes)
 
 
-def _tree(groups: Sequence[Group]) -> Iterator[tuple[str, Group | None]]:
-    """Yield the lines of a tree of patterns, split at dots; inner lines have no group."""
-    yield from _branches([(_segments(group.pattern), group) for group in groups], 0)
-
-
-def _branches(
-    members: Sequence[tuple[list[str], Group]], depth: int, parent: str = ""
+def _tree(
+    members: Sequence[tuple[list[str], Group]], depth: int = 0, parent: str = ""
 ) -> Iterator[tuple[str, Group | None]]:
+    """Yield the lines of a tree of patterns, given in segments; inner lines have no group."""
     by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
     for (first, *rest), group in members:
         by_first[first].append((rest, group))
@@ -231,11 +220,11 @@ def _branches(
             yield "  " * depth + parent + first, group
         if not leaves and len({rest[0] for rest, _ in deeper}) == 1:
             # A single branch continues on the same line.
-            yield from _branches(deeper, depth, f"{parent}{first}.")
+            yield from _tree(deeper, depth, f"{parent}{first}.")
         elif deeper:
             if not leaves:
                 yield "  " * depth + parent + first, None
-            yield from _branches(deeper, depth + 1)
+            yield from _tree(deeper, depth + 1)
 
 
 def _segments(pattern: str) -> list[str]:
@@ -252,15 +241,8 @@ def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Outpu
         raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{did_you_mean(key, known)}")
     shape, dtype, stored_key = stored.global_shape(key), stored.dtype_name(key), stored.manifest.keys[known[key]]
     chunks = grid.chunks_of(stored, key)
-    output.json(
-        {
-            "key": key,
-            "stored_as": stored_key,
-            "dtype": dtype,
-            "shape": shape,
-            "chunks": [chunk._asdict() for chunk in chunks],
-        }
-    )
+    facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}
+    output.json({**facts, "chunks": [chunk._asdict() for chunk in chunks]})
     tied = "" if stored_key == key else f", tied to {stored_key}"
     output.line(f"{key}: {'x'.join(map(str, shape)) or '()'} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = [

@@ -30,13 +30,8 @@ def run(arguments: Namespace, output: Output) -> int:
     """Verify, list the problems, return 1 if there are any."""
     with output.progress("verifying") as progress:
         report = verify(arguments.path, arguments.mode, num_threads=arguments.jobs, progress=progress)
-    output.json(
-        {
-            **{name: value for name, value in vars(report).items() if name != "problems"},
-            "is_whole": report.is_whole,
-            "problems": [problem._asdict() for problem in report.problems],
-        }
-    )
+    problems = [problem._asdict() for problem in report.problems]
+    output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
     for problem in report.problems[:MAX_LISTED]:
         output.line(f"BAD  {describe(problem)}")
     if len(report.problems) > MAX_LISTED:
