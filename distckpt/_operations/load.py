@@ -79,8 +79,8 @@ def load(
 ) -> StateDict: ...
 
 
-@take_common_strategy  # type: ignore[misc]
-@operation
+@operation  # type: ignore[misc]
+@take_common_strategy
 @paused_garbage_collection()
 def load(
     sharded_state_dict: ShardedStateDict,

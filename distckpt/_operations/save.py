@@ -28,8 +28,8 @@ from distckpt.strategies.defaults import save_strategy
 from distckpt.utils import _clean_metadata_for_serialization
 
 
-@take_common_strategy
 @operation
+@take_common_strategy
 @paused_garbage_collection()
 def save(
     sharded_state_dict: ShardedStateDict,
