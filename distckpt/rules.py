@@ -26,6 +26,7 @@ from distckpt._geometry.mapped import (
     crop_axis,
     drop_axis,
     identity,
+    interleave,
     invert,
     join,
     permute,
@@ -321,14 +322,10 @@ class Interleave(OneKeyRule):
 
     def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
         axis = normalize_axis(self, key, tensor, self.axis)
-        rows, rest = divmod(tensor.shape[axis], self.num)
-        if rest:
+        if tensor.shape[axis] % self.num:
             raise misfit(self, key, tensor, f"axis {axis} cannot be cut into {self.num} equal pieces")
         check_packed(self, key, tensor, moves_last_axis=axis == len(tensor.shape) - 1)
-        apart = reshape(tensor, (*tensor.shape[:axis], self.num, rows, *tensor.shape[axis + 1 :]))
-        order = list(range(len(apart.shape)))
-        order[axis : axis + 2] = axis + 1, axis
-        return [(fill_name(self.to, captures), reshape(permute(apart, order), tensor.shape))]
+        return [(fill_name(self.to, captures), interleave(tensor, axis, self.num))]
 
 
 @dataclass(frozen=True)

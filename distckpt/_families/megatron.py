@@ -147,9 +147,9 @@ def _gpt_oss(config: Config) -> list[Rule]:
         *move(count, {"self_attention.core_attention.softmax_offset": "self_attn.sinks"}),
         *move(count, {f"mlp.router.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")}),
         *stacked_experts(count, config("num_local_experts", "num_experts"), names),
-        Interleave(f"{own}gate_then_up", f"{new}gate_up_rows", axis=1, count=count),
+        Transpose(f"{own}gate_then_up", f"{new}gate_then_up_columns", order=(0, 2, 1), count=count),
+        Interleave(f"{own}gate_then_up_columns", f"{new}gate_up_proj", axis=2, count=count),
         Interleave(f"{own}gate_then_up_bias", f"{new}gate_up_proj_bias", axis=1, count=count),
-        Transpose(f"{own}gate_up_rows", f"{new}gate_up_proj", order=(0, 2, 1), count=count),
         Transpose(f"{own}down_proj_rows", f"{new}down_proj", order=(0, 2, 1), count=count),
     ]
 

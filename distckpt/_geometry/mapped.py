@@ -197,6 +197,27 @@ def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
     return MappedTensor(tuple(shape), mapped.dtype, parts, mapped.trimmed)
 
 
+def interleave(mapped: MappedTensor, axis: int, num: int) -> MappedTensor:
+    """Let the rows of `num` pieces that follow one another along an axis take turns; each row becomes a part."""
+    rows = mapped.shape[axis] // num
+    parts: list[Part] = []
+    for part in mapped.parts:
+        source_axis = dict(_axis_pairs(part)).get(axis)
+        start, shape = part.target.offset[axis], with_item(part.target.shape, axis, 1)
+        source, order = part.source.shape, part.order
+        if source_axis is not None:
+            source = with_item(source, source_axis, 1)
+            order = _complete_order(len(source), [a for a in order if source[a] != 1])
+        for index in range(part.target.shape[axis]):
+            place = (start + index) % rows * num + (start + index) // rows
+            offset = part.source.offset
+            if source_axis is not None:
+                offset = with_item(offset, source_axis, offset[source_axis] + index)
+            target = Region(with_item(part.target.offset, axis, place), shape)
+            parts.append(Part(target, part.key, Region(offset, source), order))
+    return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), mapped.trimmed)
+
+
 def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> MappedTensor:
     """Trace a target back: `mapped` is made of `sources`, which are targets themselves."""
     parts: list[Part] = []
