@@ -168,7 +168,7 @@ def consolidate(
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it. When it is
             quantised, `quantize` with one format is for the same tensors.
         extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
-            most 256 MiB, and links to such files inside the directory. In `config.json` the dtype follows `dtype`, and
+            most 256 MiB, and links to such files inside the directory; with a family, `like` where it is left out. In `config.json` the dtype follows `dtype`, and
             what it says of quantised tensors the export.
         extra_code: copy `*.py` files too, which programs that trust the export may run.
         overwrite: replace an export that is there.
@@ -221,6 +221,8 @@ def consolidate(
             )
             files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
             extra_files: list[str] = []
+            if family is not None and extra_files_from is None:
+                extra_files_from = like
             if extra_files_from is not None and ranks.is_coordinator:
                 extra_files = list_extra_files(locations.normalize(extra_files_from), extra_code)
             config: dict[str, bytes] = {}

@@ -63,8 +63,28 @@ VARIANTS = {
 """Other models of a family: which one, and what else their configurations say."""
 
 
+_VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+_CLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "image_size": 28, "patch_size": 14}  # fmt: skip
+
+COMPOSED = {
+    "llava": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP}),
+    "qwen2_5_vl": ("qwen2", {"vision_config": _VISION}),
+    "qwen3_vl_moe": ("qwen3_moe", {"vision_config": _VISION | {"deepstack_visual_indexes": [0]}}),
+    "qwen3_5": ("qwen3_next", {"vision_config": _VISION}),
+    "llama4": ("llama4_text", {"vision_config": _CLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}}),
+}
+"""Models with towers: the family whose sizes their text part has, and the other parts."""
+
+
 def make_config(name):
     """Make the configuration of a tiny model of a family or variant."""
+    if name in COMPOSED:
+        family, parts = COMPOSED[name]
+        text = _SIZES | OVERRIDES.get(family, {})
+        if family in ("llama",):
+            text["model_type"] = family
+        return transformers.AutoConfig.for_model(name, text_config=text, **parts)
     family, overrides = VARIANTS.get(name, (name, {}))
     return transformers.AutoConfig.for_model(family, **(_SIZES | OVERRIDES[family] | overrides))
 
@@ -72,7 +92,8 @@ def make_config(name):
 def make_model(config, seed=0):
     """Make a model with random numbers in all of its tensors, norms and biases included."""
     warnings.simplefilter("ignore")
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    kind = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else None
+    model = (kind or transformers.AutoModelForCausalLM).from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():

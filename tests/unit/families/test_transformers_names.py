@@ -11,10 +11,10 @@ import distckpt
 from distckpt import CheckpointingException, CheckpointNotFoundError, LoadMismatchError, ShardedTensor
 from distckpt.cli import main
 from tests.support.hf_folders import read_export, same_bytes
-from tests.support.tiny_models import OVERRIDES, make_config, make_model
+from tests.support.tiny_models import COMPOSED, OVERRIDES, make_config, make_model
 
 
-@pytest.mark.parametrize("family", sorted(OVERRIDES))
+@pytest.mark.parametrize("family", sorted([*OVERRIDES, *COMPOSED]))
 def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, tmp_path):
     model, empty = make_model(make_config(family)), make_model(make_config(family), seed=1)
     saved, checkpoint, exported = (tmp_path / name for name in ("saved", "checkpoint", "exported"))
@@ -33,6 +33,20 @@ def mixtral(tmp_path_factory):
     model, saved = make_model(make_config("mixtral")), tmp_path_factory.mktemp("mixtral") / "saved"
     model.save_pretrained(saved)
     return model, saved
+
+
+def test_transformers_opens_an_export_whose_config_follows_the_dtype(mixtral, tmp_path):
+    model, saved = mixtral
+    (saved / "tokenizer.json").write_text("{}")
+    distckpt.save({"model": model}, tmp_path / "checkpoint")
+    for dtype in (torch.float32, torch.bfloat16):
+        exported = tmp_path / str(dtype)
+        distckpt.consolidate(tmp_path / "checkpoint", exported, family="auto", like=saved, dtype=dtype)
+        assert {path.name for path in exported.iterdir()} == {path.name for path in saved.iterdir()}
+        opened = type(model).from_pretrained(exported, dtype="auto")
+        assert opened.dtype == dtype
+        expected = {key: tensor.to(dtype) for key, tensor in model.state_dict().items()}
+        assert same_bytes(opened.state_dict(), expected)
 
 
 def test_a_rank_loads_its_slices(mixtral):
