@@ -103,7 +103,8 @@ def _qwen2_moe(config: Config) -> list[Rule]:
 
 def _after_dense(config: Config) -> list[Rule]:
     """MLPs of models whose first layers are dense; the others have shared experts and a bias of the router."""
-    num_dense = int(config("first_k_dense_replace", default=0))
+    kinds = config("mlp_layer_types", default=())
+    num_dense = kinds.count("dense") if kinds else int(config("first_k_dense_replace", default=0))
     num_sparse = config.layers - num_dense
     return [
         *gated_mlp(num_dense),
@@ -166,17 +167,50 @@ def _granitemoe(config: Config) -> list[Rule]:
     ]
 
 
+def _llama4(config: Config) -> list[Rule]:
+    num_sparse = len(config("moe_layers"))
+    block, own, new = "feed_forward.", "model.layers.*.feed_forward.experts.", "model.layers.{0}.feed_forward.experts."
+    names = {"linear_fc1.weight": f"{block}experts.gate_up_rows", "linear_fc2.weight": f"{block}experts.down_rows"}
+    return [
+        *outside_layers(config),
+        *norms(config.layers),
+        *attention(config),
+        *gated_mlp(config.layers - num_sparse, "mlp", "feed_forward"),
+        *gated_mlp(num_sparse, "mlp.shared_experts", f"{block}shared_expert"),
+        *move(num_sparse, {"mlp.router.weight": f"{block}router.weight"}),
+        *stacked_experts(num_sparse, config("num_local_experts", "num_experts"), names),
+        Transpose(f"{own}gate_up_rows", f"{new}gate_up_proj", order=(0, 2, 1), count=num_sparse),
+        Transpose(f"{own}down_rows", f"{new}down_proj", order=(0, 2, 1), count=num_sparse),
+    ]
+
+
+def _dots1(config: Config) -> list[Rule]:
+    return [
+        *outside_layers(config),
+        *norms(config.layers),
+        *attention(config, qk_norm=True),
+        *_after_dense(config),
+    ]
+
+
 FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "deepseek_v3": _deepseek_v3,
+    "dots1": _dots1,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek_v3,
     "gpt_oss": _gpt_oss,
     "granitemoe": _granitemoe,
     "kimi_k2": _deepseek_v3,
     "llama": _llama,
+    "llama4_text": _llama4,
+    "ministral": _llama,
+    "ministral3": _llama,
     "mistral": _llama,
     "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _llama,
     "qwen3_moe": _qwen3_moe,
+    "seed_oss": _qwen2,
+    "smollm3": _llama,
 }

@@ -68,7 +68,7 @@ def make_megatron(config):
     megatron_config = made(**settings | extra)
     specs = megatron(".models.gpt.gpt_layer_specs")
     spec = specs.get_gpt_decoder_block_spec(
-        megatron_config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False
+        megatron_config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=megatron_config.qk_l2_norm
     )
     if megatron_config.multi_latent_attention:
         for layer in spec.layer_specs:
@@ -125,7 +125,8 @@ def _qwen2_moe(c):
 
 
 def _after_dense(c):
-    num_dense = c.first_k_dense_replace
+    kinds = getattr(c, "mlp_layer_types", [])
+    num_dense = kinds.count("dense") if kinds else c.first_k_dense_replace
     return _moe(c)[0] | {
         "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_router_score_function": "sigmoid",
         "moe_layer_freq": [0] * num_dense + [1] * (c.num_hidden_layers - num_dense),
@@ -144,6 +145,27 @@ def _deepseek_v3(c):
     }, {}  # fmt: skip
 
 
+def _dots1(c):
+    return _after_dense(c) | {"qk_layernorm": True}, {}
+
+
+def _llama4(c):
+    return _moe(c)[0] | {
+        "ffn_hidden_size": c.intermediate_size_mlp, "moe_ffn_hidden_size": c.intermediate_size, "qk_l2_norm": True,
+        "moe_layer_freq": [int(n in c.moe_layers) for n in range(c.num_hidden_layers)],
+        "moe_shared_expert_intermediate_size": c.intermediate_size, "moe_router_score_function": "sigmoid",
+        "moe_apply_probs_on_input": True, "rotary_interleaved": True, "no_rope_freq": _no_rope(c),
+    }, {}  # fmt: skip
+
+
+def _no_rope(c):
+    return [int(not uses_rope) for uses_rope in c.no_rope_layers]
+
+
+def _smollm3(c):
+    return {"no_rope_freq": _no_rope(c)}, {}
+
+
 def _glm4_moe(c):
     extra = {"add_qkv_bias": c.attention_bias, "qk_layernorm": c.use_qk_norm}
     return _after_dense(c) | extra, {"rotary_percent": c.rope_parameters["partial_rotary_factor"]}
@@ -156,7 +178,14 @@ SETTINGS = {
     "qwen3": _qwen3,
     "qwen2_moe": _qwen2_moe,
     "deepseek_v3": _deepseek_v3,
+    "dots1": _dots1,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek_v3,
+    "llama4_text": _llama4,
+    "ministral": _dense,
+    "ministral3": _dense,
+    "seed_oss": _qwen2,
+    "smollm3": _smollm3,
     "gpt_oss": _gpt_oss,
     "granitemoe": _moe,
     "mixtral": _moe,

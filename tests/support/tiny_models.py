@@ -35,6 +35,16 @@ OVERRIDES = {
                    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
                    "layer_types": ["linear_attention", "full_attention"]},
     "deepseek_v3": _DEEPSEEK,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+              "norm_topk_prob": True},
+    "glm4_moe_lite": _DEEPSEEK | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 40, "moe_layers": [1], "no_rope_layers": [1, 1],
+                    "intermediate_size": 16, "num_experts_per_tok": 1, "attn_temperature_tuning": False},
+    "ministral": {},
+    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
+                                       "original_max_position_embeddings": 64}},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0], "tie_word_embeddings": True},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
                  "attention_bias": True},
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
@@ -72,7 +82,10 @@ COMPOSED = {
     "qwen2_5_vl": ("qwen2", {"vision_config": _VISION}),
     "qwen3_vl_moe": ("qwen3_moe", {"vision_config": _VISION | {"deepstack_visual_indexes": [0]}}),
     "qwen3_5": ("qwen3_next", {"vision_config": _VISION}),
-    "llama4": ("llama4_text", {"vision_config": _CLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}}),
+    "llama4": (
+        "llama4_text",
+        {"vision_config": _CLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
+    ),
 }
 """Models with towers: the family whose sizes their text part has, and the other parts."""
 
