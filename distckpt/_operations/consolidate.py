@@ -168,8 +168,8 @@ def consolidate(
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it. When it is
             quantised, `quantize` with one format is for the same tensors.
         extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
-            most 256 MiB, and links to such files inside the directory; with a family, `like` where it is left out. In `config.json` the dtype follows `dtype`, and
-            what it says of quantised tensors the export.
+            most 256 MiB, and links to such files inside the directory; with a family, `like` where it is left out. In
+            `config.json` the dtype follows `dtype`, and what it says of quantised tensors the export.
         extra_code: copy `*.py` files too, which programs that trust the export may run.
         overwrite: replace an export that is there.
         verify: as in `load`; checksums of a distckpt checkpoint are verified by default.
