@@ -6,11 +6,13 @@
     distckpt.consolidate("fsdp/step_1000", "exported")
 
 Nothing in their pickles is ever run: see `docs/migrating-from-megatron.md`. `convert` makes distckpt checkpoints of
-them, which have checksums and open faster.
+them, which have checksums and open faster; `export` is the way back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,8 +25,11 @@ import torch
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import Bytes
+from distckpt._commit import posix
+from distckpt._commit.staging import choose_staging, make_staging
 from distckpt._foreign import opening
 from distckpt._foreign.stored_values import load_common_state, load_objects
+from distckpt._foreign.torch_dist.write import write_chunks, write_metadata
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks
 from distckpt._ranks.collectives import Ranks
@@ -34,7 +39,7 @@ from distckpt._storage import locations
 from distckpt.mapping import CommonStateDict, ShardedObject, ShardedTensor
 from distckpt.serialization import SaveReport, save
 
-__all__ = ["convert"]
+__all__ = ["convert", "export"]
 
 
 @operation
@@ -100,13 +105,84 @@ def convert(
     return reports[0]
 
 
-def _share(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[ShardedTensor | ShardedObject]:
-    """Return the chunks that one rank converts: a run of about as many bytes as the others have."""
+@operation
+def export(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    process_group: Any = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Write a checkpoint as Megatron Core's `torch_dist`, which `torch.distributed.checkpoint.load` reads as well.
+
+        torch_dist.export("checkpoints/iter_0001000", "megatron/iter_0001000")
+
+    Tensors, objects and common state (as `common.pt`) keep their names, and each stored chunk becomes one of the
+    result. Takes any number of ranks: each reads its share, one chunk at a time, and writes one file. Neither Megatron
+    nor `torch.distributed.checkpoint` is used. The directory appears when it is complete.
+
+    Collective operation: all ranks of the process group must call it.
+
+    Args:
+        checkpoint_dir: a path or URL of what `distckpt.load` can read.
+        output_dir: a path; it must hold no checkpoint.
+        overwrite: replace a checkpoint that is there.
+        process_group: the ranks that export together; None for the default group, or for this process alone.
+        progress: called with the bytes of tensors this rank has written so far and those it will have written.
+
+    Raises:
+        CheckpointingException: `output_dir` is a URL.
+        CorruptCheckpointError: the checkpoint is damaged.
+        UnsupportedObjectError: an object, or common state, has no form in files of torch.
+        RankFailedError: raised on all ranks when any rank failed; nothing is left then.
+    """
+    ranks = Ranks(process_group)
+    location, target = locations.normalize(checkpoint_dir), posix.resolve(os.fspath(output_dir))
+
+    def check_and_read() -> bytes:
+        if not locations.is_local(target):
+            raise CheckpointingException(f"{target!r} is a URL: export to a local path, and copy the directory.")
+        if target == posix.resolve(location):
+            raise CheckpointingException(f"The export cannot replace its own source {location!r}.")
+        posix.check_target(target, overwrite, os.fspath(output_dir))
+        return opening.manifest_bytes(location, opening.identify(location))
+
+    data = ranks.decide("open the checkpoint", check_and_read)
+    with ranks.phase("open the checkpoint"):
+        stored = opening.decode_manifest(location, data, "full")
+        mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
+    place, held = choose_staging(ranks, target), contextlib.ExitStack()
+    try:
+        make_staging(ranks, place, held, sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine), names=())
+        with ranks.phase("write the export"):
+            written = write_chunks(stored, mine, place.location, f"__{ranks.rank}_0.distcp", progress)
+        gathered = ranks.gather(json.dumps(written).encode())
+        with ranks.phase("commit the export", decision=True):
+            if ranks.is_coordinator:
+                write_metadata(stored, [json.loads(entries) for entries in gathered], place.location)
+                posix.commit(place.location, target, overwrite)
+    except BaseException:
+        if ranks.is_coordinator:
+            posix.abandon(place.location)
+        raise
+    finally:
+        held.close()
+
+
+def _chunks_of_rank(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[tuple[str, int]]:
+    """Return the keys and chunks of one rank: a run of about as many bytes as the others have."""
     manifest = stored.manifest
     chunks = [(key, chunk) for key in manifest.key_index if key != COMMON_KEY for chunk in stored.chunks_of(key)]
     ends = np.cumsum([int(manifest.num_bytes[chunk]) + 1 for _, chunk in chunks])
     shares = (ends - 1) * num_ranks // max(1, int(ends[-1]) if chunks else 1)
-    mine = [pair for pair, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
+    return [pair for pair, share in zip(chunks, shares.tolist(), strict=True) if share == rank]
+
+
+def _share(stored: StoredCheckpoint, rank: int, num_ranks: int) -> list[ShardedTensor | ShardedObject]:
+    """Return the chunks that one rank converts."""
+    manifest = stored.manifest
+    mine = _chunks_of_rank(stored, rank, num_ranks)
     contents = _tensor_contents(stored, [chunk for key, chunk in mine if not stored.is_object(key)])
     tensors: list[ShardedTensor] = []
     objects: list[ShardedObject] = []

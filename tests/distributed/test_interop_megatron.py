@@ -81,6 +81,29 @@ def test_gpt_saved_at_tp2_loads_in_other_layouts(run, saved, tp, pp):
         assert count > 10
 
 
+def export_together(rank, source, target):
+    torch_dist.export(source, target)
+
+
+def load_with_megatron(rank, path, tp, pp):
+    warnings.simplefilter("ignore")
+    model, checkpointing = make_model(tp, pp), megatron(".dist_checkpointing")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    loaded = checkpointing.load(request_of(model), path)
+    model.load_state_dict(loaded["model"])
+    return wrong_keys(model), loaded["iteration"], loaded["args"].backend.name
+
+
+def test_what_is_exported_loads_with_megatron(run, saved, tmp_path):
+    path = str(tmp_path / "exported")
+    run(export_together, 2, saved, path)
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
+    for outcome in run(load_with_megatron, 2, path, 1, 2, group_timeout=TIMEOUT):
+        assert outcome == ([], 7, "auto")
+
+
 @pytest.fixture(scope="module")
 def saved_by_megatron(run, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("torch_dist") / "checkpoint")

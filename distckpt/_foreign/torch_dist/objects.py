@@ -93,6 +93,8 @@ def read_object(blob: bytes) -> Any:
         num_items = len(items) // view.dtype.itemsize
         if math.prod(view.shape) > max(num_items, _EXTRA_VALUES):
             raise ValueError(f"a tensor of shape {view.shape} in a storage of {num_items} items")
+        if not num_items and not math.prod(view.shape):
+            return torch.empty(view.shape, dtype=view.dtype)
         flat = items[: num_items * view.dtype.itemsize].view(view.dtype)
         return flat.as_strided(view.shape, view.strides, view.offset)
 

@@ -1,0 +1,302 @@
+"""Archives as `torch.save` writes them, and pickles, written without either: by the same table that reading has.
+
+Only instructions of protocol 2 are written, which every unpickler of torch reads, the restricted one included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import enum
+import io
+import pathlib
+import struct
+import types
+import zipfile
+from collections.abc import Callable, Iterable
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from distckpt._base.errors import UnsupportedObjectError
+from distckpt._base.memory import Bytes
+from distckpt._format.codec.tree import registration_of, type_name
+
+_LEGACY = {
+    torch.float64: "Double", torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16",
+    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+    torch.bool: "Bool", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
+}  # fmt: skip
+"""Dtypes whose storages have classes of their own."""
+
+
+class Global(NamedTuple):
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+
+class Call(NamedTuple):
+    """An object that a pickle makes: by calling a function, or as a new object of a class, which gets a state."""
+
+    function: Global
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    is_new: bool = False
+
+
+class Pairs(NamedTuple):
+    """A dict, given as keys and values, whose keys need not be hashable here."""
+
+    items: list[tuple[Any, Any]]
+
+
+class _Stored(NamedTuple):
+    """The storage of a tensor, numbered in its archive."""
+
+    number: int
+    tensor: TensorRecord
+
+
+class TensorRecord(NamedTuple):
+    """A tensor of which an archive gets the bytes from the caller."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its elements."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+def write_tensor(file: BinaryIO, tensor: TensorRecord, content: Iterable[Bytes]) -> int:
+    """Append an archive with one tensor to a file; return how many bytes that were."""
+    return _write_archive(file, tensor, lambda _: content)
+
+
+def write_object(file: BinaryIO, obj: Any) -> int:
+    """Append an archive with an object to a file; return how many bytes that were.
+
+    Raises:
+        UnsupportedObjectError: it holds something that has no form in such files; the message names the type.
+    """
+    return _write_archive(file, obj, lambda tensor: [_raw(tensor)])
+
+
+def record(module: str, name: str, /, **fields: Any) -> Call:
+    """Describe an object by its class and fields."""
+    return Call(Global(module, name), (), fields, True)
+
+
+def _write_archive(file: BinaryIO, obj: Any, content_of: Callable[[Any], Iterable[Bytes]]) -> int:
+    pickled, tensors = encode_pickle(obj)
+    start = file.tell()
+    with zipfile.ZipFile(cast(Any, _Part(file, start)), "w") as archive:
+        for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
+        for number, tensor in enumerate(tensors):
+            with archive.open(zipfile.ZipInfo(f"archive/data/{number}"), "w", force_zip64=True) as entry:
+                for piece in content_of(tensor):
+                    entry.write(piece)
+    return file.seek(0, io.SEEK_END) - start
+
+
+class _Part:
+    """What `zipfile` takes for a file: the rest of another one."""
+
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        self._file, self._start = file, start
+        self.write, self.flush = file.write, file.flush
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset + (self._start if whence == io.SEEK_SET else 0), whence) - self._start
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+
+
+def encode_pickle(obj: Any) -> tuple[bytes, list[Any]]:
+    """Return the pickle of an object, and the tensors in it in the order of their storages."""
+    encoder = _Encoder()
+    encoder.add(obj)
+    return b"\x80\x02" + b"".join(encoder.parts) + b".", encoder.tensors
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.tensors: list[Any] = []
+        self._memo: dict[Global, bytes] = {}
+
+    def add(self, obj: Any) -> None:
+        """Append the instructions that make an object."""
+        form = _FORMS.get(type(obj))
+        if form is not None:
+            form(self, obj)
+        elif isinstance(obj, torch.Tensor):
+            self.add_tensor(obj)
+        elif isinstance(obj, np.generic):
+            dtype = _numpy_dtype(obj.dtype)
+            self.add(Call(Global("numpy.core.multiarray", "scalar"), (dtype, obj.tobytes())))
+        else:
+            self.add(_registered(obj))
+
+    def add_items(self, items: Iterable[Any], end: bytes) -> None:
+        self.parts.append(b"(")
+        for item in items:
+            self.add(item)
+        self.parts.append(end)
+
+    def add_int(self, obj: int) -> None:
+        if 0 <= obj < 256:
+            self.parts.append(b"K" + bytes([obj]))
+        else:
+            data = bytes(reversed(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
+            if len(data) > 255:
+                raise UnsupportedObjectError("An integer of more than 255 bytes has no form in files of torch.")
+            self.parts.append(b"\x8a" + bytes([len(data)]) + data)
+
+    def add_str(self, obj: str) -> None:
+        data = obj.encode("utf-8", "surrogatepass")
+        self.parts.append(b"X" + _int32(len(data)) + data)
+
+    def add_list(self, obj: list[Any]) -> None:
+        self.parts.append(b"]")
+        self.add_items(obj, b"e")
+
+    def add_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        self.parts.append(b"}")
+        self.add_items((part for pair in pairs for part in pair), b"u")
+
+    def add_global(self, obj: Global) -> None:
+        known = self._memo.get(obj)
+        if known is not None:
+            self.parts.append(b"j" + known)
+            return
+        self._memo[obj] = number = _int32(len(self._memo))
+        self.parts.append(f"c{obj.module}\n{obj.name}\n".encode() + b"r" + number)
+
+    def add_call(self, obj: Call) -> None:
+        self.add(obj.function)
+        self.add_items(obj.args, b"t")
+        self.parts.append(b"\x81" if obj.is_new else b"R")
+        if obj.state is not None:
+            self.add(obj.state)
+            self.parts.append(b"b")
+
+    def add_tensor(self, obj: Any) -> None:
+        """Add a tensor, dense as `torch.save` stores it, and remember it for its bytes."""
+        strides = [int(np.prod(obj.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(obj.shape))]
+        self.tensors.append(obj)
+        place = (_Stored(len(self.tensors) - 1, TensorRecord(obj.dtype, tuple(obj.shape))), 0, tuple(obj.shape))
+        common = (*place, tuple(strides), False, Call(Global("collections", "OrderedDict")))
+        version, *more = ("v2",) if obj.dtype in _LEGACY else ("v3", obj.dtype)
+        self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), (*common, *more)))
+
+    def add_stored(self, obj: _Stored) -> None:
+        legacy = _LEGACY.get(obj.tensor.dtype)
+        kind = Global("torch", f"{legacy}Storage") if legacy else Global("torch.storage", "UntypedStorage")
+        count = obj.tensor.num_bytes // (obj.tensor.dtype.itemsize if legacy else 1)
+        self.add(("storage", kind, str(obj.number), "cpu", count))
+        self.parts.append(b"Q")
+
+
+def _int32(number: int) -> bytes:
+    return bytes(reversed(struct.pack(">I", number)))
+
+
+def _registered(obj: Any) -> Any:
+    """Describe an object of a registered class as Python pickles it."""
+    cls: Any = type(obj)
+    if registration_of(cls) is not None:
+        name = Global(cls.__module__, cls.__qualname__)
+        if isinstance(obj, enum.Enum):
+            return Call(name, (obj.value,))
+        if isinstance(obj, tuple) and hasattr(cls, "_fields"):
+            return Call(name, tuple(obj), None, True)
+        if hasattr(cls, "__dataclass_fields__"):
+            return Call(name, (), dict(vars(obj)), True)
+    raise UnsupportedObjectError(
+        f"An object of type {type_name(cls)} has no form in files of torch: leave it out of the state dict, convert it "
+        "to plain types, or register its class if that is an Enum class, a dataclass or a namedtuple class."
+    )
+
+
+def _numpy_dtype(dtype: np.dtype[Any]) -> Call:
+    order = "|" if dtype.itemsize == 1 else dtype.str[0]
+    return Call(Global("numpy", "dtype"), (dtype.str[1:], False, True), (3, order, None, None, None, -1, -1, 0))
+
+
+def _numpy_array(array: np.ndarray[Any, Any]) -> Call:
+    state = (1, array.shape, _numpy_dtype(array.dtype), False, array.tobytes())
+    return Call(Global("numpy.core.multiarray", "_reconstruct"), (Global("numpy", "ndarray"), (0,), b"b"), state)
+
+
+def _call(module: str, name: str, args_of: Callable[[Any], tuple[Any, ...]]) -> Callable[[_Encoder, Any], None]:
+    return lambda encoder, obj: encoder.add_call(Call(Global(module, name), args_of(obj)))
+
+
+def _date_args(obj: Any) -> tuple[Any, ...]:
+    args: tuple[Any, ...] = (obj.year, obj.month, obj.day)
+    if isinstance(obj, datetime.datetime):
+        args += (obj.hour, obj.minute, obj.second, obj.microsecond)
+        args += (obj.tzinfo,) if obj.tzinfo is not None else ()
+    return args
+
+
+def _path_form(encoder: _Encoder, obj: pathlib.PurePath) -> None:
+    encoder.add_call(Call(Global("pathlib", type(obj).__name__), (str(obj),)))
+
+
+_FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
+    type(None): lambda encoder, obj: encoder.parts.append(b"N"),
+    bool: lambda encoder, obj: encoder.parts.append(b"\x88" if obj else b"\x89"),
+    int: _Encoder.add_int,
+    float: lambda encoder, obj: encoder.parts.append(b"G" + struct.pack(">d", obj)),
+    str: _Encoder.add_str,
+    bytes: _call("_codecs", "encode", lambda obj: (obj.decode("latin1"), "latin1")),
+    bytearray: _call("__builtin__", "bytearray", lambda obj: (bytes(obj),)),
+    tuple: lambda encoder, obj: encoder.add_items(obj, b"t"),
+    list: _Encoder.add_list,
+    dict: lambda encoder, obj: encoder.add_pairs(obj.items()),
+    Pairs: lambda encoder, obj: encoder.add_pairs(obj.items),
+    set: _call("__builtin__", "set", lambda obj: (list(obj),)),
+    frozenset: _call("__builtin__", "frozenset", lambda obj: (list(obj),)),
+    complex: _call("__builtin__", "complex", lambda obj: (obj.real, obj.imag)),
+    slice: _call("__builtin__", "slice", lambda obj: (obj.start, obj.stop, obj.step)),
+    range: _call("__builtin__", "range", lambda obj: (obj.start, obj.stop, obj.step)),
+    collections.OrderedDict: _call("collections", "OrderedDict", lambda obj: ([list(pair) for pair in obj.items()],)),
+    argparse.Namespace: lambda encoder, obj: encoder.add_call(record("argparse", "Namespace", **vars(obj))),
+    types.SimpleNamespace: lambda encoder, obj: encoder.add_call(
+        Call(Global("types", "SimpleNamespace"), (), vars(obj))
+    ),
+    io.BytesIO: lambda encoder, obj: encoder.add_call(
+        Call(Global("_io", "BytesIO"), (), (obj.getvalue(), 0, None), True)
+    ),
+    datetime.date: _call("datetime", "date", _date_args),
+    datetime.datetime: _call("datetime", "datetime", _date_args),
+    datetime.timedelta: _call("datetime", "timedelta", lambda obj: (obj.days, obj.seconds, obj.microseconds)),
+    datetime.timezone: _call("datetime", "timezone", lambda obj: (obj.utcoffset(None),)),
+    pathlib.PosixPath: _path_form,
+    pathlib.PurePosixPath: _path_form,
+    np.ndarray: lambda encoder, obj: encoder.add_call(_numpy_array(obj)),
+    torch.dtype: lambda encoder, obj: encoder.add(Global("torch", str(obj).removeprefix("torch."))),
+    torch.device: _call("torch", "device", lambda obj: (str(obj),)),
+    torch.Size: _call("torch", "Size", lambda obj: (tuple(obj),)),
+    Global: _Encoder.add_global,
+    Call: _Encoder.add_call,
+    _Stored: _Encoder.add_stored,
+    TensorRecord: _Encoder.add_tensor,
+}
