@@ -22,7 +22,7 @@ import torch
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.public import set_public_home
-from distckpt._mapping.base import OpenReplicaId
+from distckpt._mapping.base import BufferReplicaId, OpenReplicaId
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part, shard_of_dtensor
 from distckpt._models.layers import (
     EXTRA_STATE,
@@ -96,6 +96,7 @@ def sharded_state_dict(
     """
     offsets = tuple(sharded_offsets)
     copy = OpenReplicaId((0, own_rank())) if replica_id is None else replica_id
+    buffer_copy = BufferReplicaId((0, own_rank())) if replica_id is None else replica_id
     prepended_axes(offsets, "sharded_offsets")
     state: ShardedStateDict = {}
     entries, delegates = _entries(module)
@@ -107,7 +108,8 @@ def sharded_state_dict(
             if is_in_mesh(value):
                 state[key] = shard_of_dtensor(key, value, offsets, len(offsets), replica_id)
         else:
-            state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, copy)
+            own = copy if isinstance(value, torch.nn.Parameter) else buffer_copy
+            state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, own)
     for name, child in delegates:
         described = sharded_state_dict_default(child, prefix + name, offsets, metadata)
         state.update(described if replica_id is None else _with_replica_id(described, replica_id))

@@ -23,6 +23,10 @@ class OpenReplicaId(tuple[int, ...]):
     """
 
 
+class BufferReplicaId(OpenReplicaId):
+    """That of a buffer, whose copies may differ (running statistics): only the main replica is written."""
+
+
 class ShardedBase(ABC):
     """Base of the parts of global tensors and objects in a sharded state dict.
 

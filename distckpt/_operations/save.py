@@ -90,7 +90,7 @@ def save(
         process_group: the ranks that save together; None for the default group, or for this process alone when
             torch.distributed is not initialised.
         validate_replicas: also compare the content of replicas, and refuse to save when they differ. Reads all
-            tensors once more.
+            tensors once more. Buffers of modules may differ: the main replica is stored.
         durable: return only when everything is on disk. With False the checkpoint appears in one step too, but a
             power failure shortly afterwards may leave it damaged, which checksums reveal.
         max_inflight_bytes: memory for data on its way to storage, on each rank; at least one window of 8 MiB is used.

@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from distckpt._format.manifest import ChunkTable, Manifest
-from distckpt._mapping.base import OpenReplicaId
 from distckpt._plan.layout import PlannedChunk, PlannedFile
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import Shard, find_ties
@@ -72,5 +71,5 @@ def structure_of(shards: Sequence[Shard], ranks: Ranks, *settings: object) -> St
     getters = {kind: of_object if issubclass(kind, ShardedObject) else of_tensor for kind in set(map(type, shards))}
     described = [getters[type(shard)](shard) for shard in shards]
     # Equal to a replica id that was chosen by the author.
-    is_open = [isinstance(shard.replica_id, OpenReplicaId) for shard in shards]
-    return (ranks.rank, ranks.size, settings, find_ties(shards), described, is_open)
+    copies = [type(shard.replica_id) for shard in shards]
+    return (ranks.rank, ranks.size, settings, find_ties(shards), described, copies)

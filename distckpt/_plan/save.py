@@ -133,9 +133,9 @@ def _group_replicas(
     slot = np.minimum(slot, max(len(rows) - 1, 0))
     group = by_hash[slot] if len(rows) else np.zeros(len(identity), np.int64)
     belongs = stored & (identity[rows][group] == identity if len(rows) else np.zeros(len(identity), np.bool_))
-    # Objects stay with their main replica: copies need not be equal and are not encoded.
+    # Objects and buffers stay with their main replica: copies need not be equal, and those of objects are not encoded.
     is_object = np.array([dtype == OBJECT for dtype in table.dtypes], np.bool_)
-    belongs &= table.is_main | ~is_object[table.key_ids]
+    belongs &= table.is_main | ~(is_object[table.key_ids] | table.is_buffer)
     if exchange_groups is not None:
         group_of_rank = np.asarray(exchange_groups, np.int64)
         belongs &= group_of_rank[table.ranks] == group_of_rank[table.ranks[rows]][group]

@@ -32,13 +32,13 @@ from distckpt._geometry.region import (
     row_hashes,
     widen,
 )
-from distckpt._mapping.base import OpenReplicaId, flat_bounds
+from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, flat_bounds
 from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
-_ROW_COLUMNS = ("key_ids", "shard_ids", "tie_ids", "is_main", "open_ranks", "digests", "offsets", "shapes")
+_ROW_COLUMNS = ("key_ids", "shard_ids", "tie_ids", "is_main", "open_ranks", "is_buffer", "digests", "offsets", "shapes")
 
 
 class ShardTable(NamedTuple):
@@ -47,6 +47,7 @@ class ShardTable(NamedTuple):
     `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct key. The columns
     have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids` (first shard of the
     rank that is the same memory), `is_main`, `open_ranks` (of an `OpenReplicaId`: 1, or 2 for a copy; else 0),
+    `is_buffer` (only the main replica is written),
     `digests` (content hashes, 0 when not computed), and `offsets`, `shapes` of shape (n, max ndim), padded with 0 and
     1. Ranks take over bytes of replicas in their `exchange_group`.
     """
@@ -59,6 +60,7 @@ class ShardTable(NamedTuple):
     tie_ids: IntArray
     is_main: npt.NDArray[np.bool_]
     open_ranks: npt.NDArray[np.uint8]
+    is_buffer: npt.NDArray[np.bool_]
     digests: npt.NDArray[np.uint64]
     offsets: IntArray
     shapes: IntArray
@@ -127,19 +129,21 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
     """Describe the shards of this rank, which must fit their global tensors and agree with one another."""
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
-    rows: list[tuple[int, int, int, bool, int]] = []
+    rows: list[tuple[int, int, int, bool, int, bool]] = []
     regions: list[Region] = []
     ties = find_ties(shards)
     for shard_id, shard in enumerate(shards):
         replica = shard.replica_id
         open_rank = 1 + any(replica[:1]) if isinstance(replica, OpenReplicaId) else 0
         is_main_row = not open_rank and is_main_replica(replica)
-        row = (_key_id(shard, key_index, kinds), shard_id, ties.get(shard_id, shard_id), is_main_row, open_rank)
+        key_id = _key_id(shard, key_index, kinds)
+        is_buffer = isinstance(replica, BufferReplicaId)
+        row = (key_id, shard_id, ties.get(shard_id, shard_id), is_main_row, open_rank, is_buffer)
         for region in shard_regions(shard):
             rows.append(row)
             regions.append(region)
-    key_ids, shard_ids, tie_ids, is_main, open_ranks = (
-        np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 5).T.copy()
+    key_ids, shard_ids, tie_ids, is_main, open_ranks, is_buffers = (
+        np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 6).T.copy()
     )
     offsets, shapes = regions_to_arrays(regions)
     table = ShardTable(
@@ -151,6 +155,7 @@ def describe(shards: Sequence[Shard]) -> ShardTable:
         tie_ids=tie_ids,
         is_main=is_main.astype(np.bool_),
         open_ranks=open_ranks.astype(np.uint8),
+        is_buffer=is_buffers.astype(np.bool_),
         digests=np.zeros(len(rows), np.uint64),
         offsets=offsets,
         shapes=shapes,
@@ -203,6 +208,7 @@ class GlobalTable(NamedTuple):
     shard_ids: IntArray
     tie_ids: IntArray
     is_main: npt.NDArray[np.bool_]
+    is_buffer: npt.NDArray[np.bool_]
     digests: npt.NDArray[np.uint64]
     offsets: IntArray
     shapes: IntArray
@@ -232,6 +238,7 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
         shard_ids=np.concatenate([table.shard_ids for table in tables]),
         tie_ids=np.concatenate([table.tie_ids for table in tables]),
         is_main=np.concatenate([table.is_main for table in tables]),
+        is_buffer=np.concatenate([table.is_buffer for table in tables]),
         digests=np.concatenate([table.digests for table in tables]),
         offsets=np.concatenate([widen(table.offsets, ndim, 0) for table in tables]),
         shapes=np.concatenate([widen(table.shapes, ndim, 1) for table in tables]),

@@ -111,7 +111,7 @@ def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, i
 
 def _replica_differences(table: GlobalTable) -> list[KeyFault]:
     """Compare content digests of equal regions, where they were computed."""
-    hashed = np.flatnonzero(table.digests)
+    hashed = np.flatnonzero((table.digests != 0) & ~table.is_buffer)
     if not len(hashed):
         return []
     columns = (*table.shapes[hashed].T, *table.offsets[hashed].T, table.key_ids[hashed])

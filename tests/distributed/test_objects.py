@@ -148,3 +148,20 @@ def test_zero_redundancy_optimizers_resume_here_and_as_others(tmp_path, losses):
     state = make(plain, 2)
     distckpt.load(state, path, strict="raise_all")
     assert train(state, range(3, 5)) == pytest.approx(losses[3:], rel=1e-5)
+
+
+def save_running_statistics(rank: int, path: str) -> list[torch.Tensor]:
+    net = torch.nn.Sequential(*[torch.nn.BatchNorm1d(2048) for _ in range(4)])
+    # As under DistributedDataParallel: each rank normalizes its own part of the data.
+    net(torch.randn(4, 2048, generator=torch.Generator().manual_seed(rank)))
+    distckpt.save({"model": net}, path, validate_replicas=True)
+    return [layer.running_mean.clone() for layer in net]
+
+
+def test_buffers_that_differ_between_ranks_are_those_of_rank_0(tmp_path):
+    path = str(tmp_path / "saved")
+    first, second = run(save_running_statistics, 2, path)
+    assert not any(map(torch.equal, first, second))
+    net = torch.nn.Sequential(*[torch.nn.BatchNorm1d(2048) for _ in range(4)])
+    distckpt.load({"model": net}, path)
+    assert all(torch.equal(layer.running_mean, own) for layer, own in zip(net, first, strict=True))
