@@ -10,7 +10,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._geometry.region import Region, cut_region, whole
 from distckpt._quantization.numbers import NUMBERS, pack_exponents, unpack_exponents
-from distckpt._quantization.quantized import E8M0, QuantizedTensor, apply_scales, bands, coarsened
+from distckpt._quantization.quantized import E8M0, QuantizedTensor, apply_scales, coarsened, scales_of_rows
 
 _LARGEST_SCALE = 448.0
 """The largest number of E4M3, for scales that have a scale themselves."""
@@ -82,8 +82,7 @@ def encode(quantized: QuantizedTensor, values: torch.Tensor, region: Region, max
     else:
         stored = torch.where(maxima == 0, 1.0, maxima / number.largest).to(FROM_NAME[scale.dtype])
         scales = stored.float()
-    for rows, row_scales in bands(quantized, scales, region, region):
-        apply_scales(values[rows], row_scales, torch.Tensor.div_)
+    apply_scales(quantized, values, scales_of_rows(quantized, scales, region), region, torch.Tensor.div_)
     codes = number.pack(values.clamp_(-number.largest, number.largest))
     parts["codes"], parts["scale"] = codes, stored
     if "shape" in quantized.parts:

@@ -21,12 +21,14 @@ class Number(NamedTuple):
     Attributes:
         per_byte: codes in a byte; the first of two is in the lower half.
         largest: the largest value; scales are chosen so that the largest value of a block becomes this one.
+        factor: what unpacked values must be multiplied with.
         unpack: bytes of shape (..., n) to float32 of shape (..., n * per_byte), in scratch memory of this thread.
         pack: float32 values, within the range, to bytes.
     """
 
     per_byte: int
     largest: float
+    factor: float
     unpack: Callable[[torch.Tensor], torch.Tensor]
     pack: Callable[[torch.Tensor], torch.Tensor]
 
@@ -45,7 +47,7 @@ def _unpack_e4m3(codes: torch.Tensor) -> torch.Tensor:
     # The sign and the other 7 bits, as the high bits of a float16's exponent and fraction: 2^8 times too small.
     bits = scratch("bits", codes.shape, torch.int16).copy_(codes.view(torch.int8))
     bits.bitwise_left_shift_(7).bitwise_and_(-0x4080)
-    values = _widened(bits.view(torch.float16)).mul_(256.0)
+    values = _widened(bits.view(torch.float16))
     magnitudes = torch.bitwise_and(codes, 0x7F, out=scratch("bits", codes.shape, torch.uint8))
     if codes.numel() and magnitudes.max() == 0x7F:
         values[magnitudes == 0x7F] = torch.nan
@@ -58,13 +60,13 @@ def _unpack_e2m1(codes: torch.Tensor) -> torch.Tensor:
     bits = torch.mul(signs, (1 << 9) + (1 << 21), out=scratch("bits", codes.shape, torch.int32))
     bits.bitwise_and_(0x0E000E00)
     bits.bitwise_or_(signs.mul_((1 << 12) + (1 << 24)).bitwise_and_(-0x7FFF8000))
-    return _widened(bits.view(torch.float16)).mul_(16384.0)
+    return _widened(bits.view(torch.float16))
 
 
 def _unpack_int4(codes: torch.Tensor) -> torch.Tensor:
     bits = scratch("bits", codes.shape, torch.int32).copy_(codes)
     bits.mul_((1 << 12) + 1).bitwise_and_(0x000F000F)
-    return _widened(bits.view(torch.int16)).sub_(8.0)
+    return _widened(bits.view(torch.int16).sub_(8))
 
 
 def _unpack_int8(codes: torch.Tensor) -> torch.Tensor:
@@ -84,10 +86,10 @@ def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 NUMBERS: dict[str, Number] = {
-    "e4m3": Number(1, 448.0, _unpack_e4m3, lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8)),
-    "int8": Number(1, 127.0, _unpack_int8, lambda values: values.round().to(torch.int8).view(torch.uint8)),
-    "e2m1": Number(2, 6.0, _unpack_e2m1, _pack_e2m1),
-    "int4": Number(2, 7.0, _unpack_int4, lambda values: _pack_halves(values.round() + 8)),
+    "e4m3": Number(1, 448.0, 256.0, _unpack_e4m3, lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8)),
+    "int8": Number(1, 127.0, 1.0, _unpack_int8, lambda values: values.round().to(torch.int8).view(torch.uint8)),
+    "e2m1": Number(2, 6.0, 16384.0, _unpack_e2m1, _pack_e2m1),
+    "int4": Number(2, 7.0, 1.0, _unpack_int4, lambda values: _pack_halves(values.round() + 8)),
 }
 
 

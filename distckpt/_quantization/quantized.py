@@ -7,7 +7,7 @@ the model has the last two axes the other way round.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from distckpt._quantization.numbers import NUMBERS, unpack_exponents
 E8M0 = ("U8", "F8_E8M0")
 """Dtypes of scales that are powers of two, by safetensors name."""
 _CACHED_ELEMENTS = 1 << 20
+_LARGEST_TO_SCALE = 2.0**100
+"""Larger scales are not multiplied by the factor of a number format, since they could become infinite."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +116,19 @@ def decode(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor], region
         region: of the tensor as it is stored.
         target: gets the values; of the shape of the region.
     """
-    unpack = NUMBERS[quantized.number].unpack
+    unpack, factor = NUMBERS[quantized.number].unpack, NUMBERS[quantized.number].factor
     *lead, columns = region.shape
     codes = parts["codes"].view(torch.uint8).reshape(*lead, -1)
     first = region.offset[-1] % quantized.pack
     scales = combined_scales(quantized, parts)
+    is_large = bool(scales.abs().max() > _LARGEST_TO_SCALE)
+    scales = scales_of_rows(quantized, scales if is_large else scales * factor, region)
     for rows in cut_region(whole(tuple(lead)), max(1, _CACHED_ELEMENTS // columns)):
         index = rows.slices()
         values = unpack(codes[index])[..., first : first + columns]
-        offset = tuple(a + b for a, b in zip(rows.offset, region.offset, strict=False))
-        part = Region((*offset, region.offset[-1]), (*rows.shape, columns))
-        for band, band_scales in bands(quantized, scales, region, part):
-            apply_scales(values[band], band_scales, torch.Tensor.mul_)
+        if is_large:
+            values.mul_(factor)
+        apply_scales(quantized, values, scales[index], region, torch.Tensor.mul_)
         target[index].copy_(values)
 
 
@@ -139,41 +142,32 @@ def combined_scales(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor
     return scales
 
 
-def bands(
-    quantized: QuantizedTensor, scales: torch.Tensor, region: Region, part: Region
-) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """Yield bands of rows of a part of a region, as an index, with scales for them: see `apply_scales`.
-
-    `scales` are those of the blocks that the region touches.
-    """
-    everything = (slice(None),) * len(part.shape)
+def scales_of_rows(quantized: QuantizedTensor, scales: torch.Tensor, region: Region) -> torch.Tensor:
+    """Give each row of a region the scales of its blocks, which are those that the region touches."""
+    lead, grid = region.shape[:-1], coarsened(region, quantized.block)
     if scales.numel() == 1:
-        yield everything, scales.reshape(())
-        return
-    within, grid = coarsened(region, quantized.block), coarsened(part, quantized.block)
-    scales = scales.reshape(within.shape)[grid.relative_to(within.offset).slices()]
-    width = quantized.block[-1]
-    if width > 1 and quantized.grid[-1] > 1:
-        first, columns = part.offset[-1] % width, part.shape[-1]
-        scales = scales.unsqueeze(-1)
-        if first or columns % width:
-            wide = scales.expand(*scales.shape[:-1], width).flatten(-2)
-            scales = wide[..., first : first + columns].unsqueeze(-1)
-    else:
-        scales = scales.unsqueeze(-1)
-    if len(part.shape) < 2 or quantized.block[-2] == 1 or quantized.grid[-2] == 1:
-        yield everything, scales
-        return
-    top, height = part.offset[-2], quantized.block[-2]
-    for index in range(grid.shape[-2]):
-        low, high = ((grid.offset[-2] + index + more) * height - top for more in (0, 1))
-        rows = slice(max(low, 0), min(high, part.shape[-2]))
-        yield (*everything[:-2], rows, everything[-1]), scales[..., index : index + 1, :, :]
+        return scales.reshape((1,) * len(region.shape)).expand(*lead, 1)
+    scales = scales.reshape(grid.shape)
+    if len(lead) and quantized.block[-2] > 1 and grid.shape[-2] > 1:
+        blocks = torch.arange(region.offset[-2], region.offset[-2] + lead[-1]) // quantized.block[-2]
+        scales = scales.index_select(-2, blocks - grid.offset[-2])
+    return scales.expand(*lead, grid.shape[-1])
 
 
 def apply_scales(
-    values: torch.Tensor, scales: torch.Tensor, operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    quantized: QuantizedTensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    region: Region,
+    operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Multiply or divide values in place by scales of shape (..., groups of columns, 1), or by one."""
-    num_groups = scales.shape[-2] if scales.ndim else 1
-    operation(values.view(*values.shape[:-1], num_groups, -1), scales)
+    """Multiply or divide values of some rows of a region in place by the scales of these, see `scales_of_rows`."""
+    width, columns = quantized.block[-1], values.shape[-1]
+    first, num_groups = region.offset[-1] % width, scales.shape[-1]
+    if num_groups == 1:
+        operation(values, scales)
+    elif first == 0 and columns % width == 0:
+        operation(values.view(*values.shape[:-1], num_groups, width), scales.unsqueeze(-1))
+    else:
+        wide = scales.unsqueeze(-1).expand(*scales.shape, width).flatten(-2)
+        operation(values, wide[..., first : first + columns])
