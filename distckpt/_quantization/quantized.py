@@ -18,7 +18,7 @@ from distckpt._quantization.numbers import NUMBERS, unpack_exponents
 
 E8M0 = ("U8", "F8_E8M0")
 """Dtypes of scales that are powers of two, by safetensors name."""
-_CACHED_ELEMENTS = 1 << 20
+_CACHED_ELEMENTS = 1 << 19
 _LARGEST_TO_SCALE = 2.0**100
 """Larger scales are not multiplied by the factor of a number format, since they could become infinite."""
 

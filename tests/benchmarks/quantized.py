@@ -2,9 +2,9 @@
 
     python tests/benchmarks/quantized.py [--mib 512] [--runs 5] [--dir DIR]
 
-All load the same number of bf16 values, from files in the page cache, into tensors that are there; contestants take
-turns, and a round before the first is not counted. Prints medians, the speed in values, and by how much the resident
-memory grew at most.
+All load the same number of bf16 values into tensors that are there, from files in the page cache and from disk (cold);
+contestants take turns, and a round before the first is not counted. Prints medians, the speed in values, and by how
+much the resident memory grew at most.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint
-from measure import machine_facts, markdown_table, peak_memory_bytes, timed
+from measure import at_rest, empty_cache, machine_facts, markdown_table, peak_memory_bytes, timed
 from safetensors.torch import save_file
 
 import distckpt
@@ -95,16 +95,20 @@ def main() -> None:
     if hasattr(torch.distributed.checkpoint, "quantized_hf_storage"):
         contestants["fp8_block, torch's reader"] = (fp8_block, load_with_torch)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    cold: dict[str, list[float]] = {name: [] for name in contestants}
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=arguments.dir) as base, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for make in (plain, fp8_block, int4, mxfp4):
             write(Path(base) / make.__name__, make, count)
+            at_rest(str(Path(base) / make.__name__))
         for number in range(arguments.runs + 1):
             for name, (make, load) in contestants.items():
                 folder = Path(base) / make.__name__
                 _, taken = timed(lambda load=load, folder=folder: load(folder, state))
                 seconds[name] += [taken] if number else []
+                empty_cache(str(folder))
+                cold[name].append(timed(lambda load=load, folder=folder: load(folder, state))[1])
                 if number == 1:
                     peaks[name] = peak_memory_bytes(lambda load=load, folder=folder: load(folder, state))
         print(f"{count} tensors of {ROWS} x {COLUMNS}, {arguments.runs} runs; {machine_facts(base)}\n")
@@ -116,11 +120,13 @@ def main() -> None:
             f"{median:.3f}",
             f"{size / median / 1e9:.2f}",
             f"{medians['plain'] / median:.2f}",
+            f"{statistics.median(cold[name]):.3f}",
+            f"{statistics.median(cold['plain']) / statistics.median(cold[name]):.2f}",
             f"{peaks[name] / 2**20:.0f}",
         ]
         for name, median in medians.items()
     ]
-    print(markdown_table(["directory", "s", "GB/s of values", "of plain", "peak MiB"], rows))
+    print(markdown_table(["directory", "s", "GB/s of values", "of plain", "cold s", "of plain", "peak MiB"], rows))
 
 
 if __name__ == "__main__":
