@@ -84,7 +84,8 @@ def save_safetensors_streaming(
         filepath: the file to write, or a URL. An object store takes tensors only in the order of the announcement
             (or, where that would leave items unaligned, those of larger items first), and no file that exists.
         state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
-        rename: whether to put the file in its place; otherwise the caller renames the temporary file beside it.
+        rename: whether to put the file in its place; otherwise the caller renames the temporary file beside it,
+            `<filepath>.tmp`, which must not be written to by another call meanwhile.
         metadata: texts for the header, besides `format: pt`.
 
     Returns:
@@ -106,6 +107,10 @@ def save_safetensors_streaming(
     _refuse([location] if os.path.isdir(location) else [])
     parent, name = locations.split(location)
     temporary = locations.join(parent, f".{name}.{secrets.token_hex(8)}")
+    if not rename:
+        # Where programs look for it; one of an earlier call is replaced.
+        temporary = f"{location}.tmp"
+        locations.remove_file(temporary)
     write_stream(LocalFiles([temporary], layout), layout, tensor_iter)
     if not rename:
         return temporary

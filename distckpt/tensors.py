@@ -127,7 +127,10 @@ def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host(
-    x: torch.Tensor, float_dtype: torch.dtype | str | np.dtype[Any] | None = None, *, cpu_offload: bool = True
+    x: torch.Tensor,
+    float_dtype: torch.dtype | str | np.dtype[Any] | None = None,
+    mesh: Any = None,
+    cpu_offload: bool = True,
 ) -> torch.Tensor:
     """Cast a tensor where it is, gather it if it is distributed, then move it to CPU memory.
 
@@ -137,6 +140,7 @@ def to_host(
         x: tensor on any device.
         float_dtype: to cast to, None to keep the dtype. Integers, bools, complex numbers and floats of 8 bits and
             less (whose scale stands elsewhere) keep theirs in any case.
+        mesh: accepted, as its counterpart in eformer has it: a DTensor is gathered whole on every rank of its mesh.
         cpu_offload: whether to move to CPU memory.
 
     Returns:
@@ -145,6 +149,7 @@ def to_host(
     Raises:
         ValueError: `float_dtype` is no floating dtype.
     """
+    del mesh
     x = _cast_floats(x.detach(), float_dtype)
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
@@ -152,24 +157,26 @@ def to_host(
 
 
 def reshard(x: torch.Tensor, target: Any) -> torch.Tensor:
-    """Change how a DTensor is distributed. Collective operation: all ranks of its mesh must call it.
+    """Change how a tensor is distributed. Collective operation: all ranks of the mesh must call it.
 
     Args:
-        x: a DTensor; a plain tensor only with `target` None.
+        x: a DTensor, or a plain tensor that all ranks hold, which becomes one.
         target: placements, one for each axis of the mesh, or `(mesh, placements)`, or None to return `x` as it is.
 
     Raises:
-        TypeError: `x` is a plain tensor, which has no mesh.
+        TypeError: `x` is a plain tensor, and no mesh is given.
     """
     if target is None:
         return x
-    if not hasattr(x, "redistribute"):
-        raise TypeError(
-            f"a plain tensor of shape {tuple(x.shape)} cannot be resharded to {target}: make a DTensor of it first, "
-            "with torch.distributed.tensor.distribute_tensor"
-        )
     has_mesh = len(target) == 2 and isinstance(target[1], (list, tuple))
     mesh, placements = target if has_mesh else (None, target)
+    if not hasattr(x, "redistribute"):
+        if mesh is None:
+            raise TypeError(
+                f"a plain tensor of shape {tuple(x.shape)} has no mesh to be resharded to {target} on: give (mesh, "
+                "placements), or a DTensor"
+            )
+        return torch.distributed.tensor.distribute_tensor(x, mesh, placements)
     return x.redistribute(mesh, placements)  # type: ignore[no-any-return]
 
 
@@ -323,7 +330,12 @@ def _check_same(found: Iterable[Position], expected: Iterable[Position], problem
 
 @operation
 def broadcast_tensor(
-    tensor: torch.Tensor, memory_limit_bytes: int, *, src: int = 0, process_group: Any = None
+    tensor: torch.Tensor,
+    memory_limit_bytes: int,
+    target_sharding: Any = None,
+    *,
+    src: int = 0,
+    process_group: Any = None,
 ) -> torch.Tensor:
     """Give every rank the values that a tensor has on one of them, piece by piece.
 
@@ -333,11 +345,12 @@ def broadcast_tensor(
     Args:
         tensor: of the same shape and dtype on every rank, of any device and strides. Overwritten except on `src`.
         memory_limit_bytes: that a rank needs besides the tensor at most. The smallest of all ranks holds.
+        target_sharding: how to distribute the result, see `reshard`; None leaves it whole on every rank.
         src: the rank in the group that has the values.
         process_group: a `torch.distributed` group; None is the default one, or this process alone without one.
 
     Returns:
-        `tensor`.
+        `tensor`, or the DTensor made of it.
 
     Raises:
         RankFailedError: ranks disagree, or an argument is wrong on some of them.
@@ -360,7 +373,7 @@ def broadcast_tensor(
         ranks.broadcast_into(tensor_bytes(plain), src)
         if ranks.rank != src and plain is not chunk:
             chunk.copy_(plain)
-    return tensor
+    return reshard(tensor, target_sharding)
 
 
 def is_gcs_path(path: str | os.PathLike[str]) -> bool:

@@ -106,7 +106,9 @@ def gather_and_reshard(rank):
     gathered = apply_gather_functions(state, True, False, False)
     columns = reshard(rows, [Shard(1)])
     uneven = reshard(rows, (mesh, [Replicate()]))
-    host = to_host(rows, torch.bfloat16)
+    host = to_host(rows, torch.bfloat16, mesh, True)
+    made = reshard(FULL, (mesh, [Shard(0)]))
+    sent = broadcast_tensor(FULL.clone() * (rank == 0), 64, (mesh, [Shard(1)]))
     flat = flatten_for_broadcast(state)
     return {
         "gathered": all(torch.equal(gathered["m"]["w"], FULL) for w in (gathered["m"]["w"], gathered["list"][0])),
@@ -115,6 +117,8 @@ def gather_and_reshard(rank):
         "columns": torch.equal(columns.to_local(), FULL.tensor_split([3], dim=1)[rank]),
         "replicated": torch.equal(uneven.to_local(), FULL),
         "same": reshard(rows, None) is rows,
+        "made": torch.equal(made.to_local(), rows.to_local()),
+        "sent": torch.equal(sent.to_local(), columns.to_local()),
         "host": type(host) is torch.Tensor and torch.equal(host, FULL.bfloat16()),
         "bytes": (estimate_array_nbytes(rows), estimate_array_nbytes(rows.to_local())) == (480, 240),
         "flat": unflatten_from_broadcast(flat, state)["m"]["w"] is rows,

@@ -218,7 +218,7 @@ def test_reading_counts_tensors_without_a_function_or_refuses_them(shard_fns):
 def test_reshard_leaves_a_plain_tensor_or_refuses_it():
     tensor = torch.zeros(2, 3)
     assert reshard(tensor, None) is tensor
-    with pytest.raises(TypeError, match="distribute_tensor"):
+    with pytest.raises(TypeError, match=r"give \(mesh, placements\)"):
         reshard(tensor, ["Shard(0)"])
 
 
