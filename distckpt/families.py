@@ -99,6 +99,10 @@ def rules_for(family: str | os.PathLike[str] | None, directory: str | None, keys
         )
     config = read_config(directory if family == "auto" and directory is not None else family)
     source: Source = "transformers"
+    keys = list(keys)
+    if not any(key.startswith("mtp.") for key in keys):
+        # Layers for multi-token prediction are often left out of training.
+        config.pop("num_nextn_predict_layers", None)
     if any(key.startswith(("decoder.layers.", "embedding.word_embeddings.", "mtp.layers.")) for key in keys):
         source = "megatron"
     logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)

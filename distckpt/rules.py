@@ -54,6 +54,7 @@ from distckpt._geometry.rule import (
 __all__ = [
     "Assemble",
     "Concat",
+    "Copy",
     "Drop",
     "Interleave",
     "MappedTensor",
@@ -351,6 +352,26 @@ class Transpose(OneKeyRule):
             raise misfit(self, key, tensor, f"it should have {len(self.order)} axes")
         check_packed(self, key, tensor, moves_last_axis=self.order[-1:] != (len(self.order) - 1,))
         return [(fill_name(self.to, captures), permute(tensor, self.order))]
+
+
+@dataclass(frozen=True)
+class Copy(OneKeyRule):
+    """Give tensors a second name, under which they are exported too. A load reads the first only.
+
+    Later rules must leave the copies alone.
+
+    Attributes:
+        pattern: which tensors; they keep their names.
+        to: name of the copy.
+    """
+
+    to: str
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
+
+    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        return [(key, tensor), (fill_name(self.to, captures), replace(tensor, is_copy=True))]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
-from distckpt.rules import Concat, Drop, Rename, Rule, Split, SplitQKV, Stack, Trim, Unstack
+from distckpt.rules import Concat, Copy, Drop, Rename, Rule, Split, SplitQKV, Stack, Trim, Unstack
 
 LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
 _STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")
@@ -38,8 +38,14 @@ class Config(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
-        return int(self("num_hidden_layers"))
+        """Number of layers, with those for multi-token prediction."""
+        return int(self("num_hidden_layers")) + self.mtp_layers
+
+    @property
+    def mtp_layers(self) -> int:
+        """Number of layers for multi-token prediction, in families that have them."""
+        known = self("model_type") in ("deepseek_v3", "glm4_moe")
+        return int(self("num_nextn_predict_layers", default=0)) if known else 0
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -52,9 +58,13 @@ class Config(NamedTuple):
         )
 
 
-def forms() -> list[Rule]:
+def forms(config: Config) -> list[Rule]:
     """Bring the forms of a Megatron checkpoint into one, and leave its optimizer out."""
     rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
+    if config.mtp_layers:
+        number = f"{{0+{config.layers - config.mtp_layers}}}"
+        for block in ("transformer_layer", "mtp_model_layer"):
+            rules.append(Rename(f"mtp.layers.*.{block}.**", f"decoder.layers.{number}.{{1}}", optional=True))
     for part in _STACKS:
         rules.append(Unstack(f"decoder.layers.{part}.**", f"decoder.layers.{{i}}.{part}.{{0}}", optional=True))
     for fused, own in _FUSED_NORMS.items():
@@ -75,6 +85,22 @@ def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
     rules: list[Rule] = [Trim(key, axis=0, size=config("vocab_size"), count=1) for key in names]
     names["decoder.final_layernorm.weight"] = "model.norm.weight"
     return rules + [Rename(key, name, count=1) for key, name in names.items()]
+
+
+def token_prediction(config: Config) -> list[Rule]:
+    """What layers for multi-token prediction (MTP) have beside a layer like the others, after which they come."""
+    if not config.mtp_layers:
+        return []
+    first = config.layers - config.mtp_layers
+    names = {name: name for name in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": "shared_head.norm"}
+    rules: list[Rule] = []
+    for old, new in names.items():
+        to = f"model.layers.{{0+{first}}}.{new}.weight"
+        rules.append(Rename(f"mtp.layers.*.{old}.weight", to, count=config.mtp_layers))
+    for layer in range(first, config.layers):
+        rules.append(Copy("model.embed_tokens.weight", f"model.layers.{layer}.embed_tokens.weight"))
+        rules.append(Copy("lm_head.weight", f"model.layers.{layer}.shared_head.head.weight"))
+    return rules
 
 
 def move(count: int, names: Mapping[str, str]) -> list[Rule]:

@@ -17,6 +17,7 @@ from distckpt._families.blocks import (
     norms,
     outside_layers,
     stacked_experts,
+    token_prediction,
 )
 from distckpt.rules import Interleave, Rule, Transpose
 
@@ -30,7 +31,7 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
             f"The Megatron keys of model_type {values('model_type')!r} are not supported; those of "
             f"{', '.join(sorted(FAMILIES))} are. Start from the rules of the closest one, and pass yours as `rules`."
         )
-    return [*forms(), *family(values)]
+    return [*forms(values), *family(values), *token_prediction(values)]
 
 
 def _llama(config: Config) -> list[Rule]:

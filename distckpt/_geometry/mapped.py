@@ -68,6 +68,7 @@ class MappedTensor:
         parts: together with `padding` they tile the target; a target without elements has none.
         trimmed: source regions `(key, region)` that a rule cut off as padding, carried along for the way back.
         padding: regions of the target that no source holds, to be filled with zeros.
+        is_copy: whether another target holds the same elements, so that the way back does without this one.
     """
 
     shape: tuple[int, ...]
@@ -75,6 +76,7 @@ class MappedTensor:
     parts: tuple[Part, ...]
     trimmed: tuple[tuple[str, Region], ...] = ()
     padding: tuple[Region, ...] = ()
+    is_copy: bool = False
 
     @property
     def origin(self) -> tuple[int, ...]:
@@ -273,6 +275,8 @@ def invert(mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorInfo]
     parts: defaultdict[str, list[Part]] = defaultdict(list)
     padding: defaultdict[str, list[Region]] = defaultdict(list)
     for name, tensor in mapped.items():
+        if tensor.is_copy:
+            continue
         for part in tensor.parts:
             parts[part.key].append(_inverse(name, part))
         for key, region in tensor.trimmed:

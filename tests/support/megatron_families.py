@@ -50,7 +50,7 @@ class LatentCoreAttention(torch.nn.Module):
         return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
 
 
-def make_megatron(config):
+def make_megatron(config, mtp_layers=None):
     """Make the model that a configuration of transformers describes, without sensible values."""
     c = config
     settings = {
@@ -63,6 +63,7 @@ def make_megatron(config):
         "gradient_accumulation_fusion": False, "perform_initialization": False, "persist_layer_norm": False,
     }  # fmt: skip
     extra, options = SETTINGS[c.model_type](c)
+    settings["mtp_num_layers"] = mtp_layers
     transformer_config = megatron(".transformer.transformer_config")
     made = transformer_config.MLATransformerConfig if "kv_lora_rank" in extra else transformer_config.TransformerConfig
     megatron_config = made(**settings | extra)
@@ -73,6 +74,8 @@ def make_megatron(config):
     if megatron_config.multi_latent_attention:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    if mtp_layers:
+        options = options | {"mtp_block_spec": specs.get_gpt_mtp_block_spec(megatron_config, spec, False)}
     model = megatron(".models.gpt.gpt_model").GPTModel(
         megatron_config, spec, vocab_size=c.vocab_size + 8, max_sequence_length=64, position_embedding_type="rope",
         share_embeddings_and_output_weights=c.tie_word_embeddings,

@@ -45,7 +45,7 @@ OVERRIDES = {
                                        "original_max_position_embeddings": 64}},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0], "tie_word_embeddings": True},
-    "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
+    "glm4_moe": {"num_hidden_layers": 3, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "use_qk_norm": True,
                  "attention_bias": True},
     "glm_moe_dsa": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 4,

@@ -13,7 +13,7 @@ import distckpt
 from distckpt import CheckpointingException
 from distckpt._families.megatron import FAMILIES
 from distckpt.rules import Concat, Interleave, Rename, Split, Stack, Transpose
-from tests.support.hf_folders import read_export, same_bytes
+from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.megatron_families import SETTINGS, logits_of, make_megatron, one_process
 from tests.support.megatron_gpt import needs_megatron
 from tests.support.tiny_models import VARIANTS, make_config, make_model
@@ -113,3 +113,59 @@ def test_one_mistake_in_a_family_is_found(family, pretrained, tmp_path):
         if computes(trained, config, expected):
             survivors.append(name)
     assert survivors == []
+
+
+def write_with_token_prediction(family, path):
+    """Write a directory whose last layer predicts a further token; return its tensors and what that layer computes."""
+    config = make_config(family)
+    model = make_model(config)
+    model.save_pretrained(path)
+    first, size = config.num_hidden_layers - 1, config.hidden_size
+    prefix = f"model.layers.{first}."
+    generator = torch.Generator().manual_seed(1)
+    extra = {name: torch.randn(size, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
+    extra["eh_proj"] = torch.randn(size, 2 * size, generator=generator)
+    tensors = read_export(path) | {f"{prefix}{name}.weight": tensor for name, tensor in extra.items()}
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    write_plain(path / "model.safetensors", tensors)
+    values = json.loads((path / "config.json").read_text())
+    values |= {"num_hidden_layers": first, "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(values))
+
+    def norm(values, name):
+        return torch.nn.functional.rms_norm(values, (size,), extra[name], config.rms_norm_eps)
+
+    def compute(embedded, hidden):
+        joined = torch.cat([norm(embedded, "enorm"), norm(hidden, "hnorm")], -1) @ extra["eh_proj"].T
+        mask = torch.full((hidden.shape[1],) * 2, float("-inf")).triu(1)[None, None]
+        rope = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        layer = model.model.layers[first](joined, attention_mask=mask, position_embeddings=rope)
+        return norm(layer, "shared_head.norm")
+
+    config.num_hidden_layers = first
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = config.mlp_layer_types[:first]
+    return tensors, config, compute
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_for_multi_token_prediction(family, tmp_path):
+    tensors, config, compute = write_with_token_prediction(family, tmp_path / "saved")
+    trained = make_megatron(config, mtp_layers=1)
+    trained.load_state_dict(distckpt.load(trained.sharded_state_dict(), tmp_path / "saved", family="auto"))
+    embedded, hidden = torch.randn(2, 1, 8, config.hidden_size)
+    layer = trained.mtp.layers[0]
+    with torch.no_grad():
+        joined = layer._concat_embeddings(hidden.transpose(0, 1), embedded.transpose(0, 1))
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+        rope = trained.rotary_pos_emb(8) if family == "glm4_moe" else None
+        found, _ = layer.transformer_layer(joined, attention_mask=mask, rotary_pos_emb=rope)
+        found = layer.final_layernorm(found).transpose(0, 1)
+        torch.testing.assert_close(found, compute(embedded, hidden), rtol=1e-4, atol=1e-4)
+
+    for number, form in enumerate(FORMS):
+        checkpoint, exported = tmp_path / f"checkpoint_{number}", tmp_path / f"exported_{number}"
+        distckpt.save(trained.sharded_state_dict(metadata=form), checkpoint)
+        distckpt.consolidate(checkpoint, exported, family="auto", like=tmp_path / "saved")
+        assert same_bytes(read_export(exported), tensors), form
