@@ -15,6 +15,7 @@ from distckpt.core import InvalidShardingError, LoadMismatchError
 from distckpt.rules import (
     Assemble,
     Concat,
+    Copy,
     Drop,
     Interleave,
     Part,
@@ -426,3 +427,11 @@ def test_a_stack_needs_all_of_its_numbers(keys):
 def test_rows_that_cannot_take_turns():
     with pytest.raises(InvalidShardingError, match="axis 0 cannot be cut into 2 equal pieces"):
         apply_rules([Interleave("a", "b")], {"a": TensorInfo((3,), "F32")})
+
+
+def test_a_copy_is_exported_and_not_needed_on_the_way_back():
+    arrays = numbered_arrays(**{"a.0": (2,), "a.1": (3,)})
+    mapped = apply_rules([Copy("a.*", "b.{0}")], infos(arrays), strict=True)
+    expected = arrays | {"b.0": arrays["a.0"], "b.1": arrays["a.1"]}
+    assert_same(materialize_all(mapped, arrays), expected)
+    assert_same(materialize_all(invert(mapped, infos(arrays)), expected), arrays)
