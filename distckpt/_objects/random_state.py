@@ -46,8 +46,9 @@ class RngState(PerRank):
 
 def _accelerator() -> dict[str, Any]:
     """Return the module of the accelerator that this process uses, by the name of its kind."""
-    device = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    # Torch built for one raises, or names it, where there is none.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module = None if device is None else torch.get_device_module(device)
     # One that has not been used yet is not started for this.
-    is_used = module is not None and torch.accelerator.is_available() and getattr(module, "is_initialized", bool)()
+    is_used = getattr(module, "is_initialized", bool)()
     return {device.type: module} if device is not None and is_used else {}

@@ -316,8 +316,8 @@ def _dtype_name(shard: Shard) -> str:
     name = TO_NAME.get(shard.dtype)
     if name is None:
         raise UnsupportedObjectError(
-            f"Key {shard.key!r} has dtype {shard.dtype}, which safetensors files cannot hold. Convert it first "
-            "(complex128: torch.view_as_real), or wrap it in a ShardedObject if it is small."
+            f"Key {shard.key!r} has dtype {shard.dtype}, which safetensors files cannot hold. Convert it first, or "
+            "wrap it in a ShardedObject if it is small."
         )
     return name
 

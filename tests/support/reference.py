@@ -12,8 +12,11 @@ import torch
 import torch.distributed.checkpoint
 
 OLD_SAFETENSORS = tuple(int(part) for part in safetensors.__version__.split(".")[:2]) < (0, 8)
-NEW_DTYPES = {"complex64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"}
-"""Names of the dtypes that safetensors reads since 0.8, or a release shortly before."""
+NEW_DTYPES = {
+    "C64": "complex64", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+}  # fmt: skip
+"""The dtypes that safetensors reads and writes since 0.8, or a release shortly before, by their names in files."""
 
 
 needs_torchs_hugging_face = pytest.mark.skipif(
@@ -28,10 +31,11 @@ def needs_dtypes(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(lacking), reason=f"torch {torch.__version__} has no {', '.join(lacking)}")
 
 
-def skip_where_safetensors_lacks(dtype: torch.dtype) -> None:
-    """Skip a test that reads a tensor with safetensors itself, where that is too old for the dtype."""
-    if OLD_SAFETENSORS and str(dtype).removeprefix("torch.") in NEW_DTYPES:
-        pytest.skip(f"safetensors {safetensors.__version__} reads no {dtype}")
+def skip_where_safetensors_lacks(*dtypes: torch.dtype | str) -> None:
+    """Skip a test that reads or writes tensors with safetensors itself, where that is too old for one of the dtypes."""
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if OLD_SAFETENSORS and (lacking := names & {*NEW_DTYPES, *NEW_DTYPES.values()}):
+        pytest.skip(f"safetensors {safetensors.__version__} has no {', '.join(sorted(lacking))}")
 
 
 def megatron_or_skip(module: str) -> Any:

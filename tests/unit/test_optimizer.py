@@ -89,6 +89,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # of torch 2.6
 @pytest.mark.usefixtures("one_rank")
 def test_dtensor_parameters_stand_for_their_local_part():
     mesh = init_device_mesh("cpu", (1,))

@@ -52,6 +52,10 @@ def imported(monkeypatch):
         monkeypatch.setattr(cls, "__module__", MODULE)
         setattr(module, cls.__name__, cls)
     monkeypatch.setitem(sys.modules, MODULE, module)
+    for parent in [MODULE.rsplit(".", n)[0] for n in range(1, MODULE.count(".") + 1)]:
+        if parent not in sys.modules:
+            # Where Megatron is not installed.
+            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
     return module
 
 
