@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import distckpt
-from distckpt.modules import load_sharded_state_dict, sharded_state_dict
-from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 
 VOCAB, WIDTH, NUM_STEPS, SAVE_AT = 101, 30, 8, 4  # FSDP2 divides 101 and 30 unevenly among 4
 
@@ -51,15 +49,11 @@ class Trainer:
             fully_shard(self.model)
         self.optimizer, self.step = torch.optim.AdamW(self.model.parameters(), lr=0.01), 0
 
-    def sharded_state_dict(self) -> dict:
-        model = sharded_state_dict(self.model, prefix="model.")
-        return {"model": model, "optimizer": sharded_optimizer_state_dict(self.optimizer, model), "step": self.step}
+    def state(self) -> dict:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
 
     def load(self, path: Path) -> None:
-        state = distckpt.load(self.sharded_state_dict(), path)
-        load_sharded_state_dict(self.model, state["model"], prefix="model.")
-        load_sharded_optimizer_state_dict(self.optimizer, state["optimizer"])
-        self.step = state["step"]
+        self.step = distckpt.load(self.state(), path)["step"]
 
     def train_step(self, rank: int, size: int) -> float:
         """Train on this process's part of a batch; return the mean loss over all processes."""
@@ -84,7 +78,7 @@ def train(rank: int, size: int, rendezvous: str, work_dir: Path) -> None:
         trainer.load(work_dir / "saved_by_4")
     while trainer.step < NUM_STEPS:
         if trainer.step == SAVE_AT:
-            distckpt.save(trainer.sharded_state_dict(), work_dir / f"saved_by_{size}", overwrite=True)
+            distckpt.save(trainer.state(), work_dir / f"saved_by_{size}", overwrite=True)
         losses.append(trainer.train_step(rank, size))
     if rank == 0:
         (work_dir / f"losses_of_{size}.json").write_text(json.dumps(losses))
@@ -108,9 +102,9 @@ def main() -> None:
         print(f"On {size}: {len(again)} tensors, {'all' if equal else 'NOT'} equal; losses off by {off:.0e} at most")
         is_ok &= equal and off < 1e-4
     source, target = work_dir / "saved_by_4", work_dir / "exported"
-    distckpt.consolidate(source, target, keys="model.", rename={"model.": ""}, overwrite=True)
+    distckpt.consolidate(source, target, keys="!optimizer.", overwrite=True)
     exported = load_file(target / "model.safetensors")
-    equal = len(exported) > 0 and all(torch.equal(exported[name], saved[f"model.{name}"]) for name in exported)
+    equal = len(exported) > 0 and all(torch.equal(exported[name], saved[name]) for name in exported)
     print(f"Exported {len(exported)} tensors for Hugging Face, {'all' if equal else 'NOT'} equal.")
     sys.exit(0 if is_ok and equal else 1)
 

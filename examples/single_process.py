@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 import distckpt
-from distckpt.modules import load_sharded_state_dict, sharded_state_dict
-from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 
 NUM_STEPS, SAVE_AT = 20, 10
 
@@ -30,15 +28,11 @@ class Trainer:
         self.model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
         self.optimizer, self.step = torch.optim.AdamW(self.model.parameters(), lr=0.01), 0
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        model = sharded_state_dict(self.model, prefix="model.")
-        return {"model": model, "optimizer": sharded_optimizer_state_dict(self.optimizer, model), "step": self.step}
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
 
     def load(self, path: Path) -> None:
-        state = distckpt.load(self.sharded_state_dict(), path)
-        load_sharded_state_dict(self.model, state["model"], prefix="model.")
-        load_sharded_optimizer_state_dict(self.optimizer, state["optimizer"])
-        self.step = state["step"]
+        self.step = distckpt.load(self.state(), path)["step"]
 
     def train_step(self) -> float:
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(self.step))
@@ -62,7 +56,7 @@ def main() -> None:
     trainer, losses = Trainer(seed=1), []
     for step in range(NUM_STEPS):
         if step == SAVE_AT:
-            distckpt.save(trainer.sharded_state_dict(), path, overwrite=True, on_report=print_size)
+            distckpt.save(trainer.state(), path, overwrite=True, on_report=print_size)
         losses.append(trainer.train_step())
 
     resumed = Trainer(seed=2)  # another seed, so that nothing is right before loading
@@ -72,7 +66,7 @@ def main() -> None:
     print(f"resumed: {again[0]:.4f} to {again[-1]:.4f}, {'equal' if again == losses[SAVE_AT:] else 'NOT EQUAL'}")
 
     weights = distckpt.load_plain_tensors(path)  # no model needed
-    print(f"{len(weights)} tensors, model.0.weight {tuple(weights['model.0.weight'].shape)}")
+    print(f"{len(weights)} tensors, 0.weight {tuple(weights['0.weight'].shape)}")
     shard_file = next(iter(sorted((path / "tensors").glob("*.safetensors"))))
     content = bytearray(shard_file.read_bytes())
     content[-1] ^= 1

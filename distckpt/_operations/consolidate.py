@@ -150,7 +150,8 @@ def consolidate(
             `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or a checkpoint of
             `torch.distributed.checkpoint` or Megatron Core (`torch_dist`).
         output_dir: gets `model.safetensors`, or several files and their index. Other files that are there stay.
-        keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; None for all.
+        keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; `!optimizer.` for all but
+            those. None for all.
         rules: changes of names and shapes, see `distckpt.rules`.
         family: afterwards, the rules of the model's family, from the names of Megatron Core or of transformers in
             memory: "auto" reads the `config.json` of `like`, a path another one, see `distckpt.families`.

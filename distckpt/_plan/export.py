@@ -73,9 +73,18 @@ class OutputFile(NamedTuple):
 
 
 def matches(key: str, patterns: str | Sequence[str]) -> bool:
-    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its beginning."""
+    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its beginning.
+
+    Patterns behind a `!` name what is left out; if there are no others, all else matches.
+    """
     listed = [patterns] if isinstance(patterns, str) else patterns
-    return any(fnmatch.fnmatchcase(key, p) if set(p) & set("*?[") else key.startswith(p) for p in listed)
+    wanted = [pattern for pattern in listed if not pattern.startswith("!")]
+    is_left_out = any(_fits(key, pattern[1:]) for pattern in listed if pattern.startswith("!"))
+    return not is_left_out and ((not wanted and len(listed) > 0) or any(_fits(key, pattern) for pattern in wanted))
+
+
+def _fits(key: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(key, pattern) if set(pattern) & set("*?[") else key.startswith(pattern)
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:

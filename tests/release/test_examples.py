@@ -103,7 +103,7 @@ def check_fsdp2(output: str, work_dir: Path) -> None:
     assert len(moments) == 13
     assert all(saved[key].count_nonzero() for key in moments)
     exported = load_file(work_dir / "exported" / "model.safetensors")
-    assert torch.equal(exported["0.weight"], saved["model.3.weight"])
+    assert torch.equal(exported["0.weight"], saved["3.weight"])
 
 
 def check_zero1(output: str, work_dir: Path) -> None:
