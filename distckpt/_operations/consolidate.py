@@ -37,6 +37,7 @@ from distckpt._plan.export import (
     assign_files,
     check_casts,
     is_for_all,
+    keep_precise,
     plan_files,
     plan_tensors,
     quantize_outputs,
@@ -269,14 +270,16 @@ def _plan(
     directory = None if like is None else locations.normalize(like)
     rules = [*rules, *rules_for(family, directory, tensors)]
     outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+    if family is not None and isinstance(dtype, torch.dtype):
+        outputs = [keep_precise(output) for output in outputs]
     quantization: Mapping[str, Any] | None = None
-    reference = None
+    reference, values = None, outputs
     if directory is not None:
         reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
     if formats:
         outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
     check_casts(stored, outputs)
-    numbers = None if reference is None else _file_numbers(reference, outputs, is_speaker)
+    numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
     return _Plan(stored, tensors, outputs, numbers, quantization)
 
 
@@ -419,10 +422,28 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
         locations.remove_file(locations.join(target, file.name))
 
 
-def _file_numbers(stored: StoredCheckpoint, outputs: Sequence[OutputTensor], is_speaker: bool) -> dict[str, int]:
-    """Number the files of a reference directory, after checking that it holds tensors of the same shapes."""
+def _file_numbers(
+    stored: StoredCheckpoint, values: Sequence[OutputTensor], outputs: Sequence[OutputTensor], is_speaker: bool
+) -> dict[str, int]:
+    """Number the files of a reference directory, after checking that it holds tensors of the same shapes.
+
+    Where the reference or the export is quantised and the other is not, codes and scales go where the values are. The
+    export's `values` are those before they are quantised.
+    """
     reference, like = stored.manifest, stored.location
-    absent = set(reference.keys) - {tensor.name for tensor in outputs}
+    numbers = {
+        key: int(reference.file_ids[reference.chunk_rows(key_id).start]) + 1
+        for key, key_id in reference.key_index.items()
+    }
+    quantized = find(stored)
+    numbers = {key: numbers[each.parts["codes"].key] for key, each in quantized.items()} | numbers
+    name_of = {id(tensor.mapped): tensor.name for tensor in values}
+    for tensor in outputs:
+        if tensor.name not in numbers and name_of[id(tensor.mapped)] in numbers:
+            numbers[tensor.name] = numbers[name_of[id(tensor.mapped)]]
+    exported = {tensor.name for tensor in (*values, *outputs)}
+    exported |= {key for name, each in quantized.items() if name in exported for key in each.keys}
+    absent = set(reference.keys) - exported
     if absent and is_speaker:
         logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
     for tensor in outputs:
@@ -432,10 +453,7 @@ def _file_numbers(stored: StoredCheckpoint, outputs: Sequence[OutputTensor], is_
                 f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} it has "
                 f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
             )
-    return {
-        key: int(reference.file_ids[reference.chunk_rows(key_id).start]) + 1
-        for key, key_id in reference.key_index.items()
-    }
+    return numbers
 
 
 def _report(files: Sequence[OutputFile], overflows: Mapping[str, int], seconds: float) -> ExportReport:

@@ -169,6 +169,13 @@ def is_for_all(dtype: torch.dtype | Mapping[str, torch.dtype] | None) -> bool:
     return isinstance(dtype, torch.dtype) or "*" in (dtype or ())
 
 
+def keep_precise(output: OutputTensor) -> OutputTensor:
+    """Leave a tensor in float32 that all programs keep so: the bias by which routers balance their experts."""
+    if output.mapped.dtype != "F32" or not output.name.endswith("e_score_correction_bias"):
+        return output
+    return output._replace(dtype="F32", num_bytes=4 * output.num_elements)
+
+
 def check_casts(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
     """Refuse outputs in which codes of quantised tensors are converted as if they were values."""
     casts = {

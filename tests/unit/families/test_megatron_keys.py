@@ -169,3 +169,25 @@ def test_layers_for_multi_token_prediction(family, tmp_path):
         distckpt.save(trained.sharded_state_dict(metadata=form), checkpoint)
         distckpt.consolidate(checkpoint, exported, family="auto", like=tmp_path / "saved")
         assert same_bytes(read_export(exported), tensors), form
+
+
+@pytest.mark.parametrize(
+    ("family", "quantize", "tolerance"), [("deepseek_v3", "fp8-block", 0.06), ("gpt_oss", "mxfp4", 0.3)]
+)
+def test_quantised_exports_are_divided_as_the_model_and_load_again(family, quantize, tolerance, pretrained, tmp_path):
+    saved, config, _ = pretrained(family)
+    trained, again = make_megatron(config), make_megatron(config)
+    trained.load_state_dict(distckpt.load(trained.sharded_state_dict(), saved, family="auto"))
+    distckpt.save(trained.sharded_state_dict(), tmp_path / "checkpoint")
+    options = {"family": "auto", "dtype": torch.bfloat16}
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "small", like=saved, quantize=quantize, **options)
+    distckpt.load(again.sharded_state_dict(), tmp_path / "small", family="auto")
+    for (name, expected), found in zip(trained.state_dict().items(), again.state_dict().values(), strict=True):
+        if torch.is_tensor(expected):
+            torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=name)
+
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "values", like=tmp_path / "small", **options)
+    exported = read_export(tmp_path / "values")
+    assert exported.keys() == read_export(saved).keys()
+    precise = {name for name, tensor in exported.items() if tensor.dtype != torch.bfloat16}
+    assert precise == {name for name in exported if name.endswith("e_score_correction_bias")}
