@@ -283,9 +283,16 @@ def release_staging_memory() -> None:
 # --- Megatron's queue -------------------------------------------------------------------------------------------------
 
 
+_OTHER_QUEUE = (
+    "The save to {!r} was not written: its queue calls requests in processes of their own. Import AsyncCallsQueue from "
+    "distckpt.strategies.async_utils where requests are scheduled, too."
+)
+
+
 def async_request(ranks: Ranks, save: BackgroundSave) -> AsyncRequest:
     """Return a request that Megatron's queue of asynchronous calls can schedule."""
-    return AsyncRequest(_write_request, (save, None, None), [], {}, partial(_stage_request, save, ranks))
+    finalize: list[Callable[[], Any]] = [partial(_check_written, save)]
+    return AsyncRequest(_write_request, (save, None, os.getpid()), finalize, {}, partial(_stage_request, save, ranks))
 
 
 def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:
@@ -295,7 +302,14 @@ def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:
     return False
 
 
-def _write_request(save: BackgroundSave, is_staged: bool | None, unused: None = None) -> None:
-    del unused
+def _check_written(save: BackgroundSave) -> None:
+    """Raise when a queue has called the request in another process, where ranks cannot write together."""
+    if save.planned is not None and save.ranks.size > 1:
+        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
+
+
+def _write_request(save: BackgroundSave, is_staged: bool | None, process: int) -> None:
+    if process != os.getpid() and save.ranks.size > 1:
+        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
     if is_staged is not False:
         background.run_in_order(save.write, f"the save to {save.location}", save.location)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import multiprocessing
 import os
 import warnings
 
 import pytest
 import torch
 
+import distckpt
+from distckpt import ShardedTensor
 from tests.support import megatron_training as training
+from tests.support.harness import error_of
 from tests.support.megatron_gpt import TIMEOUT, fill, leaves, local_part, make_model, megatron, needs_megatron
 
 pytestmark = needs_megatron
@@ -70,6 +74,23 @@ def test_saved_in_every_way_and_loaded_in_other_layouts(run, tmp_path):
             assert rng == ((rank, 0) if tp == 2 else None)
             assert failed == (("loss is NaN", rank, 1) if tp * pp == 2 else None)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+def save_through_megatrons_queue(rank, folder):
+    """As where only one of Megatron-LM's two files has its imports replaced."""
+    warnings.simplefilter("ignore")
+    multiprocessing.current_process()._config["daemon"] = False
+    torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: "cpu"
+    queue = megatron(".dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 2))
+    queue.schedule_async_request(distckpt.save({"w": shard}, f"{folder}/c", async_sharded_save=True))
+    return str(error_of(queue.maybe_finalize_async_calls, blocking=True))
+
+
+def test_a_queue_that_starts_processes_does_not_pass_for_a_save(run, tmp_path):
+    for error in run(save_through_megatrons_queue, 2, str(tmp_path), group_timeout=TIMEOUT):
+        assert "Import AsyncCallsQueue from distckpt.strategies.async_utils" in error
+    assert not (tmp_path / "c").exists()
 
 
 SHARDING_TYPES = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")
