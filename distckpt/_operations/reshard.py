@@ -270,7 +270,7 @@ def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
     order = np.lexsort((rows, ranks))
     columns: dict[str, Any] = {
         name: getattr(table, name)[rows[order]]
-        for name in ("key_ids", "shard_ids", "tie_ids", "digests", "offsets", "shapes")
+        for name in ("key_ids", "shard_ids", "tie_ids", "is_buffer", "digests", "offsets", "shapes")
     }
     return table._replace(ranks=ranks[order], is_main=is_main[order], **columns)
 
