@@ -20,6 +20,7 @@ from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_m
 from distckpt._format.marker import file_size, read_file
 from distckpt._geometry.region import Region, whole
 from distckpt._plan.codes import CONFIG_NAMES, may_be_codes
+from distckpt._quantization.detect import settings_of
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _read_quantization(location: str) -> dict[str, Any] | None:
             for quantization in (part.get(field) for field in _QUANTIZATION_FIELDS):
                 if isinstance(quantization, dict) and quantization:
                     dtype = config.get("dtype") or config.get("torch_dtype") or part.get("dtype")
-                    return {"file": name, "dtype": dtype, "config": quantization}
+                    return {"file": name, "dtype": str(dtype), **settings_of(quantization)}
     return None
 
 

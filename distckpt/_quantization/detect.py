@@ -44,14 +44,14 @@ def find_quantized(
 
     Args:
         tensors: all stored tensors.
-        quantization: what a configuration says: "config" as it stands there, and "dtype" of the model.
+        quantization: what a configuration says: the "dtype" of the model, and what `settings_of` returns.
 
     Returns:
         Quantised tensors by the key that they have in the model.
     """
     quantization = quantization or {}
     dtype = TO_NAME.get(getattr(torch, str(quantization.get("dtype")), torch.bfloat16), "BF16")
-    blocks, num_bits = _settings(quantization.get("config", {}))
+    blocks, num_bits = quantization.get("blocks", []), set(quantization.get("num_bits", []))
     found: dict[str, QuantizedTensor] = {}
     for key in tensors:
         for naming in NAMINGS:
@@ -74,26 +74,27 @@ def find_quantized(
     return found
 
 
-def _settings(config: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], set[int]]:
-    """Return sizes of blocks that a configuration names (rows, columns), and numbers of bits of weights."""
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes of blocks that a `quantization_config` names (rows, columns), and numbers of bits of weights."""
     groups = config.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else [config]
-    blocks: list[tuple[int, ...]] = []
-    num_bits: set[int] = set()
+    each_group = groups.values() if isinstance(groups, dict) else [{"weights": config}]
+    weights = [group.get("weights") for group in each_group if isinstance(group, dict)]
+    blocks: list[Sequence[int]] = []
+    num_bits: list[int] = []
     for each in (each for each in weights if isinstance(each, dict)):
         block = each.get("weight_block_size") or each.get("block_structure")
         size = each.get("group_size")
         if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-            blocks.append(tuple(block))
+            blocks.append(block)
         elif type(size) is int and size > 0:
             blocks.append((1, size))
         if type(each.get("num_bits")) is int:
-            num_bits.add(each["num_bits"])
-    return blocks, num_bits
+            num_bits.append(each["num_bits"])
+    return {"blocks": blocks, "num_bits": num_bits}
 
 
 def _describe(
-    parts: Mapping[str, StoredPart], dtype: str, blocks: Sequence[tuple[int, ...]], num_bits: set[int]
+    parts: Mapping[str, StoredPart], dtype: str, blocks: Sequence[Sequence[int]], num_bits: set[int]
 ) -> QuantizedTensor | None:
     """Describe a tensor by its parts; None where they are of no form that is known."""
     codes, scale = parts["codes"], parts["scale"]

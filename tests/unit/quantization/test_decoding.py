@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 import distckpt
 from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
+from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
 from tests.support.quantized_models import MODELS, fp8_block, fp8_tensor, int4, mxfp4, nvfp4
@@ -87,9 +90,8 @@ def test_an_imported_checkpoint_is_loaded_the_same(model, folder, tmp_path):
     assert same_bytes(distckpt.load(state, tmp_path / "checkpoint"), model.values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_exports_and_imports_of_values(model, folder, tmp_path, dtype):
-    expected = {key: values.to(dtype) for key, values in model.values.items()}
+def test_exports_and_imports_of_values(model, folder, tmp_path):
+    dtype, expected = torch.float32, model.values
     distckpt.consolidate(folder, tmp_path / "export", dtype=dtype)
     assert same_bytes(distckpt.load_plain_tensors(tmp_path / "export"), expected)
     distckpt.reshard(folder, tmp_path / "checkpoint", dtype=dtype, num_ranks=2)
@@ -142,6 +144,16 @@ def test_strict_loads_miss_neither_scales_nor_codes(model, folder):
     assert missing
     assert all(name.startswith(key.removesuffix("weight")) for name in missing)
     assert unexpected == {"x"}
+
+
+def test_a_store_is_read_by_slices(model, memory):
+    """Objects of a store are read by ranges."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.write(Path(folder))
+        for file in Path(folder).iterdir():
+            name = "hf_quant_config.json" if "quantization" in model.config and file.suffix == ".json" else file.name
+            locations.write_bytes(f"{memory}model/{name}", file.read_bytes())
+    check_slices(model, f"{memory}model", 10)
 
 
 def test_damage_is_found_in_codes_and_in_scales(tmp_path):
