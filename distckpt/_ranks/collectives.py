@@ -28,6 +28,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._geometry.region import IntArray
 from distckpt._ranks.agreement import describe_call, describe_difference, number_of
 from distckpt._ranks.attendance import AttendanceLog
+from distckpt._ranks.lent_tensors import lend
 from distckpt._ranks.outcomes import describe_error, error_to_raise
 
 logger = logging.getLogger(__name__)
@@ -49,15 +50,6 @@ _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 _attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
 """By gloo group: later calls with the same group continue the count."""
-
-_last_exchanges: weakref.WeakKeyDictionary[Any, Sequence[torch.Tensor]] = weakref.WeakKeyDictionary()
-"""By gloo group: the tensors of its last collective.
-
-gloo's threads may let go of a tensor a little later than the collective returns. Whoever is the last to do so destroys
-it, for which it needs the interpreter's lock; Python before 3.14 ends threads that wait for the lock while the process
-exits, and that aborts the process. As long as the tensors are here, gloo's threads are never the last.
-"""
-
 
 class Transfer(NamedTuple):
     """Memory on its way to or from another rank; holding this keeps the memory alive."""
@@ -301,17 +293,17 @@ class Ranks:
         return [int(tensor) for tensor in self._all_gather(torch.tensor([size]), name)]
 
     def _all_reduce_max(self, tensor: torch.Tensor, name: str) -> None:
-        _last_exchanges[self._group] = [tensor]
+        lend(self._group, tensor)
         self._complete(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True), name)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
-        _last_exchanges[self._group] = [tensor]
+        lend(self._group, tensor)
         source = dist.get_global_rank(self._group, src)
         self._complete(dist.broadcast(tensor, src=source, group=self._group, async_op=True), name)
 
     def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        _last_exchanges[self._group] = [tensor, *gathered]
+        lend(self._group, tensor, *gathered)
         self._complete(dist.all_gather(gathered, tensor, group=self._group, async_op=True), name)
         return gathered
 

@@ -1,0 +1,41 @@
+"""The tensors that the threads of gloo still hold, although their collectives have returned.
+
+A thread lets go of a tensor a little later, and needs the interpreter's lock for that. Python before 3.14 ends threads
+that wait for this lock while the process exits, which aborts the process. So its exit waits for these threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import time
+import weakref
+from typing import Any
+
+import torch
+
+SECONDS_TO_LET_GO = 5.0
+"""How long the exit waits; a thread may be in a collective that has failed elsewhere, and goes on."""
+
+_lent: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""By gloo group, whose threads end with it."""
+
+
+def lend(group: Any, *tensors: torch.Tensor) -> None:
+    """Note the tensors of a collective that is going to start."""
+    _lent[group] = [*filter(_is_held, _lent.get(group, ())), *tensors]
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """Tell whether anybody but Python holds a tensor, as far as this version of torch says."""
+    return bool(getattr(tensor, "_use_count", lambda: 1)() > 1)
+
+
+def _wait() -> None:
+    deadline = time.monotonic() + SECONDS_TO_LET_GO
+    while any(map(_is_held, itertools.chain(*_lent.values()))) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+# Exit functions run in the reverse order: this one after those of programs, which may save.
+atexit.register(_wait)
