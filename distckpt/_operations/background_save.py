@@ -205,6 +205,7 @@ class BackgroundSave:
     def write(self) -> SaveReport:
         """Write and commit. Runs in the background thread."""
         ranks = self.ranks
+        ranks.stop = self.is_abandoned
         try:
             if self.saves.state == _OUT_OF_STEP:
                 raise RankFailedError({}, message="Not started: an earlier background save lost contact with a rank.")
@@ -242,7 +243,7 @@ def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = wri
 
     def check_progress(num_bytes: int) -> None:
         if is_abandoned.is_set():
-            raise CheckpointingException("This save was abandoned: the process ends, or a rank is lost.")
+            raise CheckpointingException(collectives.ABANDONED)
         if settings.progress is not None:
             settings.progress(num_bytes)
 

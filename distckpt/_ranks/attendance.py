@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from distckpt._base.errors import RankFailedError
 
 LATE_SECONDS = 2.0
 """How late a rank may reach an exchange that another one has found broken, and not count as absent."""
+
+
+def lost_contact(failures: Mapping[int, BaseException], message: str) -> RankFailedError:
+    """Return an error after which the ranks are out of step."""
+    lost = RankFailedError(failures, message)
+    lost.is_lost_contact = True
+    return lost
 
 
 class AttendanceLog:
@@ -54,27 +62,19 @@ class AttendanceLog:
         """Return the error about an exchange that has just failed here: it names the ranks that did not reach it."""
         absent = self.absent_ranks()
         who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
-        lost = RankFailedError(
+        return lost_contact(
             {rank: TimeoutError("did not respond, or died") for rank in absent},
-            message=(
-                f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
-                f"group's timeout. Look for the first error in the other ranks' logs{self.different_calls()}. ({error})"
-            ),
+            f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
+            f"group's timeout. Look for the first error in the other ranks' logs{self.different_calls()}. ({error})",
         )
-        lost.is_lost_contact = True
-        return lost
 
     def group_destroyed(self, name: str, error: ValueError) -> RankFailedError:
         """Return the error about an exchange in a group that this process has destroyed."""
-        lost = RankFailedError(
+        return lost_contact(
             {self._rank: error},
-            message=(
-                f"Rank {self._rank} has destroyed its process group, which {name!r} needs: wait for all saves "
-                "(SaveHandle.result, CheckpointManager.close) before torch.distributed.destroy_process_group()."
-            ),
+            f"Rank {self._rank} has destroyed its process group, which {name!r} needs: wait for all saves "
+            "(SaveHandle.result, CheckpointManager.close) before torch.distributed.destroy_process_group().",
         )
-        lost.is_lost_contact = True
-        return lost
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have reached an exchange, with the timeout of the store; for the first one."""

@@ -27,8 +27,8 @@ from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._geometry.region import IntArray
 from distckpt._ranks.agreement import describe_call, describe_difference, number_of
-from distckpt._ranks.attendance import AttendanceLog
-from distckpt._ranks.lent_tensors import lend
+from distckpt._ranks.attendance import AttendanceLog, lost_contact
+from distckpt._ranks.lent_tensors import lent
 from distckpt._ranks.outcomes import describe_error, error_to_raise
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
 """By gloo group: later calls with the same group continue the count."""
 
+ABANDONED = "This save was abandoned: the process ends, or a rank is lost."
+
+
 class Transfer(NamedTuple):
     """Memory on its way to or from another rank; holding this keeps the memory alive."""
 
@@ -61,11 +64,13 @@ class Transfer(NamedTuple):
 class Ranks:
     """The processes that save or load together; a process without a process group is one rank of one.
 
-    `process_group` None is the default group, or this process alone when torch.distributed is not initialised.
+    `process_group` None is the default group, or this process alone when torch.distributed is not initialised. A thread
+    that waits for others gives up when `stop` is set.
     """
 
     def __init__(self, process_group: Any = None) -> None:
         self._group: Any = None
+        self.stop = threading.Event()
         self.rank = 0
         self.size = 1
         if not (dist.is_available() and dist.is_initialized()):
@@ -169,7 +174,7 @@ class Ranks:
         agreed: BaseException = CheckpointingException(describe_difference(calls))
         if has_failed:
             agreed = error_to_raise(error, self.rank, outcomes, name, decision)
-        agreed.known_in = self._group.group_name  # type: ignore[attr-defined]
+        _mark_known(agreed, self._group)
         if agreed is error:
             raise agreed
         raise agreed from error
@@ -293,35 +298,37 @@ class Ranks:
         return [int(tensor) for tensor in self._all_gather(torch.tensor([size]), name)]
 
     def _all_reduce_max(self, tensor: torch.Tensor, name: str) -> None:
-        lend(self._group, tensor)
-        self._complete(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True), name)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._complete(work, name, [tensor])
 
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
-        lend(self._group, tensor)
         source = dist.get_global_rank(self._group, src)
-        self._complete(dist.broadcast(tensor, src=source, group=self._group, async_op=True), name)
+        self._complete(dist.broadcast(tensor, src=source, group=self._group, async_op=True), name, [tensor])
 
     def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        lend(self._group, tensor, *gathered)
-        self._complete(dist.all_gather(gathered, tensor, group=self._group, async_op=True), name)
+        work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
+        self._complete(work, name, [tensor, *gathered])
         return gathered
 
-    def _complete(self, work: Any, name: str) -> None:
+    def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Wait for a collective; log once which ranks have not come to it for long."""
         log_at: float = time.monotonic() + WAITING_LOG_SECONDS
-        while True:
-            try:
-                work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    # It may have ended just after the wait; if not, this raises the error again.
-                    work.wait()
+        with lent(self._group, work, tensors):
+            while True:
+                try:
+                    work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
                     return
-            if time.monotonic() >= log_at:
-                log_at = math.inf
-                logger.warning("rank %d: %s", self.rank, _attendance_log_of(self._group).describe_wait(name))
+                except RuntimeError:
+                    if work.is_completed():
+                        # It may have ended just after the wait; if not, this raises the error again.
+                        work.wait()
+                        return
+                if self.stop.is_set():
+                    raise _mark_known(lost_contact({}, ABANDONED), self._group)
+                if time.monotonic() >= log_at:
+                    log_at = math.inf
+                    logger.warning("rank %d: %s", self.rank, _attendance_log_of(self._group).describe_wait(name))
 
 
 @contextlib.contextmanager
@@ -338,8 +345,13 @@ def _contact(group: Any, name: str, *, of_all: bool) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         # torch says by a ValueError that it does not know the group, now.
         lost = log.lost_contact(name, error) if isinstance(error, RuntimeError) else log.group_destroyed(name, error)
-        lost.known_in = group.group_name  # type: ignore[attr-defined]
-        raise lost from error
+        raise _mark_known(lost, group) from error
+
+
+def _mark_known(error: BaseException, group: Any) -> BaseException:
+    """Note that the ranks of a group have raised an error together, or cannot any more."""
+    error.known_in = group.group_name  # type: ignore[attr-defined]
+    return error
 
 
 @contextlib.contextmanager

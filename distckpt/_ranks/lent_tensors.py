@@ -7,23 +7,35 @@ that wait for this lock while the process exits, which aborts the process. So it
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import itertools
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 SECONDS_TO_LET_GO = 5.0
-"""How long the exit waits; a thread may be in a collective that has failed elsewhere, and goes on."""
+"""How long the exit waits, at most."""
 
 _lent: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 """By gloo group, whose threads end with it."""
 
 
-def lend(group: Any, *tensors: torch.Tensor) -> None:
-    """Note the tensors of a collective that is going to start."""
-    _lent[group] = [*filter(_is_held, _lent.get(group, ())), *tensors]
+@contextlib.contextmanager
+def lent(group: Any, work: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Wait in the body for a collective that works on tensors."""
+    try:
+        yield
+    finally:
+        if work.is_completed():
+            _lent[group] = [*filter(_is_held, _lent.get(group, ())), *tensors]
+        else:
+            # It goes on without us. As long as the work is here, no thread of gloo is the last to let go of tensors;
+            # the end of the group would wait for the thread.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object([group, work, *tensors]))
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
