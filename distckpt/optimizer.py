@@ -66,7 +66,7 @@ from distckpt._models.optimizer_view import (
     read_sections,
     write_sections,
 )
-from distckpt._ranks.collectives import Ranks, lowest_rank
+from distckpt._ranks.collectives import Ranks, group_number
 from distckpt._state.megatron_shards import adopt
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import (
@@ -422,7 +422,7 @@ def _shards_of(
         if shard is not None:
             if owned is not None and id(param) in owned:
                 # No other rank of its group has this state.
-                shard = replace(shard, replica_id=lowest_rank(optimizer.process_group))
+                shard = replace(shard, replica_id=group_number(optimizer.process_group))
             shards[id(local_part(param))] = shard
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(

@@ -377,11 +377,6 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def lowest_rank(process_group: Any) -> int:
-    """Return the lowest global rank of a process group."""
-    return min(dist.get_process_group_ranks(process_group))
-
-
 def group_number(process_group: Any) -> int:
     """Return a number that identifies a group among disjoint ones, its lowest global rank; 0 for None."""
     return 0 if process_group is None else min(dist.get_process_group_ranks(process_group))
