@@ -191,3 +191,21 @@ def test_quantised_exports_are_divided_as_the_model_and_load_again(family, quant
     assert exported.keys() == read_export(saved).keys()
     precise = {name for name, tensor in exported.items() if tensor.dtype != torch.bfloat16}
     assert precise == {name for name in exported if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_a_rank_asks_for_its_layers_and_experts_only(family, pretrained):
+    saved, config, _ = pretrained(family)
+    whole, part = make_megatron(config), make_megatron(config)
+    distckpt.load(whole.sharded_state_dict(), saved, family="auto")
+    for form in FORMS:
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter.zero_()
+        request = part.sharded_state_dict(metadata=form)
+        own = [name for name in request if ".1." in name and not any(f"experts.{n}." in name for n in (0, 1))]
+        distckpt.load({name: request[name] for name in own}, saved, family="auto")
+        found = part.state_dict()
+        for name, expected in whole.state_dict().items():
+            if torch.is_tensor(expected) and expected.is_floating_point():
+                assert torch.equal(found[name], expected if name in own else torch.zeros_like(expected)), (form, name)
