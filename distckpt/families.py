@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -30,6 +31,10 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 Source: TypeAlias = Literal["megatron", "transformers"]
 """Whose names the tensors have in memory, or in the checkpoint."""
+
+_MEGATRON_KEY = re.compile(
+    r"(^|\.)(decoder\.layers\.(\d+\.)?(self_attention|mlp)|mtp\.layers|embedding\.word_embeddings)\."
+)
 
 set_public_home(globals())
 
@@ -100,10 +105,10 @@ def rules_for(family: str | os.PathLike[str] | None, directory: str | None, keys
     config = read_config(directory if family == "auto" and directory is not None else family)
     source: Source = "transformers"
     keys = list(keys)
-    if not any(key.startswith("mtp.") for key in keys):
+    if not any("mtp.layers." in key for key in keys):
         # Layers for multi-token prediction are often left out of training.
         config.pop("num_nextn_predict_layers", None)
-    if any(key.startswith(("decoder.layers.", "embedding.word_embeddings.", "mtp.layers.")) for key in keys):
+    if any(map(_MEGATRON_KEY.search, keys)):
         source = "megatron"
     logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)
     return rules(config, source)

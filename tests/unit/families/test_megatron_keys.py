@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointingException
+from distckpt import CheckpointingException, ShardedTensor
 from distckpt._families.megatron import FAMILIES
 from distckpt.rules import Concat, Interleave, Rename, Split, Stack, Transpose
 from tests.support.hf_folders import read_export, same_bytes, write_plain
@@ -54,7 +55,9 @@ CASES = sorted([*SETTINGS, *VARIANTS])
 
 
 def test_every_family_is_proved_here():
-    """Kimi's models are those of DeepSeek under another name."""
+    """Kimi's models are those of DeepSeek under another name. The page lists all."""
+    page = (Path(__file__).parents[3] / "docs/families.md").read_text()
+    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
     assert FAMILIES.keys() - {"kimi_k2"} == SETTINGS.keys()
 
 
@@ -209,3 +212,32 @@ def test_a_rank_asks_for_its_layers_and_experts_only(family, pretrained):
         for name, expected in whole.state_dict().items():
             if torch.is_tensor(expected) and expected.is_floating_point():
                 assert torch.equal(found[name], expected if name in own else torch.zeros_like(expected)), (form, name)
+
+
+TE_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Names of norms in Megatron's local layers, and those of other layers."""
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+def test_norms_of_other_layers_and_keys_with_a_prefix(family, pretrained, tmp_path):
+    saved, config, _ = pretrained(family)
+    trained = make_megatron(config)
+    distckpt.load(trained.sharded_state_dict(), saved, family="auto")
+    distckpt.save(trained.sharded_state_dict(), tmp_path / "local")
+    state = {}
+    for key, tensor in distckpt.load_plain_tensors(tmp_path / "local").items():
+        name = key
+        for old, new in TE_NAMES.items():
+            is_latent = "layernorm." in old and family == "qwen3"
+            name = name if is_latent else name.replace(old, new)
+        state[key] = ShardedTensor.from_rank_offsets(f"module.{name}", tensor)
+    assert sum(shard.key != f"module.{key}" for key, shard in state.items()) >= 2
+    distckpt.save(state, tmp_path / "other")
+    rules = [Rename("module.**", "{0}")]
+    distckpt.consolidate(tmp_path / "other", tmp_path / "exported", rules=rules, family="auto", like=saved)
+    assert same_bytes(read_export(tmp_path / "exported"), read_export(saved))
