@@ -50,9 +50,8 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        caller = sys._getframe(1)
         running = running_operation()
-        if running is not None and not caller.f_globals.get("__name__", "").startswith("distckpt."):
+        if running is not None and not _is_own_call(sys._getframe(1)):
             raise CheckpointingException(
                 f"{function.__qualname__} was called in the middle of {running}, in the same thread: by a signal "
                 "handler, or by a callback. Let it set a flag, and call when the other call has returned; see "
@@ -80,6 +79,15 @@ def run_operation(name: str, function: Callable[..., _Result], /, *args: Any, **
 def _run_named(name: str, work: list[Callable[[], _Result]]) -> _Result:
     # Before Python 3.13, what is in a frame when somebody looks at its variables stays as long as a traceback has it.
     return work.pop()()
+
+
+def _is_own_call(caller: FrameType | None) -> bool:
+    """Tell whether nothing but this package lies between a caller and the operation it is in the middle of."""
+    while caller is not None and caller.f_code is not _run_named.__code__:
+        if not f"{caller.f_globals.get('__name__')}.".startswith(("distckpt.", "contextlib.")):
+            return False
+        caller = caller.f_back
+    return True
 
 
 def running_operation() -> str | None:
