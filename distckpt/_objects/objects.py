@@ -40,7 +40,7 @@ from distckpt.optimizer import (
 logger = logging.getLogger(__name__)
 
 Path: TypeAlias = tuple[Any, ...]
-_DTENSOR, _MODULE, _OPTIMIZER, _PER_RANK, _STATEFUL = range(5)
+DTENSOR, MODULE, OPTIMIZER, PER_RANK, STATEFUL = range(5)
 """Kinds of objects, in the order in which they are filled: schedulers come after what they schedule."""
 # Looked up first, as these are the most.
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, ShardedTensor, OptimizerState})
@@ -84,9 +84,9 @@ def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize:
         tree = _Walk(ranks, loads, materialize, places).describe(state_dict, ())
         meshes = _meshes(places)
         for place in places:
-            if place.kind == _PER_RANK:
+            if place.kind == PER_RANK:
                 tree = _replaced(tree, place.path, cell_of(place.value, place.name, ranks, meshes, loads))
-            if place.kind == _OPTIMIZER:
+            if place.kind == OPTIMIZER:
                 described, entries = describe_optimizer(place.value, {"": tree}, place.prefix)
                 if loads or place.prefix not in settings:
                     described["settings"] = ShardedObject(f"{place.prefix}.settings", None, (1,), (0,), ranks.rank)
@@ -96,7 +96,7 @@ def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize:
         united = unite(ranks, settings)
         with ranks.phase("describe states that are missing"):
             for place in places:
-                if place.kind == _OPTIMIZER:
+                if place.kind == OPTIMIZER:
                     described = _at(tree, place.path)
                     fill_gaps(described, united[place.prefix])
                     if "settings" in described:
@@ -125,17 +125,17 @@ class _Walk(NamedTuple):
             return node
         place = Place(path, kind, node)
         self.places.append(place)
-        if kind == _MODULE:
+        if kind == MODULE:
             module, prefix = bare_module(node), place.prefix and f"{place.prefix}."
             if self.materialize is not None:
                 materialize_module(module, self.materialize)
             # Its own method is called here, unlike by sharded_state_dict.
             has_own = callable(getattr(module, "sharded_state_dict", None))
             return (sharded_state_dict_default if has_own else sharded_state_dict)(module, prefix)
-        if kind == _DTENSOR:
+        if kind == DTENSOR:
             shard = shard_of_dtensor(place.name, node, (), 0, None) if is_in_mesh(node) else None
             return LocalNonpersistentObject(node) if shard is None else shard
-        if kind == _STATEFUL:
+        if kind == STATEFUL:
             described = self.describe(node.state_dict(), path)
             return _only_shards(described) if self.loads else described
         return node
@@ -143,21 +143,21 @@ class _Walk(NamedTuple):
 
 def _kind_of(node: Any) -> int | None:
     if isinstance(node, torch.Tensor):
-        return _DTENSOR if is_dtensor(node) else None
+        return DTENSOR if is_dtensor(node) else None
     if isinstance(node, torch.nn.Module):
-        return _MODULE
+        return MODULE
     if isinstance(node, type | ShardedBase) or type(node) in REGISTERED:
         return None
     if is_optimizer(node):
-        return _OPTIMIZER
+        return OPTIMIZER
     if not (callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))):
         return None
-    return _PER_RANK if isinstance(node, PerRank) or hasattr(node, "__iter__") else _STATEFUL
+    return PER_RANK if isinstance(node, PerRank) or hasattr(node, "__iter__") else STATEFUL
 
 
 def _meshes(places: list[Place]) -> list[str]:
     """Name the device meshes of the modules in a state dict, by their axes and sizes."""
-    modules = [place.value for place in places if place.kind == _MODULE and any(p.kind == _PER_RANK for p in places)]
+    modules = [place.value for place in places if place.kind == MODULE and any(p.kind == PER_RANK for p in places)]
     meshes = {param.device_mesh for module in modules for param in module.parameters() if is_dtensor(param)}
     return sorted({f"{mesh.mesh_dim_names or ''}{tuple(mesh.shape)}" for mesh in meshes})
 
@@ -185,8 +185,8 @@ def _only_shards(tree: Any) -> Any:
 
 
 def needs_stored(described: Described) -> bool:
-    """Tell whether `resolve` needs to know what is stored."""
-    return any(place.kind == _PER_RANK for place in described.places) or bool(_optimizer_states(described.state_dict))
+    """Tell whether a load needs to know the keys of the checkpoint."""
+    return any(place.kind != DTENSOR for place in described.places) or bool(_optimizer_states(described.state_dict))
 
 
 def _optimizer_states(tree: Any) -> list[tuple[Path, OptimizerState]]:
@@ -222,7 +222,7 @@ def resolve(
                 tree = _replaced(tree, path, targets)
         for place in places:
             entry, cell = stored.get(place.name), _at(tree, place.path)
-            if place.kind == _PER_RANK and entry is not None and entry.shape != cell.global_shape:
+            if place.kind == PER_RANK and entry is not None and entry.shape != cell.global_shape:
                 _warn_of_skipped(cell, f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}")
                 tree = _replaced(tree, place.path, LocalNonpersistentObject(place.value))
                 places = [other for other in places if other is not place]
@@ -245,19 +245,19 @@ def restore(described: Described, loaded: StateDict, is_strict: bool) -> StateDi
                     unexpected=[place.name],
                 )
             continue
-        if place.kind == _MODULE:
+        if place.kind == MODULE:
             prefix = place.prefix and f"{place.prefix}."
             load_sharded_state_dict(bare_module(place.value), value, prefix, strict=is_strict)
-        elif place.kind == _OPTIMIZER:
+        elif place.kind == OPTIMIZER:
             if is_strict or "settings" in value:
                 load_sharded_optimizer_state_dict(place.value, value)
-        elif place.kind == _PER_RANK:
+        elif place.kind == PER_RANK:
             cell = _at(described.state_dict, place.path)
             if value["layout"] == cell.data["layout"]:
                 place.value.load_state_dict(value["value"])
             else:
                 _warn_of_skipped(cell, f"layout {value['layout']}", f"layout {cell.data['layout']}")
-        elif place.kind != _DTENSOR:
+        elif place.kind != DTENSOR:
             place.value.load_state_dict(value)
         loaded = _replaced(loaded, place.path, place.value)
     return loaded

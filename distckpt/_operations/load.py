@@ -21,6 +21,7 @@ from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._format.codec import HOLE
 from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._objects import objects
+from distckpt._objects.whole import refuse_parts
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import LoadReport, PhaseTimer
@@ -122,7 +123,8 @@ def load(
             that the checkpoint was saved with.
         validate_access_integrity: with several ranks, check first that the main replicas of all ranks cover each
             requested tensor exactly once, which finds mistakes in offsets.
-        strict: what to do about keys that only the checkpoint or only the request has.
+        strict: what to do about keys that only the checkpoint or only the request has. By default, modules are loaded
+            whole: one that lacks a part of what was saved for it is an error; "raise_unexpected" loads what it has.
         verify_integrity: the same as `verify="full"`.
         process_group: the ranks that load together; None for the default group, or for this process alone when
             torch.distributed is not initialised.
@@ -226,9 +228,10 @@ def _load(
                 options = replace(options, rules=(*options.rules, *rules_for(family, location, keys)), marker=marker)
                 strategy = strategy.configure(options)
             has_ties = not options.rules and _has_ties(shards)
-        stored: dict[str, StoredEntry] = {}
-        if ranks.all_gather_numbers([needs_stored, has_ties]).any():
-            stored = stored_entries(ranks, strategy, location)
+        entries: dict[str, StoredEntry] = {}
+        stored = entries
+        if is_known := bool(ranks.all_gather_numbers([needs_stored, has_ties]).any()):
+            entries = stored = stored_entries(ranks, strategy, location)
             names = {place.name for place in described.places}
             described = objects.resolve(ranks, described, stored, partial(strategy.load, checkpoint_dir=location))
             # A state of another number of ranks is neither loaded nor missing.
@@ -243,6 +246,8 @@ def _load(
             _compare_requests(ranks, table)
         requested = {shard.key for i, shard in enumerate(shards) if i not in ties}
         missing, unexpected = _compare_keys(ranks, mode, requested, stored, location)
+        if mode is StrictHandling.ASSUME_OK_UNEXPECTED and is_known and not options.rules:
+            refuse_parts(ranks, described, requested, entries, stored, location)
 
     # 3. Read.
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):

@@ -20,7 +20,7 @@ class StrictHandling(Enum):
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Unexpected keys are an error while loading; missing ones are ignored."""
+    """Unexpected keys are an error while loading; missing ones are ignored, except below a module in the request."""
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are left out with a warning; missing ones are ignored."""
     LOG_ALL = "log_all"

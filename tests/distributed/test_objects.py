@@ -165,3 +165,26 @@ def test_buffers_that_differ_between_ranks_are_those_of_rank_0(tmp_path):
     net = torch.nn.Sequential(*[torch.nn.BatchNorm1d(2048) for _ in range(4)])
     distckpt.load({"model": net}, path)
     assert all(torch.equal(layer.running_mean, own) for layer, own in zip(net, first, strict=True))
+
+
+class Stage(torch.nn.Module):
+    """Some layers of a model."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({str(number): torch.nn.Linear(2, 2) for number in numbers})
+
+
+def save_and_load_stages(rank: int, path: str) -> str:
+    saved = Stage(rank, 2 + rank)
+    distckpt.save({"model": saved}, path)
+    loaded = distckpt.load({"model": Stage(rank, 2 + rank)}, path)["model"]
+    assert all(map(torch.equal, loaded.parameters(), saved.parameters()))
+    with pytest.raises(distckpt.LoadMismatchError) as caught:
+        distckpt.load({"model": Stage(rank)}, path)
+    return str(caught.value)
+
+
+def test_stages_together_take_all_of_a_model(tmp_path):
+    for text in run(save_and_load_stages, 2, str(tmp_path / "saved")):
+        assert "holds 'layers.{2..3}.bias' (2 keys), 'layers.{2..3}.weight' (2 keys), which" in text

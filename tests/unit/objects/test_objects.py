@@ -360,6 +360,51 @@ def test_nothing_is_loaded_without_a_word(tmp_path):
         distckpt.save({"optimizer": saved["optimizer"]}, tmp_path / "other")
 
 
+class Deep(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(layers)])
+        self.head = torch.nn.Linear(2, 1)
+
+
+class Averages:
+    """Has sharded tensors in its state, as many as it was made with."""
+
+    def __init__(self, number: int) -> None:
+        self.tensors = [torch.full((2,), float(i)) for i in range(number)]
+
+    def state_dict(self) -> dict:
+        key = "averages.{}".format
+        return {i: distckpt.ShardedTensor.from_rank_offsets(key(i), tensor) for i, tensor in enumerate(self.tensors)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.tensors = [state[i] for i in range(len(state))]
+
+
+@pytest.mark.parametrize("name", ["model", "ema"])
+def test_a_part_of_a_saved_model_is_loaded_on_request_only(name, tmp_path):
+    saved, smaller = Deep(3), Deep(2)
+    distckpt.save({name: saved, "other": Net(1), "averages": Averages(2)}, tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"layers.2.*strict='raise_unexpected'") as caught:
+        distckpt.load({name: smaller}, tmp_path / "saved")
+    start = "" if name == "model" else "ema."
+    assert set(caught.value.missing) == {f"{start}layers.2.weight", f"{start}layers.2.bias"}
+    distckpt.load({name: smaller}, tmp_path / "saved", strict="raise_unexpected")
+    assert_same(smaller.layers[1].state_dict(), saved.layers[1].state_dict())
+    with pytest.raises(distckpt.LoadMismatchError, match=r"averages.1"):
+        distckpt.load({"averages": Averages(1)}, tmp_path / "saved")
+
+
+def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp_path, caplog):
+    net, new = Deep(2), Deep(2)
+    optimizer = torch.optim.Adam(net.parameters())
+    sum(p.sum() for p in net.parameters()).backward()
+    optimizer.step()
+    distckpt.save({"model": net, "optimizer": optimizer}, tmp_path / "saved")
+    distckpt.load({"model": new, "optimizer": torch.optim.Adam(new.head.parameters())}, tmp_path / "saved")
+    assert "optimizer.state.exp_avg.layers.{0..1}.bias" in caplog.text
+
+
 def test_plain_tensors_are_named_where_shards_are_requested(tmp_path):
     saved = Net(1)
     distckpt.save({"model": saved.state_dict()}, tmp_path / "saved")

@@ -1,0 +1,90 @@
+"""Whether a load takes all that a checkpoint holds for its objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
+from distckpt._models.optimizer_shards import StoredEntry
+from distckpt._objects.objects import MODULE, OPTIMIZER, STATEFUL, Described
+from distckpt._ranks.collectives import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_parts(
+    ranks: Ranks,
+    described: Described,
+    requested: Collection[str],
+    entries: Mapping[str, StoredEntry],
+    wanted: Mapping[str, StoredEntry],
+    location: str,
+) -> None:
+    """Refuse a load that leaves out a part of what is stored for a module; warn of one for an optimizer.
+
+    Collective operation: all ranks must call it. What one rank leaves out another may request.
+
+    Args:
+        described: the objects of this rank.
+        requested: the keys that this rank requests.
+        entries: all keys of the checkpoint.
+        wanted: those that are not left out on purpose.
+        location: for messages.
+    """
+    taken = {*requested, *(part for key in requested if key in entries for part in entries[key].parts)}
+    # What is only computed from its parts is not stored.
+    left = [key for key, entry in wanted.items() if key not in taken and (not entry.parts or key in entry.parts)]
+    own, of_optimizers = _keys_of_objects(described, left, requested)
+    if not ranks.all_gather_numbers([len(own) + len(of_optimizers)]).any():
+        return
+    keys = sorted(entries)
+    bits = np.array([[key in some for key in keys] for some in (taken, own, of_optimizers)], np.bool_)
+    gathered = ranks.gather(np.packbits(bits).tobytes())
+    with ranks.phase("compare the keys of objects", decision=True):
+        if not ranks.is_coordinator:
+            return
+        of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
+        is_taken, *is_own = np.unpackbits(of_all, count=bits.size).reshape(bits.shape).astype(np.bool_)
+        missing, without = ([keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own)
+        if missing:
+            raise LoadMismatchError(
+                f"The checkpoint {location!r} holds {summarize_keys(missing)}, which the objects of the state dict "
+                "do not have: was a larger model saved? Make the objects that were saved; to leave the rest out, pass "
+                "strict='raise_unexpected'.",
+                missing=missing,
+            )
+        if without:
+            logger.warning(
+                "the checkpoint %r holds %s, for parameters that the optimizer does not have: left out",
+                location, summarize_keys(without),
+            )  # fmt: skip
+
+
+def _keys_of_objects(described: Described, keys: Iterable[str], requested: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return those of the keys that belong to modules and the like, and those that belong to optimizers.
+
+    They begin with the path of the object. The module at `model` has no path in its keys: those belong to it that
+    begin like a requested one, as `layers.9.weight` does like `layers.0.weight`.
+    """
+    below = {
+        kind: tuple(f"{place.prefix}." for place in described.places if place.kind == kind and place.prefix)
+        for kind in (MODULE, STATEFUL, OPTIMIZER)
+    }
+    with_path = (*below[MODULE], *below[STATEFUL], *below[OPTIMIZER])
+    beginnings: set[str] = set()
+    if any(place.kind == MODULE and not place.prefix for place in described.places):
+        beginnings = {_beginning(key) for key in requested if not key.startswith(with_path)} - {""}
+    keys = list(keys)
+    of_optimizers = {key for key in keys if key.startswith(below[OPTIMIZER])}
+    own = {key for key in keys if key.startswith(with_path) or _beginning(key) in beginnings}
+    return own - of_optimizers, of_optimizers
+
+
+def _beginning(key: str) -> str:
+    """Return the first name in a key, `#` for the number of a layer; nothing for a key that is one name."""
+    first, dot, _ = key.partition(".")
+    return ("#" if first.isdigit() else first) if dot else ""
