@@ -543,9 +543,9 @@ def _fill(name: str, tensors: Mapping[str, torch.Tensor], loaded: Mapping[str, t
             unexpected=[name],
         )
     for key, tensor in tensors.items():
-        target = local_part(tensor).detach()
-        if _memory(target) is None or _memory(target) != _memory(loaded[key]):
-            target.copy_(local_part(loaded[key]))
+        target, value = local_part(tensor), local_part(loaded[key])
+        if target is not value and (_memory(target) is None or _memory(target) != _memory(value)):
+            target.detach().copy_(value)
 
 
 def _scalar(

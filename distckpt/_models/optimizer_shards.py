@@ -152,6 +152,14 @@ def state_target(
     `prefix` is what the key begins with, see `state_shard`. What is not stored is taken to be like the parameter.
     """
     renamed: ShardedTensor | ShardedTensorFactory = replace(shard, key=f"{prefix}.{shard.key}")
+    if f"{renamed.key}.tensor_type" in stored:
+        if own is None:
+            raise LoadMismatchError(
+                f"The state {renamed.key!r} was saved as a tensor that is made of others, which only the optimizer can "
+                "make: have it make a step (with any gradients) before loading.",
+                unexpected=[renamed.key],
+            )
+        return own
     entry = stored.get(renamed.key) or stored.get(_first_part(renamed).key)
     if entry is None or entry.dtype is None:
         return torch.empty_like(param.detach())

@@ -121,6 +121,32 @@ def test_inner_tensors_whose_division_is_unknown_are_refused_by_key(tmp_path):
     distckpt.save({"turned": shard(turned), "packed": ShardedTensor.from_rank_offsets("p", packed)}, tmp_path / "c")
 
 
+class Compressing(torch.optim.SGD):
+    """Keeps a state of two tensors that count as one."""
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("seen", quantized(*param.shape, fill=0)).codes.add_(1)
+
+
+def test_the_state_of_an_optimizer_is_loaded_into_what_it_has(tmp_path):
+    def make(num_steps):
+        model = torch.nn.Linear(4, 8, bias=False)
+        optimizer = Compressing(model.parameters())
+        for _ in range(num_steps):
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved, used = make(3), make(1)
+    distckpt.save(saved, tmp_path / "c")
+    distckpt.load(used, tmp_path / "c")
+    expected, loaded = (state["optimizer"].state[state["model"].weight]["seen"] for state in (saved, used))
+    assert torch.equal(loaded.codes, expected.codes)
+    assert torch.equal(loaded.scale, expected.scale)
+    with pytest.raises(LoadMismatchError, match=r"'optimizer\.state\.seen\.weight' .* make a step"):
+        distckpt.load(make(0), tmp_path / "c")
+
+
 # ---- Elements that share memory
 
 
