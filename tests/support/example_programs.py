@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -60,11 +61,15 @@ def run_command(name: str, work_dir: Path) -> str:
     return output
 
 
-def run_preloaded(name: str, work_dir: Path) -> str:
-    """Run an example as `run_command` does, but in processes that have torch already; return what it prints."""
+def run_preloaded(name: str, work_dir: Path, num_ranks: int = 0, options: Sequence[str] = ()) -> str:
+    """Run an example as `run_command` does, but in processes that have torch already; return what it prints.
+
+    `num_ranks` takes the place of the number of processes in the command, and `options` come after its arguments.
+    """
     launcher, *arguments = shlex.split(command_of(name))
-    num_ranks = int(arguments[arguments.index("--nproc-per-node") + 1]) if launcher == "torchrun" else 1
-    program_arguments = [*arguments[arguments.index(f"examples/{name}") + 1 : -1], str(work_dir)]
+    in_command = int(arguments[arguments.index("--nproc-per-node") + 1]) if launcher == "torchrun" else 1
+    num_ranks = num_ranks or in_command
+    program_arguments = [*arguments[arguments.index(f"examples/{name}") + 1 : -1], str(work_dir), *options]
     output = work_dir.with_name(f"{work_dir.name}.output")
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     port = store.port if launcher == "torchrun" else None
@@ -82,6 +87,7 @@ def _run_program(
     if port is not None:
         # As torchrun sets them, whose agent has the store.
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     warnings.resetwarnings()
     os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
