@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint
-from measure import at_rest, empty_cache, machine_facts, markdown_table, peak_memory_bytes, timed
+from measure import empty_cache, machine_facts, markdown_table, peak_memory_bytes, sync_file, timed
 from safetensors.torch import save_file
 
 import distckpt
@@ -66,6 +66,8 @@ def write(folder: Path, make: Callable[[str], Tensors], count: int) -> None:
     folder.mkdir()
     tensors = {key: tensor for number in range(count) for key, tensor in make(f"l.{number}").items()}
     save_file(tensors, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    # Only what is on disk can be dropped from the cache.
+    sync_file(str(folder / "model-00001-of-00001.safetensors"))
     weight_map = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -101,7 +103,6 @@ def main() -> None:
         warnings.simplefilter("ignore")
         for make in (plain, fp8_block, int4, mxfp4):
             write(Path(base) / make.__name__, make, count)
-            at_rest(str(Path(base) / make.__name__))
         for number in range(arguments.runs + 1):
             for name, (make, load) in contestants.items():
                 folder = Path(base) / make.__name__
