@@ -39,14 +39,15 @@ _MEGATRON_KEY = re.compile(
 set_public_home(globals())
 
 
-def rules(config: Mapping[str, Any] | str | os.PathLike[str], source: Source) -> list[Rule]:
+def rules(config: Any, source: Source) -> list[Rule]:
     """Make the rules from the names in memory to those of a Hugging Face directory.
 
         rules = distckpt.families.rules("Qwen3-30B-A3B/config.json", source="megatron")
         distckpt.load(model.sharded_state_dict(), "Qwen3-30B-A3B", rules=rules)
 
     Args:
-        config: content of a `config.json`, or the path or URL of one, or of its directory.
+        config: a configuration of transformers, or the content of a `config.json`, or the path or URL of one, or of its
+            directory.
         source: "megatron" for the keys of Megatron Core's `sharded_state_dict`, whether layers and experts are stacked
             or not; "transformers" for the names of a model in memory, which differ from those that `save_pretrained`
             writes (`experts.gate_up_proj`, for one). The latter are asked of transformers, which must be installed.
@@ -56,6 +57,7 @@ def rules(config: Mapping[str, Any] | str | os.PathLike[str], source: Source) ->
         CheckpointingException: the family is not supported, or the configuration lacks a value or contradicts itself.
     """
     check_choice("source", source, ("megatron", "transformers"))
+    config = config.to_dict() if hasattr(config, "to_dict") else config
     values = dict(config) if isinstance(config, Mapping) else read_config(config)
     if not isinstance(values.get("model_type"), str):
         raise CheckpointingException(

@@ -54,7 +54,7 @@ def _make_model(config: Mapping[str, Any]) -> Any:
             if names:
                 return getattr(transformers, names[0])._from_config(settings, attn_implementation="eager")
             return transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise CheckpointingException(
             f"transformers {transformers.__version__} makes no model of type {model_type!r}, architectures "
             f"{config.get('architectures')!r}: {error}"

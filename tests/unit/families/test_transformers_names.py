@@ -84,6 +84,16 @@ def test_what_is_missing_or_unknown_is_named(mixtral, tmp_path):
     assert not (tmp_path / "exported").exists()
 
 
+def test_a_configuration_may_be_an_object_a_dict_or_a_path(mixtral):
+    model, saved = mixtral
+    for source in ("megatron", "transformers"):
+        first, *others = (
+            repr(distckpt.families.rules(config, source))
+            for config in (model.config, model.config.to_dict(), saved, saved / "config.json")
+        )
+        assert others == [first] * 3
+
+
 def test_configurations_that_say_too_little(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"no .*config\.json"):
         distckpt.families.rules(tmp_path, "megatron")
