@@ -13,7 +13,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import distckpt
 from distckpt import StrictHandling
@@ -102,6 +105,43 @@ def test_what_is_exported_loads_with_megatron(run, saved, tmp_path):
     assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
     for outcome in run(load_with_megatron, 2, path, 1, 2, group_timeout=TIMEOUT):
         assert outcome == ([], 7, "auto")
+
+
+ROWS = torch.arange(8 * 3.0).reshape(8, 3)
+
+
+def save_as_megatron_fsdp(rank, path):
+    """Save as training scripts do with `--ckpt-format fsdp_dtensor`: uneven DTensors, and what goes with them."""
+    warnings.simplefilter("ignore")
+    uneven = megatron(".distributed.fsdp.src.megatron_fsdp.uneven_dtensor")
+    local = ROWS[:5] if rank == 0 else ROWS[5:]
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shard(tensor):
+        return DTensor.from_local(tensor.clone(), mesh, [Shard(0)], run_check=False, shape=(8, 3), stride=(3, 1))
+
+    state = {
+        "model": {"module.w": shard(local)},
+        "optimizer": {
+            "state": {"module.w": {"exp_avg": shard(-local)}},
+            "param_to_group_meta": {"module.w": {"lr": 0.1}},
+        },
+        "args": argparse.Namespace(dtype=torch.bfloat16),
+        "iteration": 7,
+    }
+    dcp.save(uneven.preprocess_state_dict_for_uneven_dtensor(state), checkpoint_id=path)
+
+
+def test_directories_of_megatron_fsdp_load_by_their_names(run, tmp_path):
+    path = str(tmp_path / "fsdp")
+    run(save_as_megatron_fsdp, 2, path, group_timeout=TIMEOUT)
+    parts = [distckpt.ShardedTensor.from_rank_offsets("model.module.w", torch.zeros(2, 3), (0, i, 4)) for i in range(4)]
+    moments = distckpt.ShardedTensor.from_rank_offsets("optimizer.state.module.w.exp_avg", torch.zeros(8, 3))
+    loaded = distckpt.load({"parts": parts, "moments": moments}, path, strict="raise_all")
+    assert torch.equal(torch.cat(loaded["parts"]), ROWS)
+    assert torch.equal(loaded["moments"], -ROWS)
+    assert (loaded["iteration"], loaded["args"].dtype) == (7, torch.bfloat16)
+    assert loaded["optimizer"]["param_to_group_meta"]["module.w"]["lr"] == 0.1
 
 
 @pytest.fixture(scope="module")
