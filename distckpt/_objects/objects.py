@@ -181,7 +181,9 @@ def _only_shards(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         items = [_only_shards(value) for value in tree]
         return _rebuilt(tree, items) if any(item is not None for item in items) else None
-    return tree if isinstance(tree, ShardedBase | LocalNonpersistentObject | OptimizerState) else None
+    # An optimizer is described when all modules have been.
+    is_kept = isinstance(tree, ShardedBase | LocalNonpersistentObject | OptimizerState) or is_optimizer(tree)
+    return tree if is_kept else None
 
 
 def needs_stored(described: Described) -> bool:

@@ -360,6 +360,30 @@ def test_nothing_is_loaded_without_a_word(tmp_path):
         distckpt.save({"optimizer": saved["optimizer"]}, tmp_path / "other")
 
 
+class Trainer:
+    """Has objects in its state."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self.parts, self.step = make(seed), step
+
+    def state_dict(self) -> dict:
+        return {**self.parts, "step": self.step}
+
+    def load_state_dict(self, state: dict) -> None:
+        assert all(state[name] is part for name, part in self.parts.items())
+        self.step = state["step"]
+
+
+def test_objects_in_the_state_of_an_object_are_loaded(tmp_path):
+    saved, new = Trainer(1, 5), Trainer(2, 0)
+    go_on(saved.parts, range(2))
+    distckpt.save({"trainer": saved}, tmp_path / "saved")
+    assert distckpt.load({"trainer": new}, tmp_path / "saved")["trainer"] is new
+    assert new.step == 5
+    for name in ("model", "optimizer"):
+        assert_same(dict(new.parts[name].state_dict()), dict(saved.parts[name].state_dict()))
+
+
 class Deep(torch.nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
