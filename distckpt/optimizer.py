@@ -53,6 +53,7 @@ from distckpt._models.optimizer_state import (
     forms_by_key,
     joined_state,
     options_of,
+    orders_of,
     param_state,
     rest_entry,
     stored_rest,
@@ -66,7 +67,7 @@ from distckpt._models.optimizer_view import (
     read_sections,
     write_sections,
 )
-from distckpt._ranks.collectives import Ranks, group_number
+from distckpt._ranks.collectives import Ranks
 from distckpt._state.megatron_shards import adopt
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import (
@@ -385,6 +386,7 @@ def describe_optimizer(
             # Not state[param], which would make an entry.
             kept = param_state(described.own.names[place], section.state.get(param), not param.requires_grad)
             shards = described.add(section.path, place, param, shard, kept.tensors)
+            kept = kept._replace(orders=orders) if (orders := orders_of(kept.tensors, param)) else kept
             if kept.name != shard.key:
                 kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
             known[number].append(kept)
@@ -415,14 +417,10 @@ def _shards_of(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     by_position = get_param_id_to_sharded_param_map(model_sharded_state_dict, params) if params else {}
     first = get_optim_param_to_id_map(params)
-    owned = owned_parameters(optimizer)
     shards: dict[int, ShardedTensor | ShardedTensorFactory] = {}
     for position, param in enumerate(params):
         shard = by_position.get(first[id(local_part(param))])
         if shard is not None:
-            if owned is not None and id(param) in owned:
-                # No other rank of its group has this state.
-                shard = replace(shard, replica_id=group_number(optimizer.process_group))
             shards[id(local_part(param))] = shard
         elif not is_dtensor(param) or is_in_mesh(param):
             raise InvalidShardingError(
@@ -447,7 +445,11 @@ def optimizer_targets(
             names = () if entry is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
             if names and targets.owns(param):
                 kept = param_state("", section.state.get(param), False).tensors
-                tensors = {n: state_target(shard, param, kept.get(n), targets.key(path, n), stored) for n in names}
+                orders = {} if entry is None else entry.get("orders", {})
+                tensors = {
+                    name: state_target(shard, param, kept.get(name), targets.key(path, name), stored, orders.get(name))
+                    for name in names
+                }
                 targets.add(path, place, param, shard, tensors)
     targets["settings"] = LocalNonpersistentObject(settings)
     return targets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -146,10 +146,12 @@ def state_target(
     own: torch.Tensor | None,
     prefix: str,
     stored: Mapping[str, StoredEntry],
+    order: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return the tensor that a stored tensor of a parameter's state is loaded into: the optimizer's own if it fits.
 
-    `prefix` is what the key begins with, see `state_shard`. What is not stored is taken to be like the parameter.
+    `prefix` is what the key begins with, see `state_shard`; `order` is that of the axes in memory. What is not stored
+    is taken to be like the parameter.
     """
     renamed: ShardedTensor | ShardedTensorFactory = replace(shard, key=f"{prefix}.{shard.key}")
     if f"{renamed.key}.tensor_type" in stored:
@@ -174,6 +176,9 @@ def state_target(
         shape = _shape_of_part(shard, param, entry.shape, prefix)
     if own is not None and own.dtype == dtype and tuple(own.shape) == shape and is_dtensor(own) == is_dtensor(param):
         return own
+    if order is not None and not is_dtensor(param) and len(order) == len(shape):
+        blank = torch.empty([shape[axis] for axis in order], dtype=dtype, device=param.device)
+        return blank.permute([order.index(axis) for axis in range(len(order))])
     if is_like_param:
         return torch.empty_like(param.detach(), dtype=dtype)
     blank = torch.empty(shape, dtype=dtype, device=local_part(param).device)

@@ -8,8 +8,8 @@ Parameters with the same options and numbers, which are nearly always all of a g
 The list of these entries is small, and is stored once, as an object. Parameters go by name, so that the number of
 groups and their order may change. An entry has `path` where it is about a part of the optimizer's state dict, and
 `frozen` where its parameters were not trained. Parameters that share a key (layers, experts) have `forms`, dtype and
-global shape of each tensor. One entry without parameters has the `rest` of the state dict, and in
-`sections` the parts that go by parameters.
+global shape of each tensor; transposed tensors have `orders`, of their axes in memory. One entry without parameters has
+the `rest` of the state dict, and in `sections` the parts that go by parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
-from distckpt._models.dtensor import local_part
+from distckpt._models.dtensor import is_dtensor, local_part
 from distckpt._ranks.collectives import Ranks
 
 Entry: TypeAlias = dict[str, Any]
@@ -45,7 +45,8 @@ class ParamState(NamedTuple):
 
     `tensors` are those with axes, by name. Those in lists and dicts have names such as `Q.0`, and are `HOLE`s in their
     place in `values`, the rest of the state. `scalars` are the tensors without axes. A parameter without `has_state`
-    has not been used yet. `forms` are dtype and global shape of the tensors, for parameters that share a key.
+    has not been used yet. `forms` are dtype and global shape of the tensors, for parameters that share a key; `orders`
+    the axes of those tensors that are transposed, in the order in which they lie in memory.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ParamState(NamedTuple):
     has_state: bool
     is_frozen: bool = False
     forms: Mapping[str, Any] = MappingProxyType({})
+    orders: Mapping[str, Any] = MappingProxyType({})
 
 
 def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
@@ -67,6 +69,16 @@ def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
         else:
             kept.values[key] = _without_tensors(value, str(key), kept.tensors)
     return kept
+
+
+def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[str, list[int]]:
+    """Return in which order the axes of transposed tensors lie in memory: what is computed from them depends on it."""
+    orders = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous() and not is_dtensor(tensor) and tensor.stride() != param.stride():
+            order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+            orders |= {name: order} if tensor.permute(order).is_contiguous() else {}
+    return orders
 
 
 def _without_tensors(value: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
@@ -121,8 +133,9 @@ def describe(groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], path
             scalars = {name: tensor.dtype for name, tensor in state.scalars.items()}
             # What is not basic may look the same and not be.
             text = repr(values) if all(map(_is_basic, values.values())) else state.name
-            forms = dict(state.forms)
-            kind = (number, state.has_state, state.is_frozen, tuple(state.tensors), repr(scalars), repr(forms), text)
+            forms, orders = dict(state.forms), dict(state.orders)
+            looks = (repr(scalars), repr(forms), repr(orders), text)
+            kind = (number, state.has_state, state.is_frozen, tuple(state.tensors), looks)
             entry = entries.get(kind)
             if entry is None:
                 entry = {"options": options, "values": values, "tensors": sorted(state.tensors)}
@@ -130,6 +143,7 @@ def describe(groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], path
                 entry |= {"scalars": scalars} if scalars else {}
                 entry |= {"frozen": True} if state.is_frozen else {}
                 entry |= {"forms": forms} if forms else {}
+                entry |= {"orders": orders} if orders else {}
                 entry |= {"path": list(path)} if path else {}
                 entries[kind] = entry
             entry["params"].append(state.name)

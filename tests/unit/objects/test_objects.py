@@ -51,6 +51,7 @@ def assert_same(found, expected, place=""):
     if isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected), place
+        assert found.stride() == expected.stride(), place
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), place
         for key, value in expected.items():
@@ -307,6 +308,7 @@ def test_what_belongs_to_no_parameter_is_kept(tmp_path):
     go_on(saved, range(2))
     saved["optimizer"].state["k"] = {"a": 1, "b": torch.ones(3)}
     weight = saved["model"].up.weight
+    saved["optimizer"].state[weight]["basis"] = torch.arange(12.0).view(3, 4).t()
     saved["optimizer"].state[weight]["list"] = [torch.ones(2), {"x": torch.zeros(6, 4), "n": 3}, torch.tensor(2.0)]
     expected = copy.deepcopy(saved["optimizer"].state_dict())
     distckpt.save(saved, tmp_path / "saved")
