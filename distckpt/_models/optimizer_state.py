@@ -73,7 +73,7 @@ def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
 
 def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[str, list[int]]:
     """Return in which order the axes of transposed tensors lie in memory: what is computed from them depends on it."""
-    orders = {}
+    orders: dict[str, list[int]] = {}
     for name, tensor in tensors.items():
         if not tensor.is_contiguous() and not is_dtensor(tensor) and tensor.stride() != param.stride():
             order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
