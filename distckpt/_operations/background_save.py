@@ -28,6 +28,7 @@ from distckpt._io import background
 from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._ranks import collectives
+from distckpt._ranks.attendance import ABANDONED
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import SaveReport
 from distckpt.strategies.async_utils import AsyncRequest
@@ -243,7 +244,7 @@ def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = wri
 
     def check_progress(num_bytes: int) -> None:
         if is_abandoned.is_set():
-            raise CheckpointingException(collectives.ABANDONED)
+            raise CheckpointingException(ABANDONED)
         if settings.progress is not None:
             settings.progress(num_bytes)
 

@@ -12,6 +12,8 @@ from distckpt._base.errors import RankFailedError
 LATE_SECONDS = 2.0
 """How late a rank may reach an exchange that another one has found broken, and not count as absent."""
 
+ABANDONED = "This save was abandoned: the process ends, or a rank is lost."
+
 
 def lost_contact(failures: Mapping[int, BaseException], message: str) -> RankFailedError:
     """Return an error after which the ranks are out of step."""

@@ -15,8 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +26,13 @@ from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._geometry.region import IntArray
 from distckpt._ranks.agreement import describe_call, describe_difference, number_of
-from distckpt._ranks.attendance import AttendanceLog, lost_contact
+from distckpt._ranks.attendance import ABANDONED, AttendanceLog, lost_contact
 from distckpt._ranks.lent_tensors import lent
 from distckpt._ranks.outcomes import describe_error, error_to_raise
 
 logger = logging.getLogger(__name__)
+
+_Settings: TypeAlias = Mapping[str, object] | None
 
 WAITING_LOG_SECONDS = 30.0
 """How long a rank waits for others before it logs whom it waits for."""
@@ -51,8 +52,6 @@ _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
 """By gloo group: later calls with the same group continue the count."""
 
-ABANDONED = "This save was abandoned: the process ends, or a rank is lost."
-
 
 class Transfer(NamedTuple):
     """Memory on its way to or from another rank; holding this keeps the memory alive."""
@@ -71,8 +70,7 @@ class Ranks:
     def __init__(self, process_group: Any = None) -> None:
         self._group: Any = None
         self.stop = threading.Event()
-        self.rank = 0
-        self.size = 1
+        self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise CheckpointingException(
@@ -81,8 +79,7 @@ class Ranks:
                 )
             return
         group = dist.group.WORLD if process_group is None else process_group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise CheckpointingException(
                 f"Global rank {dist.get_rank()} is not a member of the given process_group: only its members may call."
@@ -123,7 +120,7 @@ class Ranks:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def phase(self, name: str, *, decision: bool = False, same: Mapping[str, object] | None = None) -> Iterator[None]:
+    def phase(self, name: str, *, decision: bool = False, same: _Settings = None) -> Iterator[None]:
         """Run the body, then exchange its outcome; no rank leaves before all have reached the end.
 
         The body holds no exchange that a failing rank could miss. `name` says in messages what the ranks are doing; a
@@ -142,15 +139,10 @@ class Ranks:
             error = caught
             if self.size > 1 and not self.is_known_to_all(caught):
                 logger.error("rank %d failed during %r: %s: %s", self.rank, name, type(caught).__name__, caught)
-        self._agree(error, name, decision, same or {})
+        self._agree(error, name, decision, same)
 
     def _agree(
-        self,
-        error: BaseException | None,
-        name: str,
-        decision: bool = False,
-        same: Mapping[str, object] = MappingProxyType({}),
-        number: int = 0,
+        self, error: BaseException | None, name: str, decision: bool = False, same: _Settings = None, number: int = 0
     ) -> bool:
         """Raise on all ranks when one has failed, or they do not do the same; return whether their numbers are equal.
 
@@ -161,11 +153,12 @@ class Ranks:
             if error is not None:
                 raise error
             return True
-        call = describe_call(interrupts.running_operation(), name, same)
+        call = describe_call(interrupts.running_operation(), name, same or {})
         code = number_of(call)
         with self._contact(name):
             figures = torch.tensor([error is not None, number, -number, code, -code], dtype=torch.int64)
-            self._all_reduce_max(figures, name)
+            work = dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._complete(work, name, [figures])
         has_failed, largest, negated_smallest, last, negated_first = figures.tolist()
         if not has_failed and last == -negated_first:
             return bool(largest == -negated_smallest)
@@ -207,7 +200,7 @@ class Ranks:
         if self.size == 1:
             return [payload]
         with self._contact("gather"):
-            sizes = self._all_gather_sizes(len(payload), "gather")
+            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "gather")).tolist()
             if not self.is_coordinator:
                 self._send(payload, 0)
                 return []
@@ -243,7 +236,7 @@ class Ranks:
         if self.size == 1:
             return [payload]
         with self._contact("all_gather"):
-            sizes = self._all_gather_sizes(len(payload), "all_gather")
+            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "all_gather")).tolist()
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(payload)] = _as_tensor(payload)
             gathered = self._all_gather(padded, "all_gather") if max(sizes) else [padded] * self.size
@@ -294,13 +287,6 @@ class Ranks:
             dist.recv(received, src=dist.get_global_rank(self._group, source), group=self._group)
         return received.numpy().tobytes()
 
-    def _all_gather_sizes(self, size: int, name: str) -> list[int]:
-        return [int(tensor) for tensor in self._all_gather(torch.tensor([size]), name)]
-
-    def _all_reduce_max(self, tensor: torch.Tensor, name: str) -> None:
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._complete(work, name, [tensor])
-
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
         source = dist.get_global_rank(self._group, src)
         self._complete(dist.broadcast(tensor, src=source, group=self._group, async_op=True), name, [tensor])
@@ -315,20 +301,15 @@ class Ranks:
         """Wait for a collective; log once which ranks have not come to it for long."""
         log_at: float = time.monotonic() + WAITING_LOG_SECONDS
         with lent(self._group, work, tensors):
-            while True:
-                try:
+            while not work.is_completed():
+                with contextlib.suppress(RuntimeError):
                     work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
-                    return
-                except RuntimeError:
-                    if work.is_completed():
-                        # It may have ended just after the wait; if not, this raises the error again.
-                        work.wait()
-                        return
                 if self.stop.is_set():
                     raise _mark_known(lost_contact({}, ABANDONED), self._group)
                 if time.monotonic() >= log_at:
                     log_at = math.inf
                     logger.warning("rank %d: %s", self.rank, _attendance_log_of(self._group).describe_wait(name))
+            work.wait()  # raises the error of a collective that has failed
 
 
 @contextlib.contextmanager
@@ -387,12 +368,10 @@ def lone_group() -> Any:
 
     Not a collective operation.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    world = dist.group.WORLD
-    if world not in _lone_groups:
+    world = group_of(None)
+    if world is not None and world not in _lone_groups:
         _lone_groups[world] = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return _lone_groups[world]
+    return world and _lone_groups[world]
 
 
 def _cpu_group(group: Any) -> Any:
@@ -416,6 +395,4 @@ def _attendance_log_of(group: Any) -> AttendanceLog:
 
 
 def _as_tensor(payload: bytes) -> torch.Tensor:
-    if not payload:
-        return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
