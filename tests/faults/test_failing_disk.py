@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,10 +27,11 @@ import distckpt
 from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
 from tests.support.calls import READS, WRITES, Call, recorded, watched
 from tests.support.disk import tree_of
-from tests.support.disks import limited, small_disk
+from tests.support.disks import ext4_disk, limited, small_disk
 from tests.support.harness import Launch, ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.readings import READINGS
 from tests.support.scenarios import SCENARIOS, judge_checkpoint, old_checkpoint, save
+from tests.support.states import state_of, value_of
 
 SHORT = 0
 """Stands for a read or write that moves half of its bytes."""
@@ -297,6 +299,41 @@ def test_a_disk_with_any_number_of_free_pages(num_ranks, tmp_path):
     num_failed = sum(failed)
     assert 2 < num_failed < len(sizes)
     assert failed == [True] * num_failed + [False] * (len(sizes) - num_failed)
+
+
+def export(folder: Path) -> None:
+    distckpt.consolidate(folder / "checkpoint", folder / "export", keys="rows", overwrite=True)
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(120, marks=pytest.mark.slow)])
+def test_an_ext4_disk_with_little_space(rounds, tmp_path):
+    disk, random, failed = tmp_path / "disk", Random(5), []
+    disk.mkdir()
+    with ext4_disk(disk, tmp_path / "image", 16 << 20):
+        distckpt.save(state_of(0), disk / "checkpoint")
+        export(disk)
+        value = 0
+        for number in range(rounds):
+            space = os.statvfs(disk)
+            num_bytes = space.f_bfree * space.f_frsize - random.randrange(150 << 10, 1100 << 10)
+            (disk / "ballast").write_bytes(bytes(num_bytes))
+            before = tree_of(disk)
+            try:
+                if number % 2:
+                    export(disk)
+                else:
+                    distckpt.save(state_of(number), disk / "checkpoint", overwrite=True)
+                    value = number
+                failed.append(0)
+            except OSError as error:
+                failed.append(error.errno)
+            if failed[-1]:
+                assert tree_of(disk) == before
+            assert value_of(distckpt.load(state_of(-1), disk / "checkpoint", verify="full")) == value
+            assert sorted(os.listdir(disk)) == ["ballast", "checkpoint", "export", "lost+found"]
+            (disk / "ballast").unlink()
+            os.sync()
+    assert set(failed) == {0, errno.ENOSPC}
 
 
 def check_all_full(errors: Sequence[BaseException | None]) -> None:
