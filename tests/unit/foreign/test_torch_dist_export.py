@@ -128,7 +128,7 @@ def test_torch_loads_tensors_and_objects(source, exported):
     state |= {f"a/rng/shard_{i}_2": None for i in range(2)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=str(exported), no_dist=True)
+        dcp.load(state, checkpoint_id=str(exported))
     assert torch.equal(state["w"], weight)
     assert state["layers.w"].tolist() == [[0, 0, 0], [1, 1, 1]]
     assert state["scalar"] == 7
