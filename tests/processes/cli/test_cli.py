@@ -93,10 +93,10 @@ def test_inspect_is_coloured_on_terminals(checkpoint, no_colour):
 def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code, line):
     # The export waits for a file to copy, on which this process has a lease: its staging directory is there meanwhile.
     (tmp_path / "extra").mkdir()
-    (tmp_path / "extra" / "config.json").write_text("{}")
+    (tmp_path / "extra" / "tokenizer.json").write_text("{}")
     is_opened = threading.Event()
     previous = signal.signal(signal.SIGUSR2, lambda *_: is_opened.set())
-    with open(tmp_path / "extra" / "config.json", "r+b") as leased:
+    with open(tmp_path / "extra" / "tokenizer.json", "r+b") as leased:
         fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGUSR2)
         fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
