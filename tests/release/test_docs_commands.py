@@ -120,7 +120,7 @@ def timeless(text: str) -> str:
     return re.sub(r"\d+\.\d+ (s\b|[kMGT]?B/s)", r"# \1", text)
 
 
-COMMAND_LINE = blocks("sh", "console", page="command-line")
+COMMAND_LINE = [*blocks("sh", "console", page="command-line"), *blocks("sh", page="quantized")]
 
 
 @pytest.mark.parametrize("block", COMMAND_LINE, ids=[block.name for block in COMMAND_LINE])
@@ -148,7 +148,7 @@ def test_commands_of_the_quickstart(tmp_path: Path) -> None:
 
 def test_blocks_with_commands_of_distckpt_are_on_pages_whose_commands_run() -> None:
     pages = {block.page for block in blocks("sh", "console") if re.search(r"^(\$ )?distckpt ", block.text, re.M)}
-    assert pages == {"command-line", "quickstart", "migrating-from-megatron"}  # the last in test_docs.py
+    assert pages == {"command-line", "quickstart", "quantized", "migrating-from-megatron"}  # the last in test_docs.py
 
 
 # --- All commands -----------------------------------------------------------------------------------------------------
