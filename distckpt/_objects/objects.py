@@ -21,6 +21,7 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._format.codec import HOLE
 from distckpt._format.codec.tree import REGISTERED
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
+from distckpt._models.optimizer_description import OptimizerState, describe_optimizer, fill_gaps, optimizer_targets
 from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._models.optimizer_state import unite
 from distckpt._models.optimizer_view import is_optimizer
@@ -29,13 +30,7 @@ from distckpt._objects.per_rank import PerRank, cell_of
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, StateDict
 from distckpt.modules import bare_module, load_sharded_state_dict, sharded_state_dict, sharded_state_dict_default
-from distckpt.optimizer import (
-    OptimizerState,
-    describe_optimizer,
-    fill_gaps,
-    load_sharded_optimizer_state_dict,
-    optimizer_targets,
-)
+from distckpt.optimizer import load_sharded_optimizer_state_dict
 
 logger = logging.getLogger(__name__)
 
