@@ -35,8 +35,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add pages and files from outside `docs/`."""
     for source, target in PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text()))
-    for example in sorted((ROOT / "examples").glob("*.py")):
-        files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
+    for example in sorted((ROOT / "examples").rglob("*.py")):
+        files.append(File.generated(config, example.relative_to(ROOT).as_posix(), abs_src_path=str(example)))
     for name in public_modules():
         files.append(File.generated(config, f"api/{name}.md", content=f"# {name}\n\n::: {name}\n"))
     return files

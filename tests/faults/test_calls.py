@@ -25,8 +25,8 @@ from tests.support.calls import READS, WRITES, recorded, watched
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are looked up in /proc")
 
 HARMLESS = {
-    "access", "close", "fadvise64", "fcntl", "flock", "fstat", "fstatfs", "getdents64", "ioctl", "lseek", "lstat",
-    "mmap", "newfstatat", "readlink", "stat", "statfs", "statx",
+    "access", "close", "faccessat", "faccessat2", "fadvise64", "fcntl", "flock", "fstat", "fstatfs", "getdents64",
+    "ioctl", "lseek", "lstat", "mmap", "newfstatat", "readlink", "stat", "statfs", "statx",
 }  # fmt: skip
 """System calls that neither change files nor read their contents."""
 ONE_NAME = {
