@@ -26,6 +26,9 @@ def separate(
     stored: StoredCheckpoint, requests: Sequence[Request], copies: Sequence[Copy], targets: Sequence[torch.Tensor]
 ) -> Separated:
     """Give each target that has the memory of an earlier one, and is stored elsewhere, memory of its own."""
+    addresses = [address for target in targets if (address := target.data_ptr())]
+    if len(set(addresses)) == len(addresses):
+        return Separated(list(targets), [])
     first_of: dict[Any, int] = {}
     shared = [(first_of.setdefault(_memory(target, number), number), number) for number, target in enumerate(targets)]
     shared = [(first, number) for first, number in shared if first != number]

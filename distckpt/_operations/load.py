@@ -222,7 +222,8 @@ def _load(
         described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
         needs_stored = objects.needs_stored(described) or StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
         with ranks.phase("flatten the state dict"):
-            shards = flatten.split(described.state_dict).shards
+            request = flatten.split(described.state_dict)
+            shards = request.shards
             if family is not None:
                 keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
                 options = replace(options, rules=(*options.rules, *rules_for(family, location, keys)), marker=marker)
@@ -233,11 +234,14 @@ def _load(
         if is_known := bool(ranks.all_gather_numbers([needs_stored, has_ties]).any()):
             entries = stored = stored_entries(ranks, strategy, location)
             names = {place.name for place in described.places}
+            given = described.state_dict
             described = objects.resolve(ranks, described, stored, partial(strategy.load, checkpoint_dir=location))
             # A state of another number of ranks is neither loaded nor missing.
             stored = {key: stored[key] for key in stored.keys() - names.difference(p.name for p in described.places)}
         with ranks.phase("flatten the state dict"):
-            shards, values, skeleton = flatten.split(described.state_dict)
+            if is_known and described.state_dict is not given:
+                request = flatten.split(described.state_dict)
+            shards, values, skeleton = request
             table = describe(shards)
             ties = _absent_ties(shards, stored) if not options.rules else {}
 

@@ -27,9 +27,11 @@ def stored_form(shard: ShardedTensor) -> ShardedTensor | ShardedTensorFactory:
     UnsupportedObjectError names the key of a tensor whose elements cannot be read or written.
     """
     data: Any = shard.data
-    if hasattr(type(data), "trigger_wait"):  # The result of a collective operation that may still be under way.
+    kind = type(data)
+    is_subclass = kind is not torch.Tensor and kind is not torch.nn.Parameter
+    if is_subclass and hasattr(kind, "trigger_wait"):  # The result of a collective operation that may be under way.
         return stored_form(replace(shard, data=data.trigger_wait()))
-    if hasattr(type(data), "__tensor_flatten__") and not hasattr(type(data), "device_mesh"):
+    if is_subclass and hasattr(kind, "__tensor_flatten__") and not hasattr(kind, "device_mesh"):
         built = _inner_tensors(shard, data)
         return _factory(shard, built, lambda loaded: _check_type(shard, built["type"].data, loaded["type"]))
     if problem := data is not None and unsuitable(data):
