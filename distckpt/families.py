@@ -78,8 +78,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     try:
         values = json.loads(locations.read_bytes(location, _MAX_CONFIG_BYTES), object_hook=_decode_float)
-    except ValueError as error:
-        raise CheckpointingException(f"{location!r} is no JSON: {error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointingException(f"{location!r} is no JSON of a configuration: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointingException(f"{location!r} holds no configuration but {type(values).__name__}.")
     return values

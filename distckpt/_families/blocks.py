@@ -20,6 +20,8 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_MAX_LAYERS = 10_000
+"""There are rules for each layer."""
 
 
 class Config(NamedTuple):
@@ -36,16 +38,23 @@ class Config(NamedTuple):
             )
         return found
 
+    def number_of(self, name: str, default: int | None = None) -> int:
+        """Return a number of layers."""
+        value = self(name, default=default)
+        if type(value) is int and 0 <= value <= _MAX_LAYERS:
+            return value
+        raise CheckpointingException(f"{name} is {value!r:.99} in the configuration, which no model has.")
+
     @property
     def layers(self) -> int:
         """Number of layers, with those for multi-token prediction."""
-        return int(self("num_hidden_layers")) + self.mtp_layers
+        return self.number_of("num_hidden_layers") + self.mtp_layers
 
     @property
     def mtp_layers(self) -> int:
         """Number of layers for multi-token prediction, in families that have them."""
         known = self("model_type") in ("deepseek_v3", "glm4_moe")
-        return int(self("num_nextn_predict_layers", default=0)) if known else 0
+        return self.number_of("num_nextn_predict_layers", default=0) if known else 0
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -28,10 +28,15 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
     family = FAMILIES.get(values("model_type"))
     if family is None:
         raise CheckpointingException(
-            f"The Megatron keys of model_type {values('model_type')!r} are not supported; those of "
+            f"The Megatron keys of model_type {values('model_type')!r:.99} are not supported; those of "
             f"{', '.join(sorted(FAMILIES))} are. Start from the rules of the closest one, and pass yours as `rules`."
         )
-    return [*forms(values), *family(values), *token_prediction(values)]
+    try:
+        return [*forms(values), *family(values), *token_prediction(values)]
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        raise CheckpointingException(
+            f"The configuration of model_type {values('model_type')!r} is that of no model: {error!s:.300}"
+        ) from error
 
 
 def _llama(config: Config) -> list[Rule]:
@@ -73,7 +78,7 @@ def _mixtral(config: Config) -> list[Rule]:
 
 
 def _num_sparse(config: Config) -> int:
-    dense, step = config("mlp_only_layers", default=()), config("decoder_sparse_step", default=1)
+    dense, step = frozenset(config("mlp_only_layers", default=())), config("decoder_sparse_step", default=1)
     return sum(n not in dense and (n + 1) % step == 0 for n in range(config.layers))
 
 
@@ -105,7 +110,7 @@ def _qwen2_moe(config: Config) -> list[Rule]:
 def _after_dense(config: Config) -> list[Rule]:
     """MLPs of models whose first layers are dense; the others have shared experts and a bias of the router."""
     kinds = config("mlp_layer_types", default=())
-    num_dense = kinds.count("dense") if kinds else int(config("first_k_dense_replace", default=0))
+    num_dense = kinds.count("dense") if kinds else config.number_of("first_k_dense_replace", default=0)
     num_sparse = config.layers - num_dense
     return [
         *gated_mlp(num_dense),

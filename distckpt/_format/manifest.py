@@ -328,7 +328,7 @@ def marker_fields(data: bytes, name: str = MANIFEST_NAME) -> dict[str, Any]:
 
 def _known_checksum(name: object) -> bool:
     if name not in (CHECKSUM, None):
-        raise ValueError(f"the checksum {name!r} is unknown")
+        raise ValueError(f"the checksum {name!r:.99} is unknown")
     return name == CHECKSUM
 
 

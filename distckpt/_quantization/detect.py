@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._geometry.mapped import TensorInfo
 from distckpt._quantization.numbers import NUMBERS
@@ -35,6 +33,13 @@ _UNKNOWN = ("_zero_point", "_g_idx", "_zp")
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
 """Scales of a module that belong to none of its weights."""
 _BLOCKS = (128, 32)
+_MODEL_DTYPES = {
+    str(dtype).removeprefix("torch."): name
+    for dtype, name in TO_NAME.items()
+    if dtype.is_floating_point and dtype.itemsize > 1
+}
+"""What a configuration may name: looking any other name up in torch could import a module of it."""
+_MAX_ELEMENTS = 1 << 62
 
 
 def find_quantized(
@@ -50,7 +55,7 @@ def find_quantized(
         Quantised tensors by the key that they have in the model.
     """
     quantization = quantization or {}
-    dtype = TO_NAME.get(getattr(torch, str(quantization.get("dtype")), torch.bfloat16), "BF16")
+    dtype = _MODEL_DTYPES.get(str(quantization.get("dtype")), "BF16")
     blocks, num_bits = quantization.get("blocks", []), set(quantization.get("num_bits", []))
     found: dict[str, QuantizedTensor] = {}
     for key in tensors:
@@ -106,7 +111,8 @@ def _describe(
     shape = codes.shape[:-2] if has_groups else codes.shape[:-1]
     shape = (*shape, math.prod(codes.shape[len(shape) :]) * per_item)
     grid = (1,) * len(shape) if math.prod(scale.shape) == 1 else scale.shape + (1,) * (len(shape) - len(scale.shape))
-    if len(grid) != len(shape):
+    is_one = "global_scale" not in parts or math.prod(parts["global_scale"].shape) == 1
+    if len(grid) != len(shape) or not is_one or max(shape) > _MAX_ELEMENTS:
         return None
     rows = [*(block[0] for block in blocks), *_BLOCKS]
     columns = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": [*(block[1] for block in blocks), 32, 64, 128]}

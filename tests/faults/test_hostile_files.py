@@ -583,6 +583,49 @@ def an_index_of(path, text):
     (path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
 
 
+# ---- quantised tensors
+
+
+def quantized(config=None, codes=("w", "I8", [4, 6]), scale=("w_scale", "F32", [4, 1]), others=()):
+    """Return a header with codes of `w` and their scales, data of the right values, and a configuration."""
+    header, body = {}, b""
+    for name, dtype, shape in (codes, scale, *others):
+        data = bytes(range(24)) if dtype == "I8" else np.ones(math.prod(shape), np.float32).tobytes()
+        data = data if math.prod(shape) else b""
+        header[name] = entry(shape, len(body), len(body) + len(data), dtype)
+        body += data
+    return {"model.safetensors": file_of(header, body), "config.json": json.dumps(config or {}).encode()}
+
+
+def settings(dtype="float32", **config):
+    return {"dtype": dtype, "quantization_config": {"quant_method": "x", **config}}
+
+
+QUANTIZED = {
+    "a module as dtype": quantized(settings("onnx")),
+    "a list as dtype": quantized(settings("__all__")),
+    "a dtype of integers": quantized(settings("int8")),
+    "blocks of 10**30": quantized(settings(group_size=10**30, weight_block_size=[10**30, 10**30])),
+}
+
+
+@hostile("hf", (), QUANTIZED)
+def a_quantized_directory_with(path, files):
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+
+
+QUANTIZED_SHAPES = {
+    "2**64 codes of no bytes": quantized(settings(), ("w_packed", "I32", [0, 2**61]), ("w_scale", "F32", [1, 1])),
+    "several global scales": quantized(settings(), others=[("w_scale_2", "F32", [5])]),
+}
+
+
+@hostile("hf", ("load",), QUANTIZED_SHAPES)
+def quantized_tensors_with(path, files):
+    a_quantized_directory_with(path, files)
+
+
 # ---- checkpoints of PyTorch and Megatron Core
 
 
