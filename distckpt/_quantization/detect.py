@@ -28,8 +28,9 @@ NAMINGS = (
     Naming("", "", {"scale": "_scale", "global_scale": "_scale_2"}),
     Naming("weight", "weight", {"scale": "scale"}),
 )
-_UNKNOWN = ("_zero_point", "_g_idx", "_zp")
-"""With one of these beside the codes, values are more than codes times scales."""
+_UNKNOWN = ("_zero_point", "_zero_points", "_zeros", "_offset", "_g_idx", "_zp")
+_UNKNOWN_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
+"""With one of these beside the codes, or in the module, values are more than codes times scales."""
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
 """Scales of a module that belong to none of its weights."""
 _BLOCKS = (128, 32)
@@ -64,7 +65,9 @@ def find_quantized(
                 continue
             stem = key[: len(key) - len(naming.codes)]
             parts = {role: stem + ending for role, ending in naming.others.items() if stem + ending in tensors}
-            if "scale" not in parts or any(stem + ending in tensors for ending in _UNKNOWN):
+            module = key.rpartition(".")[0]
+            unknown = [stem + ending for ending in _UNKNOWN] + [f"{module}.{name}" for name in _UNKNOWN_OF_MODULES]
+            if "scale" not in parts or any(name in tensors for name in unknown):
                 continue
             described = {
                 role: StoredPart(name, tensors[name].dtype, tuple(tensors[name].shape))
@@ -72,7 +75,7 @@ def find_quantized(
             }
             quantized = _describe(described, dtype, blocks, num_bits)
             if quantized is not None:
-                names = [f"{stem.rpartition('.')[0]}.{each}" for each in _OF_ACTIVATIONS]
+                names = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
                 companions = tuple(name for name in names if name in tensors)
                 found[stem + naming.ending] = replace(quantized, companions=companions)
                 break

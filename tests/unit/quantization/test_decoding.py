@@ -16,7 +16,7 @@ from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
 from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
-from tests.support.quantized_models import MODELS, fp8_block, fp8_tensor, int4, mxfp4, nvfp4
+from tests.support.quantized_models import MODELS, fp8_block, fp8_tensor, int4, int8_channel, mxfp4, nvfp4
 from tests.support.reference import needs_dtypes
 
 pytestmark = needs_dtypes("float8_e8m0fnu")
@@ -217,6 +217,10 @@ def fp8_values(folder):
     [
         # Zero points: values are more than codes times scales.
         (int4, {"e.0.up_proj.weight_zero_point": torch.zeros(5, 3, dtype=torch.int32)}),
+        (int8_channel, {"l.weight_offset": torch.ones(40, 1)}),
+        (int8_channel, {"l.zero_point": torch.ones(40, 1)}),
+        # Factors of the inputs, by which the columns of the weight would have to be multiplied.
+        (fp8_tensor, {"l.pre_quant_scale": torch.rand(8)}),
         # Scales that fit no block that is known.
         (fp8_block, {"l.up.weight_scale_inv": torch.rand(7, 9)}),
         (nvfp4, {"l.weight_scale": torch.rand(40, 6)}),
