@@ -67,7 +67,10 @@ def find_quantized(
             parts = {role: stem + ending for role, ending in naming.others.items() if stem + ending in tensors}
             module = key.rpartition(".")[0]
             unknown = [stem + ending for ending in _UNKNOWN] + [f"{module}.{name}" for name in _UNKNOWN_OF_MODULES]
-            if "scale" not in parts or any(name in tensors for name in unknown):
+            # What is stored under the name of the tensor itself is that tensor; of two kinds of scales, which?
+            is_stored = naming.codes != naming.ending and stem + naming.ending in tensors
+            is_ambiguous = all(f"{stem}{ending}" in tensors for ending in ("_scale", "_scale_inv"))
+            if "scale" not in parts or is_stored or is_ambiguous or any(name in tensors for name in unknown):
                 continue
             described = {
                 role: StoredPart(name, tensors[name].dtype, tuple(tensors[name].shape))
@@ -117,9 +120,10 @@ def _describe(
     is_one = "global_scale" not in parts or math.prod(parts["global_scale"].shape) == 1
     if len(grid) != len(shape) or not is_one or max(shape) > _MAX_ELEMENTS:
         return None
-    rows = [*(block[0] for block in blocks), *_BLOCKS]
+    # A configuration that contradicts the scales must not be passed over.
+    rows = [block[0] for block in blocks] or _BLOCKS
     columns = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": [*(block[1] for block in blocks), 32, 64, 128]}
-    default = [*(block[1] for block in blocks), *_BLOCKS]
+    default = [block[1] for block in blocks] or _BLOCKS
     axes = zip(shape, grid, [[]] * (len(shape) - 2) + [rows, columns.get(number, default)][-len(shape) :], strict=True)
     block = tuple(_block(size, count, candidates) for size, count, candidates in axes)
     if 0 in block:

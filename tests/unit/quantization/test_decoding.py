@@ -221,6 +221,8 @@ def fp8_values(folder):
         (int8_channel, {"l.zero_point": torch.ones(40, 1)}),
         # Factors of the inputs, by which the columns of the weight would have to be multiplied.
         (fp8_tensor, {"l.pre_quant_scale": torch.rand(8)}),
+        # Two kinds of scales, one of which divides.
+        (fp8_tensor, {"l.weight_scale_inv": torch.tensor(2.0)}),
         # Scales that fit no block that is known.
         (fp8_block, {"l.up.weight_scale_inv": torch.rand(7, 9)}),
         (nvfp4, {"l.weight_scale": torch.rand(40, 6)}),
@@ -234,6 +236,22 @@ def test_forms_that_are_not_known_are_refused(tmp_path, model, changed):
     codes = next(iter(made.tensors))
     with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor|Not in the checkpoint"):
         distckpt.load({"x": request(key, made.tensors[codes].shape)}, tmp_path / "model")
+
+
+def test_blocks_of_the_configuration_that_do_not_fit_the_scales_are_not_passed_over(tmp_path):
+    made = fp8_block(130, 130)
+    made.config["quantization_config"]["weight_block_size"] = [64, 64]
+    made.write(tmp_path / "model")
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+        distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
+
+
+def test_a_tensor_that_is_stored_as_values_too_is_that_tensor(tmp_path):
+    made = int4()
+    made.tensors["e.0.up_proj.weight"] = torch.ones(40, 96, dtype=torch.bfloat16)
+    made.write(tmp_path / "model")
+    loaded = distckpt.load({"x": request("e.0.up_proj.weight", (40, 96))}, tmp_path / "model")["x"]
+    assert torch.equal(loaded, torch.ones(40, 96, dtype=torch.bfloat16))
 
 
 def test_a_stored_shape_that_contradicts_the_codes_is_named(tmp_path):
