@@ -1,8 +1,19 @@
-"""`python -m distckpt` is the command line."""
+"""`distckpt` and `python -m distckpt` are the command line."""
 
 from __future__ import annotations
 
-from distckpt.cli import main
+import importlib
+import signal
+
+
+def main() -> int:
+    """Run the command line of this process; Ctrl-C ends it without a traceback, also while modules are imported."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # While a verb runs it raises, see `distckpt.cli`; before and after that there is nothing to clean up.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code: int = importlib.import_module("distckpt.cli").main()
+    return code
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,44 +1,24 @@
-"""The command line: `distckpt VERB ...` or `python -m distckpt VERB ...`.
-
-To add a verb, write a module in `distckpt._cli` that defines a `Verb`, and list it in `_MODULES`.
-"""
+"""The command line: `distckpt VERB ...` or `python -m distckpt VERB ...`. `distckpt._cli` has the verbs."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from distckpt import __version__
-from distckpt._cli import (
-    bench,
-    cat,
-    completion,
-    consolidate,
-    convert,
-    diff,
-    import_hf,
-    inspect,
-    prune,
-    reshard,
-    trace,
-    verify,
-)
 from distckpt._cli.output import Output
-from distckpt._cli.verb import Verb
+from distckpt._cli.parser import parse
 
 __all__ = ["main"]
-
-_MODULES = (inspect, cat, verify, diff, consolidate, import_hf, convert, reshard, prune, bench, trace)
-VERBS: tuple[Verb, ...] = (*(module.VERB for module in _MODULES), completion.verb(lambda: _parser()))
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb.
+    """Run one verb, or print help when there are no arguments.
 
     Args:
         arguments: of the command line, those of this process when None.
@@ -50,13 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with code 2, the arguments make no sense.
     """
-    parsed = _parser().parse_args(arguments)
+    parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    if parsed is None:
+        return 0
     output = Output(as_json=parsed.json)
-    # Ends like Ctrl-C, so that everything is cleaned up.
-    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        code: int = parsed.run(parsed, output)
-        sys.stdout.flush()
+        # Here torch is imported, which takes seconds.
+        verb = importlib.import_module(f"distckpt._cli.{parsed.module}")
+        with _signals_raise():
+            code: int = verb.run(parsed, output)
+            sys.stdout.flush()
         return code
     except _Terminated:
         output.error("terminated")
@@ -75,21 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = str(error).replace("overwrite=True", "--overwrite")
         output.error(f"{text} ({type(error).__name__}; --debug shows where)")
         return int(parsed.error_code)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM raise exceptions while a verb runs, so that everything is cleaned up."""
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _terminate)}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="distckpt", description="Inspect, verify, compare and convert checkpoints.")
-    parser.add_argument("--version", action="version", version=f"distckpt {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in VERBS:
-        one = verbs.add_parser(verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary)
-        verb.add_arguments(one)
-        one.add_argument("--json", action="store_true", help="print the result as JSON")
-        one.add_argument("--debug", action="store_true", help="show a traceback when something fails")
-        one.set_defaults(run=verb.run, error_code=verb.error_code)
-    return parser
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 class _Terminated(KeyboardInterrupt):

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import signal
 import statistics
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +16,6 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import estimate_available_memory
 from distckpt._cli.output import Output, count_text
 from distckpt._cli.storage_speed import TENSOR_BYTES, Task, measure
-from distckpt._cli.verb import Verb, positive, positive_number
 from distckpt._ranks.processes import run_ranks
 from distckpt._storage import locations
 
@@ -30,16 +29,6 @@ STORE_TITLES = {"save": "save", "warm_load": "load"}
 """On an object store what was put is durable, and nothing is in the page cache."""
 RANK_BYTES = 500_000_000
 """Memory of a process that has imported torch."""
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("dir", metavar="DIR", help="directory on the storage, or URL; everything written is removed")
-    parser.add_argument(
-        "--gb", type=positive_number, default=2.0, help="size of the state over all ranks (default: %(default)s)"
-    )
-    parser.add_argument("--ranks", type=positive, default=2, help="number of processes (default: %(default)s)")
-    parser.add_argument("--runs", type=positive, default=5, help="rounds to take the median of (default: %(default)s)")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -109,6 +98,3 @@ def scratch_folder(folder: str) -> Iterator[str]:
             locations.remove_tree(scratch)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-VERB = Verb("bench", "Measure saves and loads beside the raw speed of a storage.", add_arguments, run)

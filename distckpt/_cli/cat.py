@@ -8,7 +8,7 @@ import math
 import os
 import re
 import secrets
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
@@ -19,7 +19,6 @@ from distckpt._base.dtypes import FROM_NAME, to_numpy
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean
 from distckpt._cli.output import Output
-from distckpt._cli.verb import Verb
 from distckpt._foreign.opening import open_checkpoint
 from distckpt._foreign.stored_values import StoredTensor, holds_objects, read_encoded
 from distckpt._format import codec
@@ -50,23 +49,10 @@ class Selection(NamedTuple):
         return tuple(n for axis, n in enumerate(self.region.shape) if axis not in self.dropped)
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
-    parser.add_argument(
-        "key",
-        metavar="KEY[SLICE]",
-        nargs="?",
-        default=COMMON_KEY,
-        help="a tensor, or part of it as in 'up.weight[0:4, :, 3]', or an object (default: common state)",
-    )
-    parser.add_argument("--npy", metavar="FILE", help="save all values of the tensor as a numpy file")
-
-
 def run(arguments: Namespace, output: Output) -> int:
     """Print or save values."""
     stored = open_checkpoint(locations.normalize(arguments.path))
-    key, index = split_key(stored, arguments.key)
+    key, index = split_key(stored, arguments.key or COMMON_KEY)
     if key == COMMON_KEY or stored.is_object(key):
         if arguments.npy or index is not None:
             raise ValueError(f"{key!r} is an object: it cannot be sliced or written as a numpy array")
@@ -247,6 +233,3 @@ def _text(value: object) -> str:
 
 def _is_long(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and value.bit_length() > _MAX_DECIMAL_BITS
-
-
-VERB = Verb("cat", "Print values of a tensor or an object, or save them for numpy.", add_arguments, run)

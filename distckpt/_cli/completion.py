@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import importlib
 from argparse import Action, ArgumentParser, Namespace, _SubParsersAction
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from distckpt._cli.output import Output
-from distckpt._cli.verb import Verb
-
-SHELLS = ("bash", "zsh", "fish")
+from distckpt._cli.parser import make_parser
 
 
-def verb(make_parser: Callable[[], ArgumentParser]) -> Verb:
-    """Make the verb; `make_parser` returns the parser of the whole command line."""
-
-    def run(arguments: Namespace, output: Output) -> int:
-        script = script_for(make_parser(), arguments.shell)
-        output.json({"shell": arguments.shell, "script": script})
-        output.line(script)
-        return 0
-
-    return Verb("completion", "Print a script with which a shell completes this command.", add_arguments, run)
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell that reads the script")
+def run(arguments: Namespace, output: Output) -> int:
+    """Print the script."""
+    script = script_for(make_parser(), arguments.shell)
+    output.json({"shell": arguments.shell, "script": script})
+    output.line(script)
+    return 0
 
 
 def script_for(parser: ArgumentParser, shell: str) -> str:

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 
 from distckpt._base.messages import summarize_keys
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
-from distckpt._cli.selection import add_keys, add_rename, given
-from distckpt._cli.verb import Verb
+from distckpt._cli.selection import given
 from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
 
 _SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments: those of `distckpt.diff`."""
-    parser.add_argument("a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL")
-    parser.add_argument("b", metavar="B", help="another checkpoint or Hugging Face directory")
-    add_keys(parser)
-    add_rename(parser)
-    parser.add_argument(
-        "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rtol", type=_tolerance, default=0.0, help="tolerated difference relative to B's value (default: %(default)s)"
-    )
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -83,16 +68,3 @@ def summary(report: DiffReport) -> str:
         f"{verdict}: {count_text(report.num_compared, 'tensor')} compared, {size_text(report.num_bytes)} read in "
         f"{report.seconds:.2f} s, {rate:.2f} GB/s{note}"
     )
-
-
-def _tolerance(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a tolerance: use a number of at least 0")
-    return number
-
-
-VERB = Verb("diff", "Compare two checkpoints: keys, shapes, dtypes, values, objects.", add_arguments, run, error_code=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean, natural_order
 from distckpt._cli import grid
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._cli.verb import Verb
 from distckpt._cli.verify import strays_text
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign.opening import open_checkpoint
@@ -38,13 +37,6 @@ class Group(NamedTuple):
     num_keys: int
     num_bytes: int
     num_chunks: int
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
-    parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them")
-    parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, one colour per rank (needs --key)")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -264,6 +256,3 @@ def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Outpu
             file.write(grid.svg_picture(f"{key}  {'x'.join(map(str, shape)) or '()'} {dtype}", shape, chunks, axes))
         output.message(f"wrote {svg}")
     return 0
-
-
-VERB = Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", add_arguments, run)

@@ -1,4 +1,4 @@
-"""Print results to stdout and everything else to stderr, in colour on terminals where rich is installed."""
+"""Print results to stdout and everything else to stderr, in colour on terminals."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-try:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.table import Table
-    from rich.text import Text
-
-    HAS_RICH = True
-except ImportError:
-    HAS_RICH = False
-
 MAX_LISTED = 50
 """Findings that a verb lists without --json."""
 
+DIM, BOLD, GREEN, RED = "2", "1", "32", "31"
+"""Styles, see `Output.styled`."""
+
 _SECONDS_BETWEEN = 0.2
+_BAR_WIDTH = 30
 
 
 class Output:
@@ -49,21 +44,21 @@ class Output:
         for line in lines:
             print(line)
 
-    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
-        """Print a table of the result: the first `num_text` columns hold text, the others numbers, aligned right."""
+    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1, drop: str = "") -> None:
+        """Print a table of the result: the first `num_text` columns hold text, the others numbers, aligned right.
+
+        On a terminal that is too narrow the columns named in `drop` are left out, one after the other.
+        """
         if self.as_json:
             return
-        rows = [[printable(cell) for cell in row] for row in rows]
-        if not (HAS_RICH and sys.stdout.isatty()):
-            print(plain_table(heads, rows, num_text))
-            return
-        table = Table(header_style="dim")
-        for index, head in enumerate(heads):
-            table.add_column(head, justify="left" if index < num_text else "right", overflow="fold")
-        for row in rows:
-            # As text: names may contain what rich takes for markup.
-            table.add_row(*(Text(cell) for cell in row))
-        Console(highlight=False).print(table)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        lines = table_lines(heads, [[printable(cell) for cell in row] for row in rows], num_text, drop.split(), width)
+        for number, line in enumerate(lines):
+            print(self.styled(line, DIM) if number < 2 else line)
+
+    def styled(self, text: str, style: str) -> str:
+        """Return text in a style where the result has colours."""
+        return f"\x1b[{style}m{text}\x1b[0m" if self.in_colour else text
 
     def message(self, text: str) -> None:
         """Print a message to stderr."""
@@ -80,19 +75,13 @@ class Output:
         if not sys.stderr.isatty():
             yield lambda done, total: None
             return
-        if not HAS_RICH:
-            try:
-                yield _PlainProgress(label)
-            finally:
-                print(file=sys.stderr)
-            return
-        columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        try:
+            yield _Progress(label)
+        finally:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-class _PlainProgress:
+class _Progress:
     """Rewrites one line of a terminal a few times per second."""
 
     def __init__(self, label: str) -> None:
@@ -107,9 +96,10 @@ class _PlainProgress:
         self._shown = now
         rate = done / max(now - self._started, 1e-9)
         left = f"{(total - done) / rate:.0f} s" if rate else "unknown"
-        text = f"{self._label} {size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
-        # Spaces cover the rest of a longer text.
-        print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+        text = f"{size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
+        room = min(_BAR_WIDTH, shutil.get_terminal_size().columns - len(self._label) - len(text) - 3)
+        bar = ("\u2501" * (room * done // max(total, 1))).ljust(room, "\u2500") + " " if room > 4 else ""
+        print(f"\r{self._label} {bar}{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
@@ -130,17 +120,28 @@ def finite(value: Any) -> Any:
     return value
 
 
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int) -> str:
-    """Lay out a table as text whose columns are separated by two spaces."""
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i < num_text else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [heads, ["-" * width for width in widths], *rows]
+def table_lines(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    num_text: int,
+    drop: Sequence[str] = (),
+    width: int | None = None,
+) -> list[str]:
+    """Lay out a table as lines whose columns are separated by two spaces; columns in `drop` go where it is too wide."""
+    columns = list(zip(heads, *rows, strict=True))
+    widths = {column[0]: max(map(len, column)) for column in columns}
+    for head in drop:
+        if width is not None and sum(widths.values()) + 2 * len(widths) - 2 > width:
+            widths.pop(head, None)
+    shown = [
+        [
+            cell.ljust(widths[head]) if i < num_text else cell.rjust(widths[head])
+            for cell in (head, "-" * widths[head], *cells)
+        ]
+        for i, (head, *cells) in enumerate(columns)
+        if head in widths
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    return ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
 
 
 def count_text(number: int, noun: str) -> str:

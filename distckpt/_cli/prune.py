@@ -6,11 +6,10 @@ import contextlib
 import os
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from distckpt._base.errors import CheckpointNotFoundError
 from distckpt._cli.output import Output
-from distckpt._cli.verb import Verb, positive
 from distckpt._commit import posix, running
 from distckpt._manager.retention import (
     Retention,
@@ -23,30 +22,6 @@ from distckpt._manager.retention import (
 )
 from distckpt._manager.steps import Saved, is_free_to_remove, is_leftover, list_root, own_steps, problem_with, step_name
 from distckpt._storage import locations
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments: the retention arguments of `distckpt.CheckpointManager`."""
-    parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
-    parser.add_argument(
-        "--keep-last", type=positive, metavar="N", help="keep the newest N complete checkpoints (default: all)"
-    )
-    parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N")
-    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of it")
-    parser.add_argument(
-        "--best-mode", choices=("min", "max"), default="min", help="which values are best (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--keep-best", type=positive, default=1, metavar="N", help="number of best ones to keep (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--abandoned-after",
-        type=positive,
-        default=60,
-        metavar="MINUTES",
-        help="remove leftovers of saves that wrote nothing for this long (default: %(default)s)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="list what would be removed, without removing anything")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -126,6 +101,3 @@ def _clock_of(root: str) -> float:
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=root) as probe:
         return os.fstat(probe.fileno()).st_mtime
     return time.time()
-
-
-VERB = Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", add_arguments, run)

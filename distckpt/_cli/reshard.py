@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from typing import Any
 
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._cli.selection import add_verify, add_writing, given, warn_of_overflows
-from distckpt._cli.verb import Verb, positive
+from distckpt._cli.selection import given, warn_of_overflows
 from distckpt._operations.reshard import ReshardReport, reshard
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("source", help="a checkpoint: a path or URL")
-    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    parser.add_argument(
-        "--grid",
-        action="append",
-        metavar="PATTERN=AxB",
-        type=_grid,
-        default=[],
-        help="divide matching tensors into A x B parts, part i written by rank i; can be repeated",
-    )
-    add_output(parser)
-    add_verify(parser)
-
-
-def add_output(parser: ArgumentParser) -> None:
-    """Declare the arguments for writing a checkpoint."""
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="write the files of N ranks, of even size (default: %(default)s)",
-    )
-    add_writing(parser)
 
 
 def output_options(arguments: Namespace) -> dict[str, Any]:
@@ -63,17 +34,3 @@ def show(report: ReshardReport, output: Output) -> None:
         f"in {report.location}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
-
-
-def _grid(text: str) -> tuple[str, tuple[int, ...]]:
-    pattern, equals, counts = text.rpartition("=")
-    try:
-        grid = tuple(int(count) for count in counts.split("x"))
-    except ValueError:
-        grid = ()
-    if not equals or not grid or min(grid) < 1:
-        raise ArgumentTypeError(f"{text!r} is not PATTERN=AxB, such as '*.up.weight=4x1'")
-    return pattern, grid
-
-
-VERB = Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", add_arguments, run)

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import Output
-from distckpt._cli.verb import Verb
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -53,6 +46,3 @@ def _trace_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
     for (rank, name), thread in threads.items():
         traced.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}})
     return traced
-
-
-VERB = Verb("trace", "turn a journal of phases into a Chrome trace", add_arguments, run)

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
-from distckpt._cli.verb import Verb, positive
-from distckpt._operations.verify import DEFAULT_THREADS, Problem, VerifyReport, verify
+from distckpt._operations.verify import Problem, VerifyReport, verify
 
 _MAX_NAMED = 3
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("path", help="a checkpoint: a path or URL")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--fast", action="store_const", const="fast", dest="mode", help="marker, manifest, file sizes and headers only"
-    )
-    mode.add_argument(
-        "--full", action="store_const", const="full", dest="mode", help="read every byte once (the default)"
-    )
-    parser.add_argument("--jobs", type=positive, default=DEFAULT_THREADS, help="threads (default: %(default)s)")
-    parser.set_defaults(mode="full")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -68,6 +53,3 @@ def summary(report: VerifyReport) -> str:
         f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: {size_text(report.num_bytes)} read in "
         f"{report.seconds:.2f} s{rate}{note}"
     )
-
-
-VERB = Verb("verify", "Check that a checkpoint is complete and undamaged.", add_arguments, run, error_code=2)

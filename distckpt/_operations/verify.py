@@ -33,7 +33,6 @@ from distckpt.strategies.defaults import load_strategy
 
 UNIT_BYTES = 8 << 20
 """One thread reads this much at a time, at least one checksum block."""
-DEFAULT_THREADS = 8
 
 
 class Problem(NamedTuple):
@@ -96,7 +95,7 @@ def verify(
     checkpoint_dir: str | os.PathLike[str],
     mode: Literal["fast", "full"] = "full",
     *,
-    num_threads: int = DEFAULT_THREADS,
+    num_threads: int = 8,
     progress: Callable[[int, int], object] | None = None,
 ) -> VerifyReport:
     """Compare a checkpoint with the checksums that were computed while it was saved.

@@ -19,6 +19,12 @@ def test_importing_loads_nothing_before_it_is_used():
     assert {name for name in new if name not in sys.stdlib_module_names} == {"distckpt"}
 
 
+def test_help_and_completion_of_the_command_line_load_no_library():
+    parse = "from distckpt._cli.parser import make_parser; make_parser().format_help()"
+    new = modules_loaded_by(f"import distckpt.__main__, distckpt.cli; {parse}") - modules_loaded_by("pass")
+    assert {name.partition(".")[0] for name in new} - sys.stdlib_module_names == {"distckpt"}
+
+
 def test_saving_and_loading_need_little():
     """No part of torch that is not needed, nothing that is not a dependency, no client of an object store."""
     loaded = modules_loaded_by("import distckpt; distckpt.save, distckpt.load, distckpt.CheckpointManager")
@@ -33,7 +39,6 @@ def test_saving_and_loading_need_little():
         "obstore",
         "boto3",
         "multiprocessing",
-        "rich",
         "psutil",
         "megatron",
         "transformers",

@@ -25,6 +25,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedObject, ShardedTensor, cli
+from distckpt._cli.parser import VERBS, make_parser
 from tests.support.docs_pages import PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 from tests.support.example_programs import command_of
 from tests.support.harness import run
@@ -167,9 +168,9 @@ def check_options(words: list[str], known: str) -> None:
 
 def check_distckpt(words: list[str]) -> None:
     if len(words) > 1:
-        cli._parser().parse_args(words)
+        make_parser().parse_args(words)
     else:
-        assert words[0] in [verb.name for verb in cli.VERBS]
+        assert words[0] in [verb.name for verb in VERBS]
 
 
 def check_pip(words: list[str]) -> None:

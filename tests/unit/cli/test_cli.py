@@ -16,7 +16,9 @@ import torch.distributed.checkpoint
 
 import distckpt
 from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
-from distckpt._cli.output import Output
+from distckpt._cli.arguments import QUANTIZED_FORMATS
+from distckpt._cli.output import Output, table_lines
+from distckpt._quantization.formats import FORMATS
 from distckpt._storage import object_store
 from distckpt.cli import main
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
@@ -92,9 +94,23 @@ def test_help_and_usage(capsys):
         "bench",
     ]
     assert all(verb in listed for verb in [*verbs, "completion"])
-    assert "invalid choice: 'inspekt'" in call_usage_error(capsys, "inspekt")
+    assert "no verb 'inspekt' (did you mean 'inspect'?)" in call_usage_error(capsys, "inspekt")
+    assert "no verb 'xyz': choose from inspect, cat," in call_usage_error(capsys, "xyz")
     assert "PATH" in call_usage_error(capsys, "verify").upper()
     assert "'0' is not a positive integer" in call_usage_error(capsys, "verify", "x", "--jobs", "0")
+
+
+def test_the_formats_that_can_be_written_are_offered():
+    assert tuple(FORMATS) == QUANTIZED_FORMATS
+
+
+def test_narrow_terminals_leave_columns_out():
+    heads, rows = ["key", "shape", "size"], [["model.weight", "10x10", "400 B"], ["b", "2", "8 B"]]
+    whole = table_lines(heads, rows, 2, ["shape"], width=26)
+    assert whole[2:] == ["model.weight  10x10  400 B", "b             2        8 B"]
+    narrow = table_lines(heads, rows, 2, ["shape"], width=25)
+    assert narrow[2:] == ["model.weight  400 B", "b               8 B"]
+    assert table_lines(heads, rows, 2, ["shape"], width=9) == narrow
 
 
 def test_errors_are_one_line_and_a_traceback_on_demand(tmp_path, capsys):

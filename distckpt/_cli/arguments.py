@@ -1,0 +1,334 @@
+"""The arguments of all verbs, and their types.
+
+Nothing here imports torch or numpy, so that help, mistakes in arguments and completion take no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from argparse import ArgumentParser, ArgumentTypeError
+from typing import Any
+
+QUANTIZED_FORMATS = (
+    "fp8-block",
+    "fp8-block-ue8m0",
+    "fp8-tensor",
+    "fp8-channel",
+    "int8-channel",
+    "mxfp4",
+    "mxfp4-packed",
+    "int4",
+    "nvfp4",
+)
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def inspect(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them")
+    parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, one colour per rank (needs --key)")
+
+
+def cat(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    parser.add_argument(
+        "key",
+        metavar="KEY[SLICE]",
+        nargs="?",
+        help="a tensor, or part of it as in 'up.weight[0:4, :, 3]', or an object (default: common state)",
+    )
+    parser.add_argument("--npy", metavar="FILE", help="save all values of the tensor as a numpy file")
+
+
+def verify(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", help="a checkpoint: a path or URL")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--fast", action="store_const", const="fast", dest="mode", help="marker, manifest, file sizes and headers only"
+    )
+    mode.add_argument(
+        "--full", action="store_const", const="full", dest="mode", help="read every byte once (the default)"
+    )
+    parser.add_argument("--jobs", type=positive, default=8, help="threads (default: %(default)s)")
+    parser.set_defaults(mode="full")
+
+
+def diff(parser: ArgumentParser) -> None:
+    """Declare the arguments: those of `distckpt.diff`."""
+    parser.add_argument("a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL")
+    parser.add_argument("b", metavar="B", help="another checkpoint or Hugging Face directory")
+    add_keys(parser)
+    add_rename(parser)
+    parser.add_argument(
+        "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rtol", type=_tolerance, default=0.0, help="tolerated difference relative to B's value (default: %(default)s)"
+    )
+
+
+def consolidate(parser: ArgumentParser) -> None:
+    """Declare the arguments: those of `distckpt.consolidate`."""
+    parser.add_argument("checkpoint", help="a checkpoint, or a folder of shards: a path or URL")
+    parser.add_argument("output_dir", help="directory for model.safetensors, or several files and their index")
+    add_keys(parser)
+    add_rename(parser)
+    add_dtype(parser)
+    parser.add_argument(
+        "--family",
+        metavar="auto|PATH",
+        help="convert names and shapes of Megatron Core or transformers, by the config.json of --like, or at PATH",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be exported and from where, and stop")
+    parser.add_argument(
+        "--tied",
+        choices=("drop", "write"),
+        default="drop",
+        help="leave out or write tied copies of a tensor (default: %(default)s)",
+    )
+    parser.add_argument("--max-file-bytes", type=parse_size, metavar="SIZE", help="largest size of a file, such as 5GB")
+    parser.add_argument(
+        "--quantize",
+        action="append",
+        type=_format,
+        metavar="[PATTERN=]FORMAT",
+        help=f"quantise what models usually quantise, or tensors by pattern, to one of {', '.join(QUANTIZED_FORMATS)}; "
+        "can be repeated",
+    )
+    parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")
+    parser.add_argument("--extra-files-from", metavar="DIR", help="copy config, tokenizer and similar files from there")
+    parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")
+    add_writing(parser)
+    add_verify(parser)
+
+
+def completion(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
+
+
+def import_hf(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("hf_dir", help="a Hugging Face directory: a path or URL")
+    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    add_keys(parser)
+    add_rename(parser)
+    add_dtype(parser)
+    add_output(parser)
+
+
+def convert(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("source", help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory")
+    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    parser.add_argument(
+        "--to",
+        choices=("distckpt", "torch_dist"),
+        default="distckpt",
+        help="format of the new checkpoint; torch_dist is that of Megatron Core, which PyTorch reads as well",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
+    parser.add_argument(
+        "--megatron-types", action="store_true", help="import Megatron Core, and register its Enum classes for objects"
+    )
+    parser.add_argument(
+        "--without-common-state", action="store_true", help="leave out common state, the values that are not sharded"
+    )
+
+
+def reshard(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("source", help="a checkpoint: a path or URL")
+    parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
+    parser.add_argument(
+        "--grid",
+        action="append",
+        metavar="PATTERN=AxB",
+        type=_grid,
+        default=[],
+        help="divide matching tensors into A x B parts, part i written by rank i; can be repeated",
+    )
+    add_output(parser)
+    add_verify(parser)
+
+
+def prune(parser: ArgumentParser) -> None:
+    """Declare the arguments: the retention arguments of `distckpt.CheckpointManager`."""
+    parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
+    parser.add_argument(
+        "--keep-last", type=positive, metavar="N", help="keep the newest N complete checkpoints (default: all)"
+    )
+    parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N")
+    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of it")
+    parser.add_argument(
+        "--best-mode", choices=("min", "max"), default="min", help="which values are best (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--keep-best", type=positive, default=1, metavar="N", help="number of best ones to keep (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--abandoned-after",
+        type=positive,
+        default=60,
+        metavar="MINUTES",
+        help="remove leftovers of saves that wrote nothing for this long (default: %(default)s)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list what would be removed, without removing anything")
+
+
+def bench(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("dir", metavar="DIR", help="directory on the storage, or URL; everything written is removed")
+    parser.add_argument(
+        "--gb", type=positive_number, default=2.0, help="size of the state over all ranks (default: %(default)s)"
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument("--runs", type=positive, default=5, help="rounds to take the median of (default: %(default)s)")
+
+
+def trace(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write")
+
+
+# --- Shared
+
+
+def add_keys(parser: ArgumentParser) -> None:
+    """Declare `--keys`."""
+    parser.add_argument(
+        "--keys", action="append", metavar="PATTERN", help="prefix of keys, or pattern with *; can be repeated"
+    )
+
+
+def add_rename(parser: ArgumentParser) -> None:
+    """Declare `--rename`."""
+    parser.add_argument(
+        "--rename",
+        action="append",
+        metavar="OLD=NEW",
+        type=pair,
+        default=[],
+        help="replace a prefix of keys; can be repeated",
+    )
+
+
+def add_dtype(parser: ArgumentParser) -> None:
+    """Declare `--dtype`, see `dtype_option`."""
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        metavar="[PATTERN=]DTYPE",
+        type=_dtype,
+        help="convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated",
+    )
+
+
+def add_writing(parser: ArgumentParser) -> None:
+    """Declare `--overwrite` and `--max-inflight-bytes`."""
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    parser.add_argument("--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit")
+
+
+def add_verify(parser: ArgumentParser) -> None:
+    """Declare `--verify`."""
+    parser.add_argument(
+        "--verify", choices=("none", "read", "full"), default="full", help="checksums to compare (default: %(default)s)"
+    )
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Split `OLD=NEW`."""
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return old, new
+
+
+def add_output(parser: ArgumentParser) -> None:
+    """Declare the arguments for writing a checkpoint."""
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="write the files of N ranks, of even size (default: %(default)s)",
+    )
+    add_writing(parser)
+
+
+# --- Types
+
+
+def parse_size(text: str) -> int:
+    """Convert `5GB`, `256MiB` or `1000` to bytes."""
+    number = text.removesuffix("B").rstrip("KMGTi")
+    unit = text.removesuffix("B")[len(number) :]
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ArgumentTypeError(f"{text!r} is not a size; write 5GB, 256MiB or a number of bytes") from None
+
+
+def positive(text: str) -> int:
+    """Convert a positive integer."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ArgumentTypeError(f"{text!r} is not a positive integer")
+    return number
+
+
+def positive_number(text: str) -> float:
+    """Convert a positive number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not a positive number")
+    return number
+
+
+def _tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not a tolerance: use a number of at least 0")
+    return number
+
+
+def _format(text: str) -> tuple[str, str]:
+    pattern, _, name = text.rpartition("=")
+    if name not in QUANTIZED_FORMATS:
+        raise ArgumentTypeError(f"{name!r} is no format: choose from {', '.join(QUANTIZED_FORMATS)}")
+    return pattern, name
+
+
+def _grid(text: str) -> tuple[str, tuple[int, ...]]:
+    pattern, equals, counts = text.rpartition("=")
+    try:
+        grid = tuple(int(count) for count in counts.split("x"))
+    except ValueError:
+        grid = ()
+    if not equals or not grid or min(grid) < 1:
+        raise ArgumentTypeError(f"{text!r} is not PATTERN=AxB, such as '*.up.weight=4x1'")
+    return pattern, grid
+
+
+def _dtype(text: str) -> tuple[str, Any]:
+    pattern, _, name = text.rpartition("=")
+    torch = importlib.import_module("torch")
+    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"torch has no dtype {name!r}; write bf16, fp32, float8_e4m3fn")
+    return pattern, dtype
