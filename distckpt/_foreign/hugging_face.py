@@ -19,8 +19,9 @@ from distckpt._format import safetensors_file
 from distckpt._format.manifest import MAX_TABLE_BYTES, Manifest, ShardFile, is_manifest_name
 from distckpt._format.marker import file_size, read_file
 from distckpt._geometry.region import Region, whole
-from distckpt._plan.codes import CONFIG_NAMES, may_be_codes
+from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._quantization.detect import settings_of
+from distckpt._quantization.names import may_be_codes
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 
-_QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "quantization")
 _MAX_CONFIG_BYTES = 64 << 20
 _HEADER_GUESS_BYTES = 1 << 17
 _MAX_ELEMENTS = 1 << 62
@@ -89,7 +89,8 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
 
 
 def _read_quantization(location: str) -> dict[str, Any] | None:
-    """Return what the files beside the tensors say about quantised ones, and which file says so; None for nothing."""
+    """Return what the files beside the tensors say about quantised ones, see `settings_of`; None for nothing."""
+    configs = {}
     for name in CONFIG_NAMES:
         path = locations.join(location, name)
         try:
@@ -99,14 +100,8 @@ def _read_quantization(location: str) -> dict[str, Any] | None:
             continue
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"{path!r} is damaged ({error}): restore it from a copy.") from error
-        config = config if isinstance(config, dict) else {}
-        parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-        for part in parts:
-            for quantization in (part.get(field) for field in _QUANTIZATION_FIELDS):
-                if isinstance(quantization, dict) and quantization:
-                    dtype = config.get("dtype") or config.get("torch_dtype") or part.get("dtype")
-                    return {"file": name, "dtype": str(dtype), **settings_of(quantization)}
-    return None
+        configs[name] = config if isinstance(config, dict) else {}
+    return settings_of(configs)
 
 
 def _safetensors_names(location: str) -> list[str]:

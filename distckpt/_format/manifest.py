@@ -17,6 +17,7 @@ from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen
+from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._storage import locations
 
 FORMAT_VERSION = 2
@@ -189,6 +190,12 @@ class Manifest:
         index = {key: i for i, key in enumerate(self.keys)}
         index.update((alias, index[key]) for alias, key in self.aliases.items())
         return index
+
+    @functools.cached_property
+    def scales_key(self) -> str | None:
+        """A key of scales that belong to codes, None where there are none."""
+        codes = (key for key, dtype in zip(self.keys, self.dtypes, strict=True) if may_be_codes(dtype))
+        return next((scales for key in codes for scales in scales_of(key, self.key_index)), None)
 
     def chunk_rows(self, key_id: int) -> slice:
         """Return the rows of the chunk table that belong to a key."""

@@ -13,8 +13,9 @@ import torch
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
-from distckpt._plan.codes import CONFIG_NAMES, may_be_codes
+from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.export import OutputTensor
+from distckpt._quantization.names import may_be_codes
 from distckpt._storage import locations
 
 logger = logging.getLogger(__name__)

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._quantization.names import SMALL_CODES, is_named_as_codes, may_be_codes, scales_of
 
 CONFIG_NAMES = ("config.json", "hf_quant_config.json")
 """Files that may say how the tensors beside them are quantised; the second one is NVIDIA ModelOpt's."""
 
-_SMALL_CODES = frozenset(name for name in FROM_NAME if name.startswith(("F8_", "F4"))) | {"I8", "U8"}
-_PACKED_CODES = frozenset({"I32", "U32"})
-"""Several codes in an item. Such numbers may be anything else, unless there are scales."""
-_SCALES = {
-    "": ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".absmax"),
-    "_blocks": ("_scales",),
-    "_packed": ("_scale",),
-    "weight": ("scale", "scales", "SCB"),
-    "qweight": ("scales",),
-    "qzeros": ("scales",),
-}
-"""Ending of the key of codes -> what stands in its place in the key of their scales."""
-
-
-def may_be_codes(dtype: str) -> bool:
-    """Tell whether tensors of a dtype (its safetensors name) may hold codes."""
-    return dtype in _SMALL_CODES or dtype in _PACKED_CODES
-
-
-def scales_of(key: str, keys: Container[str]) -> str | None:
-    """Find the key of the scales that belong to the codes at `key`."""
-    for ending, others in _SCALES.items():
-        if key.endswith(ending):
-            stem = key[: len(key) - len(ending)]
-            found = next((stem + other for other in others if stem + other in keys), None)
-            if found is not None:
-                return found
-    return None
+AS_STORED = " (as stored)"
+"""What a view of a checkpoint adds to the keys of that which is stored only for its quantised tensors."""
 
 
 def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> None:
@@ -52,20 +27,29 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     name = stored.dtype_name(key)
     if not may_be_codes(name) or FROM_NAME[name] == requested:
         return
-    scales = scales_of(key, stored.manifest.key_index)
-    config = (stored.manifest.origin or {}).get("quantization")
-    if scales is not None:
-        why = f"{scales!r} holds their scales"
-    elif config and name in _SMALL_CODES:
+    manifest, plain = stored.manifest, key.removesuffix(AS_STORED)
+    config, scales = (manifest.origin or {}).get("quantization"), scales_of(key, manifest.key_index)
+    others = next((each.parts["scale"].key for each in stored.quantized.values()), manifest.scales_key)
+    if config and config.get("unknown"):
+        why = f"its {config['file']} has a {config['unknown'][0]!r}, which changes weights in a way of its own"
+    elif scales:
+        why = f"{scales[0]!r} holds their scales"
+    elif config and name in SMALL_CODES:
         why = f"its {config['file']} says that it is quantised"
+    elif is_named_as_codes(plain):
+        why = "no other tensors have such names"
+    elif others and name in SMALL_CODES:
+        why = f"tensors beside it are, {others.removesuffix(AS_STORED)!r} holds scales"
     else:
         return
+    form = (
+        "and how they belong together is no form that distckpt knows" if plain == key else "request its values instead"
+    )
     raise LoadMismatchError(
-        f"Key {key!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested as {requested}, but its "
-        f"values are codes of a quantised tensor ({why}): converted without scales they would be wrong weights, "
-        "and how they belong together is no form that distckpt knows. "
-        f"Request {FROM_NAME[name]} and the scales, which loads both as they are stored.",
-        unexpected=[key],
+        f"Key {plain!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested as {requested}, but "
+        f"its values are codes of a quantised tensor ({why}): converted without scales they would be wrong weights, "
+        f"{form}. Request {FROM_NAME[name]} and the scales, which loads both as they are stored.",
+        unexpected=[plain],
     )
 
 
@@ -77,13 +61,11 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
     """
     for key, requested in casts.items():
         check_cast(stored, key, requested)
-    manifest = stored.manifest
-    if not casts or not any(map(may_be_codes, manifest.dtypes)):
-        return
-    pairs = zip(manifest.keys, manifest.dtypes, strict=True)
+    index, manifest = stored.manifest.key_index, stored.manifest
+    pairs = zip(manifest.keys, manifest.dtypes, strict=True) if casts else ()
     for codes in (key for key, dtype in pairs if may_be_codes(dtype)):
-        scales = scales_of(codes, manifest.key_index)
-        if scales is not None and scales in casts:
+        scales = next((key for key in scales_of(codes, index) if key in casts), None)
+        if scales is not None:
             raise LoadMismatchError(
                 f"{scales!r} in {stored.location!r} holds the scales of the codes {codes!r}, which stay as they are "
                 f"stored: converting the scales alone to {casts[scales]} would change the weights. Leave out `dtype`, "

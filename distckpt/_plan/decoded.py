@@ -17,14 +17,14 @@ from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import TensorInfo
 from distckpt._geometry.region import IntArray, Region, cut_region
-from distckpt._plan.codes import may_be_codes
+from distckpt._plan.codes import AS_STORED
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.detect import find_quantized
+from distckpt._quantization.names import may_be_codes
 from distckpt._quantization.quantized import QuantizedTensor, part_regions
 
 PIECE_ELEMENTS = 4 << 20
 """The codes of so many values are read at a time."""
-_AS_STORED = " (as stored)"
 
 
 def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
@@ -43,7 +43,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
     if not found:
         return stored
     manifest, tensors = stored.manifest, list(found.values())
-    names = {key: key + _AS_STORED for each in tensors for key in each.keys}
+    names = {key: key + AS_STORED for each in tensors for key in each.keys}
     chunks, ndim, first_key = manifest.chunks, manifest.offsets.shape[1], len(manifest.keys)
     shapes = np.ones((len(tensors), ndim), np.int64)
     for row, quantized in enumerate(tensors):
@@ -67,7 +67,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         chunks._replace(**added),
         {
             **{alias: key for alias, key in manifest.aliases.items() if key in found or key not in names},
-            **{alias + _AS_STORED: names[key] for alias, key in manifest.aliases.items() if key in names},
+            **{alias + AS_STORED: names[key] for alias, key in manifest.aliases.items() if key in names},
         },
         manifest.block_bytes,
         manifest.has_checksums,
@@ -86,7 +86,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
     """Return the name under which a view has what is requested: what is stored, where that has the dtype."""
-    as_stored = key + _AS_STORED
+    as_stored = key + AS_STORED
     if as_stored not in view.manifest.key_index:
         return key
     is_model_key = key in view.manifest.key_index

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ _UNKNOWN_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
 """With one of these beside the codes, or in the module, values are more than codes times scales."""
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
 """Scales of a module that belong to none of its weights."""
-_BLOCKS = (128, 32)
+_BLOCKS = [128, 32]
+_FIELDS = ("quantization_config", "compression_config", "quantization")
 _MODEL_DTYPES = {
     str(dtype).removeprefix("torch."): name
     for dtype, name in TO_NAME.items()
@@ -50,15 +52,15 @@ def find_quantized(
 
     Args:
         tensors: all stored tensors.
-        quantization: what a configuration says: the "dtype" of the model, and what `settings_of` returns.
+        quantization: what `settings_of` returns; None without a configuration.
 
     Returns:
         Quantised tensors by the key that they have in the model.
     """
-    quantization = quantization or {}
-    dtype = _MODEL_DTYPES.get(str(quantization.get("dtype")), "BF16")
-    blocks, num_bits = quantization.get("blocks", []), set(quantization.get("num_bits", []))
+    settings = quantization or {}
     found: dict[str, QuantizedTensor] = {}
+    if settings.get("unknown"):
+        return found
     for key in tensors:
         for naming in NAMINGS:
             if not key.endswith(naming.codes):
@@ -76,7 +78,7 @@ def find_quantized(
                 role: StoredPart(name, tensors[name].dtype, tuple(tensors[name].shape))
                 for role, name in {"codes": key, **parts}.items()
             }
-            quantized = _describe(described, dtype, blocks, num_bits)
+            quantized = _describe(described, settings)
             if quantized is not None:
                 names = [f"{module}.{each}" for each in _OF_ACTIVATIONS]
                 companions = tuple(name for name in names if name in tensors)
@@ -85,51 +87,94 @@ def find_quantized(
     return found
 
 
-def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes of blocks that a `quantization_config` names (rows, columns), and numbers of bits of weights."""
+def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return what configurations say about quantised tensors, wherever in them; None for nothing.
+
+    Args:
+        configs: by the name of the file.
+
+    Returns:
+        The "file" that says so, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of weights that are
+        named, and fields that change weights in ways that are "unknown".
+    """
+    settings: dict[str, Any] = {"file": None, "blocks": [], "num_bits": [], "unknown": []}
+    parts = list(configs.items())
+    dtypes = [part.get(field) for _, part in parts for field in ("dtype", "torch_dtype")]
+    for file, part in parts:  # which grows: the configuration of a model may have those of its parts inside
+        for field, value in part.items():
+            if not isinstance(value, dict) or not value:
+                continue
+            if field not in _FIELDS:
+                parts.append((file, value))
+                continue
+            settings["file"] = settings["file"] or file
+            dtypes += [part.get("dtype"), part.get("torch_dtype")]
+            transform = value.get("transform_config")
+            if isinstance(transform, dict) and transform.get("config_groups", transform):
+                settings["unknown"].append("transform_config")
+            for weights in _weights_of(value):
+                block = weights.get("weight_block_size") or weights.get("block_structure")
+                size = weights.get("group_size")
+                if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+                    settings["blocks"].append(block)
+                elif type(size) is int and size > 0:
+                    settings["blocks"].append([1, size])
+                if type(weights.get("num_bits")) is int:
+                    settings["num_bits"].append(weights["num_bits"])
+    settings["dtype"] = next((dtype for dtype in dtypes if isinstance(dtype, str)), None)
+    return settings if settings["file"] else None
+
+
+def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what a `quantization_config` says of weights: for all, or for each of its groups."""
     groups = config.get("config_groups")
     each_group = groups.values() if isinstance(groups, dict) else [{"weights": config}]
     weights = [group.get("weights") for group in each_group if isinstance(group, dict)]
-    blocks: list[Sequence[int]] = []
-    num_bits: list[int] = []
-    for each in (each for each in weights if isinstance(each, dict)):
-        block = each.get("weight_block_size") or each.get("block_structure")
-        size = each.get("group_size")
-        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-            blocks.append(block)
-        elif type(size) is int and size > 0:
-            blocks.append((1, size))
-        if type(each.get("num_bits")) is int:
-            num_bits.append(each["num_bits"])
-    return {"blocks": blocks, "num_bits": num_bits}
+    return [each for each in weights if isinstance(each, dict)]
 
 
-def _describe(
-    parts: Mapping[str, StoredPart], dtype: str, blocks: Sequence[Sequence[int]], num_bits: set[int]
-) -> QuantizedTensor | None:
+def _describe(parts: Mapping[str, StoredPart], settings: Mapping[str, Any]) -> QuantizedTensor | None:
     """Describe a tensor by its parts; None where they are of no form that is known."""
-    codes, scale = parts["codes"], parts["scale"]
-    number = _number(codes.dtype, scale.dtype, "global_scale" in parts)
-    if number is None or not codes.shape or (number == "int4" and num_bits - {4}):
+    codes, scale, overall = parts["codes"], parts["scale"], parts.get("global_scale")
+    blocks = settings.get("blocks", [])
+    number = _number(codes.dtype, scale.dtype, overall is not None)
+    if number is None or not codes.shape or (number == "int4" and set(settings.get("num_bits", [])) - {4}):
         return None
     has_groups = codes.key.endswith("_blocks") and len(codes.shape) > 2
     per_item = NUMBERS[number].per_byte * FROM_NAME[codes.dtype].itemsize
     shape = codes.shape[:-2] if has_groups else codes.shape[:-1]
     shape = (*shape, math.prod(codes.shape[len(shape) :]) * per_item)
-    grid = (1,) * len(shape) if math.prod(scale.shape) == 1 else scale.shape + (1,) * (len(shape) - len(scale.shape))
-    is_one = "global_scale" not in parts or math.prod(parts["global_scale"].shape) == 1
-    if len(grid) != len(shape) or not is_one or max(shape) > _MAX_ELEMENTS:
+    grid = _grid(scale.shape, shape, is_by_channel=bool(settings) and not blocks)
+    # One scale of all scales, or one for each expert.
+    of_experts = shape[:1] if len(shape) > 2 and grid[:1] == shape[:1] else (1,)
+    is_fitting = overall is None or (math.prod(overall.shape), *overall.shape[:1]) in ((1,), (1, 1), 2 * of_experts)
+    if len(grid) != len(shape) or not is_fitting or max(shape) > _MAX_ELEMENTS:
         return None
     # A configuration that contradicts the scales must not be passed over.
-    rows = [block[0] for block in blocks] or _BLOCKS
-    columns = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": [*(block[1] for block in blocks), 32, 64, 128]}
-    default = [block[1] for block in blocks] or _BLOCKS
-    axes = zip(shape, grid, [[]] * (len(shape) - 2) + [rows, columns.get(number, default)][-len(shape) :], strict=True)
-    block = tuple(_block(size, count, candidates) for size, count, candidates in axes)
+    rows, columns = ([block[axis] for block in blocks] for axis in (0, 1))
+    widths = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": columns or [32, 64, 128]}
+    sizes: list[list[int]] = [[]] * (len(shape) - 2) + [rows or _BLOCKS, widths.get(number, columns or _BLOCKS)]
+    block = tuple(_block(*each) for each in zip(shape, grid, sizes[-len(shape) :], strict=True))
     if 0 in block:
         return None
-    is_divided = "global_scale" in parts and parts["global_scale"].key.endswith("_global_scale")
+    is_divided = overall is not None and overall.key.endswith("_global_scale")
+    dtype = _MODEL_DTYPES.get(str(settings.get("dtype")), "BF16")
     return QuantizedTensor(shape, dtype, number, block, parts, transposed=has_groups, divided=is_divided)
+
+
+def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) -> tuple[int, ...]:
+    """Return how many blocks there are along each axis; () where that cannot be known.
+
+    Scales with fewer axes than the tensor are for its first ones. Where they fit others as well (a square matrix), a
+    configuration without blocks must say that there is one for each channel.
+    """
+    if math.prod(scales) == 1 or len(scales) >= len(shape):
+        return (1,) * len(shape) if math.prod(scales) == 1 else scales
+    while scales[-1] == 1:
+        scales = scales[:-1]
+    num_fits = sum(sizes == scales for sizes in itertools.combinations(shape, len(scales)))
+    is_known = scales == shape[: len(scales)] and (num_fits == 1 or is_by_channel)
+    return scales + (1,) * (len(shape) - len(scales)) if is_known else ()
 
 
 def _number(codes: str, scale: str, has_global: bool) -> str | None:
@@ -142,9 +187,10 @@ def _number(codes: str, scale: str, has_global: bool) -> str | None:
 
 
 def _block(size: int, count: int, candidates: Iterable[int]) -> int:
-    """Return how many of `size` indices share one of `count` scales; 0 where no known size fits."""
+    """Return how many of `size` indices share one of `count` scales; 0 where not one known size fits."""
     if count == 1:
         return max(1, size)
     if count == size:
         return 1
-    return next((block for block in candidates if -(-size // block) == count), 0)
+    fitting = {block for block in candidates if -(-size // block) == count}
+    return fitting.pop() if len(fitting) == 1 else 0

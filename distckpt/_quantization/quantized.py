@@ -97,6 +97,10 @@ def part_regions(quantized: QuantizedTensor, region: Region) -> dict[str, Region
         grid = coarsened(region, quantized.block)
         # A column of scales may be stored without its axis.
         regions["scale"] = Region(grid.offset[: len(scale)], grid.shape[: len(scale)])
+    overall = quantized.parts.get("global_scale")
+    if overall is not None and math.prod(overall.shape) > 1:
+        rest = len(overall.shape) - 1
+        regions["global_scale"] = Region((region.offset[0], *(0,) * rest), (region.shape[0], *(1,) * rest))
     return regions
 
 
@@ -139,7 +143,9 @@ def combined_scales(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor
     scale = parts["scale"]
     scales = unpack_exponents(scale) if quantized.parts["scale"].dtype in E8M0 else scale.float()
     if "global_scale" in parts:
-        factor = parts["global_scale"].float().reshape(())
+        # One, or one for each index of the first axis.
+        factor = parts["global_scale"].float()
+        factor = factor.reshape(-1, *(1,) * (scales.ndim - 1)) if factor.numel() > 1 else factor.reshape(())
         scales = scales / factor if quantized.divided else scales * factor
     return scales
 

@@ -163,9 +163,21 @@ def nvfp4_packed() -> Model:
     )
 
 
+def nvfp4_experts() -> Model:
+    """A stack of experts, each with a scale of its scales."""
+    codes, scale, factor = random_codes(3, 20, 24), finite(random_codes(3, 20, 3) % 128), torch.rand(3) + 0.1
+    scales = scale.float() * factor[:, None, None]
+    return Model(
+        {"e.up": codes, "e.up_scale": scale, "e.up_scale_2": factor},
+        {"quantization": {"quant_algo": "NVFP4", "group_size": 16}},
+        {"e.up": E2M1[halves(codes)] * repeated(scales, (1, 1, 16), (3, 20, 48))},
+    )
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     make.__name__: make
     for make in (
         fp8_block, fp8_ue8m0, fp8_tensor, fp8_channel, int8_channel, mxfp4, mxfp4_packed, int4, nvfp4, nvfp4_packed,
+        nvfp4_experts,
     )
 }  # fmt: skip

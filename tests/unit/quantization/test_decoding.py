@@ -16,7 +16,7 @@ from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
 from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
-from tests.support.quantized_models import MODELS, fp8_block, fp8_tensor, int4, int8_channel, mxfp4, nvfp4
+from tests.support.quantized_models import MODELS, Model, fp8_block, fp8_tensor, int4, int8_channel, mxfp4, nvfp4
 from tests.support.reference import needs_dtypes
 
 pytestmark = needs_dtypes("float8_e8m0fnu")
@@ -244,6 +244,57 @@ def test_blocks_of_the_configuration_that_do_not_fit_the_scales_are_not_passed_o
     made.write(tmp_path / "model")
     with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
         distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
+
+
+def test_configurations_that_contradict_each_other_are_refused_where_both_fit(tmp_path):
+    made = fp8_block(130, 130)
+    made.write(tmp_path / "model")
+    other = {"quantization": {"weight_block_size": [100, 128]}}
+    (tmp_path / "model/hf_quant_config.json").write_text(json.dumps(other))
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+        distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
+    made.values.pop("l.gate.weight")
+    other["quantization"]["weight_block_size"] = [64, 128]
+    (tmp_path / "model/hf_quant_config.json").write_text(json.dumps(other))
+    loaded = distckpt.load({"l.up.weight": request("l.up.weight", (130, 130), torch.float32)}, tmp_path / "model")
+    assert same_bytes(loaded, made.values)
+
+
+@pytest.mark.parametrize("field", ["llm_config", "language_config", "thinker"])
+def test_the_configuration_of_a_part_of_the_model_counts(tmp_path, field):
+    made = fp8_block(130, 130)
+    made.config["quantization_config"]["weight_block_size"] = [64, 64]
+    made.config["torch_dtype"] = "float16"
+    inside = {"text_config": made.config} if field == "thinker" else made.config
+    made._replace(config={field: inside}).write(tmp_path / "model")
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+        distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
+    made.tensors["l.up.weight_scale_inv"] = torch.ones(3, 3)
+    made._replace(config={field: inside}).write(tmp_path / "model")
+    loaded = distckpt.load({"x": request("l.up.weight", (130, 130), torch.float16)}, tmp_path / "model")["x"]
+    assert torch.equal(loaded, made.tensors["l.up.weight"].half())
+
+
+def test_scales_with_fewer_axes_are_for_rows_or_refused(tmp_path):
+    """Of a square matrix, only a configuration says that scales are for channels, which are rows."""
+    codes = int8_channel().tensors["l.weight"]
+    for rows, columns, scale, config, is_known in [
+        (60, 90, torch.rand(60), {}, True),
+        (60, 90, torch.rand(90), {}, False),
+        (60, 2, torch.rand(2), {}, False),
+        (60, 60, torch.rand(60), {}, False),
+        (60, 60, torch.rand(60), {"quantization_config": {"weight_block_size": [128, 128]}}, False),
+        (60, 60, torch.rand(60), {"quantization_config": {"quant_method": "compressed-tensors"}}, True),
+    ]:
+        stored = codes[:rows, :columns].contiguous()
+        values = {"l.weight": stored.float() * scale[:, None]} if is_known else {}
+        Model({"l.weight": stored, "l.weight_scale": scale}, config, values).write(tmp_path / "model")
+        state = {"l.weight": request("l.weight", (rows, columns), torch.float32)}
+        if is_known:
+            assert same_bytes(distckpt.load(state, tmp_path / "model"), values)
+            continue
+        with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+            distckpt.load(state, tmp_path / "model")
 
 
 def test_a_tensor_that_is_stored_as_values_too_is_that_tensor(tmp_path):

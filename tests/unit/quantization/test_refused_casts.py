@@ -10,11 +10,13 @@ import torch
 import distckpt
 from distckpt import LoadMismatchError, ShardedTensor
 from tests.support.hf_folders import same_bytes, write_plain
+from tests.support.quantized_models import int4
 from tests.support.reference import needs_dtypes
 
 E4M3 = torch.float8_e4m3fn
 CODES = torch.randn(4, 8).to(E4M3)
 BYTES = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
+WORDS = torch.zeros(1, 8, dtype=torch.int32)
 SCALES = torch.rand(1, 1)
 
 # Tensors, config beside them, the key of codes, and what the error must name.
@@ -27,7 +29,7 @@ DIRECTORIES = {
     ),
     "bitsandbytes": ({"l.weight": BYTES, "l.SCB": torch.rand(4)}, {}, "l.weight", "'l.SCB'"),
     "gptq": (
-        {"l.qweight": torch.zeros(1, 8, dtype=torch.int32), "l.scales": torch.rand(1, 8).half()},
+        {"l.qweight": WORDS, "l.scales": torch.rand(1, 8).half()},
         {"config.json": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
         "l.qweight",
         "'l.scales'",
@@ -38,8 +40,27 @@ DIRECTORIES = {
         "l.W_q",
         "config.json",
     ),
+    "hqq without a config": ({"l.W_q": BYTES.view(torch.uint8), "l.zero": torch.rand(4)}, {}, "l.W_q", "'l.W_q'"),
+    "awq without a config": ({"l.qweight": WORDS, "l.scales": torch.rand(1, 8).half()}, {}, "l.qweight", "'l.scales'"),
+    "awq without scales": ({"l.qweight": WORDS, "norm": torch.rand(8)}, {}, "l.qweight", "'l.qweight'"),
+    "quanto": ({"l.weight._data": BYTES, "l.weight._scale": torch.rand(4, 1)}, {}, "l.weight._data", "._scale'"),
+    "torchao": (
+        {"l._weight_qdata": BYTES, "l._weight_scale": torch.rand(4, 1)}, {}, "l._weight_qdata", "'l._weight_scale'",
+    ),
+    "without its scale": (
+        {"l.weight": CODES, "k.weight": CODES.clone(), "k.weight_scale": SCALES}, {}, "l.weight", "'k.weight_scale'",
+    ),
+    "of a tower": (
+        {"l.weight": CODES}, {"config.json": {"llm_config": {"quantization_config": {"quant_method": "fp8"}}}},
+        "l.weight", "config.json",
+    ),
+    "rotated": (
+        {"l.weight": CODES, "l.weight_scale": SCALES},
+        {"config.json": {"quantization_config": {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}}},
+        "l.weight", "transform_config",
+    ),
     "absmax": ({"l.weight": BYTES.view(torch.uint8), "l.weight.absmax": torch.rand(1)}, {}, "l.weight", "absmax"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=DIRECTORIES)
@@ -130,3 +151,19 @@ def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     with pytest.raises(distckpt.CorruptCheckpointError, match=r"config\.json"):
         distckpt.load(request("count", BYTES, torch.int8), tmp_path / "model")
+
+
+@needs_dtypes("float8_e4m3fn")
+@pytest.mark.parametrize("scales", ["l.weight_global_scale", "l.weight_scale"])
+def test_no_kind_of_scales_beside_unknown_codes_is_converted(tmp_path, scales):
+    tensors = {"l.weight_packed": BYTES, "l.weight_scale": torch.ones(4, 3).to(E4M3), scales: torch.rand(7)}
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    refused(lambda: distckpt.consolidate(tmp_path / "model", tmp_path / "out", dtype=torch.bfloat16), repr(scales))
+
+
+def test_codes_of_a_known_form_are_not_converted_by_their_own_key(tmp_path):
+    int4().write(tmp_path / "model")
+    state = request("e.0.up_proj.weight_packed", torch.empty(40, 12), torch.int64)
+    refused(lambda: distckpt.load(state, tmp_path / "model"), "weight_packed'", "request its values")
+    state = request("e.0.up_proj.weight_shape", torch.empty(2), torch.int64)
+    assert distckpt.load(state, tmp_path / "model")["it"].tolist() == [40, 96]
