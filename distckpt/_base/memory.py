@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,17 +26,23 @@ _local = threading.local()
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
     """View the memory of a contiguous CPU tensor as bytes."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    return np.asarray(_Memory(tensor, num_bytes)) if num_bytes else np.empty(0, np.uint8)
+    return run_bytes(tensor, 0) if tensor.numel() else np.empty(0, np.uint8)
+
+
+def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
+    """View the memory of a CPU tensor as bytes, contiguous behind its first `num_outer` axes, which the result has."""
+    num_bytes = math.prod(tensor.shape[num_outer:]) * tensor.itemsize
+    strides = (*(step * tensor.itemsize for step in tensor.stride()[:num_outer]), 1)
+    return np.asarray(_Memory(tensor, (*tensor.shape[:num_outer], num_bytes), strides))
 
 
 class _Memory:
     """Gives numpy access to the memory of a tensor. After `tensor.numpy()` its storage could never be resized again."""
 
-    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+    def __init__(self, tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
         self._tensor = tensor
         self.__array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
+            "shape": shape, "strides": strides, "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3
         }  # fmt: skip
 
 

@@ -217,6 +217,14 @@ def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
     return outer
 
 
+def run_starts(shape: tuple[int, ...], region: Region) -> IntArray:
+    """Return the flat index of the first element of each of these runs, in order."""
+    starts: IntArray = np.array([flat_start(shape, region)], np.int64)
+    for axis in range(num_outer_axes(shape, region)):
+        starts = np.add.outer(starts, np.arange(region.shape[axis]) * math.prod(shape[axis + 1 :])).reshape(-1)
+    return starts
+
+
 class TilingFault(NamedTuple):
     """A fault of regions that should tile a tensor: `element` is covered `num_covers` times instead of once."""
 

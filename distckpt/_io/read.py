@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,20 +14,21 @@ import torch
 from distckpt._base.device import Copier
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._base.memory import Bytes, bounce_buffer
+from distckpt._base.memory import Bytes, bounce_buffer, is_plain_memory, run_bytes
 from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import flat_start, num_outer_axes
-from distckpt._io.read_parts import READ_UNIT_BYTES, ReadPart, direct_parts, divide_copy, regions_within, with_gaps
-from distckpt._io.sparse_read import holds_runs, read_sparse_region
+from distckpt._geometry.region import flat_start, num_outer_axes, run_starts
+from distckpt._io.read_parts import READ_UNIT_BYTES, ReadPart, direct_parts, divide_copy, regions_within
 from distckpt._plan.load import Copy
 from distckpt._storage import locations
-from distckpt._storage.open_files import OpenFiles
+from distckpt._storage.open_files import OpenFiles, read_into
 
 REQUEST_BYTES = 16 << 20
 """Size of a request of an object store: enough that its answer takes longer than the way there."""
+FETCH_PITCH_BYTES = 64 << 10
+"""When runs are closer than this, a disk delivers them faster with the gaps than one by one."""
 
 
 def read_copies(
@@ -150,9 +152,7 @@ def _read_unit(reading: _Reading, unit: list[ReadPart]) -> None:
     stored, copier, _ = reading
     first = unit[0]
     if first.sparse:
-        if not _read_sparse(reading, first):
-            for part in with_gaps(first, stored.manifest.block_bytes):
-                _read_unit(reading, [part])
+        _read_sparse(reading, first)
         return
     runs = _runs_of(unit, copier)
     _read_into(reading, first, list(itertools.chain(*runs)))
@@ -177,26 +177,32 @@ def _runs_of(unit: list[ReadPart], copier: Copier) -> list[list[Bytes]]:
     return runs
 
 
-def _read_sparse(reading: _Reading, part: ReadPart) -> bool:
-    """Read the runs of a part only; return False when the system cannot."""
-    stored, copier, _ = reading
+def _read_sparse(reading: _Reading, part: ReadPart) -> None:
+    """Read a part run by run, straight to where the runs belong if their memory is contiguous there."""
+    stored, copier, files = reading
     region, target = part.region, part.target
     shape = stored.manifest.chunk_region(part.chunk).shape
-    dtype = stored.dtype_of(part.chunk)
+    dtype, outer = stored.dtype_of(part.chunk), num_outer_axes(shape, region)
     goal = target
-    if target.dtype != dtype or copier.is_away(target) or not holds_runs(target, num_outer_axes(shape, region)):
+    has_runs = target.dtype == dtype and is_plain_memory(target[(0,) * outer])
+    if not has_runs or copier.is_away(target):
         values = torch.from_numpy(bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer))
         goal = values.view(dtype).view(region.shape)
+    memory = run_bytes(goal, outer)
     path, first_byte = stored.path_of(part.chunk), int(stored.manifest.first_bytes[part.chunk])
-    end = read_sparse_region(path, first_byte, shape, region, goal)
-    if end is None:
-        return False
-    if end < first_byte + part.stop:
-        raise _cut_off(stored, part, end)
+    positions = (first_byte + run_starts(shape, region) * dtype.itemsize).tolist()
+    num_bytes = part.stop - part.start
+    with files.open(path) as fd:
+        if num_bytes < len(positions) * FETCH_PITCH_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, positions[0], num_bytes, os.POSIX_FADV_WILLNEED)
+        for position, index in zip(positions, np.ndindex(memory.shape[:-1]), strict=True):
+            run = memory[index]
+            num_read = read_into(fd, [run], position)
+            if num_read < len(run):
+                raise _cut_off(stored, part, position + num_read)
     if goal is not target:
         _copy(goal, target, copier)
         copier.wait()
-    return True
 
 
 def _deliver(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes, copier: Copier) -> None:
@@ -241,7 +247,8 @@ def _read_into(reading: _Reading, first: ReadPart, buffers: list[Bytes]) -> None
     path = stored.path_of(first.chunk)
     position = int(stored.manifest.first_bytes[first.chunk]) + first.start
     if locations.is_local(path):
-        num_read = reading.files.read_into(path, buffers, position)
+        with reading.files.open(path) as fd:
+            num_read = read_into(fd, buffers, position)
     else:
         num_read = locations.read_remote_into(path, position, buffers)
     if num_read != sum(len(buffer) for buffer in buffers):

@@ -24,13 +24,14 @@ from distckpt._geometry.region import (
     num_outer_axes,
     step_over,
 )
-from distckpt._io.sparse_read import is_worthwhile, max_elements
 from distckpt._plan.load import Copy
 
 READ_UNIT_BYTES = 2 << 20
 """One thread reads this much at a time: little enough to be in cache still when its checksum is computed."""
 LONG_RUN_BYTES = 128 << 10
-"""Runs at least this long are read by one call each; shorter ones together with what lies between them."""
+"""Runs at least this long are read as parts of their own."""
+PITCH_BYTES = 8 << 10
+"""Mean distance from the beginning of a run to that of the next. Closer runs take less time with the gaps between."""
 
 
 class ReadPart(NamedTuple):
@@ -38,8 +39,8 @@ class ReadPart(NamedTuple):
 
     Either straight into `memory`, from the byte `start + lead` on as many as it has; or, where that is None, what they
     hold of `region` (of the chunk) goes to its place in `target` (of the shape of the region), through a bounce buffer.
-    The other bytes are only needed to verify those. A `sparse` part is all of its region, read
-    without what lies between.
+    The other bytes are only needed to verify those. A `sparse` part is all of its region, read run by run, without what
+    lies between.
     """
 
     chunk: int
@@ -74,8 +75,8 @@ def divide_copy(
         yield from direct_parts(chunk, 0, tensor_bytes(goal), (0, size), block)
         return
     shape = stored.manifest.chunk_region(chunk).shape
-    if exact and is_worthwhile(shape, copy.source, item):
-        for piece in cut_region(copy.source, max_elements(shape, copy.source, item)):
+    if exact and _is_sparse(shape, copy.source, item):
+        for piece in cut_region(copy.source, READ_UNIT_BYTES // item):
             piece_goal = goal[piece.relative_to(copy.source.offset).slices()]
             span = _byte_range(shape, piece, item)
             yield ReadPart(chunk, *span, region=piece, target=piece_goal, sparse=True)
@@ -89,6 +90,15 @@ def divide_copy(
             continue
         for begin, end in _cut_between_blocks(start, stop, block, unit_bytes):
             yield ReadPart(chunk, begin, end, region=piece, target=piece_goal)
+
+
+def _is_sparse(shape: tuple[int, ...], region: Region, item: int) -> bool:
+    """Tell whether short runs of a region are so far apart that they are read without the gaps."""
+    outer = num_outer_axes(shape, region)
+    num_runs = math.prod(region.shape[:outer])
+    run = math.prod(region.shape[outer:]) * item
+    first_to_last = covering_elements(shape, region) * item - run
+    return num_runs > 1 and 0 < run < READ_UNIT_BYTES and first_to_last >= (num_runs - 1) * PITCH_BYTES
 
 
 def direct_parts(chunk: int, first: int, memory: Bytes, span: tuple[int, int], block: int) -> Iterator[ReadPart]:
@@ -128,12 +138,6 @@ def _num_separate_axes(
     if is_sparse and run * item >= LONG_RUN_BYTES:
         return outer
     return sum(2 * math.prod(shape[axis + 1 :]) > unit_bytes // item for axis in range(outer))
-
-
-def with_gaps(part: ReadPart, block: int) -> Iterator[ReadPart]:
-    """Divide a sparse part into ones that are read together with what lies between its runs."""
-    for start, stop in _cut_between_blocks(part.start, part.stop, block, READ_UNIT_BYTES):
-        yield part._replace(start=start, stop=stop, sparse=False)
 
 
 def regions_within(stored: StoredCheckpoint, part: ReadPart) -> Iterator[Region]:

@@ -28,7 +28,7 @@ from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer
 from distckpt._storage import locations
-from distckpt._storage.open_files import OpenFiles
+from distckpt._storage.open_files import OpenFiles, read_into
 from distckpt.strategies.defaults import load_strategy
 
 UNIT_BYTES = 8 << 20
@@ -290,5 +290,5 @@ def _read(path: str, start: int, stop: int) -> Bytes:
         return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
     file_size(path)  # raises where this is no file
     buffer = bounce_buffer("verify", stop - start)
-    with OpenFiles() as files:
-        return buffer[: files.read_into(path, [buffer], start)]
+    with OpenFiles() as files, files.open(path) as fd:
+        return buffer[: read_into(fd, [buffer], start)]

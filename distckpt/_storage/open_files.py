@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from distckpt._base.memory import Bytes
+from distckpt._storage.locations import naming
 
 MAX_OPEN = 16
 """So many unused files are kept open at most; a checkpoint may have more than a process may have open."""
@@ -39,39 +40,34 @@ class OpenFiles:
             os.close(opened.fd)
         self._opened.clear()
 
-    def read_into(self, file: str, buffers: list[Bytes], position: int) -> int:
-        """Fill buffers from a position of a file on; returns how many bytes there were.
-
-        Raises:
-            OSError: naming the file.
-        """
-        wanted = sum(len(buffer) for buffer in buffers)
-        with self._open(file) as fd:
-            try:
-                got = more = os.preadv(fd, buffers, position)
-                while got < wanted and more:
-                    # A short read: a signal or a network file system; go on until the bytes or the file end.
-                    more = os.preadv(fd, _after(buffers, got), position + got)
-                    got += more
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, file) from error
-        return got
-
     @contextlib.contextmanager
-    def _open(self, file: str) -> Iterator[int]:
+    def open(self, file: str) -> Iterator[int]:
+        """Yield a descriptor of a file; errors of the system in the body name the file."""
         with self._lock:
             opened = self._opened.pop(file, None) or _Opened(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
             # Those that were used longest ago come first.
             self._opened[file] = opened
             opened.num_users += 1
         try:
-            yield opened.fd
+            with naming(file):
+                yield opened.fd
         finally:
             with self._lock:
                 opened.num_users -= 1
                 unused = [name for name, other in self._opened.items() if not other.num_users]
                 for name in unused[: max(0, len(self._opened) - MAX_OPEN)]:
                     os.close(self._opened.pop(name).fd)
+
+
+def read_into(fd: int, buffers: list[Bytes], position: int) -> int:
+    """Fill buffers from a position of a file on; returns how many bytes there were."""
+    wanted = sum(map(len, buffers))
+    got = more = os.preadv(fd, buffers, position)
+    while got < wanted and more:
+        # A short read: a signal or a network file system; go on until the bytes or the file end.
+        more = os.preadv(fd, _after(buffers, got), position + got)
+        got += more
+    return got
 
 
 def _after(buffers: list[Bytes], num_bytes: int) -> list[Bytes]:

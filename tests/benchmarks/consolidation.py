@@ -37,8 +37,6 @@ from safetensors.torch import save_file
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._geometry.region import IntArray
-from distckpt._io import aio
 from distckpt._ranks.processes import run_ranks
 
 Tensors = dict[str, torch.Tensor]
@@ -303,28 +301,14 @@ def import_half(rank: int, folder: str, shapes: dict[str, tuple[int, ...]], axis
     for key, shape in shapes.items():
         half = torch.zeros([size // 2 if i == axis else size for i, size in enumerate(shape)])
         state[key] = ShardedTensor.from_rank_offsets(key, half, (axis, rank, 2))
-    requested = count_batches()
     seconds, read = [], 0
     for _ in range(num_runs + 1):
         torch.distributed.barrier()
-        before = bytes_read() + sum(requested)
+        before = bytes_read()
         seconds.append(timed(lambda: distckpt.load(state, f"{folder}/hf"))[1])
-        read = bytes_read() + sum(requested) - before
+        read = bytes_read() - before
     held = sum(shard.data.nbytes for shard in state.values())
     Path(f"{folder}/rank{rank}.json").write_text(json.dumps({"seconds": seconds[1:], "ratio": read / held}))
-
-
-def count_batches() -> list[int]:
-    """Return a list to which the bytes of every batch of asynchronous reads are added; `rchar` does not count them."""
-    requested: list[int] = []
-    read_runs = aio.read_runs
-
-    def counting(fd: int, positions: IntArray, addresses: IntArray, num_bytes: int) -> IntArray | None:
-        requested.append(len(positions) * num_bytes)
-        return read_runs(fd, positions, addresses, num_bytes)
-
-    aio.read_runs = counting
-    return requested
 
 
 def bytes_read() -> int:

@@ -72,7 +72,7 @@ def failing(folder: Path, injection: Injection) -> Iterator[list[Call]]:
             # As the system does: an error of a descriptor names no file.
             names = call.paths[:1] if call.fd < 0 else ()
             raise OSError(injection.fault, os.strerror(injection.fault), *names)
-        return max(1, call.length // 2) if call.name in (*READS, *WRITES, "io_submit") else None
+        return max(1, call.length // 2) if call.name in (*READS, *WRITES) else None
 
     with watched(folder, on_call):
         yield hit

@@ -8,7 +8,7 @@
         distckpt.save(state, folder / "checkpoint")
 
 The real calls are made on real files. What distckpt uses to reach them is wrapped: the functions of `os`, the built-in
-`open`, `renameat2` and `fallocate` of libc, and asynchronous reads. `test_calls.py` compares with strace.
+`open`, and `renameat2` and `fallocate` of libc. `test_calls.py` compares with strace.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import pytest
-
-from distckpt._io import aio
 
 Moment: TypeAlias = Literal["before", "after"]
 
@@ -41,7 +38,7 @@ WRITES = ("write", "pwrite", "writev", "pwritev")
 BY_DESCRIPTOR = ("close", *READS, *WRITES, "fsync", "fdatasync", "ftruncate", "posix_fallocate", "sendfile")
 BY_LIBC = ("renameat2", "fallocate")
 
-_READ_ONLY = {"listdir", "scandir", "stat", "lstat", "close", "io_submit", *READS}
+_READ_ONLY = {"listdir", "scandir", "stat", "lstat", "close", *READS}
 _NONCE = re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?![0-9a-f])")
 _FLAGS = {
     "r": os.O_RDONLY,
@@ -56,11 +53,11 @@ class Call(NamedTuple):
 
     Attributes:
         number: from 1, in the order in which calls below the folder begin.
-        name: of the function of `os`, or `renameat2`, `fallocate`, `io_submit` (many reads at once).
+        name: of the function of `os`, or `renameat2`, `fallocate`.
         paths: what it is about, relative to the folder (`.` is the folder); a descriptor stands for its file.
         fd: the descriptor it was given, -1 if none.
         flags: of `open` and `renameat2`.
-        offset: the first byte in the file that is read or written; of `io_submit` the least one.
+        offset: the first byte in the file that is read or written.
         length: bytes asked for or given; the new size for `truncate` and `ftruncate`.
         buffers: what is written, valid while `on_call` runs: see `data`.
         started: nanoseconds of a clock that all processes of the machine share.
@@ -96,7 +93,7 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         """Say what is called on what, the same in every run: random parts of names are shown as `*`."""
-        size = f" {self.length} bytes at {self.offset}" if self.name in {*READS, *WRITES, "io_submit"} else ""
+        size = f" {self.length} bytes at {self.offset}" if self.name in {*READS, *WRITES} else ""
         return f"{self.name} {' '.join(_NONCE.sub('*', path) for path in self.paths)}{size}"
 
 
@@ -117,7 +114,6 @@ def watched(folder: str | os.PathLike[str], on_call: OnCall) -> Iterator[None]:
             patch.setattr(os, name, watch.wrap(name, getattr(os, name)))
         patch.setattr(builtins, "open", functools.partial(_open, watch, open))
         patch.setattr(ctypes, "CDLL", functools.partial(_load_library, watch, ctypes.CDLL))
-        patch.setattr(aio, "_read_batch", functools.partial(_read_batch, watch, aio._read_batch))
         yield
 
 
@@ -383,20 +379,3 @@ class _Libc:
         except OSError as error:
             ctypes.set_errno(error.errno or 0)
             return -1
-
-
-def _read_batch(watch: _Watch, original: Any, context: int, fd: int, positions: Any, addresses: Any, size: int) -> Any:
-    """Make many reads at once; an error of `on_call` is what each one reports."""
-    if watch.is_busy or not watch.is_below(fd):
-        return original(context, fd, positions, addresses, size)
-    first = int(min(positions, default=0))
-    call = Call(0, "io_submit", (watch.relative(fd),), fd, offset=first, length=len(positions) * size)
-
-    def read(limit: int | None) -> Any:
-        results = original(context, fd, positions, addresses, size)
-        return results if limit is None else np.minimum(results, limit)
-
-    try:
-        return watch.make(call, read)
-    except OSError as error:
-        return np.full(len(positions), -(error.errno or 0), np.int64)
