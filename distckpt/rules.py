@@ -86,14 +86,21 @@ class Rename(OneKeyRule):
     Attributes:
         pattern: which tensors.
         to: new name.
+        shape: the shape that they must have, where it is known beforehand; None for any size of an axis.
     """
 
     to: str
+    shape: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         check_names(self, (self.to,))
 
     def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
+        if self.shape is not None and (
+            len(self.shape) != len(tensor.shape)
+            or any(size not in (None, num) for size, num in zip(self.shape, tensor.shape, strict=True))
+        ):
+            raise misfit(self, key, tensor, f"it should have shape {self.shape}")
         return [(fill_name(self.to, captures), tensor)]
 
 
@@ -390,15 +397,22 @@ class Trim(OneKeyRule):
         pattern: which tensors; they keep their names.
         axis: the padded axis.
         size: its size without the padding.
+        is_vocabulary: whether the axis must be padded as a vocabulary is, to the next multiple of a power of two: more
+            than that is no padding.
     """
 
     axis: int
     size: int
+    is_vocabulary: bool = False
 
     def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
         axis = normalize_axis(self, key, tensor, self.axis)
         if not 0 <= self.size <= tensor.shape[axis]:
             raise misfit(self, key, tensor, f"axis {axis} cannot be trimmed to size {self.size}")
+        num = tensor.shape[axis]
+        if self.is_vocabulary and num - self.size >= (multiple := num & -num) > 0:
+            why = f"padding to a multiple of {multiple} would add fewer than the {num - self.size} rows after {self.size}"
+            raise misfit(self, key, tensor, f"{why}. If they are padding, cut them off by a Trim before these rules")
         return [(key, trim_axis(tensor, axis, self.size))]
 
 

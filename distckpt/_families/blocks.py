@@ -22,6 +22,7 @@ _FUSED_NORMS = {
 }
 _MAX_LAYERS = 10_000
 """There are rules for each layer."""
+_MAX_SIZE = 1 << 32
 
 
 class Config(NamedTuple):
@@ -38,12 +39,12 @@ class Config(NamedTuple):
             )
         return found
 
-    def number_of(self, name: str, default: int | None = None) -> int:
-        """Return a number of layers."""
-        value = self(name, default=default)
-        if type(value) is int and 0 <= value <= _MAX_LAYERS:
+    def number_of(self, *names: str, default: int | None = None, most: int = _MAX_LAYERS) -> int:
+        """Return a number: of layers, of experts, or with more than `most` allowed."""
+        value = self(*names, default=default)
+        if type(value) is int and 0 <= value <= most:
             return value
-        raise CheckpointingException(f"{name} is {value!r:.99} in the configuration, which no model has.")
+        raise CheckpointingException(f"{names[0]} is {value!r:.99} in the configuration, which no model has.")
 
     @property
     def layers(self) -> int:
@@ -59,11 +60,12 @@ class Config(NamedTuple):
     @property
     def heads(self) -> tuple[int, int, int]:
         """Query heads, key-value heads, size of a head."""
-        num = int(self("num_attention_heads"))
+        num = self.number_of("num_attention_heads", most=_MAX_SIZE)
+        size = self.values.get("head_dim") or self.number_of("hidden_size", most=_MAX_SIZE) // num
         return (
             num,
-            int(self("num_key_value_heads", default=num)),
-            int(self("head_dim", default=self("hidden_size") // num)),
+            self.number_of("num_key_value_heads", default=num, most=_MAX_SIZE),
+            self.number_of("head_dim", default=size, most=_MAX_SIZE),
         )
 
 
@@ -91,7 +93,8 @@ def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
     if not config("tie_word_embeddings", default=tied):
         names["output_layer.weight"] = "lm_head.weight"
-    rules: list[Rule] = [Trim(key, axis=0, size=config("vocab_size"), count=1) for key in names]
+    size = config.number_of("vocab_size", most=_MAX_SIZE)
+    rules: list[Rule] = [Trim(key, axis=0, size=size, is_vocabulary=True, count=1) for key in names]
     names["decoder.final_layernorm.weight"] = "model.norm.weight"
     return rules + [Rename(key, name, count=1) for key, name in names.items()]
 
@@ -112,9 +115,9 @@ def token_prediction(config: Config) -> list[Rule]:
     return rules
 
 
-def move(count: int, names: Mapping[str, str]) -> list[Rule]:
-    """Rename tensors of `count` layers."""
-    return [Rename(LAYER + old, HF_LAYER + new, count=count) for old, new in names.items() if count]
+def move(count: int, names: Mapping[str, str], shape: tuple[int | None, ...] | None = None) -> list[Rule]:
+    """Rename tensors of `count` layers; the shape is that of each."""
+    return [Rename(LAYER + old, HF_LAYER + new, shape, count=count) for old, new in names.items() if count]
 
 
 def norms(count: int) -> list[Rule]:
@@ -132,12 +135,16 @@ def attention(config: Config, *, qkv_bias: bool = False, out_bias: bool = False,
         query, key, value = (f"{HF_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")
         old = f"{LAYER}self_attention.linear_qkv.{kind}"
         rules.append(SplitQKV(old, (query, key, value), *config.heads, count=config.layers))
-    names = {"linear_proj.weight": "o_proj.weight"}
+    old, new = "self_attention.", "self_attn."
+    num_heads, _, size = config.heads
+    # Wrong numbers of heads may fit the fused projection by chance.
+    rules += move(config.layers, {f"{old}linear_proj.weight": f"{new}o_proj.weight"}, (None, num_heads * size))
     if out_bias:
-        names["linear_proj.bias"] = "o_proj.bias"
+        rules += move(config.layers, {f"{old}linear_proj.bias": f"{new}o_proj.bias"})
     if qk_norm:
-        names |= {"q_layernorm.weight": "q_norm.weight", "k_layernorm.weight": "k_norm.weight"}
-    return rules + move(config.layers, {f"self_attention.{old}": f"self_attn.{new}" for old, new in names.items()})
+        names = {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight" for name in "qk"}
+        rules += move(config.layers, names, (size,))
+    return rules
 
 
 def gated_mlp(count: int, old: str = "mlp", new: str = "mlp", *, bias: bool = False) -> list[Rule]:

@@ -73,7 +73,7 @@ def _mixtral(config: Config) -> list[Rule]:
         *outside_layers(config),
         *norms(config.layers),
         *attention(config),
-        *experts(config.layers, config("num_local_experts"), "block_sparse_moe", ("w1", "w3", "w2")),
+        *experts(config.layers, config.number_of("num_local_experts"), "block_sparse_moe", ("w1", "w3", "w2")),
     ]
 
 
@@ -90,7 +90,7 @@ def _qwen3_moe(config: Config) -> list[Rule]:
         *norms(config.layers),
         *attention(config, qk_norm=True),
         *gated_mlp(config.layers - num_sparse),
-        *experts(num_sparse, config("num_experts", "num_local_experts")),
+        *experts(num_sparse, config.number_of("num_experts", "num_local_experts")),
     ]
 
 
@@ -101,7 +101,7 @@ def _qwen2_moe(config: Config) -> list[Rule]:
         *norms(config.layers),
         *attention(config, qkv_bias=config("qkv_bias", default=True)),
         *gated_mlp(config.layers - num_sparse),
-        *experts(num_sparse, config("num_experts", "num_local_experts")),
+        *experts(num_sparse, config.number_of("num_experts", "num_local_experts")),
         *gated_mlp(num_sparse, "mlp.shared_experts", "mlp.shared_expert"),
         *move(num_sparse, {"mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight"}),
     ]
@@ -114,7 +114,7 @@ def _after_dense(config: Config) -> list[Rule]:
     num_sparse = config.layers - num_dense
     return [
         *gated_mlp(num_dense),
-        *experts(num_sparse, config("n_routed_experts", "num_local_experts")),
+        *experts(num_sparse, config.number_of("n_routed_experts", "num_local_experts")),
         *move(num_sparse, {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}),
         *(gated_mlp(num_sparse, "mlp.shared_experts", "mlp.shared_experts") if config("n_shared_experts") else []),
     ]
@@ -151,9 +151,9 @@ def _gpt_oss(config: Config) -> list[Rule]:
         *outside_layers(config),
         *norms(count),
         *attention(config, qkv_bias=True, out_bias=True),
-        *move(count, {"self_attention.core_attention.softmax_offset": "self_attn.sinks"}),
+        *move(count, {"self_attention.core_attention.softmax_offset": "self_attn.sinks"}, config.heads[:1]),
         *move(count, {f"mlp.router.{kind}": f"mlp.router.{kind}" for kind in ("weight", "bias")}),
-        *stacked_experts(count, config("num_local_experts", "num_experts"), names),
+        *stacked_experts(count, config.number_of("num_local_experts", "num_experts"), names),
         Transpose(f"{own}gate_then_up", f"{new}gate_then_up_columns", order=(0, 2, 1), count=count),
         Interleave(f"{own}gate_then_up_columns", f"{new}gate_up_proj", axis=2, count=count),
         Interleave(f"{own}gate_then_up_bias", f"{new}gate_up_proj_bias", axis=1, count=count),
@@ -169,7 +169,7 @@ def _granitemoe(config: Config) -> list[Rule]:
         *norms(config.layers),
         *attention(config),
         *move(config.layers, {"mlp.router.weight": f"{block}router.layer.weight"}),
-        *stacked_experts(config.layers, config("num_local_experts", "num_experts"), names),
+        *stacked_experts(config.layers, config.number_of("num_local_experts", "num_experts"), names),
     ]
 
 
@@ -184,7 +184,7 @@ def _llama4(config: Config) -> list[Rule]:
         *gated_mlp(config.layers - num_sparse, "mlp", "feed_forward"),
         *gated_mlp(num_sparse, "mlp.shared_experts", f"{block}shared_expert"),
         *move(num_sparse, {"mlp.router.weight": f"{block}router.weight"}),
-        *stacked_experts(num_sparse, config("num_local_experts", "num_experts"), names),
+        *stacked_experts(num_sparse, config.number_of("num_local_experts", "num_experts"), names),
         Transpose(f"{own}gate_up_rows", f"{new}gate_up_proj", order=(0, 2, 1), count=num_sparse),
         Transpose(f"{own}down_rows", f"{new}down_proj", order=(0, 2, 1), count=num_sparse),
     ]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from distckpt import CheckpointingException, families
+from distckpt.rules import TensorInfo, Trim, apply_rules
 
 MODEL = {
     "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16, "vocab_size": 32,
@@ -16,6 +17,15 @@ MODEL = {
 IMPOSSIBLE = [
     {"num_hidden_layers": 10**12},
     {"num_hidden_layers": "many"},
+    {"num_attention_heads": "4"},
+    {"num_key_value_heads": "2"},
+    {"hidden_size": "16"},
+    {"head_dim": "4"},
+    {"vocab_size": "32"},
+    {"model_type": "mixtral", "num_local_experts": "4"},
+    {"model_type": "qwen3_moe", "num_experts": "4"},
+    {"model_type": "qwen3_moe", "decoder_sparse_step": "1"},
+    {"model_type": "deepseek_v3", "n_routed_experts": "4"},
     {"num_hidden_layers": -1},
     {"num_hidden_layers": float("nan")},
     {"num_attention_heads": 0},
@@ -43,6 +53,54 @@ def test_impossible_values_are_refused(changes):
 
 def test_the_model_itself_is_not_refused():
     assert families.rules(MODEL, "megatron")
+
+
+def megatron_tensors(heads, groups, size, vocabulary=64):
+    """Describe the tensors of a Qwen3 with one layer, as Megatron stores them."""
+    layer = {
+        "self_attention.linear_qkv.weight": ((heads + 2 * groups) * size, 64),
+        "self_attention.linear_proj.weight": (64, heads * size),
+        "self_attention.q_layernorm.weight": (size,),
+        "self_attention.k_layernorm.weight": (size,),
+        "input_layernorm.weight": (64,),
+        "pre_mlp_layernorm.weight": (64,),
+        "mlp.linear_fc1.weight": (256, 64),
+        "mlp.linear_fc2.weight": (64, 128),
+    }
+    shapes = {f"decoder.layers.{key}": (1, *shape) for key, shape in layer.items()}
+    shapes |= {"embedding.word_embeddings.weight": (vocabulary, 64), "decoder.final_layernorm.weight": (64,)}
+    return {key: TensorInfo(shape, "BF16") for key, shape in shapes.items()}
+
+
+QWEN3 = {
+    "model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 64, "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 6, "num_key_value_heads": 1},
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    ],
+    ids=str,
+)
+def test_heads_that_fit_the_fused_projection_by_chance_are_refused(changes):
+    assert apply_rules(families.rules(QWEN3, "megatron"), megatron_tensors(4, 2, 16), strict=True)
+    with pytest.raises(CheckpointingException, match=r"does not fit 'decoder\.layers.*it should have shape"):
+        apply_rules(families.rules({**QWEN3, **changes}, "megatron"), megatron_tensors(4, 2, 16), strict=True)
+
+
+def test_a_vocabulary_loses_no_more_rows_than_padding_has():
+    rules = families.rules({**QWEN3, "vocab_size": 1000}, "megatron")
+    assert apply_rules(rules, megatron_tensors(4, 2, 16, 1024))["model.embed_tokens.weight"].shape == (1000, 64)
+    too_large = megatron_tensors(4, 2, 16, 1024 + 128)
+    with pytest.raises(CheckpointingException, match="fewer than the 152 rows after 1000.*by a Trim before"):
+        apply_rules(rules, too_large)
+    trim = Trim("embedding.word_embeddings.weight", axis=0, size=1000)
+    assert apply_rules([trim, *rules], too_large)["model.embed_tokens.weight"].shape == (1000, 64)
 
 
 NO_CONFIGURATIONS = {
