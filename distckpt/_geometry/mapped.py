@@ -22,6 +22,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._geometry.region import (
     IntArray,
     Region,
+    covering,
     find_tiling_faults,
     intersect,
     intersect_many,
@@ -43,12 +44,18 @@ class Part(NamedTuple):
         source: the region in the source tensor.
         order: all source axes, in the order in which they appear in the target. Axes along which the source has
             size 1 stand anywhere. `(0, 1, ..., n-1)` when no axis moves.
+        target_step: how far the elements of the target region lie apart along each axis; () for 1 along all.
+        source_step: the same for the source region.
+        add: what is added to the elements.
     """
 
     target: Region
     key: str
     source: Region
     order: tuple[int, ...]
+    target_step: tuple[int, ...] = ()
+    source_step: tuple[int, ...] = ()
+    add: float = 0.0
 
 
 class TensorInfo(NamedTuple):
@@ -86,7 +93,7 @@ class MappedTensor:
     @cached_property
     def target_arrays(self) -> tuple[IntArray, IntArray]:
         """Offsets and shapes of the parts in the target, arrays of shape (number of parts, number of axes)."""
-        return regions_to_arrays([part.target for part in self.parts], len(self.shape))
+        return regions_to_arrays([covering(part.target, part.target_step) for part in self.parts], len(self.shape))
 
 
 def identity(key: str, info: TensorInfo) -> MappedTensor:
@@ -107,7 +114,8 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
 
     Returns:
         Pairs `(place, part)`: `part` is cut down to the region, and `place` is its target, with its offset counted from
-        the region's first element. Together with `resolve_padding` the places tile the region.
+        the region's first element. Together with `resolve_padding` the places, whose elements lie `part.target_step`
+        apart, tile the region.
 
     Raises:
         InvalidShardingError: the region does not lie inside the tensor.
@@ -118,8 +126,11 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
     rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
     found = []
     for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
-        target = Region(tuple(offset), tuple(shape))
-        found.append((target.relative_to(region.offset), _restrict(mapped.parts[row], target)))
+        part, target = mapped.parts[row], Region(tuple(offset), tuple(shape))
+        if part.target_step:
+            target = _on_steps(part, target)
+        if target.num_elements:
+            found.append((target.relative_to(region.offset), _restrict(part, target)))
     return found
 
 
@@ -132,6 +143,21 @@ def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
     _check_inside(region, mapped.shape)
     common = (intersect(region, padding) for padding in mapped.padding)
     return [piece.relative_to(region.offset) for piece in common if piece is not None]
+
+
+def _on_steps(part: Part, common: Region) -> Region:
+    """Return the elements of a part inside a region that cuts what it covers."""
+    offset, shape = [], []
+    for first, step, low, num in zip(part.target.offset, part.target_step, *common, strict=True):
+        start = low + (first - low) % step
+        offset.append(start)
+        shape.append(max(-(-(low + num - start) // step), 0))
+    return Region(tuple(offset), tuple(shape))
+
+
+def view_of_part(tensor: torch.Tensor, place: Region, part: Part) -> torch.Tensor:
+    """View the memory of a tensor at the place that `resolve` found for a part, as `target_view` does."""
+    return target_view(tensor[place.slices(part.target_step)], part)
 
 
 def target_view(view: torch.Tensor, part: Part) -> torch.Tensor:
@@ -177,16 +203,15 @@ def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
     for part in mapped.parts:
         source_axes = dict(_axis_pairs(part))
         moved = [source_axes[axis] for axis in order if axis in source_axes]
-        parts.append(
-            Part(_with_axes(part.target, order), part.key, part.source, _complete_order(len(part.order), moved))
-        )
+        source_order = _complete_order(len(part.order), moved)
+        parts.append(_with_axes(part, order)._replace(order=source_order))
     return MappedTensor(_pick(mapped.shape, order), mapped.dtype, tuple(parts), mapped.trimmed)
 
 
 def drop_axis(mapped: MappedTensor, axis: int) -> MappedTensor:
     """Take out an axis of size 1."""
     kept = [a for a in range(len(mapped.shape)) if a != axis]
-    parts = tuple(part._replace(target=_with_axes(part.target, kept)) for part in mapped.parts)
+    parts = tuple(_with_axes(part, kept) for part in mapped.parts)
     return MappedTensor(_pick(mapped.shape, kept), mapped.dtype, parts, mapped.trimmed)
 
 
@@ -195,42 +220,52 @@ def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
 
     Where axes are merged or divided, each index along the outer ones becomes a part of its own.
     """
-    parts = tuple(piece for part in mapped.parts for piece in _reshape_part(part, mapped.shape, tuple(shape)))
+    parts = tuple(piece for part in _single_rows(mapped) for piece in _reshape_part(part, mapped.shape, tuple(shape)))
     return MappedTensor(tuple(shape), mapped.dtype, parts, mapped.trimmed)
 
 
 def interleave(mapped: MappedTensor, axis: int, num: int) -> MappedTensor:
-    """Let the rows of `num` pieces that follow one another along an axis take turns; each row becomes a part."""
+    """Let the rows of `num` pieces that follow one another along an axis take turns."""
     rows = mapped.shape[axis] // num
     parts: list[Part] = []
-    for part in mapped.parts:
-        source_axis = dict(_axis_pairs(part)).get(axis)
-        start, shape = part.target.offset[axis], with_item(part.target.shape, axis, 1)
-        source, order = part.source.shape, part.order
-        if source_axis is not None:
-            source = with_item(source, source_axis, 1)
-            order = _complete_order(len(source), [a for a in order if source[a] != 1])
-        for index in range(part.target.shape[axis]):
-            place = (start + index) % rows * num + (start + index) // rows
-            offset = part.source.offset
-            if source_axis is not None:
-                offset = with_item(offset, source_axis, offset[source_axis] + index)
-            target = Region(with_item(part.target.offset, axis, place), shape)
-            parts.append(Part(target, part.key, Region(offset, source), order))
+    for index in range(num):
+        for place, part in resolve(mapped, _along(mapped.shape, axis, index * rows, index * rows + rows)):
+            step = part.target_step or (1,) * len(place.shape)
+            target = Region(with_item(place.offset, axis, place.offset[axis] * num + index), place.shape)
+            parts.append(part._replace(target=target, target_step=with_item(step, axis, step[axis] * num)))
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), mapped.trimmed)
+
+
+def add(mapped: MappedTensor, value: float) -> MappedTensor:
+    """Add a number to all elements."""
+    parts = tuple(part._replace(add=part.add + value) for part in mapped.parts)
+    return MappedTensor(mapped.shape, mapped.dtype, parts, mapped.trimmed)
+
+
+def _single_rows(mapped: MappedTensor) -> Iterator[Part]:
+    """Cut parts whose elements lie apart into ones whose elements do not."""
+    for part in mapped.parts:
+        apart = [axis for axis, step in enumerate(part.target_step) if step > 1]
+        spans = [range(n) if axis in apart else (0,) for axis, n in enumerate(part.target.shape)]
+        shape = tuple(1 if axis in apart else n for axis, n in enumerate(part.target.shape))
+        for index in itertools.product(*spans) if apart else ():
+            offset = zip(part.target.offset, index, part.target_step, strict=True)
+            yield _restrict(part, Region(tuple(o + i * s for o, i, s in offset), shape))._replace(target_step=())
+        if not apart:
+            yield part
 
 
 def compose(mapped: MappedTensor, sources: Mapping[str, MappedTensor]) -> MappedTensor:
     """Trace a target back: `mapped` is made of `sources`, which are targets themselves."""
     parts: list[Part] = []
-    for part in mapped.parts:
+    for part in _single_rows(mapped):
         if (key := _same_as(sources[part.key])) is not None:
             parts.append(part if key == part.key else part._replace(key=key))
             continue
         piece = permute(crop(sources[part.key], part.source), part.order)
         for inner in reshape(piece, part.target.shape).parts:
             offset = tuple(a + b for a, b in zip(part.target.offset, inner.target.offset, strict=True))
-            parts.append(inner._replace(target=Region(offset, inner.target.shape)))
+            parts.append(inner._replace(target=Region(offset, inner.target.shape), add=inner.add + part.add))
     trimmed = tuple(cut for key in dict.fromkeys(part.key for part in mapped.parts) for cut in sources[key].trimmed)
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), trimmed)
 
@@ -241,7 +276,7 @@ def _same_as(mapped: MappedTensor) -> str | None:
         return None
     part = mapped.parts[0]
     is_whole = part.source == part.target and part.target.shape == mapped.shape
-    return part.key if is_whole and part.order == tuple(range(len(mapped.shape))) else None
+    return part.key if is_whole and not part.add and part.order == tuple(range(len(mapped.shape))) else None
 
 
 def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
@@ -309,7 +344,7 @@ def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
         targets: list[Region] = []
         ids: list[int] = []
         for index, key in enumerate(keys):
-            regions = [part.target for part in mapped[key].parts] + list(mapped[key].padding)
+            regions = [*(part.target for part in _single_rows(mapped[key])), *mapped[key].padding]
             for region in regions:
                 _check_inside(region, mapped[key].shape, key)
             targets += regions
@@ -358,10 +393,12 @@ def _restrict(part: Part, target: Region) -> Part:
         return part
     offset, shape = list(part.source.offset), list(part.source.shape)
     for target_axis, source_axis in _axis_pairs(part):
-        offset[source_axis] += target.offset[target_axis] - part.target.offset[target_axis]
+        index = target.offset[target_axis] - part.target.offset[target_axis]
+        index //= part.target_step[target_axis] if part.target_step else 1
+        offset[source_axis] += index * (part.source_step[source_axis] if part.source_step else 1)
         shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
-    return Part(target, part.key, Region(tuple(offset), tuple(shape)), order)
+    return part._replace(target=target, source=Region(tuple(offset), tuple(shape)), order=order)
 
 
 def _reshape_part(part: Part, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[Part]:
@@ -424,15 +461,16 @@ def _region_of(spans: Sequence[_Span], ndim: int) -> Region:
 def _inverse(name: str, part: Part) -> Part:
     pairs = sorted(_axis_pairs(part), key=lambda pair: pair[1])
     order = _complete_order(len(part.target.shape), [target_axis for target_axis, _ in pairs])
-    return Part(part.source, name, part.target, order)
+    return Part(part.source, name, part.target, order, part.source_step, part.target_step, -part.add)
 
 
 def _along(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
     return Region(with_item((0,) * len(shape), axis, start), with_item(shape, axis, stop - start))
 
 
-def _with_axes(region: Region, axes: Sequence[int]) -> Region:
-    return Region(_pick(region.offset, axes), _pick(region.shape, axes))
+def _with_axes(part: Part, axes: Sequence[int]) -> Part:
+    target = Region(_pick(part.target.offset, axes), _pick(part.target.shape, axes))
+    return part._replace(target=target, target_step=part.target_step and _pick(part.target_step, axes))
 
 
 def _pick(values: tuple[int, ...], axes: Sequence[int]) -> tuple[int, ...]:

@@ -40,9 +40,18 @@ class Region(NamedTuple):
         """Count the offset from `origin`."""
         return Region(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
 
-    def slices(self) -> tuple[slice, ...]:
-        """Return the index that selects this region of a tensor."""
-        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+    def slices(self, step: tuple[int, ...] = ()) -> tuple[slice, ...]:
+        """Return the index that selects this region of a tensor; with `step`, so many indices further on each time."""
+        if not step:
+            return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+        return tuple(slice(o, o + n * s, s) for o, n, s in zip(self.offset, self.shape, step, strict=True))
+
+
+def covering(region: Region, step: tuple[int, ...]) -> Region:
+    """Return the region from the first to the last element of one whose elements lie `step` apart along the axes."""
+    if not step:
+        return region
+    return Region(region.offset, tuple((n - 1) * s + 1 for n, s in zip(region.shape, step, strict=True)))
 
 
 def whole(shape: tuple[int, ...]) -> Region:

@@ -15,6 +15,7 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.mapped import MappedTensor, resolve, view_of_part
 from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
 from distckpt._io.read import read_chunks_into
 from distckpt._io.read_values import read_values
@@ -24,7 +25,6 @@ from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode
 from distckpt._quantization.numbers import scratch
 from distckpt._quantization.quantized import part_regions
-from distckpt.rules import resolve, target_view
 
 _WINDOWS_PER_THREAD = 4
 """Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening, conversion."""
@@ -114,7 +114,7 @@ def _loses_values(tensor: OutputTensor) -> bool:
 
 def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
     """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
-    if len(tensor.mapped.parts) != 1 or _is_cast(tensor) or tensor.encoded:
+    if len(tensor.mapped.parts) != 1 or tensor.mapped.parts[0].add or _is_cast(tensor) or tensor.encoded:
         return None
     part = tensor.mapped.parts[0]
     is_whole = part.source.shape == stored.global_shape(part.key) and part.target.shape == tensor.mapped.shape
@@ -129,8 +129,7 @@ def _read_ranges(
     stored: StoredCheckpoint, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Span, Bytes]]
 ) -> None:
     """Read ranges of output tensors, in their dtypes, into the memory beside each."""
-    requests: list[Request] = []
-    targets: list[torch.Tensor] = []
+    wanted: list[tuple[MappedTensor, Region, torch.Tensor]] = []
     for span, memory in ranges:
         mapped, dtype = tensors[span.chunk].mapped, FROM_NAME[tensors[span.chunk].dtype]
         values = torch.from_numpy(memory).view(dtype)
@@ -141,19 +140,20 @@ def _read_ranges(
         for region in flat_range_regions(mapped.shape, first, last):
             view = values[done : done + region.num_elements].view(region.shape)
             done += region.num_elements
-            more_requests, more_targets = _requests(stored, tensors[span.chunk], region, view)
-            requests += more_requests
-            targets += more_targets
-    read_values(stored, plan_load(stored, requests), targets, num_threads=1)
+            wanted.append((tensors[span.chunk].mapped, region, view))
+    _read_mapped(stored, wanted)
 
 
-def _requests(
-    stored: StoredCheckpoint, tensor: OutputTensor, region: Region, view: torch.Tensor
-) -> tuple[list[Request], list[torch.Tensor]]:
-    """Find what a region of a tensor is made of: requests, and the views of `view` that they fill."""
-    parts = resolve(tensor.mapped, region)
-    requests = [Request(part.key, stored.global_shape(part.key), part.source) for _, part in parts]
-    return requests, [target_view(view[place.slices()], part) for place, part in parts]
+def _read_mapped(stored: StoredCheckpoint, wanted: Sequence[tuple[MappedTensor, Region, torch.Tensor]]) -> None:
+    """Read regions of tensors, each into a view of its shape."""
+    found = [
+        (view_of_part(view, *pair), pair[1]) for mapped, region, view in wanted for pair in resolve(mapped, region)
+    ]
+    requests = [Request(part.key, stored.global_shape(part.key), part.source) for _, part in found]
+    read_values(stored, plan_load(stored, requests), [view for view, _ in found], num_threads=1)
+    for view, part in found:
+        if part.add:
+            view.add_(part.add)
 
 
 def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes) -> int:
@@ -184,8 +184,7 @@ def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region)
     if tensor.mapped.padding:
         values.zero_()
     view = values.transpose(-2, -1) if quantized.transposed else values
-    requests, targets = _requests(stored, tensor, quantized.to_model(region), view)
-    read_values(stored, plan_load(stored, requests), targets, num_threads=1)
+    _read_mapped(stored, [(tensor.mapped, quantized.to_model(region), view)])
     return values
 
 

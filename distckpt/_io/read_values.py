@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,9 +11,10 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_THREADS, run_threads
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region, covering, cut_region, whole
 from distckpt._io.read import check_files, read_copies
-from distckpt._plan.decoded import Piece, plan_decoding, target_of
-from distckpt._plan.load import Copy
+from distckpt._plan.decoded import PIECE_ELEMENTS, Piece, plan_decoding, target_of
+from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.numbers import scratch
 from distckpt._quantization.quantized import decode
 
@@ -32,6 +34,32 @@ def read_values(
     pieces = plan_decoding(stored, [copy for copy in copies if copy.chunk in stored.quantized])
     check_files(stored, [part.chunk for piece in pieces for part in piece.copies])
     run_threads(lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress), pieces, num_threads)
+
+
+def read_apart(
+    stored: StoredCheckpoint,
+    wanted: Sequence[tuple[Request, torch.Tensor]],
+    num_threads: int,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Fill targets whose requests' elements lie apart, in pieces: what covers one is read, and its elements taken."""
+    pieces = [
+        (request, target, piece)
+        for request, target in wanted
+        for piece in cut_region(whole(request.region.shape), PIECE_ELEMENTS // math.prod(request.step))
+    ]
+
+    def read(item: tuple[Request, torch.Tensor, Region]) -> None:
+        request, target, piece = item
+        places = zip(request.region.offset, piece.offset, request.step, strict=True)
+        cover = covering(Region(tuple(o + i * s for o, i, s in places), piece.shape), request.step)
+        values = scratch("covering", cover.shape, FROM_NAME[stored.dtype_name(request.key)])
+        copies = plan_load(stored, [request._replace(region=cover, step=())])
+        read_values(stored, copies, [values], 1, progress)
+        target[piece.slices()].copy_(values[tuple(slice(None, None, step) for step in request.step)])
+
+    with torch.no_grad():
+        run_threads(read, pieces, num_threads)
 
 
 def _read_piece(

@@ -43,12 +43,14 @@ class Request(NamedTuple):
     """A region of a key to load.
 
     With `allow_shape_mismatch` the global shape may differ from the stored one and what is not stored stays unread.
+    With `step` the elements lie so far apart along the axes; `plan_load` takes requests without it.
     """
 
     key: str
     global_shape: tuple[int, ...]
     region: Region
     allow_shape_mismatch: bool = False
+    step: tuple[int, ...] = ()
 
 
 # --- Keys, dtypes and objects -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from distckpt._base.dtypes import TO_NAME
-from distckpt._geometry.mapped import MappedTensor, TensorInfo, invert, resolve, resolve_padding, target_view
+from distckpt._geometry.mapped import MappedTensor, TensorInfo, invert, resolve, resolve_padding, view_of_part
 from distckpt._plan.load import Request
 from distckpt.rules import Rule, Tie, apply_rules
 
@@ -26,12 +26,12 @@ def _of_other_ranks(stored: Mapping[str, MappedTensor], infos: Mapping[str, Tens
 
 def translate(
     rules: Sequence[Rule], requests: Sequence[Request], targets: Sequence[torch.Tensor]
-) -> tuple[list[Request], list[torch.Tensor]]:
+) -> tuple[list[Request], list[torch.Tensor], list[float]]:
     """Turn requests for tensors of the model into requests for the tensors that rules make of them.
 
     A rank that holds only a part of the model need not match all rules. `targets` has for each request a view of its
-    region's shape. Returns requests in terms of the checkpoint, with views to fill. Where the checkpoint has no
-    padding, targets are set to zero.
+    region's shape. Returns requests in terms of the checkpoint, with views to fill and what to add to each afterwards.
+    Where the checkpoint has no padding, targets are set to zero.
     """
     ties = {rule.key: rule.to for rule in rules if isinstance(rule, Tie)}
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
@@ -41,15 +41,19 @@ def translate(
     mapped = invert(stored, infos | _of_other_ranks(stored, infos))
     translated: list[Request] = []
     views: list[torch.Tensor] = []
+    adds: list[float] = []
     for request, target in zip(requests, targets, strict=True):
         if request.key not in mapped:
             # Dropped by a rule: the message about unknown keys names it.
             translated.append(request)
             views.append(target)
+            adds.append(0.0)
             continue
         for padding in resolve_padding(mapped[request.key], request.region):
             target[padding.slices()].zero_()
         for place, part in resolve(mapped[request.key], request.region):
-            translated.append(Request(part.key, stored[part.key].shape, part.source, request.allow_shape_mismatch))
-            views.append(target_view(target[place.slices()], part))
-    return translated, views
+            shape, may_differ = stored[part.key].shape, request.allow_shape_mismatch
+            translated.append(Request(part.key, shape, part.source, may_differ, part.source_step))
+            views.append(view_of_part(target, place, part))
+            adds.append(part.add)
+    return translated, views, adds

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,8 +22,9 @@ from distckpt._foreign.stored_values import load_objects
 from distckpt._format.manifest import ChunkTable
 from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import covering
 from distckpt._io import aliases
-from distckpt._io.read_values import read_values
+from distckpt._io.read_values import read_apart, read_values
 from distckpt._io.remove_tensors import remove_tensors
 from distckpt._io.save import (
     add_digests,
@@ -53,6 +54,9 @@ from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave,
 __all__ = ["SafetensorsLoadStrategy", "SafetensorsSaveStrategy"]
 
 logger = logging.getLogger(__name__)
+
+_Addition: TypeAlias = tuple[torch.Tensor, float]
+"""A target, and what to add to it when it is read."""
 
 
 @dataclass
@@ -214,7 +218,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         options = self.options
         with self.ranks.phase("plan the reads"):
             stored = decoded(stored)
-            filled, requests, copies, targets = self._plan_tensors(stored, tensors)
+            filled, requests, copies, targets, adds = self._plan_tensors(stored, tensors)
+            apart = [number for number, request in enumerate(requests) if request.step]
             separated = aliases.separate(stored, requests, copies, targets)
             group = collectives.group_number(options.exchange_group)
         is_local = locations.is_local(stored.location)
@@ -225,23 +230,33 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             read_values(stored, share, separated.targets, num_threads, options.progress)
 
         read_sharing(sharing, stored.manifest, copies, separated.targets, read_share)
+        pairs = [(requests[number], targets[number]) for number in apart]
+        read_apart(stored, pairs, num_threads, options.progress)
         aliases.join(requests, separated, stored.location)
+        with torch.no_grad():
+            # Once where targets share memory.
+            for target, value in {(t.data_ptr(), t.shape, t.stride()): (t, v) for t, v in adds}.values():
+                target.add_(value)
         return {name: _settled(tensors[name], shard.data) for name, shard in filled.items() if shard.data is not None}
 
     def _plan_tensors(
         self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]
-    ) -> tuple[dict[str, ShardedTensor], list[Request], list[Copy], Sequence[torch.Tensor]]:
-        """Return the shards with their tensors, what is requested, and what to read into which parts of those."""
+    ) -> tuple[dict[str, ShardedTensor], list[Request], list[Copy], Sequence[torch.Tensor], list[_Addition]]:
+        """Return the shards with their tensors, what is requested, what to read into which parts of those, and add.
+
+        Nothing is planned yet to be read for requests whose elements lie apart.
+        """
         pieces = [(name, shard, region) for name, shard in tensors.items() for region in shard_regions(shard)]
         requests = [
             Request(shard.key, tuple(shard.global_shape), region, shard.allow_shape_mismatch)
             for _, shard, region in pieces
         ]
         copies: list[Copy] = []
+        adds: list[float] = []
         if not self.options.rules:
             # Before memory is allocated: what is not stored may be of any size.
             dtypes = [shard.dtype if shard.data is None else shard.data.dtype for _, shard, _ in pieces]
-            copies = self._plan(stored, requests, dtypes)
+            requests, copies = self._plan(stored, requests, dtypes)
         filled = dict(tensors)
         for name, shard in tensors.items():
             if shard.data is None or may_overlap(shard.data):
@@ -249,14 +264,17 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
                 filled[name].init_data("cpu" if shard.data is None else shard.data.device)
         targets = [region_view(filled[name], region) for name, _, region in pieces]
         if self.options.rules:
-            requests, targets = translate(self.options.rules, requests, targets)
-            copies = self._plan(stored, requests, [target.dtype for target in targets])
+            requests, targets, adds = translate(self.options.rules, requests, targets)
+            requests, copies = self._plan(stored, requests, [target.dtype for target in targets])
         for request, target in zip(requests, targets, strict=True):
             if request.allow_shape_mismatch:
                 target.zero_()
-        return filled, list(requests), copies, targets
+        additions = [(target, value) for target, value in zip(targets, adds, strict=False) if value]
+        return filled, requests, copies, targets, additions
 
-    def _plan(self, stored: StoredCheckpoint, requests: Sequence[Request], dtypes: Sequence[torch.dtype]) -> list[Copy]:
+    def _plan(
+        self, stored: StoredCheckpoint, requests: list[Request], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[Request], list[Copy]]:
         """Find what fills the requests, whose targets have the given dtypes; `stored` is a view, see `decoded`."""
         if stored.quantized:
             pairs = zip(requests, dtypes, strict=True)
@@ -264,7 +282,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         check_keys(stored, [request.key for request in requests])
         for key, dtype in dict.fromkeys(zip((request.key for request in requests), dtypes, strict=True)):
             check_dtype(stored, key, dtype, self.options.allow_dtype_cast)
-        return plan_load(stored, requests)
+        dense = [request._replace(region=covering(request.region, request.step), step=()) for request in requests]
+        return requests, [copy for copy in plan_load(stored, dense) if not requests[copy.request].step]
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor]:
         stored = self._open(locations.normalize(checkpoint_dir))

@@ -26,9 +26,10 @@ def materialize(mapped, arrays):
     """Copy the parts of one tensor together; every element must be given exactly once."""
     result, covers = np.zeros(mapped.shape, np.int64), np.zeros(mapped.shape, np.int64)
     for part in mapped.parts:
-        values = arrays[part.key][part.source.slices()].transpose(part.order)
-        result[part.target.slices()] = values.reshape(part.target.shape)
-        covers[part.target.slices()] += 1
+        values = arrays[part.key][part.source.slices(part.source_step)].transpose(part.order)
+        place = part.target.slices(part.target_step)
+        result[place] = values.reshape(part.target.shape) + part.add
+        covers[place] += 1
     for region in mapped.padding:
         covers[region.slices()] += 1
     assert (covers == 1).all()

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._geometry.mapped import permute, reshape
+from distckpt._geometry.mapped import permute, reshape, view_of_part
 from distckpt._geometry.region import Region, whole
 from distckpt.core import InvalidShardingError, LoadMismatchError
 from distckpt.rules import (
+    Add,
     Assemble,
     Concat,
     Copy,
@@ -178,6 +179,14 @@ def applicable_rules(draw, arrays, name):
             (Split(key, names, axis, sizes), dict(zip(names, np.split(array, cuts, axis), strict=True))),
             (Trim(key, axis, size // 2), {key: np.split(array, [size // 2], axis)[0]}),
         ]
+        if size % 2 == 0:
+            halves = tuple(f"{name}.{n}" for n in range(2))
+            odd_and_even = [array.take(range(n, size, 2), axis) for n in range(2)]
+            choices.append(
+                (Split(key, halves, axis, groups=max(size // 2, 1)), dict(zip(halves, odd_and_even, strict=True)))
+            )
+            turns = [index for pair in zip(range(size // 2), range(size // 2, size), strict=True) for index in pair]
+            choices += [(Interleave(key, name, axis), {name: array.take(turns, axis)})] * 3
         if size:
             choices.append(
                 (
@@ -190,7 +199,14 @@ def applicable_rules(draw, arrays, name):
             choices.append((SplitQKV(key, qkv, heads, heads, 1), {qkv[n]: array[n::3] for n in range(3)}))
         for other in sorted(arrays.keys() - {key}):
             if without(arrays[other].shape, axis) == without(array.shape, axis):
-                choices.append((Concat((key, other), name, axis), {name: np.concatenate([array, arrays[other]], axis)}))
+                pair = array, arrays[other]
+                choices.append((Concat((key, other), name, axis), {name: np.concatenate(pair, axis)}))
+                if size % 2 == arrays[other].shape[axis] % 2 == 0:
+                    parts = [
+                        half for halves in zip(*(np.split(a, 2, axis) for a in pair), strict=True) for half in halves
+                    ]
+                    rule = Concat((key, other), name, axis, groups=2)
+                    choices.append((rule, {name: np.concatenate(parts, axis)}))
     rule, produced = draw(st.sampled_from(choices))
     return rule, set(rule.reads), produced
 
@@ -236,8 +252,8 @@ def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, d
     # The same by writing source regions through views of the target.
     filled = torch.zeros(region.shape, dtype=torch.int64)
     for place, part in parts:
-        source = torch.from_numpy(arrays[part.key].copy())[part.source.slices()]
-        view = target_view(filled[place.slices()], part)
+        source = torch.from_numpy(arrays[part.key].copy())[part.source.slices(part.source_step)]
+        view = view_of_part(filled, place, part)
         assert view.shape == part.source.shape
         view.copy_(source)
     np.testing.assert_array_equal(filled.numpy(), expected)
@@ -422,6 +438,22 @@ def test_stacked_and_interleaved_tensors_come_back():
 def test_a_stack_needs_all_of_its_numbers(keys):
     with pytest.raises(LoadMismatchError, match=r"needs the numbers from 0 to 2: .*w.*(missing|found)"):
         apply_rules([Stack("w.*", "w", axis=0, size=3)], {key: TensorInfo((2,), "F32") for key in keys})
+
+
+def test_rows_that_take_turns_are_few_parts():
+    mapped = apply_rules([Interleave("a", "b", axis=1)], {"a": TensorInfo((3, 1 << 20), "F32")})
+    assert len(mapped["b"].parts) == len(invert(mapped, {"a": TensorInfo((3, 1 << 20), "F32")})["a"].parts) == 2
+
+
+def test_a_number_is_added_and_subtracted_on_the_way_back():
+    arrays = numbered_arrays(a=(4,), b=(2,))
+    given = infos(arrays, "F32")
+    mapped = apply_rules([Add("a", 1.0), Split("a", ("x", "y")), Add("x", 3.0), Rename("b", "c")], given)
+    expected = {"x": arrays["a"][:2] + 4, "y": arrays["a"][2:] + 1, "c": arrays["b"]}
+    assert_same(materialize_all(mapped, arrays), expected)
+    assert_same(materialize_all(invert(mapped, given), expected), arrays)
+    with pytest.raises(InvalidShardingError, match="numbers are added to floating point tensors"):
+        apply_rules([Add("a", 1.0)], infos(arrays))
 
 
 def test_rows_that_cannot_take_turns():

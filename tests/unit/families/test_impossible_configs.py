@@ -97,7 +97,7 @@ def test_a_vocabulary_loses_no_more_rows_than_padding_has():
     rules = families.rules({**QWEN3, "vocab_size": 1000}, "megatron")
     assert apply_rules(rules, megatron_tensors(4, 2, 16, 1024))["model.embed_tokens.weight"].shape == (1000, 64)
     too_large = megatron_tensors(4, 2, 16, 1024 + 128)
-    with pytest.raises(CheckpointingException, match="fewer than the 152 rows after 1000.*by a Trim before"):
+    with pytest.raises(CheckpointingException, match=r"fewer than the 152 rows after 1000.*by a Trim before"):
         apply_rules(rules, too_large)
     trim = Trim("embedding.word_embeddings.weight", axis=0, size=1000)
     assert apply_rules([trim, *rules], too_large)["model.embed_tokens.weight"].shape == (1000, 64)
