@@ -48,7 +48,7 @@ class _Memory:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's values are exactly its bytes in CPU memory, in row-major order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:

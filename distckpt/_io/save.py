@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
-from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._format import codec
-from distckpt._format.checksum import checksum
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.write import NewFile, file_of_tensors, in_folder
 from distckpt._mapping.base import OpenReplicaId
@@ -28,7 +27,7 @@ from distckpt._plan.layout import (
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view
-from distckpt._state.validation import validate_shards
+from distckpt._state.validation import replica_weights, validate_shards
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 
@@ -57,19 +56,6 @@ def _check_tensor(shard: ShardedTensor) -> None:
         shard.validate_metadata_integrity()
 
 
-def add_digests(table: ShardTable, shards: Sequence[Shard]) -> None:
-    """Add hashes of the contents of shards to the table that describes them; never 0, which means not hashed."""
-    for row, shard_id in enumerate(table.shard_ids.tolist()):
-        shard = shards[shard_id]
-        if isinstance(shard, ShardedObject):
-            content = shard.data
-        else:
-            view = region_view(shard, table.row_region(row))
-            plain = view if is_plain_memory(view) else view.cpu().resolve_conj().resolve_neg().contiguous()
-            content = tensor_bytes(plain)
-        table.digests[row] = max(1, checksum(content))
-
-
 def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
     """Plan a save together; `allow_gaps` permits elements that no rank holds.
 
@@ -87,16 +73,20 @@ def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
             manifest = manifest_of_keys(merged, aliases)
             owned = plan_owners(merged, ranks.size, aliases, [each.exchange_group for each in described])
             number = f"{secrets.randbits(61):016x}".encode()
-            plans = [number + pieces.to_bytes() for pieces in owned]
+            weights = np.split(replica_weights(merged), np.cumsum([len(each.key_ids) for each in described])[:-1])
+            plans = [number + own.tobytes() + p.to_bytes() for own, p in zip(weights, owned, strict=True)]
     plan = ranks.scatter(plans)
     with ranks.phase("lay out files"):
-        files, objects = lay_out_files(ranks.rank, table, Pieces.from_bytes(plan[16:]))
+        own_weights = np.frombuffer(plan[16:], np.uint64, len(table.key_ids))
+        rows = np.flatnonzero(own_weights)
+        replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
+        files, objects = lay_out_files(ranks.rank, table, Pieces.from_bytes(plan[16 + own_weights.nbytes :]))
         own_table = chunk_table(files).to_bytes()
     tables = [ChunkTable.from_bytes(data) for data in ranks.gather(own_table)]
     with ranks.phase("check the size of the manifest", decision=True):
         if manifest is not None:
             manifest.check_size(tables)
-    return SavePlan(int(plan[:16], 16), files, objects, manifest, tables)
+    return SavePlan(int(plan[:16], 16), files, objects, manifest, tables, replicas, own_weights[rows])
 
 
 def tensor_files_of(files: Sequence[PlannedFile], shards: Sequence[Shard]) -> Callable[[], list[NewFile]]:

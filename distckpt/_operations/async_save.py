@@ -30,7 +30,7 @@ def async_save(
     *,
     overwrite: bool = False,
     process_group: Any = None,
-    validate_replicas: bool = False,
+    validate_replicas: bool | None = None,
     durable: bool = True,
     max_inflight_bytes: int | None = None,
     progress: Callable[[int], None] | None = None,

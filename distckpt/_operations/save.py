@@ -45,7 +45,7 @@ def save(
     common_strategy: tuple[str, int] | None = None,
     overwrite: bool = False,
     process_group: Any = None,
-    validate_replicas: bool = False,
+    validate_replicas: bool | None = None,
     durable: bool = True,
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
     progress: Callable[[int], None] | None = None,
@@ -89,8 +89,10 @@ def save(
         overwrite: replace a complete checkpoint that is there. It stays until the new one is complete.
         process_group: the ranks that save together; None for the default group, or for this process alone when
             torch.distributed is not initialised.
-        validate_replicas: also compare the content of replicas, and refuse to save when they differ. Reads all
-            tensors once more. Buffers of modules may differ: the main replica is stored.
+        validate_replicas: None compares samples of tensors that several ranks hold (up to 1 KiB of each), and refuses
+            to save when they differ; True compares all of them, and objects, which reads them once more; False nothing.
+            Ranks share the writing of replicas: of different ones parts of each would be stored. Buffers of modules may
+            differ: the main replica is stored.
         durable: return only when everything is on disk. With False the checkpoint appears in one step too, but a
             power failure shortly afterwards may leave it damaged, which checksums reveal.
         max_inflight_bytes: memory for data on its way to storage, on each rank; at least one window of 8 MiB is used.

@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from distckpt._format.manifest import ChunkTable, Manifest
+from distckpt._geometry.region import Region
 from distckpt._plan.layout import PlannedChunk, PlannedFile
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import Shard, find_ties
@@ -32,6 +36,8 @@ class SavePlan(NamedTuple):
         objects: that this rank writes; their file is laid out when they are encoded.
         manifest: on the coordinator, the manifest without its chunks.
         tables: on the coordinator, the chunks of the tensors that each rank writes.
+        replicas: regions of shards that other ranks hold too, and that must be equal.
+        weights: one for each of these; those of the replicas of a region add up to 0, modulo 2**64.
     """
 
     number: int
@@ -39,6 +45,8 @@ class SavePlan(NamedTuple):
     objects: list[PlannedChunk]
     manifest: Manifest | None
     tables: list[ChunkTable]
+    replicas: list[tuple[int, Region]]
+    weights: npt.NDArray[np.uint64]
 
 
 class PlanCache:

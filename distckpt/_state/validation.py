@@ -7,8 +7,12 @@ import numpy.typing as npt
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._base.messages import KeyFault, summarize_faults
+from distckpt._format.manifest import OBJECT
 from distckpt._geometry.region import IntArray, find_tiling_faults
 from distckpt._state.shards import GlobalTable
+
+MAX_COMPARED = 256
+"""So many regions a save whose plan is known compares with their replicas."""
 
 
 def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
@@ -114,21 +118,42 @@ def _replica_differences(table: GlobalTable) -> list[KeyFault]:
     hashed = np.flatnonzero((table.digests != 0) & ~table.is_buffer)
     if not len(hashed):
         return []
-    columns = (*table.shapes[hashed].T, *table.offsets[hashed].T, table.key_ids[hashed])
-    order = hashed[np.lexsort((table.ranks[hashed], ~table.is_main[hashed], *columns))]
-    same = (table.key_ids[order][1:] == table.key_ids[order][:-1]) & (
-        (table.offsets[order][1:] == table.offsets[order][:-1]) & (table.shapes[order][1:] == table.shapes[order][:-1])
-    ).all(axis=1)
-    first_of_group = np.maximum.accumulate(np.where(np.append(False, same), 0, np.arange(len(order))))
-    different = np.flatnonzero(table.digests[order] != table.digests[order[first_of_group]])
+    rows, firsts = _replicas(table, hashed)
+    different = table.digests[rows] != table.digests[firsts]
     found = []
-    for index in different.tolist():
-        row, first = int(order[index]), int(order[first_of_group[index]])
+    for row, first in zip(rows[different].tolist(), firsts[different].tolist(), strict=True):
         ranks = int(table.ranks[first]), int(table.ranks[row])
         text = (
-            f": region {table.row_region(row)} differs between rank {ranks[0]} and rank {ranks[1]}, which call "
-            "themselves replicas. Make them equal, or save them under different keys (per-rank state such as RNG "
-            "belongs in a ShardedObject with one cell per rank)."
+            f": region {table.row_region(row)} differs between rank {ranks[0]} and rank {ranks[1]}, which hold it as "
+            "replicas of each other. Make them equal (DistributedDataParallel, torch.distributed.broadcast), or save "
+            "what each rank has on its own under different keys, or in a distckpt.PerRank. validate_replicas=False "
+            "stores parts of each."
         )
         found.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
     return found
+
+
+def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
+    """Return a weight for each row, those of the replicas of a region add up to 0, modulo 2**64.
+
+    It is 0 for what only one rank has or what may differ, and beyond `MAX_COMPARED` regions, of all regions evenly.
+    """
+    weights = np.zeros(len(table.key_ids), np.uint64)
+    is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
+    rows, firsts = _replicas(table, np.flatnonzero(is_tensor[table.key_ids] & ~table.is_buffer))
+    copies = np.flatnonzero(rows != firsts)
+    regions = np.unique(firsts[copies])
+    chosen = regions[:: 1 + len(regions) // MAX_COMPARED]
+    copies = copies[np.isin(firsts[copies], chosen)]
+    weights[rows[copies]] = np.random.default_rng().integers(1, 1 << 63, len(copies), np.uint64)
+    np.subtract.at(weights, firsts[copies], weights[rows[copies]])
+    return weights
+
+
+def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Order rows by region; return them, and for each the first one of the same region, the main replica if there."""
+    columns = (*table.shapes[rows].T, *table.offsets[rows].T, table.key_ids[rows])
+    rows = rows[np.lexsort((table.ranks[rows], ~table.is_main[rows], *columns))]
+    regions = np.column_stack((table.key_ids[rows], table.offsets[rows], table.shapes[rows]))
+    is_first = np.append(True, (regions[1:] != regions[:-1]).any(axis=1))[: len(rows)]
+    return rows, rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]

@@ -58,7 +58,7 @@ class Options:
     process_group: Any = None
     exchange_group: Any = None
     validate_access_integrity: bool = True
-    validate_replicas: bool = False
+    validate_replicas: bool | None = None
     verify: str = "read"
     allow_dtype_cast: bool = False
     parallel_load: str = "auto"

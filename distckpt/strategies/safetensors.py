@@ -26,8 +26,8 @@ from distckpt._geometry.region import covering
 from distckpt._io import aliases
 from distckpt._io.read_values import read_apart, read_values
 from distckpt._io.remove_tensors import remove_tensors
+from distckpt._io.replicas import add_digests, weighted_digest
 from distckpt._io.save import (
-    add_digests,
     encoded_objects,
     make_plan,
     object_file_of,
@@ -102,18 +102,21 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         ranks = Ranks(options.process_group)
         known = None
         with ranks.phase("describe the shards"):
-            shards = [ready_to_save(shard, options.validate_replicas) for shard in sharded_state_dict.values()]
+            shards = [ready_to_save(shard, options.validate_replicas is True) for shard in sharded_state_dict.values()]
             group = collectives.group_number(options.exchange_group)
             structure = structure_of(shards, ranks, options.validate_access_integrity, group)
-            # Comparing the content of replicas takes an exchange each time.
+            # Comparing the whole content of replicas takes an exchange each time.
             known = None if options.validate_replicas else self._plans.find(structure)
-        if ranks.all_equal(known.number if known else -1 - ranks.rank) and known:
+            compares = ranks.size > 1 if options.validate_replicas is None else options.validate_replicas
+            digest = weighted_digest(known, shards) if known and compares else 0
+        numbers = ranks.all_gather_numbers([known.number if known else -1 - ranks.rank, digest])
+        if known and (numbers[:, 0] == known.number).all() and not numbers[:, 1].sum():
             plan = known
         else:
             with ranks.phase("describe the shards"):
                 table = describe(shards)._replace(exchange_group=group)
-                if options.validate_replicas:
-                    add_digests(table, shards)
+                if compares:
+                    add_digests(table, shards, of_samples=not options.validate_replicas)
             plan = make_plan(ranks, table, not options.validate_access_integrity)
         self._plans.keep(structure, plan)
         settings = WriteSettings(

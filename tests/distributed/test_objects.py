@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import distckpt
-from tests.support.harness import run
+from tests.support.harness import error_of, run
 from tests.support.parallel_modules import fsdp, plain, tp
 
 
@@ -165,6 +165,40 @@ def test_buffers_that_differ_between_ranks_are_those_of_rank_0(tmp_path):
     net = torch.nn.Sequential(*[torch.nn.BatchNorm1d(2048) for _ in range(4)])
     distckpt.load({"model": net}, path)
     assert all(torch.equal(layer.running_mean, own) for layer, own in zip(net, first, strict=True))
+
+
+def save_what_drifts_apart(rank: int, path: str) -> tuple[list[str], bool]:
+    """Save a module that each rank makes, and trains, on its own; copies are on their way apart from the third save."""
+    torch.manual_seed(rank)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Linear(300, 40).to(torch.bfloat16))
+    shards = distckpt.modules.sharded_state_dict(Net(1), "part.")
+    texts = [str(error_of(distckpt.save, {"model": net, "part": shards}, f"{path}_0"))]
+    with torch.no_grad():
+        for param in net.parameters():
+            param.fill_(float("nan"))
+    reused = []
+    for number, change in enumerate((0.0, 0.0, float(rank))):
+        with torch.no_grad():
+            net[0].weight[100:200] += change
+            net[1].weight.T[7] = 1.0 + change  # The last block of a sample ends there.
+            net[1].weight[-1, -1] = change
+        state = {"model": net, "part": shards}
+        texts.append(str(error_of(distckpt.save, state, f"{path}_{number + 1}", on_report=reused.append)))
+    return texts, [report.plan_reused for report in reused]
+
+
+def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
+    for texts, reused in run(save_what_drifts_apart, 2, str(tmp_path / "saved")):
+        first, *fine, last = texts
+        assert "'{0..1}.bias' (2 keys), '{0..1}.weight' (2 keys)" in first
+        assert "differs between rank 0 and rank 1" in first
+        assert "'part." not in first
+        assert fine == ["None", "None"]
+        assert reused == [False, True]
+        assert "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1" in last
+        assert "validate_replicas=False" in last
+        assert "'0." not in last
+    assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2"}
 
 
 class Stage(torch.nn.Module):

@@ -163,26 +163,27 @@ def differing_replicas(rank, key="rng.state"):
 
 
 def save_differing_replicas(rank, path):
-    error = error_of(distckpt.save, differing_replicas(rank), path, validate_replicas=True)
+    errors = [error_of(distckpt.save, differing_replicas(rank), path, validate_replicas=how) for how in (None, True)]
     total = sum_over_ranks(rank)
     left = os.listdir(os.path.dirname(path))
     sum_over_ranks(0)
-    distckpt.save(differing_replicas(rank), path)
-    return error, total, left
+    distckpt.save(differing_replicas(rank), path, validate_replicas=False)
+    return errors, total, left
 
 
 def test_validate_replicas_names_the_ranks_and_the_key(run, tmp_path):
     results = run(save_differing_replicas, 4, str(tmp_path / "checkpoint"))
     errors, totals, left = zip(*results, strict=True)
-    assert [type(error) for error in errors] == [InvalidShardingError] * 4
+    errors = [error for both in errors for error in both]
+    assert [type(error) for error in errors] == [InvalidShardingError] * 8
     assert len({str(error) for error in errors}) == 1
-    for words in ("'rng.state'", "rank 0", "rank 2"):
+    for words in ("'rng.state'", "rank 0", "rank 2", "DistributedDataParallel", "validate_replicas=False"):
         assert words in str(errors[0])
     assert "'w'" not in str(errors[0])
     assert "rank 1" not in str(errors[0])
     assert totals == (6, 6, 6, 6)
     assert left == ([], [], [], [])
-    # Without the option it was saved.
+    # Not compared, it was saved.
     assert distckpt.load_plain_tensors(str(tmp_path / "checkpoint"))["w"].shape == (100, 4)
 
 
@@ -195,7 +196,8 @@ def save_equal_replicas(rank, path):
     state["flat"] = ShardedTensor.from_rank_offsets_flat(
         "flat", full.flatten()[3:57], (6, 10), flattened_range=slice(3, 57), replica_id=rank
     )
-    distckpt.save(state, path, validate_replicas=True, validate_access_integrity=False)
+    for how in (None, True):
+        distckpt.save(state, path, validate_replicas=how, validate_access_integrity=False, overwrite=True)
 
 
 def test_validate_replicas_accepts_equal_ones(run, tmp_path):
