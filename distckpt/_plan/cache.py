@@ -45,8 +45,8 @@ class SavePlan(NamedTuple):
     objects: list[PlannedChunk]
     manifest: Manifest | None
     tables: list[ChunkTable]
-    replicas: list[tuple[int, Region]]
-    weights: npt.NDArray[np.uint64]
+    replicas: Sequence[tuple[int, Region]] = ()
+    weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
 
 class PlanCache:
