@@ -19,6 +19,7 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.public import set_public_home
 from distckpt._commit import posix
+from distckpt._commit.presence import absence
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._io import background
 from distckpt._manager import failures, retention, steps
@@ -282,6 +283,8 @@ class CheckpointManager:
             self.skipped |= dict(skipped)
             if newest is None:
                 reasons = "".join(f"\n  {name}: {reason}" for name, reason in self.skipped.items())
+                if not locations.exists(self.root):
+                    advice = f" {absence(self.root)}"
                 raise CheckpointNotFoundError(f"No step in {self.root!r} can be loaded.{advice}{reasons}")
             try:
                 return read(newest)

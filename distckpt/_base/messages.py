@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 # Longer runs of digits are several numbers: Python refuses to convert thousands of digits.
 _NUMBER = re.compile(r"([0-9]{1,18})")
+_MAX_COMPARED = 1000
 _MAX_NAMED = 3
 """So many keys with the same fault are all named."""
 
@@ -66,6 +69,37 @@ def did_you_mean(key: str, candidates: Iterable[str]) -> str:
     """Return ` (did you mean 'a' or 'b'?)` for the nearest names, an empty string when none is near."""
     near = difflib.get_close_matches(key, list(candidates)[:10_000], n=2, cutoff=0.75)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def nearest_names(keys: Sequence[str], known: Iterable[str]) -> str:
+    """Return a text to follow a list of unknown keys: by which prefix they differ from known ones, or a near name."""
+    return other_prefix(keys, known) or did_you_mean(keys[0], known)
+
+
+def other_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
+    """Return ` (stored with the prefix 'model.')` when most keys differ from known ones so, else an empty string."""
+    ends: dict[str, str] = {}
+    for name in itertools.islice(known, 10_000):
+        for start in _starts(name):
+            ends.setdefault(name[start:], name[:start])
+    pairs = []
+    for key in keys[:_MAX_COMPARED]:
+        found = [(key[:start], ends[key[start:]]) for start in _starts(key) if key[start:] in ends]
+        # One name alone, such as `weight`, means little.
+        pairs += [pair for pair in found[:1] if not all(pair) or "." in key.removeprefix(pair[0])]
+    (asked, stored), count = (collections.Counter(pairs).most_common(1) or [(("", ""), 0)])[0]
+    if 2 * count < min(len(keys), _MAX_COMPARED) or count < (2 if asked and stored else 1):
+        return ""
+    number = f"{count} of them " if count < min(len(keys), _MAX_COMPARED) else ""
+    if not asked:
+        return f" ({number}stored with the prefix {stored!r})"
+    return f" ({number}stored " + (f"with {stored!r} in place of {asked!r})" if stored else f"without {asked!r})")
+
+
+def _starts(key: str) -> Iterator[int]:
+    """Yield where the dotted parts of a key begin."""
+    yield 0
+    yield from (match.end() for match in re.finditer(r"\.", key))
 
 
 def _pattern(members: list[str]) -> str:

@@ -9,6 +9,7 @@ from distckpt._base.messages import summarize_keys
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._cli.selection import given
 from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
+from distckpt._state.common_state import COMMON_KEY
 
 _SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
 
@@ -56,7 +57,8 @@ def describe_object(difference: ObjectDifference) -> str:
     """Format the difference of an object as one line."""
     part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
     path = f" at {difference.path}" if difference.path else ""
-    return f"{difference.key}{part}: {_SIDES[difference.where]}{path}"
+    name = "common state" if difference.key == COMMON_KEY else difference.key
+    return f"{name}{part}: {_SIDES[difference.where]}{path}"
 
 
 def summary(report: DiffReport) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._operations.verify import Problem, VerifyReport, verify
+from distckpt._state.common_state import COMMON_KEY
 
 _MAX_NAMED = 3
 
@@ -33,7 +34,8 @@ def describe(problem: Problem) -> str:
     if problem.first_byte is not None:
         text += f"; bytes {problem.first_byte} to {problem.stop_byte}"
     if problem.key is not None:
-        text += f"; key {problem.key!r}, region {problem.region}"
+        name = "common state" if problem.key == COMMON_KEY else f"key {problem.key!r}, region {problem.region}"
+        text += f"; {name}"
     return text
 
 

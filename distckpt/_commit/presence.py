@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from distckpt._base.errors import CheckpointNotFoundError, CorruptCheckpointError
+from distckpt._base.messages import did_you_mean
 from distckpt._commit import posix
+from distckpt._format.manifest import is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, parse_config
 from distckpt._storage import locations
 
 READER_VERSION = 2
 """The newest format version this package reads."""
+_OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
+_MARKERS = (CONFIG_FNAME, ".metadata")
+_MAX_PROBED, _MAX_NAMED = 200, 6
+_ABOUT_PICKLES = (
+    "which distckpt does not open, since pickles can run code: read it with torch.load(path, weights_only=True), "
+    "load_state_dict it into the model, and save that with distckpt.save."
+)
 
 
 def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
     """Check that a marker that was read, None when there is none, is of a readable format; as `verify_checkpoint`."""
     if marker is None:
-        if not locations.exists(location):
-            aside = posix.left_aside(location)
-            hint = "" if aside is None else f" Its overwriting was interrupted: rename {aside!r}, which is its content."
-            raise CheckpointNotFoundError(f"Checkpoint directory {location!r} does not exist.{hint}")
-        raise CheckpointNotFoundError(
-            f"{location!r} is not a distributed checkpoint: it has no {CONFIG_FNAME}. Either nothing was saved "
-            "here, or a save did not finish; load another step."
-        )
+        raise CheckpointNotFoundError(absence(location))
     parse_config(marker, location)
     oldest_reader = marker.get("min_reader_version", 1)
     if type(oldest_reader) is not int or not 1 <= oldest_reader < 2**31:
@@ -37,3 +40,48 @@ def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]
             f"{READER_VERSION}. Install a newer release: pip install --upgrade distckpt"
         )
     return marker
+
+
+def absence(location: str) -> str:
+    """Say what is at a location that holds no complete checkpoint, and where one is."""
+    parent, name = locations.split(location)
+    if not locations.exists(location):
+        text = f"Checkpoint directory {location!r} does not exist"
+        if (aside := posix.left_aside(location)) is not None:
+            return f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
+        if locations.is_local(location) and not locations.exists(parent):
+            return f"{text}, and neither does {parent!r}."
+        beside = _checkpoints_in(parent)
+        return f"{text}{did_you_mean(name, _names_in(parent))}." + (f" Beside it: {beside}." if beside else "")
+    if not locations.isdir(location):
+        if name in _MARKERS or is_manifest_name(name):
+            return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
+        if name.endswith(_OF_TORCH_SAVE):
+            return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
+        return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
+    if inside := _checkpoints_in(location):
+        return f"{location!r} is not a checkpoint, it holds {inside}: give one of them, or use CheckpointManager."
+    names = _names_in(location)
+    if pickles := [name for name in names if name.endswith(_OF_TORCH_SAVE)]:
+        return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"
+    state = "a save did not finish here; load another step" if "tensors" in names else "nothing was saved here"
+    return f"{location!r} is not a distributed checkpoint: it has no {CONFIG_FNAME}, so {state}."
+
+
+def _names_in(directory: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return locations.list_names(directory)
+    return []
+
+
+def _checkpoints_in(directory: str) -> str:
+    """Name the newest checkpoints in a directory; an empty string when there are none, or none can be seen."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found = [
+            name
+            for name in _names_in(directory)[-_MAX_PROBED:]
+            if any(locations.exists(locations.join(directory, name, marker)) for marker in _MARKERS)
+        ]
+    more = f"{len(found) - _MAX_NAMED} checkpoints and " if len(found) > _MAX_NAMED else ""
+    return more + ", ".join(map(repr, found[-_MAX_NAMED:]))

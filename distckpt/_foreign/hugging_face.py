@@ -44,25 +44,38 @@ class Header(NamedTuple):
 
 
 class HuggingFaceReader(Reader):
-    """Reads folders with safetensors files at their top level."""
+    """Reads folders with safetensors files at their top level, and single files."""
 
     name = "huggingface"
 
     def detect(self, location: str, marker: Mapping[str, Any] | None) -> bool:
+        names = [locations.split(location)[1]] if is_single_file(location) else _safetensors_names(location)
         # A directory with a manifest but no marker is an incomplete checkpoint.
-        return marker is None and not all(map(is_manifest_name, _safetensors_names(location)))
+        return marker is None and not all(map(is_manifest_name, names))
 
     def manifest(self, location: str) -> Manifest:
         return read_directory(location)
 
 
+def is_single_file(location: str) -> bool:
+    """Tell whether a location is a safetensors file, not a directory."""
+    return location.endswith(SUFFIX) and locations.exists(location) and not locations.isdir(location)
+
+
 def read_directory(location: str, *, require_sharding_info: bool = False) -> Manifest:
-    """Read the headers of a folder of safetensors files.
+    """Read the headers of a folder of safetensors files, or of a single one.
 
     With `require_sharding_info`, files without the positions of their entries in the global tensors are refused.
     """
-    weight_map = _read_index(location)
-    names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
+    fields: dict[str, Any] = {}
+    weight_map = None
+    if is_single_file(location):
+        fields["is_file"] = True
+        location, only = locations.split(location)
+        names = [only]
+    else:
+        weight_map = _read_index(location)
+        names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
     if not names:
         raise CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
     files: list[ShardFile] = []
@@ -82,7 +95,6 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
         )
     if weight_map is not None:
         pieces = _indexed(location, pieces, weight_map)
-    fields = {}
     if any(may_be_codes(piece.dtype) for piece in pieces):
         fields["quantization"] = _read_quantization(location)
     return build_manifest(HuggingFaceReader.name, location, pieces, files, fields)

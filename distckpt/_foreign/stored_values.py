@@ -16,7 +16,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._io.read import read_chunks, read_copies
 from distckpt._plan.load import Request, object_chunk, plan_load
-from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.common_state import COMMON_KEY, object_text
 from distckpt.mapping import ShardedObject
 
 
@@ -118,5 +118,5 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
         # Common state is read whole: what in it nobody asks for must not be in the way.
         return codec.decode(blob, placeholders=stored.key_of(chunk) == COMMON_KEY)
     except CheckpointingException as error:
-        where = f"The object {stored.key_of(chunk)!r:.300} in {stored.path_of(chunk)!r}"
+        where = f"{object_text(stored.key_of(chunk))} in {stored.path_of(chunk)!r}"
         raise type(error)(f"{where}: {error}") from error

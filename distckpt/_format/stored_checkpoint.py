@@ -38,6 +38,8 @@ class StoredCheckpoint(NamedTuple):
 
     def path_of_file(self, file_id: int) -> str:
         """Return the location of a file."""
+        if (self.manifest.origin or {}).get("is_file"):
+            return self.location
         return locations.join(self.location, *self.manifest.files[file_id].name.split("/"))
 
     def path_of(self, chunk: int) -> str:

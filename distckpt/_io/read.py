@@ -22,6 +22,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import flat_start, num_outer_axes, run_starts
 from distckpt._io.read_parts import READ_UNIT_BYTES, ReadPart, direct_parts, divide_copy, regions_within
 from distckpt._plan.load import Copy
+from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles, read_into
 
@@ -235,9 +236,11 @@ def _verify(stored: StoredCheckpoint, part: ReadPart, runs: Sequence[Bytes]) -> 
     for low, digest, other in zip(range(0, size, block), found, expected, strict=True):
         if digest != other:
             start = int(manifest.first_bytes[chunk]) + part.start + low
+            key = stored.key_of(chunk)
+            name = "common state" if key == COMMON_KEY else f"key {key!r}"
             raise CorruptCheckpointError(
                 f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to {start + min(block, size - low)}: "
-                f"chunk {manifest.chunk_region(chunk)} of key {stored.key_of(chunk)!r} was damaged or replaced after "
+                f"chunk {manifest.chunk_region(chunk)} of {name} was damaged or replaced after "
                 "the save. Restore the file from a copy or load another checkpoint."
             )
 

@@ -26,6 +26,7 @@ from distckpt._plan.layout import (
 )
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._ranks.collectives import Ranks
+from distckpt._state.common_state import object_text
 from distckpt._state.shards import Shard, ShardTable, merge_tables, region_view
 from distckpt._state.validation import replica_weights, validate_shards
 from distckpt._storage import locations
@@ -42,7 +43,7 @@ def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
     try:
         return replace(shard, data=codec.encode(shard.data))
     except UnsupportedObjectError as error:
-        raise UnsupportedObjectError(f"The object {shard.unique_key!r} cannot be saved: {error}") from error
+        raise UnsupportedObjectError(f"{object_text(shard.key)} cannot be saved: {error}") from error
 
 
 def _check_tensor(shard: ShardedTensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import operation
-from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.messages import nearest_names, summarize_keys
 from distckpt._foreign import opening
 from distckpt._io import background
 from distckpt._operations.consistent_read import read_unchanged
@@ -90,7 +90,7 @@ def load_plain_tensors(
     def read(strategy: LoadShardedStrategy, location: str) -> dict[str, torch.Tensor]:
         stored = strategy.load_tensors_metadata(location)
         if unknown := [key for key in keys or () if key not in stored]:
-            hint = did_you_mean(unknown[0], stored)
+            hint = nearest_names(unknown, stored)
             raise LoadMismatchError(
                 f"There are no tensors of these keys in {location!r}: {summarize_keys(unknown)}{hint}",
                 unexpected=unknown,

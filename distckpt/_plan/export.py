@@ -111,7 +111,8 @@ def select_tensors(
             chosen[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
             taken.add(key_id)
     if not chosen:
-        raise LoadMismatchError(f"No tensor matches {keys!r}; there are {summarize_keys(names)}.")
+        there = summarize_keys(name for name in names if manifest.dtypes[key_index[name]] != OBJECT)
+        raise LoadMismatchError(f"No tensor matches {keys!r}; there are {there or 'none'}.")
     return {name: chosen[name] for name in sorted(chosen, key=natural_order)}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
-from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -56,16 +56,19 @@ class Request(NamedTuple):
 # --- Keys, dtypes and objects -----------------------------------------------------------------------------------------
 
 
-def check_keys(stored: StoredCheckpoint, keys: Iterable[str]) -> None:
+def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = False) -> None:
     """Refuse keys that are not stored."""
     known = stored.manifest.key_index
     absent = sorted({key for key in keys if key not in known})
-    if absent:
-        raise LoadMismatchError(
-            f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{did_you_mean(absent[0], known)}. "
-            "Correct the keys, or choose a StrictHandling that leaves unexpected keys out.",
-            unexpected=absent,
-        )
+    if not absent:
+        return
+    prefix = other_prefix(absent, known)
+    hint = prefix or did_you_mean(absent[0], known)
+    advice = "Correct the keys" + ("." if prefix else ", or leave such keys out with strict='log_unexpected'.")
+    if not (hint or has_rules) and (stored.manifest.origin or {}).get("format") == "huggingface":
+        advice = "Names of another program need rules=, or family='auto' for those of Megatron Core and transformers."
+    text = f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{hint}. {advice}"
+    raise LoadMismatchError(text, unexpected=absent)
 
 
 def check_dtype(stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool) -> None:

@@ -30,6 +30,11 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
+def object_text(key: str) -> str:
+    """Name an object at the beginning of a message."""
+    return "Common state" if key == COMMON_KEY else f"The object {key!r:.300}"
+
+
 def take_common_strategy(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Let the fourth positional argument be `common_strategy`, which it was in Megatron Core up to 0.18.
 

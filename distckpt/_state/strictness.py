@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from enum import Enum
 
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.messages import did_you_mean, nearest_names, summarize_keys
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,11 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     try:
         return StrictHandling(strict)
     except ValueError:
-        names = ", ".join(repr(mode.value) for mode in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}. Use a StrictHandling or one of {names}.") from None
+        names = [mode.value for mode in StrictHandling]
+        meant = f" (torch's {strict} is {'raise_all' if strict else 'log_all'!r} here)"
+        hint = meant if isinstance(strict, bool) else did_you_mean(str(strict), names)
+        text = f"Invalid strict flag: {strict!r}{hint}. Use a StrictHandling or one of {', '.join(map(repr, names))}."
+        raise ValueError(text) from None
 
 
 def _mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str) -> str:
@@ -77,11 +80,12 @@ def _mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: 
     missing, unexpected = sorted(missing), sorted(unexpected)
     lines = [f"The requested keys and those in the checkpoint {location!r} differ."]
     if unexpected:
-        hint = did_you_mean(unexpected[0], known) if len(unexpected) <= 20 else ""
+        hint = nearest_names(unexpected, known)
         lines.append(f"Unexpected keys (requested, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
     if missing:
         lines.append(f"Missing keys (in the checkpoint, requested by no rank): {summarize_keys(missing)}.")
-    lines.append("Correct the sharded state dict, or choose another StrictHandling.")
+    way_out = "'log_all' to go on nevertheless" if unexpected else "'raise_unexpected' to load a part"
+    lines.append(f"Correct the sharded state dict, or pass strict={way_out}.")
     return " ".join(lines)
 
 

@@ -84,11 +84,12 @@ def _explain_fault(table: GlobalTable, key_id: int, element: tuple[int, ...], al
     if len(holders):
         return (
             f"{name}: no main replica holds element {element}; it is only in copies with another replica_id: "
-            f"{_places(table, holders)}. Exactly one replica of each shard has replica_id 0."
+            f"{_places(table, holders)}. Exactly one replica of each shard has replica_id 0, "
+            "also of one that several pipeline stages hold, such as tied embeddings: 0 on one stage, 1 on the other."
         )
     return (
-        f"{name}: no rank holds element {element}. Check the offsets and fragmentations, and that every rank of the "
-        "layout calls save."
+        f"{name}: no rank holds element {element}. Check the offsets and fragmentations (layers of a later pipeline "
+        "stage do not begin at 0), and that every rank of the layout calls save."
     )
 
 

@@ -36,6 +36,11 @@ def normalize(location: str | os.PathLike[str]) -> str:
         ValueError: it is empty, or a URL without its second slash, which `pathlib` removes, or one that names nothing,
             or begins with a tilde.
     """
+    if not isinstance(location, str | bytes | os.PathLike):
+        raise TypeError(
+            f"A location is a path or a URL, got a {type(location).__name__}. The state dict "
+            "comes first: save(state, 'checkpoints/step_100')."
+        )
     text = os.fspath(location)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"A location is a path or a URL, got {text!r}.")

@@ -282,7 +282,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         if stored.quantized:
             pairs = zip(requests, dtypes, strict=True)
             requests = [r._replace(key=name_in_view(stored, r.key, dtype)) for r, dtype in pairs]
-        check_keys(stored, [request.key for request in requests])
+        check_keys(stored, [request.key for request in requests], bool(self.options.rules))
         for key, dtype in dict.fromkeys(zip((request.key for request in requests), dtypes, strict=True)):
             check_dtype(stored, key, dtype, self.options.allow_dtype_cast)
         dense = [request._replace(region=covering(request.region, request.step), step=()) for request in requests]

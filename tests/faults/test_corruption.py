@@ -74,6 +74,11 @@ def test_the_checkpoint_has_these_files(checkpoint):
     assert sorted(str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()) == sorted(FILES)
 
 
+def name_of(key):
+    """Return how errors name a key."""
+    return "common state" if key == "distckpt.common_state" else repr(key)
+
+
 def entries_of(file):
     """Return where in a safetensors file the data of each entry lie."""
     data = file.read_bytes()
@@ -119,7 +124,7 @@ def test_a_flipped_bit_of_data_is_found_with_file_and_key(checkpoint, name):
             with pytest.raises(CorruptCheckpointError) as caught:
                 load(checkpoint)
             assert str(file) in str(caught.value)
-            assert repr(key) in str(caught.value)
+            assert name_of(key) in str(caught.value)
     file.write_bytes(original)
     load(checkpoint)
 
@@ -397,7 +402,7 @@ def test_verify_says_what_a_flipped_bit_concerns(checkpoint, name):
             with pytest.raises(CorruptCheckpointError) as caught:
                 load(checkpoint, verify="read")
             assert str(file) in str(caught.value)
-            assert repr(key) in str(caught.value)
+            assert name_of(key) in str(caught.value)
     file.write_bytes(original)
     assert distckpt.verify(checkpoint).is_whole
 

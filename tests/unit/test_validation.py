@@ -348,7 +348,7 @@ def test_shards_without_data_are_refused(tmp_path):
 
 
 def test_objects_of_unknown_types_are_refused_with_their_key(tmp_path):
-    with pytest.raises(UnsupportedObjectError, match=r"The object 'loader/shard_0_1' cannot be saved: .*object"):
+    with pytest.raises(UnsupportedObjectError, match=r"The object 'loader' cannot be saved: .*object"):
         distckpt.save({"loader": ShardedObject("loader", {"a": object()}, (1,), (0,))}, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
@@ -432,8 +432,9 @@ def test_a_checkpoint_is_recognised_by_its_marker(tmp_path):
     assert verify_checkpoint(str(tmp_path / "c"))["sharded_backend"] == "safetensors"
     with pytest.raises(CheckpointNotFoundError, match="'/nowhere' does not exist"):
         verify_checkpoint("/nowhere")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"has no metadata\.json"):
-        verify_checkpoint(str(tmp_path))
+        verify_checkpoint(str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("version", [3, "1", None, [1]])

@@ -14,7 +14,7 @@ from distckpt._format.codec import HOLE
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks
-from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.common_state import COMMON_KEY, object_text
 from distckpt._storage import locations
 
 _MAX_LIST = 1 << 20
@@ -63,10 +63,7 @@ def _paths(stored: StoredCheckpoint) -> Any:
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
     key, first = stored.key_of(chunk), int(stored.manifest.first_bytes[chunk])
-    where = (
-        f"{'Common state' if key == COMMON_KEY else f'The object {key!r}'} in {stored.path_of(chunk)!r}, "
-        f"bytes {first} to {first + len(blob)},"
-    )
+    where = f"{object_text(key)} in {stored.path_of(chunk)!r}, bytes {first} to {first + len(blob)},"
     try:
         value = read_object(blob)
     except RefusedGlobalError as error:

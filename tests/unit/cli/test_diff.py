@@ -147,7 +147,7 @@ def test_objects_and_common_state(tmp_path, capsys):
         ("rng", [1], "seed", "both"),
     ]
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
-    assert "distckpt.common_state: only in A at args.gone\n" in text
+    assert "common state: only in A at args.gone\n" in text
     assert "rng part [1]: differs at seed\n" in text
     distckpt.save({"args": {"lr": 0.1, "gone": 1}, "step": 3}, tmp_path / "c")
     (only,) = call_json(capsys, "diff", tmp_path / "a", tmp_path / "c", code=1)["objects"]

@@ -1,0 +1,151 @@
+"""Likely mistakes of users: the message names what is there, and the next step."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import safetensors.torch
+import torch
+
+import distckpt
+from distckpt import CheckpointManager, CheckpointNotFoundError, LoadMismatchError, ShardedObject, ShardedTensor
+from tests.support.cli_command import call, call_error, call_json
+
+
+def shards(*keys, value=0.0):
+    return {key: ShardedTensor.from_rank_offsets(key, torch.full((4,), value)) for key in keys}
+
+
+MODEL = [f"{part}.{name}" for part in ("embed", "layers.0", "layers.1") for name in ("weight", "bias")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mistakes")
+    with CheckpointManager(root / "run", async_save=False) as manager:
+        for step in (100, 200):
+            manager.save(step, {**shards(*(f"model.{key}" for key in MODEL)), "step": step})
+    distckpt.save(shards(*MODEL), root / "bare")
+    (root / "hf").mkdir()
+    safetensors.torch.save_file({"model.embed_tokens.weight": torch.ones(4)}, root / "hf/model.safetensors")
+    (root / "pickles").mkdir()
+    torch.save(torch.ones(4), root / "pickles/pytorch_model.bin")
+    (root / "unfinished/tensors").mkdir(parents=True)
+    return root
+
+
+LOCATIONS = {
+    "run": r"run' is not a checkpoint, it holds 'step_00000100', 'step_00000200': give one of them",
+    "run/step_0000100": r"does not exist \(did you mean 'step_00000100'",
+    "run/final": r"final' does not exist\. Beside it: 'step_00000100', 'step_00000200'\.",
+    "nowhere/step_1": r"does not exist, and neither does '.*/nowhere'",
+    "bare/metadata.json": r"is a file of a checkpoint: give the directory, '.*/bare'",
+    "bare/manifest.safetensors": r"is a file of a checkpoint: give the directory, '.*/bare'",
+    "pickles": r"holds files of torch\.save \('pytorch_model\.bin'\), .*torch\.load\(path, weights_only=True\)",
+    "pickles/pytorch_model.bin": r"is a file of torch\.save, .*torch\.load\(path, weights_only=True\)",
+    "unfinished": r"has no metadata\.json, so a save did not finish here",
+}
+
+
+@pytest.mark.parametrize(("place", "message"), LOCATIONS.items(), ids=list(LOCATIONS))
+def test_another_place_than_that_of_a_checkpoint(root, capsys, place, message):
+    with pytest.raises(CheckpointNotFoundError, match=message):
+        distckpt.load(shards("w"), root / place)
+    assert re.search(message, call_error(capsys, "inspect", root / place))
+
+
+def test_a_single_safetensors_file_is_opened(tmp_path, capsys):
+    values = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    safetensors.torch.save_file(values, tmp_path / "x.safetensors")
+    loaded = distckpt.load_plain_tensors(tmp_path / "x.safetensors")
+    assert all(torch.equal(loaded[key], value) for key, value in values.items())
+    assert call_json(capsys, "inspect", tmp_path / "x.safetensors")["num_elements"] == 8
+    assert call_json(capsys, "cat", tmp_path / "x.safetensors", "a.weight[1]")["values"] == [3, 4, 5]
+    assert distckpt.verify(tmp_path / "x.safetensors").is_whole
+    distckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "out")
+    assert call(capsys, "diff", tmp_path / "x.safetensors", tmp_path / "out").startswith("SAME")
+
+
+def test_a_step_that_is_not_there(root):
+    manager = CheckpointManager(root / "run")
+    with pytest.raises(CheckpointNotFoundError, match="Beside it: 'step_00000100', 'step_00000200'"):
+        manager.load(shards("w"), step=150)
+    with pytest.raises(ValueError, match="got a dict: the step comes first"):
+        manager.save(shards("w"), 300)
+    with pytest.raises(CheckpointNotFoundError, match=r"runs' does not exist \(did you mean 'run'"):
+        CheckpointManager(root / "runs").load(shards("w"))
+
+
+@pytest.mark.parametrize("call", [distckpt.save, distckpt.load])
+def test_swapped_arguments(root, call):
+    with pytest.raises(TypeError, match=r"got a dict\. The state dict comes first"):
+        call(str(root / "bare"), shards("w"))
+
+
+PREFIXES = [
+    ("run/step_00000100", "", r"\(stored with the prefix 'model\.'\)"),
+    ("bare", "module.", r"\(stored without 'module\.'\)"),
+    ("run/step_00000100", "net.", r"\(stored with 'model\.' in place of 'net\.'\)"),
+]
+
+
+@pytest.mark.parametrize(("place", "prefix", "message"), PREFIXES, ids=[prefix for _, prefix, _ in PREFIXES])
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_all"])
+def test_a_prefix_that_is_off(root, place, prefix, message, strict):
+    request = shards(*(prefix + key for key in MODEL))
+    with pytest.raises(LoadMismatchError, match=message):
+        distckpt.load(request, root / place, strict=strict)
+    with pytest.raises(LoadMismatchError, match=message):
+        distckpt.load_plain_tensors(root / place, keys=list(request))
+
+
+def test_a_prefix_is_named_when_most_keys_have_it_only(root):
+    with pytest.raises(LoadMismatchError, match=r"\(6 of them stored without 'm\.'\)"):
+        distckpt.load(shards(*(f"m.{key}" for key in MODEL), "m.head"), root / "bare")
+    with pytest.raises(LoadMismatchError, match=r"'other\.b'\. Correct .*strict='log_unexpected'"):
+        distckpt.load(shards("other.a", "other.b"), root / "bare")
+
+
+def test_the_way_out_that_strict_is(root):
+    with pytest.raises(LoadMismatchError, match="pass strict='raise_unexpected' to load a part"):
+        distckpt.load(shards(MODEL[0]), root / "bare", strict="raise_all")
+    with pytest.raises(ValueError, match=r"True \(torch's True is 'raise_all' here\)"):
+        distckpt.load(shards(MODEL[0]), root / "bare", strict=True)
+    with pytest.raises(ValueError, match=r"did you mean 'raise_all'"):
+        distckpt.load(shards(MODEL[0]), root / "bare", strict="raise_al")
+
+
+def test_a_hugging_face_directory_under_the_names_of_another_program(root):
+    with pytest.raises(LoadMismatchError, match="need rules=, or family='auto'"):
+        distckpt.load(shards("embedding.word_embeddings.weight"), root / "hf")
+
+
+def test_no_main_replica_may_be_about_pipelines(tmp_path):
+    copy = ShardedTensor.from_rank_offsets("w", torch.ones(4), replica_id=1)
+    with pytest.raises(distckpt.InvalidShardingError, match="replica_id 0, also of one that several pipeline stages"):
+        distckpt.save({"w": copy}, tmp_path / "c")
+
+
+def test_internal_names_are_not_shown(root, tmp_path, capsys):
+    class Args:
+        pass
+
+    with pytest.raises(distckpt.UnsupportedObjectError, match=r"^Common state cannot be saved: .*\['args'\]"):
+        distckpt.save({"args": Args()}, tmp_path / "c")
+    with pytest.raises(distckpt.UnsupportedObjectError, match=r"^The object 'args' cannot be saved"):
+        distckpt.save({"args": ShardedObject("args", Args(), (1,), (0,))}, tmp_path / "c")
+    assert "common state: differs at step" in call(
+        capsys, "diff", root / "run/step_00000100", root / "run/step_00000200", code=1
+    )
+    assert "there are 'embed.bias'" in call_error(capsys, "export", root / "bare", tmp_path / "out", "--keys", "modle.")
+    distckpt.save({"step": 1}, tmp_path / "c")
+    (file,) = (tmp_path / "c/objects").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(distckpt.CorruptCheckpointError, match="of common state was damaged"):
+        distckpt.load({}, tmp_path / "c")
+    assert "; common state\n" in call(capsys, "verify", tmp_path / "c", code=1)
+    assert json.loads(call(capsys, "verify", tmp_path / "c", "--json", code=1))["problems"][0]["key"]
