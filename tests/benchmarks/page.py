@@ -1,9 +1,9 @@
-"""Bring the tables and the picture of docs/performance.md in line with the figures in docs/figures.
+"""Draw the pictures of the pages, and bring the tables of docs/performance.md in line with docs/figures.
 
     python tests/benchmarks/save_load.py --dir DIR --gb 2 --ranks 2 --runs 7 --json docs/figures/save_load.json
     python tests/benchmarks/page.py [--docs docs]
 
-Rewrites docs/storage.svg, and the tables of docs/performance.md between the comments that name the file of figures.
+Rewrites docs/*.svg, and the tables of docs/performance.md between the comments that name the file of figures.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from contest.figures import Figure, Outcome, tables
-from contest.picture import draw
+from pictures.chart import draw
+from pictures.diagrams import DIAGRAMS
 
 BEGIN, END = "<!-- figures/save_load.json by tests/benchmarks/page.py -->\n", "<!-- end -->\n"
 
 
 def main() -> None:
-    """Rewrite both files."""
+    """Rewrite the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, default=Path(__file__).parents[2] / "docs", help="the folder of the pages")
     docs: Path = parser.parse_args().docs
@@ -28,6 +29,8 @@ def main() -> None:
     page = docs / "performance.md"
     page.write_text(with_tables(page.read_text(), tables(outcome)))
     (docs / "storage.svg").write_text(draw(outcome))
+    for name, picture in DIAGRAMS.items():
+        (docs / name).write_text(picture())
 
 
 def from_json(value: dict[str, Any]) -> Outcome:

@@ -29,9 +29,9 @@ from pathlib import Path
 
 from contest.contestants import ALONE
 from contest.figures import Outcome, tables, titles, to_json
-from contest.picture import draw
 from contest.rounds import Settings, run_rank
 from contest.state import MAX_RANKS, llama_sizes
+from pictures.chart import draw
 
 from distckpt._base.memory import estimate_available_memory
 from distckpt._cli.bench import scratch_folder

@@ -186,14 +186,14 @@ def test_the_comparison_runs(storage, tmp_path, run_script):
     assert all(f"| {figure['name']} " in printed for figure in figures)
 
 
-def test_the_page_shows_the_committed_figures(tmp_path, run_script):
+def test_the_pictures_and_the_page_are_those_of_the_scripts_and_figures(tmp_path, run_script):
     docs = ROOT / "docs"
     (tmp_path / "figures").mkdir()
     shutil.copyfile(docs / "figures" / "save_load.json", tmp_path / "figures" / "save_load.json")
     page = (docs / "performance.md").read_text()
     (tmp_path / "performance.md").write_text(re.sub(r"\d\.\d{3} - ", "0.000 - ", page))
     run_script("page.py", "--docs", tmp_path)
-    for name in ("performance.md", "storage.svg"):
+    for name in ["performance.md", *(picture.name for picture in docs.glob("*.svg"))]:
         assert (tmp_path / name).read_text() == (docs / name).read_text(), f"run tests/benchmarks/page.py for {name}"
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")[:4]) for line in page.splitlines()]
     for figure in json.loads((docs / "figures" / "save_load.json").read_text())["figures"]:

@@ -1,1 +1,1 @@
-"""The comparison with other libraries: the state, the contestants, the rounds, the figures and their picture."""
+"""The comparison with other libraries: the state, the contestants, the rounds and the figures."""
