@@ -8,7 +8,11 @@ Nothing is loaded before it is used, so that `import distckpt` takes no time tha
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("distckpt does not run on Windows: use it on Linux, or in WSL (the Windows Subsystem for Linux)")
 
 if TYPE_CHECKING:
     from distckpt._format.codec import UnknownObject, register_object_type

@@ -18,23 +18,20 @@ from distckpt._ranks.collectives import Ranks
 
 @dataclass(frozen=True)
 class _Report:
-    """The size and duration of a save or load, the same on every rank.
-
-    Attributes:
-        location: of the checkpoint.
-        num_bytes: bytes of tensors and objects, of all ranks together.
-        seconds: from the call to the return, on the rank that took longest.
-        phases: seconds by phase, each on the rank that took longest in it.
-        slowest_rank: the rank that spent most time moving bytes.
-        num_ranks: number of ranks.
-    """
+    """The size and duration of a save or load, the same on every rank."""
 
     location: str
+    """Location of the checkpoint."""
     num_bytes: int
+    """Bytes of tensors and objects, of all ranks together."""
     seconds: float
+    """Seconds from the call to the return, on the rank that took longest."""
     phases: Mapping[str, float]
+    """Seconds by phase, each on the rank that took longest in it."""
     slowest_rank: int
+    """The rank that spent most time moving bytes."""
     num_ranks: int
+    """Number of ranks."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -56,12 +53,10 @@ class SaveReport(_Report):
 
     Phases: "describe" (flattening the state dict, comparing common state), "plan" (deciding who writes what), "stage"
     (copying tensors, of a background save), "write" (shard files and manifest) and "commit".
-
-    Attributes:
-        plan_reused: whether the plan of an earlier save was used.
     """
 
     plan_reused: bool = False
+    """Whether the plan of an earlier save was used."""
 
     def __str__(self) -> str:
         """Return one line for a log."""

@@ -1,11 +1,13 @@
-"""Add the README, the changelog, the examples and a page for each public module to the site.
+"""Add to the site what lies elsewhere: the README, the changelog, the examples, and the reference of the public names.
 
 Pages link to these files by their location in the repository. Here the links are rewritten to their location in the
-site, so that they work in both places.
+site, so that they work in both places. Pictures become part of their page, so that they follow its theme.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,29 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+import distckpt
+
 ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+
+CORE = ["save", "load", "async_save", "SaveHandle", "SaveReport", "LoadReport", "CheckpointManager", "PreemptionGuard"]
+CORE += ["RngState", "PerRank", "verify", "VerifyReport", "diff", "DiffReport", "reshard", "ReshardReport"]
+CORE += ["load_plain_tensors", "load_common_state_dict", "load_tensors_metadata", "load_sharded_metadata"]
+MODELS = ["ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"]
+HUGGING_FACE = ["consolidate", "ExportReport"]
+GROUPS = {
+    "Core": [*CORE, *(name for name in distckpt.__all__ if name not in {*CORE, *MODELS, *HUGGING_FACE})],
+    "Models": MODELS,
+    "Hugging Face": HUGGING_FACE,
+    "Compatibility": [],
+}
+"""The names of `distckpt` itself, on one page a group."""
+MODULES = {
+    "Core": ["tensors"],
+    "Models": ["modules", "optimizer", "factories", "experts"],
+    "Hugging Face": ["hf", "rules", "rule_sets", "families", "streaming", "readers"],
+}
+"""The other public modules, each on a page of its own. All that are not named belong to "Compatibility"."""
 
 
 def public_modules() -> list[str]:
@@ -24,32 +47,90 @@ def public_modules() -> list[str]:
     return [name for name in names if name != "distckpt.cli"]
 
 
+def modules_of(group: str) -> list[str]:
+    """Return the public modules of a group."""
+    named = {f"distckpt.{name}" for names in MODULES.values() for name in names}
+    if group in MODULES:
+        return [f"distckpt.{name}" for name in MODULES[group]]
+    return [name for name in public_modules() if name not in named]
+
+
+def page_of(group: str) -> str:
+    return f"api/{group.lower().replace(' ', '-')}.md"
+
+
+def summary(value: object) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(value) or "").partition("\n")[0]
+
+
+def index_page() -> str:
+    """Return the tables of all public names and modules."""
+    text = (ROOT / "docs" / "api" / "index.md").read_text()
+    for group, names in GROUPS.items():
+        text += f"\n## {group}\n\n| name | |\n|---|---|\n"
+        text += "".join(f"| [`{name}`][distckpt.{name}] | {summary(getattr(distckpt, name))} |\n" for name in names)
+        for name in modules_of(group):
+            text += f"| [`{name}`]({name}.md) | {summary(importlib.import_module(name))} |\n"
+    return text
+
+
+def group_page(group: str) -> str:
+    """Return the page with the names of `distckpt` in a group."""
+    options = "    options: {show_root_heading: true, show_root_full_path: false, heading_level: 2}\n"
+    return f"# {group}\n\n" + "\n".join(f"::: distckpt.{name}\n{options}" for name in GROUPS[group])
+
+
+def module_page(name: str) -> str:
+    """Return the page of a module; names that `distckpt` has as well are explained once."""
+    names = getattr(importlib.import_module(name), "__all__", [])
+    elsewhere = [other for other in names if other in distckpt.__all__]
+    links = ", ".join(f"[`{other}`][distckpt.{other}]" for other in elsewhere)
+    also = f"Also here, the same as in `distckpt`: {links}.\n" if elsewhere else ""
+    own = [other for other in names if other not in elsewhere]
+    return f"# {name}\n\n::: {name}\n    options: {{members: {own if names else 'null'}}}\n\n{also}"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add a page for each public module to the navigation."""
+    """Add the pages of the reference to the navigation."""
     assert config.nav is not None
-    config.nav[-1] = {"API": ["api/index.md", *({name: f"api/{name}.md"} for name in public_modules())]}
+    reference: list[Any] = ["api/index.md"]
+    for group in GROUPS:
+        own = [{"distckpt": page_of(group)}] if GROUPS[group] else []
+        reference.append({group: [*own, *({name: f"api/{name}.md"} for name in modules_of(group))]})
+    config.nav[-1] = {"API reference": reference}
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add pages and files from outside `docs/`."""
-    for source, target in PAGES.items():
-        files.append(File.generated(config, target, content=(ROOT / source).read_text()))
+    contents = {target: (ROOT / source).read_text() for source, target in PAGES.items()}
+    contents |= {page_of(group): group_page(group) for group, names in GROUPS.items() if names}
+    contents |= {f"api/{name}.md": module_page(name) for name in public_modules()}
+    for target, content in contents.items():
+        files.append(File.generated(config, target, content=content))
     for example in sorted((ROOT / "examples").rglob("*.py")):
         files.append(File.generated(config, example.relative_to(ROOT).as_posix(), abs_src_path=str(example)))
-    for name in public_modules():
-        files.append(File.generated(config, f"api/{name}.md", content=f"# {name}\n\n::: {name}\n"))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links to files of the repository to their location in the site."""
+    if page.file.src_uri == "api/index.md":
+        return index_page()
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
     if page.file.src_uri in PAGES.values():
         markdown = markdown.replace("](docs/", "](").replace("](examples/", "](../examples/")
     for source, target in PAGES.items():
         markdown = re.sub(rf"\]\((\.\./)?{re.escape(source)}", f"]({target}", markdown)
     markdown = markdown.replace("](../examples/", "](examples/")
     return markdown if page.file.src_uri.startswith("api/") else _indented(markdown)
+
+
+def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
+    """Put pictures into the page itself: those in a file of their own follow the system's theme, not the page's."""
+    return re.sub(r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>', lambda m: (ROOT / "docs" / m[1]).read_text(), output)
 
 
 def _indented(markdown: str) -> str:

@@ -140,16 +140,21 @@ def test_commands_of_the_command_line_page(block: Block, places: Path, tmp_path:
     assert timeless(actual.replace(str(tmp_path), "")) == timeless(shown)
 
 
-def test_commands_of_the_quickstart(tmp_path: Path) -> None:
-    lines = [line for block in blocks("sh", page="quickstart") for line in lines_of(block.text)]
-    lines = [line for line in lines if line.startswith("distckpt ")]
-    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 2)), "lr": 0.1}, tmp_path / "looked_into")
-    run(run_lines, 1, tmp_path, lines, backend=None)
+@pytest.mark.parametrize(("page", "place"), [("quickstart", '"looked_into"'), ("which-call", '"cheat/')])
+def test_commands_about_what_a_page_has_saved(
+    page: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = [block for block in blocks("python", page=page) if place in block.text]
+    lines = [line for block in blocks("sh", page=page) for line in lines_of(block.text)]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.text, code.name, "exec"), {"__name__": "__main__"})
+    run(run_lines, 1, tmp_path, [line for line in lines if line.startswith("distckpt ")], backend=None)
 
 
 def test_blocks_with_commands_of_distckpt_are_on_pages_whose_commands_run() -> None:
     pages = {block.page for block in blocks("sh", "console") if re.search(r"^(\$ )?distckpt ", block.text, re.M)}
-    assert pages == {"command-line", "quickstart", "quantized", "migrating-from-megatron"}  # the last in test_docs.py
+    # The last in test_docs.py.
+    assert pages == {"command-line", "quickstart", "which-call", "quantized", "migrating-from-megatron"}
 
 
 # --- All commands -----------------------------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ def test_commands_in_sentences(page: Path) -> None:
 def test_the_commands_of_the_readme_are_those_of_the_checks_before_a_change_lands() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert "export OMP_NUM_THREADS=1\n" in script
-    _, tests = blocks("sh", page="README")
+    *_, tests = blocks("sh", page="README")
     install, command = tests.text.rstrip().rsplit(" && OMP_NUM_THREADS=1 ", 1)
     assert f"\n{install}\n" in script
     assert f"\n{command}\n" in script

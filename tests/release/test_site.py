@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import distckpt
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,9 +42,24 @@ def test_every_public_module_has_a_page_with_its_names(site):
     names = {".".join(file.parts) for file in files if not any(part.startswith("_") for part in file.parts)}
     pages = {page.name.removesuffix(".html") for page in (site / "api").glob("distckpt.*.html")}
     assert pages == names - {"distckpt.cli"}
-    page = (site / "api" / "distckpt.serialization.html").read_text()
-    for name in ("save", "load", "async_save", "consolidate"):
-        assert f'id="distckpt.serialization.{name}"' in page
+
+
+def test_every_name_of_the_package_is_in_the_index_and_explained_once(site):
+    index = (site / "api" / "index.html").read_text()
+    pages = {page.name: page.read_text() for page in (site / "api").glob("*.html")}
+    for name in distckpt.__all__:
+        assert f'#distckpt.{name}"' in index
+        assert len([page for page in pages.values() if f'<h2 id="distckpt.{name}"' in page]) == 1, name
+    assert re.findall(r'<h2 id="distckpt\.(\w+)"', pages["core.html"])[:2] == ["save", "load"]
+    for field in ("num_bytes", "phases", "gigabytes_per_second"):  # inherited
+        assert f'id="distckpt.SaveReport.{field}"' in pages["core.html"]
+
+
+def test_pictures_are_part_of_their_pages(site):
+    """So that they follow the theme that the reader has chosen."""
+    assert '<svg xmlns="http://www.w3.org/2000/svg" class="distckpt-picture"' in (site / "index.html").read_text()
+    for page in site.rglob("*.html"):
+        assert re.findall(r"<img[^>]*\.svg", page.read_text()) == []
 
 
 def test_links_and_pictures_of_the_site_lead_to_its_files(site):

@@ -138,4 +138,33 @@ def architecture() -> str:
     return document("The folders of distckpt, imports point down", 46 + 66 * len(layers), parts)
 
 
-DIAGRAMS = {f"{draw.__name__}.svg": draw for draw in (overview, walk, grid, commit, architecture)}
+def which_call() -> str:
+    """Questions, and the calls that answer them."""
+    save = [
+        ("one checkpoint, wait for it", "save"),
+        ("one checkpoint, train on", "async_save"),
+        ("a run with many steps", "CheckpointManager"),
+    ]
+    load = [
+        ("into a model and optimizer", "load"),
+        ("into tensors that I shard", "load, ShardedTensor"),
+        ("tensors by key, no model", "load_plain_tensors"),
+        ("the step, arguments", "load_common_state_dict"),
+    ]
+    convert = [
+        ("for Hugging Face", "consolidate"),
+        ("from Megatron Core, DCP", "distckpt convert"),
+        ("to other numbers of files", "reshard"),
+    ]
+    parts, y = [], 28.0
+    for title, rows, colour in (("Save", save, "a"), ("Load", load, "b"), ("Convert", convert, "c")):
+        parts.append(heading(14, y, title))
+        for question, call in rows:
+            parts += [text(14, y + 34, question, anchor="start"), arrow(206, y + 29, 232, y + 29)]
+            parts += [rect(238, y + 14, 208, 30, colour, radius=6), text(342, y + 34, call, "code")]
+            y += 38
+        y += 42
+    return document("Which call to use for what", y - 20, parts)
+
+
+DIAGRAMS = {f"{draw.__name__}.svg": draw for draw in (overview, which_call, walk, grid, commit, architecture)}
