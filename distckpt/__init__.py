@@ -8,10 +8,10 @@ Nothing is loaded before it is used, so that `import distckpt` takes no time tha
 from __future__ import annotations
 
 import importlib
-import sys
+import sys as _sys
 from typing import TYPE_CHECKING, Any
 
-if sys.platform == "win32":
+if _sys.platform == "win32":
     raise ImportError("distckpt does not run on Windows: use it on Linux, or in WSL (the Windows Subsystem for Linux)")
 
 if TYPE_CHECKING:
