@@ -11,9 +11,6 @@ import importlib
 import sys as _sys
 from typing import TYPE_CHECKING, Any
 
-if _sys.platform == "win32":
-    raise ImportError("distckpt does not run on Windows: use it on Linux, or in WSL (the Windows Subsystem for Linux)")
-
 if TYPE_CHECKING:
     from distckpt._format.codec import UnknownObject, register_object_type
     from distckpt._objects.per_rank import PerRank
@@ -53,6 +50,9 @@ if TYPE_CHECKING:
         save,
     )
     from distckpt.validation import StrictHandling
+
+if _sys.platform == "win32":
+    raise ImportError("distckpt does not run on Windows: use it on Linux, or in WSL (the Windows Subsystem for Linux)")
 
 __version__ = "0.1.0"
 
