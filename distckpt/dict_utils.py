@@ -80,19 +80,16 @@ def diff(x1: Any, x2: Any, prefix: Position = ()) -> DiffResult:
     value, whatever their dtype and device. Of two objects with a `replica_id` only their `data` is
     compared. Equality is that of `!=`, so NaN differs from NaN.
 
-    Args:
-        x1: left value.
-        x2: right value.
-        prefix: position of the two values, put before every position in the result.
-
     Returns:
         Three lists: the positions found only on the left, those found only on the right, and one tuple per
         differing leaf: (position, type on the left, type on the right), for tensors of one shape followed by
         the number of differing elements, the shape and the indices of those elements, for other tensors
-        followed by both shapes. All are empty when the values are equal.
+        followed by both shapes. All are empty when the values are equal. Positions begin with `prefix`.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
-        return _diff_dicts(x1, x2, prefix)
+        only_left = [(*prefix, key) for key in x1 if key not in x2]
+        only_right = [(*prefix, key) for key in x2 if key not in x1]
+        return _diff_common(only_left, only_right, [(key, x1[key], x2[key]) for key in x1 if key in x2], prefix)
     if type(x1) is type(x2) and _is_sequence(x1) and _is_sequence(x2):
         return _diff_sequences(x1, x2, prefix)
     if type(x1) is type(x2) and hasattr(x1, "replica_id") and hasattr(x2, "replica_id"):
@@ -102,13 +99,6 @@ def diff(x1: Any, x2: Any, prefix: Position = ()) -> DiffResult:
         details = _diff_tensors(x1, x2)
         return [], [], [] if details is None else [kinds + details]
     return [], [], [kinds] if _differ(x1, x2) else []
-
-
-def _diff_dicts(x1: dict[Any, Any], x2: dict[Any, Any], prefix: Position) -> DiffResult:
-    only_left = [(*prefix, key) for key in x1 if key not in x2]
-    only_right = [(*prefix, key) for key in x2 if key not in x1]
-    common = [(key, x1[key], x2[key]) for key in x1 if key in x2]
-    return _diff_common(only_left, only_right, common, prefix)
 
 
 def _diff_common(
@@ -161,13 +151,7 @@ def _differ(x1: Any, x2: Any) -> bool:
 
 
 def inspect_types(x: Any, prefix: Position = (), indent: int = 4) -> None:
-    """Print the nesting of a value, with the type of each leaf.
-
-    Args:
-        x: value to print.
-        prefix: position of `x`; its length sets the depth of the indentation.
-        indent: spaces per level.
-    """
+    """Print the nesting of a value, with the type of each leaf, `indent` spaces further for each item of `prefix`."""
     if isinstance(x, (dict, list)):
         print()
         for key, value in x.items() if isinstance(x, dict) else enumerate(x):
@@ -188,11 +172,7 @@ def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
 
 
 def nested_items_iter(x: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Iterate over the leaves of nested dicts and lists, which may be replaced meanwhile.
-
-    Yields:
-        The innermost container, the key or index in it, and the leaf: `container[key] is leaf`.
-    """
+    """Yield `(container, key, leaf)` for the leaves of nested dicts and lists, which may be replaced meanwhile."""
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):
         if isinstance(value, (dict, list)):
             yield from nested_items_iter(value)
@@ -213,11 +193,7 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace each leaf by `f(leaf)`, in place.
-
-    Args:
-        f: gives the new leaf. What it returns is not walked again.
-        x: nested dicts and lists, changed in place; or one leaf.
+    """Replace each leaf of nested dicts and lists by `f(leaf)`, in place; what `f` returns is not walked again.
 
     Returns:
         `x` itself when it is a container, else `f(x)`.
@@ -245,15 +221,8 @@ def merge(x1: Any, x2: Any, key: Position = ()) -> Any:
     """Merge nested dicts and lists into `x1`, in place.
 
     Dicts are united. Lists must have one length and are merged element by element, so their elements must be
-    containers. A leaf may be on one side only, even if both are equal.
-
-    Args:
-        x1: dict or list that takes up the values of `x2`.
-        x2: dict or list; not changed, but its containers may become part of `x1`.
-        key: position of both values, for error messages.
-
-    Returns:
-        `x1`.
+    containers. A leaf may be on one side only, even if both are equal. `x2` is not changed, but its containers may
+    become part of `x1`, which is returned. `key` is the position of both, for error messages.
 
     Raises:
         ValueError: lists of different lengths, or a leaf on both sides; the message gives the position.
@@ -280,16 +249,9 @@ def map_reduce(
     value_fn: Callable[[Any], Any] = lambda x: x,
     reduce_fn: Callable[[list[Any]], Any] = lambda x: x,
 ) -> dict[Any, Any]:
-    """Group items by a key, and reduce each group.
+    """Group items by `key_fn`, and return `reduce_fn(values)` of each group, in the order in which groups first appear.
 
-    Args:
-        xs: the items.
-        key_fn: gives the group of an item.
-        value_fn: gives what is kept of an item.
-        reduce_fn: gives the value of a group from the list of what was kept, in order.
-
-    Returns:
-        The reduced value of each group, in the order in which the groups first appear.
+    The values of a group are the results of `value_fn`, in the order of its items.
     """
     groups: defaultdict[Any, list[Any]] = defaultdict(list)
     for x in xs:

@@ -72,12 +72,11 @@ def grouped_experts(
         fc2 = ShardedTensor.from_rank_offsets("experts.fc2", weight, (2, tp_rank, tp_size))  # [local experts, out, in]
         state.update(grouped_experts({"fc2": fc2}, ep_rank, ep_size, expert_dp_rank=0))
 
+    `ep_rank`, `ep_size` and `expert_dp_rank` are those of `sequential_experts`.
+
     Args:
         state_dict: shards and factories of tensors of local shape `[local experts, ...]`; prepended axes may be
             in front of the experts. All ranks hold the same number of experts.
-        ep_rank: see `sequential_experts`.
-        ep_size: see `sequential_experts`.
-        expert_dp_rank: see `sequential_experts`.
 
     Returns:
         The same state dict, with the axis of the experts as long as the whole model has experts. The arguments are not
@@ -110,7 +109,8 @@ def grouped_mlp_sharded_state_dict(
 
     Stored are, as Megatron stores them, `<prefix>experts.linear_fc1.weight`, [experts, features, hidden], and
     `<prefix>experts.linear_fc2.weight`, [experts, hidden, features]: for each expert two linear layers, whose features
-    are divided among tensor parallel ranks, gate before up.
+    are divided among tensor parallel ranks, gate before up. `ep_rank`, `ep_size` and `expert_dp_rank` are those of
+    `sequential_experts`.
 
     Args:
         weight1: of shape [hidden, local experts * width], which holds expert after expert: it is used as
@@ -121,11 +121,8 @@ def grouped_mlp_sharded_state_dict(
         sharded_offsets: axes to prepend, as (axis, position, size): that of the layers, say.
         num_local_experts: number of experts that each rank holds.
         gated: whether `weight1` holds gate and up (SwiGLU).
-        ep_rank: see `sequential_experts`.
-        ep_size: see `sequential_experts`.
         tp_rank: position of this rank among those that hold different features of the same experts.
         tp_size: number of such ranks.
-        expert_dp_rank: see `sequential_experts`.
 
     Returns:
         Factories for `<prefix>weight1` and `<prefix>weight2`.

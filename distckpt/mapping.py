@@ -53,13 +53,8 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     """Tell whether a copy of a shard is the one that counts.
 
     Among the ranks that hold the same shard exactly one must have the main replica. The application numbers them,
-    usually by data parallel rank.
-
-    Args:
-        replica_id: a number, or a tuple of numbers for several kinds of replication.
-
-    Returns:
-        True for 0 and for a tuple of zeros, the empty one included.
+    usually by data parallel rank: with a number, or a tuple of numbers for several kinds of replication. The main one
+    has 0, or a tuple of zeros, which may be empty.
     """
     if isinstance(replica_id, Integral):
         return bool(replica_id == 0)
@@ -130,15 +125,9 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Make the description of an object from its unique key.
+        """Make the description of an object, without data, from its `unique_key`.
 
-        Args:
-            unique_key: as the attribute `unique_key` gives it. The last size of the shape may be missing, as it is
-                in old checkpoints; it becomes -1, unknown.
-            replica_id: which copy of the object this is.
-
-        Returns:
-            The object, without data.
+        The last size of the shape may be missing, as it is in old checkpoints; it becomes -1, unknown.
 
         Raises:
             InvalidShardingError: not a unique key.
@@ -199,11 +188,7 @@ class ShardedTensorFactory(ShardedBase):
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace each factory in a state dict by what it builds, in place.
-
-    Args:
-        sharded_state_dict: nested dicts and lists; changed in place.
-    """
+    """Replace each factory in nested dicts and lists by what it builds, in place."""
     dict_list_map_inplace(lambda x: x.build() if is_a(x, ShardedTensorFactory) else x, sharded_state_dict)
 
 
@@ -211,7 +196,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """Turn what factories built, now loaded, back into the form of the model, in place.
 
     Args:
-        x1: loaded state dict, changed in place.
+        x1: loaded state dict.
         x2: the factories, in nested dicts and lists that hold nothing else. They lie at the same
             positions as in `x1`; a dict with integer keys matches a list, too.
         key: position of both in a larger state dict, for error messages.

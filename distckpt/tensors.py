@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -64,9 +65,8 @@ class TensorSource(Protocol):
 def estimate_array_nbytes(array: Any) -> int:
     """Return the size of an array in bytes, without touching its data.
 
-    Args:
-        array: a torch tensor on any device (also "meta"), a numpy array, or anything else with `shape` and `dtype`
-            (of torch, of numpy, or by name). A DTensor counts as a whole, `array.to_local()` as its part here.
+    It is a torch tensor on any device (also "meta"), a numpy array, or anything else with `shape` and `dtype` (of
+    torch, of numpy, or by name). A DTensor counts as a whole, `array.to_local()` as its part here.
 
     Raises:
         TypeError: it has no shape and dtype.
@@ -97,15 +97,10 @@ def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dty
 
 
 def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torch.Tensor]:
-    """Divide a tensor into views of a limited size.
+    """Divide a tensor of any strides and device into views of at most `memory_limit` bytes.
 
-    Args:
-        tensor: of any shape, strides and device.
-        memory_limit: size of a view in bytes at most.
-
-    Returns:
-        Views with as many axes as `tensor`, in row-major order: their flattened values one after the other are the
-        flattened tensor. They are runs of rows; rows that are larger than the limit are divided along later axes.
+    They have as many axes as `tensor`, and are in row-major order: their flattened values one after the other are the
+    flattened tensor. They are runs of rows; rows that are larger than the limit are divided along later axes.
 
     Raises:
         ValueError: the limit is smaller than one element.
@@ -242,21 +237,14 @@ def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
 
 
 def unflatten_from_broadcast(flat: Mapping[Position, Any], like: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Put leaves back into nested dicts and lists.
-
-    Args:
-        flat: position -> leaf.
-        like: nested dicts and lists with leaves at the same positions, such as what was flattened; it is not changed.
-
-    Returns:
-        New containers as in `like`, with the leaves of `flat`.
+    """Put leaves, given by position, into new nested dicts and lists like those of `like`, which was flattened, say.
 
     Raises:
         ValueError: the positions are not those of `like`.
     """
     positions = flatten_for_broadcast(like)
     _check_same(flat, positions, "the flat state and the nested one it is put into have different leaves")
-    return {key: _rebuilt(value, (key,), flat) for key, value in like.items()}
+    return dict(_rebuilt(like, (), flat))
 
 
 def apply_gather_functions(
@@ -281,25 +269,18 @@ def apply_gather_functions(
     """
     flat = flatten_for_broadcast(state)
     if isinstance(gather_fns, bool):
-        functions = {p: _full_tensor for p, leaf in flat.items() if gather_fns and hasattr(leaf, "full_tensor")}
+        gather: Callable[[Any], Any] = operator.methodcaller("full_tensor")
+        functions = {position: gather for position, leaf in flat.items() if gather_fns and hasattr(leaf, "full_tensor")}
     else:
         is_flat = any(isinstance(key, tuple) for key in gather_fns)
         given = gather_fns if is_flat else flatten_for_broadcast(gather_fns)
         functions = {position: function for position, function in given.items() if function is not None}
         if not mismatch_allowed:
             _check_same(functions, flat, "gather functions and leaves do not match (mismatches can be allowed)")
-    num_gathered = 0
-    for position in flat:
-        if position in functions:
-            flat[position] = functions[position](flat[position])
-            num_gathered += 1
+    gathered = {position: functions[position](leaf) for position, leaf in flat.items() if position in functions}
     if verbose:
-        logger.info("gathered %d of %d leaves", num_gathered, len(flat))
-    return unflatten_from_broadcast(flat, state)
-
-
-def _full_tensor(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor()  # type: ignore[no-any-return]
+        logger.info("gathered %d of %d leaves", len(gathered), len(flat))
+    return unflatten_from_broadcast(flat | gathered, state)
 
 
 def _leaves(node: Any, position: Position) -> Iterator[tuple[Position, Any]]:

@@ -82,24 +82,12 @@ def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[Sharded
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Put a prefix before every key, in place.
-
-    Keys here are those of the wrapped values, `ShardedBase.key`; the keys of the dicts stay.
-
-    Args:
-        sharded_state_dict: nested dicts and lists; the wrapped values in it are changed.
-        prefix: text to put before the keys.
-    """
+    """Put a prefix before the key of every wrapped value (`ShardedBase.key`), in place; the keys of dicts stay."""
     _rename_keys(sharded_state_dict, lambda key: prefix + key)
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
-    """Exchange the prefix that all keys have, in place.
-
-    Args:
-        sharded_state_dict: nested dicts and lists; the wrapped values in it are changed.
-        old_prefix: prefix of every key.
-        new_prefix: prefix to put in its place.
+    """Exchange the prefix that the keys of all wrapped values have, in place.
 
     Raises:
         ValueError: a key does not start with `old_prefix`; nothing is changed then.
@@ -114,12 +102,9 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
-    """Exchange prefixes in those keys that have one of them, in place.
+    """Exchange prefixes in the keys of wrapped values, in place.
 
-    Args:
-        sharded_state_dict: nested dicts and lists; the wrapped values in it are changed.
-        prefix_map: new prefix by old prefix. The first that a key starts with is exchanged, in the order
-            of the dict. Keys that start with none stay.
+    Of `prefix_map`, old prefix to new, the first that a key starts with counts. Keys that start with none stay.
     """
 
     def rename(key: str) -> str:
@@ -143,9 +128,6 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """Replace the Transformer Engine Float8 tensors in a state dict by ordinary ones, in place.
 
     Such a tensor pretends to be of a high precision type, but holds 8-bit numbers and scales.
-
-    Args:
-        sharded_state_dict: nested dicts and lists; the `data` of wrapped values in it are changed.
     """
     for value in nested_values([sharded_state_dict]):
         if is_a(value, ShardedBase) and _is_float8(value.data):
@@ -178,12 +160,7 @@ def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[s
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Zip iterables of the same length.
-
-    Raises:
-        ValueError: the lengths differ; in contrast to `zip(..., strict=True)` the message gives all of them,
-            and no tuple is given out before.
-    """
+    """Zip iterables of the same length; a ValueError gives all lengths when they differ, before any tuple comes."""
     columns = [list(arg) for arg in args]
     lengths = [len(column) for column in columns]
     if len(set(lengths)) > 1:
@@ -195,11 +172,7 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None
 ) -> Iterator[tuple[str, logging.Logger]]:
-    """Enter a named scope for debug logging, for this thread.
-
-    Args:
-        name: name of the scope; None stays in the scope around it.
-        current_logger: logger of the scope; None takes that of the scope around it.
+    """Enter a named scope for debug logging, for this thread; None takes the name or logger of the scope around it.
 
     Yields:
         The names of the scopes around, joined by dots, and the logger.
@@ -218,11 +191,9 @@ def logger_stack(
 def debug_time(
     name: str, logger: logging.Logger | None = None, threshold: float = float("-inf"), level: int | None = None
 ) -> Iterator[None]:
-    """Log how long the body takes, also when it raises.
+    """Log how long the body takes, also when it raises, in a scope as of `logger_stack`.
 
     Args:
-        name: name of the scope, see `logger_stack`.
-        logger: logger of the scope, see `logger_stack`.
         threshold: shortest time to log, in seconds.
         level: logging level; None takes WARNING when there is a threshold, else DEBUG.
     """

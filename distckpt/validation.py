@@ -99,9 +99,8 @@ def validate_sharding_integrity(
 ) -> None:
     """Check that the main replicas of all ranks cover each tensor and object grid exactly once.
 
-    Args:
-        global_metadata: for each rank its shards, from `determine_global_metadata`.
-        common_state_dict: accepted for compatibility; `save` compares common state itself.
+    `global_metadata` comes from `determine_global_metadata`; `common_state_dict` is accepted for compatibility: `save`
+    compares common state itself.
 
     Raises:
         InvalidShardingError: naming keys, regions and ranks.

@@ -19,15 +19,9 @@ _FILE_NAME_END = re.compile(r"(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?\
 
 
 def shard_filename(base_prefix: str, idx: int, total: int) -> str:
-    """Return the name of one of several output files, such as `model-00001-of-00004.safetensors`.
+    """Return the name of file `idx` of `total`, counted from 1, such as `model-00001-of-00004.safetensors`.
 
-    Args:
-        base_prefix: what stands before the numbers, with directory or URL.
-        idx: number of the file, from 1 to `total`.
-        total: how many files there are.
-
-    Raises:
-        ValueError: there is no such file.
+    `base_prefix` stands before the numbers, with directory or URL. ValueError when there is no such file.
     """
     if not 1 <= idx <= total:
         raise ValueError(f"there is no file {idx} of {total}: files are counted from 1")
@@ -51,9 +45,6 @@ def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
 
     `/x/model.safetensors`, `/x/model.safetensors.index.json` and `/x/model-00001-of-00004.safetensors` (with any
     number of digits) all give `/x/model`; other paths are returned as they are.
-
-    Args:
-        path_str: path or URL of an output file or index.
     """
     return _FILE_NAME_END.sub("", os.fspath(path_str))
 
@@ -97,10 +88,7 @@ def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -
         max_shard_size_bytes: size of the tensors of a file at most; a larger tensor gets a file of its own.
 
     Returns:
-        The keys of each file.
-
-    Raises:
-        ValueError: the limit is not positive.
+        The keys of each file, see `group_keys_by_shard_size`.
     """
     num_bytes = {key: estimate_array_nbytes(state[key]) for key in sorted(state, key=natural_order)}
     return _fill_files(_modules(list(num_bytes), num_bytes, max_shard_size_bytes, 0), max_shard_size_bytes)

@@ -49,11 +49,7 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Tell whether a location, a directory or URL prefix, holds a checkpoint.
-
-    Raises:
-        CorruptCheckpointError: the marker is there but is not a valid one.
-    """
+    """Tell whether a location, a directory or URL prefix, holds a checkpoint; see `maybe_load_config`."""
     return maybe_load_config(checkpoint_dir) is not None
 
 
@@ -72,11 +68,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> Checkpoi
 
 
 def parse_config(fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
-    """Return the format of a checkpoint that the fields of its marker name.
-
-    Raises:
-        CorruptCheckpointError: `sharded_backend` is missing, or a field has a wrong type.
-    """
+    """Return the format of a checkpoint that the fields of its marker name, see `maybe_load_config`."""
     path = _marker_path(checkpoint_dir)
     if "sharded_backend" not in fields:
         raise CorruptCheckpointError(
@@ -100,11 +92,9 @@ def save_config(
 ) -> None:
     """Write the marker of a checkpoint, in one step.
 
-    Call it last: from then on the location counts as a complete checkpoint.
+    Call it last: from then on the location, an existing directory or URL prefix, counts as a complete checkpoint.
 
     Args:
-        config: the format of the checkpoint.
-        checkpoint_dir: existing directory, or URL prefix.
         extra: further JSON fields of the marker; a field of `config` wins over one of the same name here.
         durable: whether it must be on disk on return.
     """
@@ -112,13 +102,7 @@ def save_config(
 
 
 def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read every field of the marker of a checkpoint.
-
-    Args:
-        checkpoint_dir: directory or URL prefix of the checkpoint.
-
-    Returns:
-        The fields as JSON gives them, without the checksum, or None when there is no marker.
+    """Read every field of the marker of a checkpoint, as JSON gives them, without the checksum; None without marker.
 
     Raises:
         CorruptCheckpointError: the marker is not a JSON object, or does not match its checksum.
@@ -200,12 +184,7 @@ def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
 
 
 def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True) -> None:
-    """Write the marker of a checkpoint from raw fields, in one step.
-
-    Args:
-        checkpoint_dir: existing directory, or URL prefix.
-        fields: values that JSON can hold, by field name.
-        durable: whether it must be on disk on return.
+    """Write the marker of a checkpoint from raw fields, in one step; see `save_config`.
 
     Raises:
         TypeError: a field holds something that JSON cannot hold; nothing is written then.

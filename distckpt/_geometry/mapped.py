@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -106,19 +106,11 @@ def identity(key: str, info: TensorInfo) -> MappedTensor:
 
 
 def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
-    """Find what a region of a target tensor is made of.
+    """Find what a region of a target tensor is made of; InvalidShardingError if it does not lie inside the tensor.
 
-    Args:
-        mapped: the target tensor.
-        region: a region inside it.
-
-    Returns:
-        Pairs `(place, part)`: `part` is cut down to the region, and `place` is its target, with its offset counted from
-        the region's first element. Together with `resolve_padding` the places, whose elements lie `part.target_step`
-        apart, tile the region.
-
-    Raises:
-        InvalidShardingError: the region does not lie inside the tensor.
+    Returns pairs `(place, part)`: `part` is cut down to the region, and `place` is its target, with its offset counted
+    from the region's first element. Together with `resolve_padding` the places, whose elements lie `part.target_step`
+    apart, tile the region.
     """
     _check_inside(region, mapped.shape)
     if len(mapped.parts) == 1 and mapped.parts[0].target == (mapped.origin, mapped.shape) and 0 not in region.shape:
@@ -135,11 +127,7 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:
-    """Find the regions inside a region of a target tensor that are to be filled with zeros, relative to it.
-
-    Raises:
-        InvalidShardingError: the region does not lie inside the tensor.
-    """
+    """Find the regions inside a region of a target tensor that are to be filled with zeros, see `resolve`."""
     _check_inside(region, mapped.shape)
     common = (intersect(region, padding) for padding in mapped.padding)
     return [piece.relative_to(region.offset) for piece in common if piece is not None]
@@ -163,12 +151,7 @@ def view_of_part(tensor: torch.Tensor, place: Region, part: Part) -> torch.Tenso
 def target_view(view: torch.Tensor, part: Part) -> torch.Tensor:
     """View the memory of a part's target with the shape and the axes of its source: writing to it writes to `view`.
 
-    Args:
-        view: tensor of shape `part.target.shape`.
-        part: which source region belongs there.
-
-    Raises:
-        ValueError: `view` has another shape.
+    `view` has the shape `part.target.shape`, else ValueError.
     """
     if tuple(view.shape) != part.target.shape:
         raise ValueError(f"a view of shape {tuple(view.shape)} was given for a part of shape {part.target.shape}")
@@ -186,15 +169,14 @@ def crop(mapped: MappedTensor, region: Region) -> MappedTensor:
 
 def crop_axis(mapped: MappedTensor, axis: int, start: int, stop: int) -> MappedTensor:
     """Keep the indices [start, stop) of one axis."""
-    return crop(mapped, _along(mapped.shape, axis, start, stop))
+    origin, shape = mapped.origin, mapped.shape
+    return crop(mapped, Region(with_item(origin, axis, start), with_item(shape, axis, stop - start)))
 
 
 def trim_axis(mapped: MappedTensor, axis: int, size: int) -> MappedTensor:
     """Keep the first `size` indices of an axis, and the record of the source regions behind the others."""
-    beyond = _along(mapped.shape, axis, size, mapped.shape[axis])
-    cut = tuple((part.key, part.source) for _, part in resolve(mapped, beyond))
-    kept = crop_axis(mapped, axis, 0, size)
-    return MappedTensor(kept.shape, kept.dtype, kept.parts, mapped.trimmed + cut)
+    cut = tuple((part.key, part.source) for part in crop_axis(mapped, axis, size, mapped.shape[axis]).parts)
+    return replace(crop_axis(mapped, axis, 0, size), trimmed=mapped.trimmed + cut)
 
 
 def permute(mapped: MappedTensor, order: Sequence[int]) -> MappedTensor:
@@ -229,9 +211,9 @@ def interleave(mapped: MappedTensor, axis: int, num: int) -> MappedTensor:
     rows = mapped.shape[axis] // num
     parts: list[Part] = []
     for index in range(num):
-        for place, part in resolve(mapped, _along(mapped.shape, axis, index * rows, index * rows + rows)):
-            step = part.target_step or (1,) * len(place.shape)
-            target = Region(with_item(place.offset, axis, place.offset[axis] * num + index), place.shape)
+        for part in crop_axis(mapped, axis, index * rows, index * rows + rows).parts:
+            (offset, shape), step = part.target, part.target_step or (1,) * len(mapped.shape)
+            target = Region(with_item(offset, axis, offset[axis] * num + index), shape)
             parts.append(part._replace(target=target, target_step=with_item(step, axis, step[axis] * num)))
     return MappedTensor(mapped.shape, mapped.dtype, tuple(parts), mapped.trimmed)
 
@@ -293,11 +275,7 @@ def join(pieces: Sequence[MappedTensor], axis: int) -> MappedTensor:
 
 
 def invert(mapped: Mapping[str, MappedTensor], tensors: Mapping[str, TensorInfo]) -> dict[str, MappedTensor]:
-    """Invert a mapping: make the source tensors out of the target tensors.
-
-    Args:
-        mapped: target tensors by name, as `apply_rules` returns them.
-        tensors: the source tensors, those that `apply_rules` was given.
+    """Invert a mapping: make the source tensors `tensors` out of the target tensors that `apply_rules` made of them.
 
     Returns:
         Source tensors by key; the parts refer to names of targets. What was trimmed is padding. Keys of which no
@@ -341,17 +319,14 @@ def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
     for key, tensor in mapped.items():
         by_ndim[len(tensor.shape)].append(key)
     for ndim, keys in by_ndim.items():
-        targets: list[Region] = []
-        ids: list[int] = []
-        for index, key in enumerate(keys):
-            regions = [*(part.target for part in _single_rows(mapped[key])), *mapped[key].padding]
-            for region in regions:
+        regions = [[*(part.target for part in _single_rows(mapped[key])), *mapped[key].padding] for key in keys]
+        for key, inside in zip(keys, regions, strict=True):
+            for region in inside:
                 _check_inside(region, mapped[key].shape, key)
-            targets += regions
-            ids += [index] * len(regions)
-        offsets, shapes = regions_to_arrays(targets, ndim)
+        offsets, shapes = regions_to_arrays(list(itertools.chain(*regions)), ndim)
+        ids = np.repeat(np.arange(len(keys)), [len(inside) for inside in regions])
         global_shapes = np.array([mapped[key].shape for key in keys], np.int64).reshape(len(keys), ndim)
-        for fault in find_tiling_faults(np.array(ids, np.int64), offsets, shapes, global_shapes):
+        for fault in find_tiling_faults(ids, offsets, shapes, global_shapes):
             where = f"Element {fault.element} of {keys[fault.tensor]!r}"
             if fault.num_covers > 1:
                 raise InvalidShardingError(
@@ -365,12 +340,12 @@ def _check_tiled(mapped: Mapping[str, MappedTensor]) -> None:
 
 
 def _check_inside(region: Region, shape: tuple[int, ...], key: str | None = None) -> None:
-    if len(region.shape) == len(shape) and all(
-        o >= 0 and n >= 0 and o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True)
-    ):
-        return
-    tensor = "the tensor" if key is None else repr(key)
-    raise InvalidShardingError(f"Region {region} does not lie inside {tensor} of shape {shape}: correct one of them.")
+    spans = zip(*region, shape, strict=True) if len(region.shape) == len(shape) else [(-1, 0, 0)]
+    if any(not 0 <= offset <= offset + size <= whole_size for offset, size, whole_size in spans):
+        tensor = "the tensor" if key is None else repr(key)
+        raise InvalidShardingError(
+            f"Region {region} does not lie inside {tensor} of shape {shape}: correct one of them."
+        )
 
 
 def _axis_pairs(part: Part) -> list[tuple[int, int]]:
@@ -462,10 +437,6 @@ def _inverse(name: str, part: Part) -> Part:
     pairs = sorted(_axis_pairs(part), key=lambda pair: pair[1])
     order = _complete_order(len(part.target.shape), [target_axis for target_axis, _ in pairs])
     return Part(part.source, name, part.target, order, part.source_step, part.target_step, -part.add)
-
-
-def _along(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Region:
-    return Region(with_item((0,) * len(shape), axis, start), with_item(shape, axis, stop - start))
 
 
 def _with_axes(part: Part, axes: Sequence[int]) -> Part:

@@ -134,26 +134,18 @@ def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterato
         yield Region((), ())
         return
     row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last:
-        yield from _inside_row(shape, first, start - first * row, stop - first * row)
-        return
-    head = start - first * row
-    if head:
-        yield from _inside_row(shape, first, head, row)
-        first += 1
-    tail = stop - last * row
-    full = last - first + (tail == row)
-    if full:
-        yield Region((first,) + (0,) * (len(shape) - 1), (full, *shape[1:]))
-    if tail < row:
-        yield from _inside_row(shape, last, 0, tail)
+    # Complete rows, and before and after them parts of one, which may be the same.
+    low, high = -(-start // row), stop // row
+    origin = (0,) * (len(shape) - 1)
+    if start % row:
+        yield from _inside_row(shape, low - 1, start % row, min(row, stop - (low - 1) * row))
+    if low < high:
+        yield Region((low, *origin), (high - low, *shape[1:]))
+    if stop % row and low <= high:
+        yield from _inside_row(shape, high, 0, stop % row)
 
 
 def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Region]:
-    if stop - start == math.prod(shape[1:]):
-        yield Region((row,) + (0,) * (len(shape) - 1), (1, *shape[1:]))
-        return
     for inner in flat_range_regions(shape[1:], start, stop):
         yield Region((row, *inner.offset), (1, *inner.shape))
 

@@ -67,12 +67,9 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def validate_metadata_integrity(self) -> None:
-        """Check that the attributes agree with one another, and with `data` where it is set.
+        """Check that the attributes agree with one another and with `data`, else raise InvalidShardingError.
 
         The class checks itself when it is made; call this after assigning to attributes.
-
-        Raises:
-            InvalidShardingError: they do not; the message gives the key, the shapes and the remedy.
         """
         self._check_identity()
         self._check_grid()
@@ -142,26 +139,18 @@ class ShardedTensor(ShardedBase):
         )
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Return the index of the local tensor in the global tensor.
+        """Return the index of the local tensor in the global tensor: an int for a prepended axis, a slice for another.
 
-        A flattened_range is not taken into account, see `global_coordinates`.
-
-        Returns:
-            One entry per global axis: an int for a prepended axis, a slice for another, so that
-            `global_tensor[shard.global_slice()]` has the shape `local_shape`.
+        `global_tensor[shard.global_slice()]` has the shape `local_shape`. A flattened_range is not taken into account,
+        see `global_coordinates`.
         """
         prepended, offsets = self._split_axes(self.global_offset)
         return (*prepended, *(slice(off, off + size) for off, size in zip(offsets, self.local_shape, strict=True)))
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """Return where in the local tensor the elements of a flat shard lie.
+        """Return where in the local tensor the elements of a flat shard lie; for others InvalidShardingError.
 
-        Returns:
-            One index array per axis of `local_shape`, each with one entry per element, in order. Nothing for a
-            local tensor without axes.
-
-        Raises:
-            InvalidShardingError: `flattened_range` is not set.
+        One index array per axis of `local_shape`, each with one entry per element, in order.
         """
         start, stop = self._flat_bounds()
         if not self.local_shape:
@@ -169,24 +158,17 @@ class ShardedTensor(ShardedBase):
         return tuple(np.unravel_index(np.arange(start, stop), self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.intp] | int, ...]:
-        """Return where in the global tensor the elements of a flat shard lie.
+        """Return where in the global tensor the elements of a flat shard lie; for others InvalidShardingError.
 
-        Returns:
-            One entry per global axis: an int for a prepended axis, an index array for another, so that
-            `global_tensor[shard.global_coordinates()]` are the elements in order.
-
-        Raises:
-            InvalidShardingError: `flattened_range` is not set.
+        One entry per global axis: an int for a prepended axis, an index array for another, so that
+        `global_tensor[shard.global_coordinates()]` are the elements in order.
         """
         prepended, offsets = self._split_axes(self.global_offset)
         local = self.local_coordinates()
         return (*prepended, *(coords + off for coords, off in zip(local, offsets, strict=True)))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Return the place of the local tensor in the grid of shards.
-
-        Returns:
-            The index in the grid per global axis; 0 on an axis along which the local tensor is empty.
+        """Return the index in the grid of shards per global axis; 0 on an axis along which the local tensor is empty.
 
         Raises:
             InvalidShardingError: the offset is not a multiple of the local size on some axis.
@@ -244,9 +226,6 @@ class ShardedTensor(ShardedBase):
             flattened_range: must be None, see `from_rank_offsets_flat`.
             init_kwargs: further attributes of the class.
 
-        Returns:
-            The shard, with a regular grid.
-
         Raises:
             InvalidShardingError: an axis that is out of range or mentioned twice, a position outside the
                 parts, or attributes that do not agree with `data`.
@@ -276,14 +255,8 @@ class ShardedTensor(ShardedBase):
             key: name of the global tensor.
             data: 1-D tensor of the elements held, `local_tensor.flatten()[flattened_range]`.
             non_flat_local_shape: shape of the local tensor before flattening.
-            rank_offsets: see `from_rank_offsets`.
+            rank_offsets: see `from_rank_offsets`, like all other arguments.
             flattened_range: which elements of the flattened local tensor `data` holds. Required.
-            replica_id: which copy of this run of elements this is, see `is_main_replica`.
-            prepend_axis_num: see `from_rank_offsets`.
-            init_kwargs: further attributes of the class.
-
-        Returns:
-            The flat shard.
 
         Raises:
             InvalidShardingError: as for `from_rank_offsets`, and when `flattened_range` is missing, has a step,
@@ -298,12 +271,9 @@ class ShardedTensor(ShardedBase):
         return cls(key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs)
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
-        """Allocate `data`, unless it is set.
+        """Allocate `data` by `init_fn(shape, dtype=..., device=...)`, unless it is set.
 
-        Args:
-            device: where to put the tensor.
-            init_fn: called as `init_fn(shape, dtype=..., device=...)`; the shape is `local_shape`, or for a flat
-                shard the number of elements held.
+        The shape is `local_shape`, or for a flat shard the number of elements held.
         """
         if self.data is not None:
             return
@@ -317,12 +287,7 @@ class ShardedTensor(ShardedBase):
         """Keep a part of one axis of the local tensor, like `torch.narrow`.
 
         Every rank is taken to keep the same part of its own local tensor, so that the global tensor shrinks
-        in proportion. The data are views.
-
-        Args:
-            dim: axis of the local tensor, prepended axes not counted; negative counts from the end.
-            start: first index to keep.
-            length: number of indices to keep.
+        in proportion. The data are views. `dim` does not count prepended axes.
 
         Returns:
             One shard. For a flat shard as many as it takes for the kept elements to be runs of `data`, with

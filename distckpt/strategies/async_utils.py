@@ -48,7 +48,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function to be called when the request is done on all ranks, after those that are there.
+        """Add a function to call, after those there are, when the request is done on all ranks.
 
         Raises:
             RuntimeError: the request is frozen.
@@ -99,12 +99,9 @@ class AsyncCallsQueue:
         self.persistent = persistent
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start a request.
+        """Start a request, and return its number in this queue, from 0.
 
         Collective operation: all ranks must call it. `preload_fn` runs before this returns, everything else later.
-
-        Returns:
-            The number of the request in this queue, from 0.
         """
         self.call_idx += 1
         request = async_request.freeze()._with_preloaded()._replace(call_idx=self.call_idx)
@@ -153,12 +150,9 @@ class AsyncCallsQueue:
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all requests.
+        """Finalize all requests; or with `abort` forget them: what has not begun is not done.
 
         Collective operation, unless `abort`: all ranks must call it.
-
-        Args:
-            abort: forget the requests instead; what has not begun is not done.
         """
         if not abort:
             self.maybe_finalize_async_calls(blocking=True)

@@ -142,14 +142,14 @@ class SaveShardedStrategy(StrategyBase):
 
     @abstractmethod
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
-        """Write all shards into a directory that nobody else uses.
+        """Write all shards into a directory that nobody else uses; it is committed afterwards.
 
         Collective operation: all ranks must call it.
 
         Args:
             sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`; common state is one of the objects
                 of the coordinator.
-            checkpoint_dir: exists and is empty but for `tensors/` and `objects/`; it is committed afterwards.
+            checkpoint_dir: exists and is empty but for `tensors/` and `objects/`.
 
         Returns:
             JSON fields to add to the marker (only the coordinator's count), or None.
@@ -182,16 +182,10 @@ class LoadShardedStrategy(StrategyBase):
 
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
-        """Read the given shards.
+        """Read the shards in a flat dict of `ShardedTensor` and `ShardedObject`.
 
-        Collective operation: all ranks must call it.
-
-        Args:
-            sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`.
-            checkpoint_dir: of a checkpoint.
-
-        Returns:
-            The same dict with tensors and objects in the place of shards; tensors are filled in place.
+        Collective operation: all ranks must call it. Returns the same dict with tensors and objects in the place of
+        shards; tensors are filled in place.
         """
 
     @abstractmethod
