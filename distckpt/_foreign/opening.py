@@ -9,6 +9,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._commit.presence import check_marker
+from distckpt._foreign.deepspeed.reader import DeepSpeedReader
 from distckpt._foreign.hugging_face import HuggingFaceReader
 from distckpt._foreign.reader import Reader
 from distckpt._foreign.torch_dist.reader import TorchDistReader
@@ -22,7 +23,9 @@ from distckpt._storage import locations
 BACKEND = "safetensors"
 VERSION = 1
 
-READERS: dict[str, Reader] = {reader.name: reader for reader in (TorchDistReader(), HuggingFaceReader())}
+READERS: dict[str, Reader] = {
+    reader.name: reader for reader in (DeepSpeedReader(), TorchDistReader(), HuggingFaceReader())
+}
 """Readers by name. Those that were registered last look first at what is at a location."""
 _RESERVED_NAMES = {*READERS, BACKEND, "distckpt"}
 

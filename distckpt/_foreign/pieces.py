@@ -49,6 +49,7 @@ def build_manifest(
     pieces: Iterable[StoredPiece],
     files: Sequence[ShardFile] | None = None,
     fields: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Build the manifest of a checkpoint from the pieces in its files.
 
@@ -58,6 +59,7 @@ def build_manifest(
         pieces: of all tensors and objects, in any order.
         files: what is known about the files; their sizes are looked up when it is None.
         fields: values that JSON can hold, to find again in `manifest.origin`.
+        aliases: key -> key of the same tensor, for tied tensors, of which one is described.
 
     Returns:
         A manifest without checksums.
@@ -95,7 +97,7 @@ def build_manifest(
         shapes=extents,
     )
     origin = {**(fields or {}), "format": format_name}
-    return Manifest(list(groups), dtypes, shapes, chunks, {}, has_checksums=False, origin=origin)
+    return Manifest(list(groups), dtypes, shapes, chunks, aliases or {}, has_checksums=False, origin=origin)
 
 
 def _fault_of(piece: StoredPiece) -> str | None:

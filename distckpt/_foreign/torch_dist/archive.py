@@ -21,6 +21,7 @@ class Archive:
     def __init__(self, read_range: ReadRange, size: int) -> None:
         self._read_range = _windowed(read_range, size)
         self._size = size
+        self._spans: dict[str, tuple[int, int]] = {}
         try:
             entries = zipfile.ZipFile(_RangeFile(self._read_range, size)).infolist()
         except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
@@ -36,6 +37,8 @@ class Archive:
 
     def span(self, name: str) -> tuple[int, int]:
         """Return where the content of an entry begins and ends."""
+        if name in self._spans:
+            return self._spans[name]
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"the archive has no entry {name!r:.100}")
@@ -50,7 +53,8 @@ class Archive:
         start = entry.header_offset + _LOCAL_HEADER_BYTES + header[26] + header[28] + 256 * (header[27] + header[29])
         if start + entry.file_size > self._size:
             raise ValueError(f"the entry {name!r:.100} reaches past the end")
-        return start, start + entry.file_size
+        self._spans[name] = start, start + entry.file_size
+        return self._spans[name]
 
     def read(self, name: str) -> bytes:
         return self._read_range(*self.span(name))

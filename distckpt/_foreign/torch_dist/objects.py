@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from distckpt._foreign.torch_dist.archive import Archive, ReadRange
-from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, check_size, hashable, read_pickle
+from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, Record, check_size, hashable, read_pickle
 from distckpt._format.codec.tree import DTYPES, FACTORIES, PATHS, REGISTERED, is_plain_dtype, registration_named
 from distckpt._geometry.region import MAX_NDIM
 
@@ -62,6 +62,11 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
     view = read_pickle(archive.read("data.pkl"), _tensor_table(lambda view: view), persistent=_storage)
     if type(view) is not TensorView:
         raise ValueError(f"a {type(view).__name__} where a tensor should be")
+    return view, first_byte_of(archive, view, size)
+
+
+def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
+    """Return where in an archive of `size` bytes a tensor begins; raise ValueError where it is not inside."""
     start, stop = archive.span(f"data/{view.storage.name}")
     item = view.dtype.itemsize
     first = start + view.offset * item
@@ -72,7 +77,19 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
         raise ValueError(
             f"a tensor of shape {view.shape} and strides {view.strides} in a storage of {stop - start} bytes"
         )
-    return view, first
+    return first
+
+
+def read_views(archive: Archive) -> Any:
+    """Build the object that an archive holds with a `TensorView` for each tensor; raise ValueError where it holds none.
+
+    What is no plain type becomes a `Record`, whose kind is the name of its class.
+    """
+    table = _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)})
+    pickled = archive.read("data.pkl")
+    obj = read_pickle(pickled, table, persistent=_storage, set_state=_set_state_of_any)
+    check_size(obj, 4 * len(pickled) + _EXTRA_VALUES)
+    return obj
 
 
 def read_object(blob: bytes) -> Any:
@@ -280,6 +297,18 @@ class _Table(dict[GlobalName, Any]):
                 self[name] = Made(full_name, make)
                 return self[name]
         raise KeyError(name)
+
+
+class _AnyTable(dict[GlobalName, Any]):
+    """What an object may be made of, and records in the place of everything else."""
+
+    def __missing__(self, name: GlobalName) -> Any:
+        full_name = ".".join(name)
+        return Made(full_name, lambda *args: Record(full_name))
+
+
+def _set_state_of_any(obj: Any, state: Any) -> Any:
+    return obj if type(obj) is Record else _set_state(obj, state)
 
 
 def _maker_of(cls: Any) -> Callable[..., Any] | None:

@@ -132,7 +132,7 @@ def _pieces_of_part(location: str, entry: TensorEntry, region: Region, item: Sto
         raise ValueError(f"it is {stored.dtype} {stored.shape}, {METADATA_NAME} says {entry.dtype} {region.shape}")
     dtype, first = TO_NAME[entry.dtype], item.first_byte + first_byte
     if entry.original_shape is None:
-        shape, regions = entry.shape, _runs(stored, region)
+        shape, regions = entry.shape, contiguous_runs(stored, region)
     else:
         shape, regions = entry.original_shape, _unflattened(entry, entry.original_shape, stored, region)
     for piece, start in regions:
@@ -142,7 +142,7 @@ def _pieces_of_part(location: str, entry: TensorEntry, region: Region, item: Sto
         )  # fmt: skip
 
 
-def _runs(stored: TensorView, region: Region) -> Iterator[tuple[Region, int]]:
+def contiguous_runs(stored: TensorView, region: Region) -> Iterator[tuple[Region, int]]:
     """Divide a stored tensor into regions whose elements follow one another, each with the position of the first."""
     shape, strides = region.shape, stored.strides
     if region.num_elements == 0:

@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed: those of ZeRO, and Universal ones."""
