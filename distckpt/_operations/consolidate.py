@@ -149,7 +149,7 @@ def consolidate(
     Args:
         checkpoint: what `load` reads: a distckpt checkpoint, a folder of shards that torch's
             `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or a checkpoint of
-            `torch.distributed.checkpoint` or Megatron Core (`torch_dist`).
+            `torch.distributed.checkpoint`, Megatron Core (`torch_dist`) or DeepSpeed.
         output_dir: gets `model.safetensors`, or several files and their index. Other files that are there stay.
         keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; `!optimizer.` for all but
             those. None for all.

@@ -118,7 +118,7 @@ def load(
             are returned. The dict itself is not changed.
         checkpoint_dir: a path or fsspec URL of a checkpoint, of a Hugging Face directory, of a folder of shards that
             torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or of what
-            `torch.distributed.checkpoint.save` or Megatron Core (`torch_dist`) wrote.
+            `torch.distributed.checkpoint.save`, Megatron Core (`torch_dist`) or DeepSpeed wrote.
         sharded_strategy: reads the shards; a strategy, `(backend, version)` of a registered one, or None for the one
             that the checkpoint was saved with.
         validate_access_integrity: with several ranks, check first that the main replicas of all ranks cover each

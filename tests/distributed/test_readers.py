@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
+import zipfile
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import distckpt
 from distckpt.readers import register_reader
@@ -36,3 +40,23 @@ def load_with_a_reader_on_rank_0(rank, path):
 
 def test_a_reader_that_another_rank_lacks_is_named(toy):
     run(load_with_a_reader_on_rank_0, 2, str(toy))
+
+
+def load_rows_of_deepspeed(rank, path):
+    shard = distckpt.ShardedTensor.from_rank_offsets("up.weight", torch.zeros(3, 5), (0, rank, 3))
+    moment = distckpt.ShardedTensor.from_rank_offsets(
+        "optimizer.state.exp_avg.up.weight", torch.zeros(3, 5), (0, rank, 3)
+    )
+    state = distckpt.load({"w": shard, "m": moment}, path)
+    return state["w"].tolist(), state["m"].tolist(), state["iteration"]
+
+
+def test_deepspeed_on_another_number_of_ranks(tmp_path):
+    with zipfile.ZipFile(pathlib.Path(__file__).parents[1] / "data" / "deepspeed_0_19.zip") as archive:
+        archive.extractall(tmp_path)
+    expected = load_file(tmp_path / "zero3.safetensors")
+    of_ranks = run(load_rows_of_deepspeed, 3, str(tmp_path / "zero3"))
+    weights, moments, steps = map(list, zip(*of_ranks, strict=True))
+    assert torch.equal(torch.tensor(weights).flatten(0, 1), expected["up.weight"])
+    assert torch.equal(torch.tensor(moments).flatten(0, 1), expected["optimizer.state.exp_avg.up.weight"])
+    assert steps == [3, 3, 3]

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint
 
 import distckpt
 from distckpt import cli
+from tests.data.make_deepspeed import make_model
 from tests.support import megatron_gpt
 from tests.support.docs_pages import BLOCKS, PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 
@@ -52,7 +54,15 @@ FOR_ANYBODY = [block for block in blocks("python") if block not in FOR_MEGATRON]
 @pytest.mark.parametrize("block", FOR_ANYBODY, ids=[block.name for block in FOR_ANYBODY])
 def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
+    names = {"__name__": "__main__"}
+    if "deepspeed/" in block.text:
+        with zipfile.ZipFile(ROOT / "tests/data/deepspeed_0_19.zip") as archive:
+            archive.extractall(tmp_path)
+        (tmp_path / "deepspeed").mkdir()
+        (tmp_path / "zero3").rename(tmp_path / "deepspeed/run")
+        model, optimizer = make_model()
+        names |= {"model": model, "optimizer": optimizer}
+    exec(compile(block.text, block.name, "exec"), names)
     logging.getLogger("distckpt.events").setLevel(logging.NOTSET)
 
 

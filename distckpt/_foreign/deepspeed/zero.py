@@ -149,11 +149,12 @@ def _traits(part: _Part) -> Any:
 
 def _pieces_of_vectors(parts: Sequence[_Part], number: int, shapes: Mapping[str, Shape]) -> Iterator[StoredPiece]:
     """Find the parameters of a group of ZeRO-1 or 2 in the vector that the ranks have runs of."""
-    paddings = (parts[0].fields.get("param_alignment_paddings") or [[]] * (number + 1))[number]
+    known = parts[0].fields.get("param_alignment_paddings")
+    paddings = known[number] if known else [0] * len(shapes)
     for state in _vectors_of(parts[0], number):
         vector = _vector([(p.file, p.vectors[number][state], p.vectors[number][WEIGHT].shape[0]) for p in parts])
         at = 0
-        for (name, shape), padding in itertools.zip_longest(shapes.items(), paddings, fillvalue=0):
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             yield from _pieces_in(key_of(state, name), shape, 0, math.prod(shape), vector, at)
             at += math.prod(shape) + padding
         # The optimizer of bfloat16 keeps the padding, which is less than two elements for each rank.

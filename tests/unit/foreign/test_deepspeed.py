@@ -1,0 +1,328 @@
+"""DeepSpeed's directories: those in `tests/data/deepspeed_0_19.zip` were written by DeepSpeed itself."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import types
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import distckpt
+from distckpt.core import CheckpointingException
+from distckpt.interop import torch_dist
+from tests.data.make_deepspeed import make_model
+from tests.support.cli_command import call
+from tests.support.read_counts import counted_reads
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "deepspeed_0_19.zip"
+RUNS = ["zero1", "zero2", "zero3", "zero2_universal", "zero3_universal"]
+ZERO_2, ZERO_3 = "zero2/global_step3", "zero3/global_step3"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("deepspeed")
+    with zipfile.ZipFile(GOLDEN) as archive:
+        archive.extractall(directory)
+    return directory
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "copied")
+
+
+def expected_of(path):
+    """What DeepSpeed makes of a checkpoint: its tensors by our keys."""
+    return load_file(path.with_name(f"{path.name.removesuffix('_universal')}.safetensors"))
+
+
+def same(found, expected):
+    """DeepSpeed gives all weights in 32 bits, also those it keeps in 16."""
+    weights = all(torch.equal(found[key].float(), tensor.float()) for key, tensor in expected.items())
+    return weights and not set(expected) - set(found)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tensors_are_those_that_deepspeed_finds(made, name):
+    found = distckpt.load_plain_tensors(made / name)
+    assert same(found, expected_of(made / name))
+    # DeepSpeed's own tool loses the frozen parameters of ZeRO-1.
+    assert set(found) - set(expected_of(made / name)) == (
+        {"frozen.weight", "frozen.bias"} if name == "zero1" else set()
+    )
+    assert (found["count"].dtype, found["up.weight"].dtype) == (torch.int64, torch.float32)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_goes_on_in_pytorch(made, name):
+    model, optimizer = make_model()
+    for group in optimizer.param_groups:
+        group["weight_decay"] = group["lr"] = 1
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+    for param in model.parameters():
+        torch.nn.init.zeros_(param)
+    request = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+    loaded = distckpt.load(request, made / name, allow_dtype_cast=True)
+    expected = expected_of(made / name)
+    assert all(torch.equal(param, expected[key]) for key, param in model.named_parameters() if key in expected)
+    assert model.head.weight is model.embed.weight
+    assert model.frozen.weight.any()
+    for key, param in model.named_parameters():
+        for state in ("exp_avg", "exp_avg_sq") if param.requires_grad else ():
+            assert torch.equal(optimizer.state[param][state], expected[f"optimizer.state.{state}.{key}"])
+        assert not param.requires_grad or optimizer.state[param]["step"] == 3
+    assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [(0.1, 0.001), (0.0, 0.001)]
+    assert (scheduler.last_epoch, scheduler.step_size) == (3, 2)
+    assert model.count == loaded["iteration"] == loaded["global_steps"] == 3
+    assert torch.equal(loaded["rng"], torch.arange(4).byte())
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_become_a_hugging_face_checkpoint(made, tmp_path, name):
+    distckpt.consolidate(made / name, tmp_path / "export", keys="!optimizer.", dtype=torch.bfloat16)
+    weights = load_file(tmp_path / "export/model.safetensors")
+    expected = expected_of(made / name)
+    assert "head.weight" not in weights  # Tied.
+    assert all(torch.equal(weights[k].float(), expected[k].bfloat16().float()) for k in weights if k in expected)
+    assert {"up.weight", "scale", "count"} <= weights.keys()
+
+
+def test_verbs(made, tmp_path, capsys):
+    converted = tmp_path / "converted"
+    call(capsys, "convert", made / "zero3", converted)
+    assert distckpt.diff(made / "zero3", converted).is_same
+    assert not distckpt.diff(made / "zero3", made / "zero2").is_same
+    assert distckpt.diff(made / ZERO_3, made / "zero3_universal").is_same
+    call(capsys, "verify", made / "zero3")
+    assert "head.weight is tied to embed.weight" in call(capsys, "inspect", made / "zero3")
+    assert '"iteration": 3' in call(capsys, "cat", made / "zero3")
+    assert "up.weight" in call(capsys, "cat", made / "zero3", "up.weight")
+    torch_dist.export(made / "zero1", tmp_path / "exported")
+    assert same(distckpt.load_plain_tensors(tmp_path / "exported"), expected_of(made / "zero1"))
+
+
+def test_urls(made, memory):
+    import fsspec
+
+    fsspec.filesystem("memory").put(str(made / "zero2"), "/bucket/zero2", recursive=True)
+    assert same(distckpt.load_plain_tensors(f"{memory}/zero2"), expected_of(made / "zero2"))
+
+
+# ---- refusals
+
+
+class Unknown:
+    """Stands for the classes of DeepSpeed, which is not installed."""
+
+    def __init__(self, *args):
+        pass
+
+
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        return Unknown if module.startswith("deepspeed") else super().find_class(module, name)
+
+
+def edit(path, change):
+    """Change what a file holds."""
+    reading = types.SimpleNamespace(Unpickler=Unpickler, load=pickle.load, __name__="pickle")
+    content = torch.load(path, weights_only=False, pickle_module=reading)
+    change(content)
+    torch.save(content, path)
+
+
+def remove(pattern):
+    return lambda root: [path.unlink() for path in root.glob(pattern)]
+
+
+def copy(name, to):
+    return lambda root: shutil.copy(root / name, root / to)
+
+
+def write(name, text):
+    return lambda root: (root / name).write_text(text)
+
+
+def cut(name):
+    return lambda root: (root / name).write_bytes((root / name).read_bytes()[:-300])
+
+
+def of_other_step(root):
+    def change(content):
+        content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
+
+    edit(root / ZERO_2 / "zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
+
+
+def of_two_ranks(root):
+    def change(content):
+        content["optimizer_state_dict"]["partition_count"] = [2, 2]
+
+    edit(root / ZERO_2 / "zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
+
+
+def of_an_elastic_save(root):
+    def change(content):
+        base = content["optimizer_state_dict"]["base_optimizer_state"]
+        content["optimizer_state_dict"]["base_optimizer_state"] = list(base["state"].values())
+
+    edit(root / ZERO_2 / "zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
+
+
+def with_a_longer_parameter(root):
+    def change(content):
+        content["param_shapes"][0]["up.weight"] = torch.Size([9, 7])
+
+    edit(root / ZERO_2 / "mp_rank_00_model_states.pt", change)
+
+
+RANK_1, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+UNIVERSAL = "zero2_universal/global_step3_universal"
+DAMAGES = {
+    "rank missing": ("zero2", remove(f"{ZERO_2}/{RANK_1}"), "saved by 3 ranks, but .*zero_pp_rank_2.*restore"),
+    "last rank missing": ("zero3", remove(f"{ZERO_3}/bf16_{RANK_1}"), "saved by 2 ranks"),
+    "all ranks missing": ("zero2", remove(f"{ZERO_2}/*optim*"), r"no \*_optim_states.pt"),
+    "model missing": ("zero2", remove(f"{ZERO_2}/{MODEL}"), "no mp_rank_00_model_states.pt"),
+    "model of a rank missing": ("zero3", remove(f"{ZERO_3}/zero_pp_rank_1_{MODEL}"), "saved by 2 ranks"),
+    "rank too many": ("zero2", copy(f"{ZERO_2}/{RANK_1}", f"{ZERO_2}/{RANK_1}".replace("_1_", "_3_")), "by 3 ranks"),
+    "other number of ranks": ("zero2", of_two_ranks, "rank_1.*was saved by 2 ranks"),
+    "other step": ("zero2", of_other_step, "different saves"),
+    "of two saves": ("zero2", copy(f"{ZERO_2}/{RANK_1}", f"{ZERO_2}/bf16_{RANK_1}"), "of different saves: remove"),
+    "elastic": ("zero2", of_an_elastic_save, "elastic"),
+    "other shapes": ("zero2", with_a_longer_parameter, "group 0 has 125 elements, its parameters 143"),
+    "cut off": ("zero2", cut(f"{ZERO_2}/{RANK_1}"), f"{RANK_1}' is damaged"),
+    "no such folder": ("zero2", write("zero2/latest", "global_step9"), "latest' names 'global_step9'"),
+    "folder elsewhere": ("zero2", write("zero2/latest", "../zero1/global_step3"), "there is no such folder"),
+    "tensor parallel": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/mp_rank_01_model_states.pt"), "ds_to_universal"),
+    "pipeline": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_01-{MODEL}"), "pipeline.*ds_to_universal"),
+    "experts": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_0_expert_1_{MODEL}"), "experts, which "),
+    "no weights": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/fp32.pt"), "up.weight/fp32.pt' is missing"),
+    "no state": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/exp_avg.pt"), "up.weight.*other states"),
+    "no options": ("zero2_universal", remove(f"{UNIVERSAL}/zero/optimizer_state.pt"), "optimizer_state.pt' is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(copied, damage):
+    name, apply, text = DAMAGES[damage]
+    apply(copied)
+    with pytest.raises(CheckpointingException, match=text):
+        distckpt.load_plain_tensors(copied / name)
+
+
+def test_classes_of_others_are_refused_where_they_are_asked_for(copied):
+    edit(copied / ZERO_2 / MODEL, lambda content: content.update(sampler=random.Random(1), call=Call(copied / "ran")))
+    # Tensors are there.
+    assert same(distckpt.load_plain_tensors(copied / "zero2"), expected_of(copied / "zero2"))
+    with pytest.raises(distckpt.UnsupportedObjectError, match=r"'sampler' in .*random\.Random"):
+        distckpt.load({}, copied / "zero2")
+    assert not (copied / "ran").exists()
+
+
+class Call:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 2000), marks=pytest.mark.slow)])
+def test_flipped_bytes_are_errors_of_ours_or_change_values_only(copied, seeds):
+    for seed in seeds:
+        generator = random.Random(seed)
+        name = generator.choice(RUNS)
+        path = generator.choice(sorted((copied / name).rglob("*.pt")))
+        original = path.read_bytes()
+        content = bytearray(original)
+        for _ in range(generator.randrange(1, 4)):
+            content[generator.randrange(len(content))] = generator.randrange(256)
+        path.write_bytes(content)
+        try:
+            distckpt.load_plain_tensors(copied / name)
+            distckpt.load({}, copied / name)
+        except CheckpointingException:
+            pass
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        path.write_bytes(original)
+
+
+# ---- forms that the runs do not have
+
+
+def save_zero(path, module, groups, flat, states, options, **fields):
+    """Write a ZeRO-2 directory as DeepSpeed does, given each rank's part of each group."""
+    path.mkdir(parents=True)
+    shapes = [OrderedDict((name, module[name].shape) for name in names) for names in groups]
+    model = {"module": module, "buffer_names": [], "optimizer": None, "param_shapes": shapes, "shared_params": {}}
+    torch.save(model, path / MODEL)
+    for rank, (weights, state) in enumerate(zip(flat, states, strict=True)):
+        numbered = [{**given, "params": [i]} for i, given in enumerate(options)]
+        base = {"state": dict(enumerate(state)), "param_groups": numbered}
+        zero = {
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": weights,
+            "partition_count": [len(flat)],
+        }
+        zero |= {"group_paddings": [0] * len(groups), **fields}
+        torch.save({"optimizer_state_dict": zero}, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def test_the_optimizer_of_deepspeed(tmp_path):
+    """FusedAdam counts steps in its groups; paddings stand between parameters and at the end; tensors are views."""
+    wide = torch.arange(60.0).view(6, 10)
+    module = OrderedDict(w=torch.zeros(3, 5), b=torch.zeros(()), frozen=wide.T, view=wide[1:, 2:4], _extra_state=3)
+    flat = torch.arange(20.0)
+    options = [{"lr": 0.5, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0, "step": 7}]
+    states = [
+        [{"exp_avg": flat[:10] + 1, "exp_avg_sq": flat[:10] + 2}],
+        [{"exp_avg": flat[10:] + 1, "exp_avg_sq": flat[10:] + 2}],
+    ]
+    weights = [[flat[:10]], [flat[10:]]]
+    save_zero(tmp_path / "c", module, [["w", "b"]], weights, states, options, param_alignment_paddings=[[2, 2]])
+    found = distckpt.load_plain_tensors(tmp_path / "c")
+    expected = {"w": flat[:15].view(3, 5), "b": flat[17], "frozen": wide.T, "view": wide[1:, 2:4]}
+    assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
+    model = torch.nn.ParameterDict({"w": torch.zeros(3, 5), "b": torch.zeros(())})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1, amsgrad=False)
+    request = {"model": model, "optimizer": optimizer}
+    distckpt.load(request, tmp_path / "c", strict="raise_unexpected")
+    assert torch.equal(optimizer.state[model["w"]]["exp_avg_sq"], flat[:15].view(3, 5) + 2)
+    assert (optimizer.state[model["b"]]["step"], optimizer.param_groups[0]["betas"]) == (7, (0.9, 0.95))
+
+
+def test_a_slice_of_a_large_parameter_reads_that_slice(tmp_path):
+    size = 1 << 20
+    flat = torch.arange(float(size))
+    module = OrderedDict(w=torch.zeros(1024, 1024, dtype=torch.bfloat16))
+    save_zero(tmp_path / "c", module, [["w"]], [[flat[: size // 2]], [flat[size // 2 :]]], [[{}], [{}]], [{"lr": 1.0}])
+    row = distckpt.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 1024), (0, 200, 256))
+    with counted_reads() as counts:
+        distckpt.load({"w": row}, tmp_path / "c")
+    assert torch.equal(row.data, flat[800 * 1024 : 804 * 1024].view(4, 1024))
+    assert counts.plain + counts.batched < 300_000
+
+
+@pytest.mark.slow
+def test_what_deepspeed_writes_now(tmp_path):
+    pytest.importorskip("deepspeed", reason="needs the package deepspeed")
+    from tests.data import make_deepspeed
+
+    make_deepspeed.make(tmp_path)
+    for name in RUNS:
+        assert same(distckpt.load_plain_tensors(tmp_path / name), expected_of(tmp_path / name))
