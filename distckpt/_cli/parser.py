@@ -61,7 +61,7 @@ VERBS = (
     Verb("import", "Convert a Hugging Face directory to a checkpoint.", arguments.import_hf, "import_hf"),
     Verb(
         "convert",
-        "Convert a checkpoint that PyTorch or Megatron Core wrote, or make one that they read.",
+        "Convert a checkpoint that PyTorch, Megatron Core or DeepSpeed wrote, or make one that the former read.",
         arguments.convert,
         "convert",
     ),
