@@ -7,15 +7,17 @@ a key for each layer and expert, and norms under their own names. The other rule
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
-from distckpt.rules import Concat, Copy, Drop, Rename, Rule, Split, SplitQKV, Stack, Trim, Unstack
+from distckpt.rules import Add, Concat, Copy, Drop, Rename, Rule, Split, SplitQKV, Stack, Trim, Unstack
 
 LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
 _STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -145,6 +147,46 @@ def attention(config: Config, *, qkv_bias: bool = False, out_bias: bool = False,
         names = {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight" for name in "qk"}
         rules += move(config.layers, names, (size,))
     return rules
+
+
+def gated_attention(config: Config, count: int) -> list[Rule]:
+    """Attention whose output has a gate, in `count` layers: query and gate of a head are neighbours on disk."""
+    heads, groups, size = config.heads
+    own, new = f"{LAYER}self_attention.", f"{HF_LAYER}self_attn."
+    fused = heads // groups * size
+    pieces = (f"{new}queries", f"{new}gates", f"{new}k_proj.weight", f"{new}v_proj.weight")
+    sizes = (fused, fused, size, size)
+    both = tuple(piece.replace("{0}", "*") for piece in pieces[:2])
+    rules: list[Rule] = [
+        Split(f"{own}linear_qkv.weight", pieces, sizes=sizes, groups=groups, count=count),
+        Concat(both, f"{new}q_proj.weight", groups=heads, count=count),
+        Rename(f"{own}linear_proj.weight", f"{new}o_proj.weight", (None, heads * size), count=count),
+    ]
+    return rules + [
+        Rename(f"{own}{name}_layernorm.weight", f"{new}{name}_norm.weight", (size,), count=count) for name in "qk"
+    ]
+
+
+def gated_delta_net(config: Config, count: int, *, by_head: bool) -> list[Rule]:
+    """Linear attention, in `count` layers: all parts of a key head together on disk, or kinds of parts."""
+    own, new = f"{LAYER}self_attention.", f"{HF_LAYER}linear_attn."
+    names = {"A_log": "A_log", "dt_bias": "dt_bias", "out_proj.weight": "out_proj.weight"}
+    fused = {"qkv": ("query", "key", "value"), "z": ("z",), "b": ("beta",), "a": ("alpha",)}
+    if by_head:
+        fused = {"qkvz": ("query", "key", "value", "z"), "ba": ("beta", "alpha")}
+    groups = config.number_of("linear_num_key_heads") if by_head else 1
+    rules: list[Rule] = [
+        Concat(tuple(f"{own}in_proj.weight.{part}" for part in parts), f"{new}in_proj_{name}.weight", groups=groups)
+        for name, parts in fused.items()
+    ]
+    rules.append(
+        Concat(tuple(f"{own}conv1d.weight.{part}" for part in ("query", "key", "value")), f"{new}conv1d.weight")
+    )
+    # Megatron has all norms count from 1 or none, Hugging Face all but this one.
+    rules.append(Add(f"{own}out_norm.weight", 1.0))
+    names["out_norm.weight"] = "norm.weight"
+    rules += [Rename(own + old, new + name) for old, name in names.items()]
+    return [replace(rule, count=count) for rule in rules] if count else []
 
 
 def gated_mlp(count: int, old: str = "mlp", new: str = "mlp", *, bias: bool = False) -> list[Rule]:

@@ -11,6 +11,8 @@ from distckpt._families.blocks import (
     attention,
     experts,
     forms,
+    gated_attention,
+    gated_delta_net,
     gated_mlp,
     latent_attention,
     move,
@@ -95,11 +97,31 @@ def _qwen3_moe(config: Config) -> list[Rule]:
 
 
 def _qwen2_moe(config: Config) -> list[Rule]:
-    num_sparse = _num_sparse(config)
     return [
         *outside_layers(config),
         *norms(config.layers),
         *attention(config, qkv_bias=config("qkv_bias", default=True)),
+        *_with_gated_shared_expert(config),
+    ]
+
+
+def _qwen3_next(config: Config) -> list[Rule]:
+    """Trained with layernorm_zero_centered_gamma, as Hugging Face has its norms."""
+    every = config.number_of("full_attention_interval", default=4)
+    usual = ["full_attention" if n % every == 0 else "linear_attention" for n in range(1, config.layers + 1)]
+    num_linear = config("layer_types", default=usual).count("linear_attention")
+    return [
+        *outside_layers(config),
+        *norms(config.layers),
+        *gated_attention(config, config.layers - num_linear),
+        *gated_delta_net(config, num_linear, by_head=True),
+        *_with_gated_shared_expert(config),
+    ]
+
+
+def _with_gated_shared_expert(config: Config) -> list[Rule]:
+    num_sparse = _num_sparse(config)
+    return [
         *gated_mlp(config.layers - num_sparse),
         *experts(num_sparse, config.number_of("num_experts", "num_local_experts")),
         *gated_mlp(num_sparse, "mlp.shared_experts", "mlp.shared_expert"),
@@ -217,6 +239,7 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3": _llama,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
     "seed_oss": _qwen2,
     "smollm3": _llama,
 }

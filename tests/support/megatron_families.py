@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ def one_process(path):
             patch.setattr(megatron(".transformer.moe.moe_utils"), "te_general_gemm", None, raising=False)
             patch.setattr(megatron(".transformer.multi_latent_attention"), "HAVE_TE", False)
             patch.setattr(megatron(".fusions.fused_softmax"), "get_sliding_window_causal_mask", _window_mask)
+            delta_net = megatron(".ssm.gated_delta_net")
+            patch.setattr(delta_net, "HAVE_FLA", True)
+            patch.setattr(delta_net, "l2norm", _l2norm, raising=False)
             patch.setattr(tracker, "fork", lambda *_: contextlib.nullcontext())
             yield
     finally:
@@ -37,6 +41,11 @@ def _window_mask(num_queries, num_keys, window_size):
     return ~seen
 
 
+def _l2norm(values):
+    """The function of flash-linear-attention, which needs a GPU."""
+    return values * (values.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 class LatentCoreAttention(torch.nn.Module):
     """What Transformer Engine computes on a GPU; Megatron's own attention has one size of heads only."""
 
@@ -48,6 +57,42 @@ class LatentCoreAttention(torch.nn.Module):
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.scale
         weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
         return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
+
+
+class ZeroCenteredNorm(torch.nn.Module):
+    """What Transformer Engine computes with layernorm_zero_centered_gamma; Megatron's own norm cannot."""
+
+    def __init__(self, hidden_size, config=None, eps=1e-5):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
+
+    def forward(self, values):
+        return torch.nn.functional.rms_norm(values, self.weight.shape, 1 + self.weight, self.eps)
+
+
+def _count_norms_from_1(spec):
+    """Put another norm in the place of all norms of a block."""
+    spec.layer_norm = ZeroCenteredNorm
+    for layer in spec.layer_specs:
+        own, attention = layer.submodules, layer.submodules.self_attention.submodules
+        own.input_layernorm = own.pre_mlp_layernorm = ZeroCenteredNorm
+        attention.q_layernorm = attention.k_layernorm = ZeroCenteredNorm
+
+
+def _with_linear_attention(spec, c):
+    """Make layers with Megatron's gated delta net of those of linear attention."""
+    _count_norms_from_1(spec)
+    delta_net, layers = megatron(".ssm.gated_delta_net"), megatron(".tensor_parallel.layers")
+    parts = delta_net.GatedDeltaNetSubmodules(layers.ColumnParallelLinear, ZeroCenteredNorm, layers.RowParallelLinear)
+    for layer, kind in zip(spec.layer_specs, c.layer_types, strict=True):
+        if kind == "linear_attention":
+            layer.submodules.self_attention = megatron(".transformer.spec_utils").ModuleSpec(
+                delta_net.GatedDeltaNet, submodules=parts
+            )
+
+
+SPECS = {"qwen3_next": _with_linear_attention}
+"""Changes of the layers that Megatron makes without Transformer Engine."""
 
 
 def make_megatron(config, mtp_layers=None):
@@ -74,6 +119,9 @@ def make_megatron(config, mtp_layers=None):
     if megatron_config.multi_latent_attention:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    if c.model_type in SPECS:
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+        SPECS[c.model_type](spec, c)
     if mtp_layers:
         options = options | {"mtp_block_spec": specs.get_gpt_mtp_block_spec(megatron_config, spec, False)}
     model = megatron(".models.gpt.gpt_model").GPTModel(
@@ -125,6 +173,17 @@ def _qwen2_moe(c):
         "add_qkv_bias": True, "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_shared_expert_gate": True,
         "moe_shared_expert_intermediate_size": c.shared_expert_intermediate_size,
     }, {}  # fmt: skip
+
+
+def _qwen3_next(c):
+    kinds = [int(kind == "linear_attention") for kind in c.layer_types]
+    return _qwen2_moe(c)[0] | {
+        "add_qkv_bias": False, "qk_layernorm": True, "attention_output_gate": True, "deterministic_mode": True,
+        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": kinds,
+        "linear_conv_kernel_dim": c.linear_conv_kernel_dim, "linear_key_head_dim": c.linear_key_head_dim,
+        "linear_value_head_dim": c.linear_value_head_dim, "linear_num_key_heads": c.linear_num_key_heads,
+        "linear_num_value_heads": c.linear_num_value_heads, "hetereogenous_dist_checkpoint": True,
+    }, {"rotary_percent": c.rope_parameters["partial_rotary_factor"]}  # fmt: skip
 
 
 def _after_dense(c):
@@ -193,6 +252,7 @@ SETTINGS = {
     "granitemoe": _moe,
     "mixtral": _moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,12 @@ def mutants(rules):
         if not rule.optional:
             yield f"without {rule}", rest[0] + rest[1]
         if isinstance(rule, Split):
-            yield f"reversed {rule}", [*rest[0], Split(rule.pattern, rule.to[::-1], rule.axis, rule.sizes), *rest[1]]
+            yield f"reversed {rule}", [*rest[0], replace(rule, to=rule.to[::-1]), *rest[1]]
+        if isinstance(rule, Concat) and not rule.optional:
+            yield f"reversed {rule}", [*rest[0], replace(rule, patterns=rule.patterns[::-1]), *rest[1]]
+        if isinstance(rule, Split | Concat) and rule.groups > 1:
+            sizes = {"sizes": tuple(size * rule.groups for size in rule.sizes)} if isinstance(rule, Split) else {}
+            yield f"not by group {rule}", [*rest[0], replace(rule, groups=1, **sizes), *rest[1]]
         if isinstance(rule, Interleave | Transpose):
             yield f"not {rule}", [*rest[0], Rename(rule.pattern, rule.to), *rest[1]]
         if isinstance(rule, Stack):
