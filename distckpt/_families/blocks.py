@@ -130,22 +130,24 @@ def norms(count: int) -> list[Rule]:
     })  # fmt: skip
 
 
-def attention(config: Config, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False) -> list[Rule]:
-    """Grouped-query attention."""
+def attention(
+    config: Config, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool | str = False
+) -> list[Rule]:
+    """Grouped-query attention, with norms of the queries and keys of each head or "of all heads"."""
     rules: list[Rule] = []
     for kind in ("weight", "bias") if qkv_bias else ("weight",):
         query, key, value = (f"{HF_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")
         old = f"{LAYER}self_attention.linear_qkv.{kind}"
         rules.append(SplitQKV(old, (query, key, value), *config.heads, count=config.layers))
     old, new = "self_attention.", "self_attn."
-    num_heads, _, size = config.heads
+    num_heads, num_groups, size = config.heads
     # Wrong numbers of heads may fit the fused projection by chance.
     rules += move(config.layers, {f"{old}linear_proj.weight": f"{new}o_proj.weight"}, (None, num_heads * size))
     if out_bias:
         rules += move(config.layers, {f"{old}linear_proj.bias": f"{new}o_proj.bias"})
-    if qk_norm:
-        names = {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight" for name in "qk"}
-        rules += move(config.layers, names, (size,))
+    widths = {"q": num_heads * size, "k": num_groups * size} if qk_norm == "of all heads" else {"q": size, "k": size}
+    for name, width in widths.items() if qk_norm else ():
+        rules += move(config.layers, {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight"}, (width,))
     return rules
 
 

@@ -161,6 +161,32 @@ def _glm4_moe(config: Config) -> list[Rule]:
     ]
 
 
+def _gemma3(config: Config) -> list[Rule]:
+    """Trained with layernorm_zero_centered_gamma, as Hugging Face has its norms."""
+    return [
+        *outside_layers(config, tied=True),
+        *attention(config, qk_norm=True),
+        *gated_mlp(config.layers),
+        *move(config.layers, {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
+            "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
+            "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
+        }),
+    ]  # fmt: skip
+
+
+def _minimax_m2(config: Config) -> list[Rule]:
+    block, count = "block_sparse_moe", config.layers
+    return [
+        *outside_layers(config),
+        *norms(count),
+        *attention(config, qk_norm="of all heads"),
+        *experts(count, config.number_of("num_local_experts", "num_experts"), block, ("w1", "w3", "w2")),
+        *move(count, {"mlp.router.expert_bias": f"{block}.e_score_correction_bias"}),
+    ]
+
+
 def _gpt_oss(config: Config) -> list[Rule]:
     names = {
         "linear_fc1.weight": "mlp.experts.gate_then_up",
@@ -224,6 +250,7 @@ def _dots1(config: Config) -> list[Rule]:
 FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "deepseek_v3": _deepseek_v3,
     "dots1": _dots1,
+    "gemma3_text": _gemma3,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek_v3,
     "gpt_oss": _gpt_oss,
@@ -231,6 +258,7 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "kimi_k2": _deepseek_v3,
     "llama": _llama,
     "llama4_text": _llama4,
+    "minimax_m2": _minimax_m2,
     "ministral": _llama,
     "ministral3": _llama,
     "mistral": _llama,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -91,7 +92,48 @@ def _with_linear_attention(spec, c):
             )
 
 
-SPECS = {"qwen3_next": _with_linear_attention}
+def _with_norms_behind_layers(spec, c):
+    """Put a norm behind attention and MLP, as Megatron Bridge has them for Gemma 3."""
+    layers = megatron(".tensor_parallel.layers")
+
+    class RowParallelLinearWithNorm(layers.RowParallelLinear):
+        def __init__(self, *sizes, **options):
+            super().__init__(*sizes, **options)
+            self.post_layernorm = ZeroCenteredNorm(c.hidden_size, eps=c.rms_norm_eps)
+
+        def forward(self, values):
+            result, bias = super().forward(values)
+            return self.post_layernorm(result), bias
+
+    _count_norms_from_1(spec)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.linear_proj = RowParallelLinearWithNorm
+        layer.submodules.mlp.submodules.linear_fc2 = RowParallelLinearWithNorm
+
+
+def _with_norms_of_all_heads(spec, c):
+    """Put norms of all queries and of all keys in the place of those of each head, as Megatron Bridge for MiniMax."""
+
+    def norm_of(num_heads):
+        class NormOfAllHeads(torch.nn.RMSNorm):
+            def __init__(self, hidden_size, config, eps):
+                super().__init__(num_heads * hidden_size, eps)
+
+            def forward(self, values):
+                return super().forward(values.flatten(2)).view(values.shape)
+
+        return NormOfAllHeads
+
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = map(norm_of, (c.num_attention_heads, c.num_key_value_heads))
+
+
+SPECS = {
+    "gemma3_text": _with_norms_behind_layers,
+    "minimax_m2": _with_norms_of_all_heads,
+    "qwen3_next": _with_linear_attention,
+}
 """Changes of the layers that Megatron makes without Transformer Engine."""
 
 
@@ -127,8 +169,10 @@ def make_megatron(config, mtp_layers=None):
     model = megatron(".models.gpt.gpt_model").GPTModel(
         megatron_config, spec, vocab_size=c.vocab_size + 8, max_sequence_length=64, position_embedding_type="rope",
         share_embeddings_and_output_weights=c.tie_word_embeddings,
-        **{"rotary_base": c.rope_parameters["rope_theta"]} | options,
+        **({"rotary_base": c.rope_parameters["rope_theta"]} if "rope_theta" in c.rope_parameters else {}) | options,
     )  # fmt: skip
+    if c.model_type == "gemma3_text":
+        model.embedding.register_forward_hook(lambda module, given, result: result * c.hidden_size**0.5)
     return model.eval()
 
 
@@ -147,6 +191,20 @@ def _gpt_oss(c):
 
 def _qwen2(c):
     return {"add_qkv_bias": True}, {}
+
+
+def _gemma3(c):
+    return {
+        "qk_layernorm": True, "activation_func": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        "window_size": (c.sliding_window - 1, 0), "softmax_scale": c.query_pre_attn_scalar**-0.5,
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
+    }, {"rotary_base": c.rope_parameters["full_attention"]["rope_theta"]}  # fmt: skip
+
+
+def _minimax_m2(c):
+    return _moe(c)[0] | {
+        "qk_layernorm": True, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    }, {"rotary_percent": c.rope_parameters.get("partial_rotary_factor", 1.0)}  # fmt: skip
 
 
 def _qwen3(c):
@@ -250,6 +308,8 @@ SETTINGS = {
     "smollm3": _smollm3,
     "gpt_oss": _gpt_oss,
     "granitemoe": _moe,
+    "gemma3_text": _gemma3,
+    "minimax_m2": _minimax_m2,
     "mixtral": _moe,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,

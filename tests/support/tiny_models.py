@@ -51,7 +51,10 @@ OVERRIDES = {
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 4,
                 "layer_types": ["sliding_attention", "full_attention"],
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "gemma3_text": {"tie_word_embeddings": True},
+    "gemma3_text": {"tie_word_embeddings": True, "query_pre_attn_scalar": 6, "sliding_window": 4,
+                    "layer_types": ["sliding_attention", "full_attention"],
+                    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0}
+                                        for kind in ("sliding_attention", "full_attention")}},
     "minimax_m2": {"num_local_experts": 4},
     "granitemoe": {"num_local_experts": 4, "attention_multiplier": 8**-0.5, "tie_word_embeddings": True},
     "olmoe": {"num_experts": 4},
