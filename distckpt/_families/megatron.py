@@ -151,6 +151,15 @@ def _deepseek_v3(config: Config) -> list[Rule]:
     ]
 
 
+def _glm5(config: Config) -> list[Rule]:
+    """The layer that selects keys rotates the first numbers of a head, as Megatron Core does since 0.17."""
+    num = list(config("indexer_types", default=["full"] * config.layers)).count("full")
+    indexer = {f"linear_{name}.weight": f"{name}.weight" for name in ("wq_b", "wk", "weights_proj")}
+    indexer |= {f"k_norm.{kind}": f"k_norm.{kind}" for kind in ("weight", "bias")}
+    own, new = "self_attention.core_attention.indexer.", "self_attn.indexer."
+    return [*_deepseek_v3(config), *move(num, {own + old: new + name for old, name in indexer.items()})]
+
+
 def _glm4_moe(config: Config) -> list[Rule]:
     bias, qk_norm = config("attention_bias", default=False), config("use_qk_norm", default=False)
     return [
@@ -253,6 +262,7 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "gemma3_text": _gemma3,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek_v3,
+    "glm_moe_dsa": _glm5,
     "gpt_oss": _gpt_oss,
     "granitemoe": _granitemoe,
     "kimi_k2": _deepseek_v3,

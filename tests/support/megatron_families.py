@@ -28,6 +28,8 @@ def one_process(path):
             patch.setattr(megatron(".fusions.fused_softmax"), "get_sliding_window_causal_mask", _window_mask)
             delta_net = megatron(".ssm.gated_delta_net")
             patch.setattr(delta_net, "HAVE_FLA", True)
+            indexer = megatron(".transformer.experimental_attention_variant.dsa")
+            patch.setattr(indexer, "rotate_activation", lambda values: values)
             patch.setattr(delta_net, "l2norm", _l2norm, raising=False)
             patch.setattr(tracker, "fork", lambda *_: contextlib.nullcontext())
             yield
@@ -92,6 +94,33 @@ def _with_linear_attention(spec, c):
             )
 
 
+def _with_indexer(spec, c):
+    """Select the keys that attention sees by Megatron's indexer, which rotates what later versions do."""
+    dsa, module = megatron(".transformer.experimental_attention_variant.dsa"), megatron(".transformer.spec_utils")
+
+    class Linear(torch.nn.Linear):
+        def __init__(self, num_in, num_out, **_):
+            super().__init__(num_in, num_out, bias=False)
+
+        def forward(self, values):
+            return super().forward(values), None
+
+    class Norm(torch.nn.LayerNorm):
+        def __init__(self, hidden_size, **_):
+            super().__init__(hidden_size, eps=1e-6)
+
+    class Indexer(dsa.DSAIndexer):
+        def _apply_rope(self, values, *arguments):
+            size = self.qk_pos_emb_head_dim
+            rotated = super()._apply_rope(torch.cat([values[..., size:], values[..., :size]], -1), *arguments)
+            return torch.cat([rotated[..., -size:], rotated[..., :-size]], -1)
+
+    indexer = module.ModuleSpec(Indexer, submodules=dsa.DSAIndexerSubmodules(Linear, Linear, Norm, Linear))
+    core_attention = module.ModuleSpec(dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer))
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = core_attention
+
+
 def _with_norms_behind_layers(spec, c):
     """Put a norm behind attention and MLP, as Megatron Bridge has them for Gemma 3."""
     layers = megatron(".tensor_parallel.layers")
@@ -131,6 +160,7 @@ def _with_norms_of_all_heads(spec, c):
 
 SPECS = {
     "gemma3_text": _with_norms_behind_layers,
+    "glm_moe_dsa": _with_indexer,
     "minimax_m2": _with_norms_of_all_heads,
     "qwen3_next": _with_linear_attention,
 }
@@ -265,6 +295,14 @@ def _deepseek_v3(c):
     }, {}  # fmt: skip
 
 
+def _glm5(c):
+    extra, options = _deepseek_v3(c)
+    return extra | {
+        "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": c.index_n_heads,
+        "dsa_indexer_head_dim": c.index_head_dim, "dsa_indexer_topk": c.index_topk,
+    }, options  # fmt: skip
+
+
 def _dots1(c):
     return _after_dense(c) | {"qk_layernorm": True}, {}
 
@@ -301,6 +339,7 @@ SETTINGS = {
     "dots1": _dots1,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek_v3,
+    "glm_moe_dsa": _glm5,
     "llama4_text": _llama4,
     "ministral": _dense,
     "ministral3": _dense,
