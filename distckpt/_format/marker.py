@@ -11,7 +11,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ CHECKSUM_VERSION = 2
 _CHECKSUM = "checksum"
 _NO_DIGITS = "0" * 16
 """In place of the checksum while it is computed."""
+_MODULE_NAMES = "module_names"
+_MAX_NAMES = 4096
 _MAX_MARKER_BYTES = 4 << 20
 _MAX_BACKEND_CHARS = 255
 _NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
@@ -141,6 +143,17 @@ def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
         return digits is None
     before, _, after = content.rpartition(digits.encode(errors="replace"))
     return digits == f"{checksum(before + _NO_DIGITS.encode() + after):016x}"
+
+
+def note_of_module(names: Sequence[str]) -> dict[str, Any]:
+    """Return the field for the first names in the keys of the module at `model`; none for too many."""
+    return {_MODULE_NAMES: list(names)} if 0 < len(names) <= _MAX_NAMES else {}
+
+
+def names_of_module(marker: Mapping[str, Any]) -> list[str]:
+    """Return the first names in the keys of the module that was saved at `model`; none if they are unknown."""
+    names = marker.get(_MODULE_NAMES)
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def file_size(path: str) -> int:

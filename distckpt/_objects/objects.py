@@ -10,14 +10,16 @@ Names: those of the module at the entry `model` are its own; what is at another 
 
 from __future__ import annotations
 
+import json
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from distckpt._base.errors import LoadMismatchError
+from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
 from distckpt._format.codec.tree import REGISTERED
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
@@ -28,6 +30,7 @@ from distckpt._models.optimizer_view import is_optimizer
 from distckpt._objects.materialize import materialize_module
 from distckpt._objects.per_rank import PerRank, cell_of
 from distckpt._ranks.collectives import Ranks
+from distckpt.dict_utils import nested_values
 from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, StateDict
 from distckpt.modules import bare_module, load_sharded_state_dict, sharded_state_dict, sharded_state_dict_default
 from distckpt.optimizer import load_sharded_optimizer_state_dict
@@ -61,10 +64,14 @@ class Place(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A state dict without objects, and where these were."""
+    """A state dict without objects, and where these were.
+
+    For a save, `names` are the first names in the keys of the module at `model`, of all ranks.
+    """
 
     state_dict: Any
     places: list[Place]
+    names: Sequence[str] = ()
 
 
 def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize: Any = None) -> Described:
@@ -87,7 +94,11 @@ def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize:
                     described["settings"] = ShardedObject(f"{place.prefix}.settings", None, (1,), (0,), ranks.rank)
                 settings.setdefault(place.prefix, []).extend(entries)
                 tree = _replaced(tree, place.path, described)
-    if not loads and any(ranks.all_gather_numbers([len(settings)])):
+    if loads:
+        return Described(tree, places)
+    names = json.dumps(sorted(_first_names(tree, places)))
+    numbers = ranks.all_gather_numbers([len(settings), checksum(names.encode()) >> 3])
+    if numbers[:, 0].any():
         united = unite(ranks, settings)
         with ranks.phase("describe states that are missing"):
             for place in places:
@@ -96,7 +107,20 @@ def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize:
                     fill_gaps(described, united[place.prefix])
                     if "settings" in described:
                         described["settings"].data = united[place.prefix]
-    return Described(tree, places)
+    is_same = (numbers[:, 1] == numbers[0, 1]).all()
+    of_all = [names] if is_same else ranks.all_gather(names.encode())
+    return Described(tree, places, sorted(set().union(*map(json.loads, of_all))))
+
+
+def _first_names(tree: Any, places: list[Place]) -> set[str]:
+    at_model = [_at(tree, place.path) for place in places if place.kind == MODULE and not place.prefix]
+    return {first_name(shard.key) for shard in nested_values(at_model) if isinstance(shard, ShardedBase)}
+
+
+def first_name(key: str) -> str:
+    """Return the first name in a key, `#` for the number of a layer."""
+    first = key.partition(".")[0]
+    return "#" if first.isdigit() else first
 
 
 class _Walk(NamedTuple):
@@ -203,7 +227,7 @@ def resolve(
 
     Collective operation: all ranks must call it; `read` is one, and reads objects.
     """
-    tree, places = described
+    tree, places, _ = described
     states = _optimizer_states(tree)
     keys = {f"{state.prefix}.settings" for _, state in states} & stored.keys()
     settings = read({key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys)})

@@ -10,7 +10,7 @@ import numpy as np
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._models.optimizer_shards import StoredEntry
-from distckpt._objects.objects import MODULE, OPTIMIZER, STATEFUL, Described
+from distckpt._objects.objects import MODULE, OPTIMIZER, STATEFUL, Described, first_name
 from distckpt._ranks.collectives import Ranks
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ def refuse_parts(
     requested: Collection[str],
     entries: Mapping[str, StoredEntry],
     wanted: Mapping[str, StoredEntry],
+    names: Iterable[str],
     location: str,
 ) -> None:
     """Refuse a load that leaves out a part of what is stored for a module; warn of one for an optimizer.
@@ -33,12 +34,13 @@ def refuse_parts(
         requested: the keys that this rank requests.
         entries: all keys of the checkpoint.
         wanted: those that are not left out on purpose.
+        names: the first names in the keys of the module that was saved at `model`, if they are known.
         location: for messages.
     """
     taken = {*requested, *(part for key in requested if key in entries for part in entries[key].parts)}
     # What is only computed from its parts is not stored.
     left = [key for key, entry in wanted.items() if key not in taken and (not entry.parts or key in entry.parts)]
-    own, of_optimizers = _keys_of_objects(described, left, requested)
+    own, of_optimizers = _keys_of_objects(described, left, requested, names)
     if not ranks.all_gather_numbers([len(own) + len(of_optimizers)]).any():
         return
     keys = sorted(entries)
@@ -64,11 +66,13 @@ def refuse_parts(
             )  # fmt: skip
 
 
-def _keys_of_objects(described: Described, keys: Iterable[str], requested: Iterable[str]) -> tuple[set[str], set[str]]:
+def _keys_of_objects(
+    described: Described, keys: Iterable[str], requested: Iterable[str], names: Iterable[str]
+) -> tuple[set[str], set[str]]:
     """Return those of the keys that belong to modules and the like, and those that belong to optimizers.
 
-    They begin with the path of the object. The module at `model` has no path in its keys: those belong to it that
-    begin like a requested one, as `layers.9.weight` does like `layers.0.weight`.
+    They begin with the path of the object. The module at `model` has no path in its keys: those belong to it whose
+    first name it was saved with, or begin like a requested one, as `layers.9.weight` does like `layers.0.weight`.
     """
     below = {
         kind: tuple(f"{place.prefix}." for place in described.places if place.kind == kind and place.prefix)
@@ -77,14 +81,8 @@ def _keys_of_objects(described: Described, keys: Iterable[str], requested: Itera
     with_path = (*below[MODULE], *below[STATEFUL], *below[OPTIMIZER])
     beginnings: set[str] = set()
     if any(place.kind == MODULE and not place.prefix for place in described.places):
-        beginnings = {_beginning(key) for key in requested if not key.startswith(with_path)} - {""}
+        beginnings = {*names, *(first_name(key) for key in requested if not key.startswith(with_path))}
     keys = list(keys)
     of_optimizers = {key for key in keys if key.startswith(below[OPTIMIZER])}
-    own = {key for key in keys if key.startswith(with_path) or _beginning(key) in beginnings}
+    own = {key for key in keys if key.startswith(with_path) or first_name(key) in beginnings}
     return own - of_optimizers, of_optimizers
-
-
-def _beginning(key: str) -> str:
-    """Return the first name in a key, `#` for the number of a layer; nothing for a key that is one name."""
-    first, dot, _ = key.partition(".")
-    return ("#" if first.isdigit() else first) if dot else ""

@@ -19,6 +19,7 @@ from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._format.codec import HOLE
+from distckpt._format.marker import names_of_module
 from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._objects import objects
 from distckpt._objects.whole import refuse_parts
@@ -251,7 +252,7 @@ def _load(
         requested = {shard.key for i, shard in enumerate(shards) if i not in ties}
         missing, unexpected = _compare_keys(ranks, mode, requested, stored, location)
         if mode is StrictHandling.ASSUME_OK_UNEXPECTED and is_known and not options.rules:
-            refuse_parts(ranks, described, requested, entries, stored, location)
+            refuse_parts(ranks, described, requested, entries, stored, names_of_module(marker), location)
 
     # 3. Read.
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):

@@ -20,7 +20,7 @@ from distckpt._commit import posix
 from distckpt._foreign.opening import BACKEND, VERSION, open_checkpoint
 from distckpt._foreign.stored_values import object_keys, read_encoded
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.marker import CheckpointingConfig, names_of_module, note_of_module, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import crop
 from distckpt._geometry.region import Region, whole
@@ -163,7 +163,9 @@ def reshard(
     new_manifest.check_size([chunks])
     rewrite = SafetensorsSave(lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes)
     timer = PhaseTimer("reshard", 0, target)
-    save_settings, config = SaveSettings(overwrite=overwrite), CheckpointingConfig(BACKEND, VERSION)
+    names = [] if rules or rename else names_of_module(read_marker(location) or {})
+    save_settings = SaveSettings(overwrite=overwrite, notes=note_of_module(names))
+    config = CheckpointingConfig(BACKEND, VERSION)
     write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, timer))
     num_objects = len({shard.key for shard in objects} - {COMMON_KEY})
     num_chunks, seconds = len(chunks.key_ids) - len(objects), time.perf_counter() - started

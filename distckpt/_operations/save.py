@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._commit import posix
-from distckpt._format.marker import CheckpointingConfig
+from distckpt._format.marker import CheckpointingConfig, note_of_module
 from distckpt._objects import objects
 from distckpt._operations import background_save
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
@@ -149,7 +150,8 @@ def plan_save(
             settings.check()
             location = timer.location = posix.resolve(checkpoint_dir)
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
-        state_dict, _ = objects.describe(ranks, sharded_state_dict)
+        state_dict, _, names = objects.describe(ranks, sharded_state_dict)
+        settings = replace(settings, notes={**settings.notes, **note_of_module(names)})
         with ranks.phase("flatten the state dict"):
             shards, common = _flatten(state_dict, settings.content_metadata)
             compared = common_state.comparable(common, settings.preprocess_common)

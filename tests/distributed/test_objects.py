@@ -216,6 +216,12 @@ def save_and_load_stages(rank: int, path: str) -> str:
     assert all(map(torch.equal, loaded.parameters(), saved.parameters()))
     with pytest.raises(distckpt.LoadMismatchError) as caught:
         distckpt.load({"model": Stage(rank)}, path)
+    if rank:
+        saved.head = torch.nn.Linear(2, 2)
+    distckpt.save({"model": saved}, path, overwrite=True)
+    dist.barrier()
+    with pytest.raises(distckpt.LoadMismatchError, match=r"holds 'head.bias', 'head.weight', which"):
+        distckpt.load({"model": Stage(*range(4))}, path, process_group=dist.new_subgroups(1)[0])
     return str(caught.value)
 
 

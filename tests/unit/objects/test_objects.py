@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import random
 from functools import partial
 
@@ -419,6 +420,42 @@ def test_a_part_of_a_saved_model_is_loaded_on_request_only(name, tmp_path):
     assert_same(smaller.layers[1].state_dict(), saved.layers[1].state_dict())
     with pytest.raises(distckpt.LoadMismatchError, match=r"averages.1"):
         distckpt.load({"averages": Averages(1)}, tmp_path / "saved")
+
+
+class Tagger(torch.nn.Module):
+    """Has a parameter of its own and, unless it is only a body, a head beside what it shares with others."""
+
+    def __init__(self, is_whole=True):
+        super().__init__()
+        self.body = torch.nn.Linear(2, 2)
+        if is_whole:
+            self.head, self.scale = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("way", ["as saved", "resharded", "of an earlier release"])
+def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_path, way):
+    path = tmp_path / "saved"
+    saved, other = Tagger(), distckpt.ShardedTensor.from_rank_offsets("table.rows", torch.ones(2))
+    distckpt.save({"model": saved, "table": other, "ema": Tagger()}, path)
+    if way == "resharded":
+        distckpt.reshard(path, tmp_path / "other", num_ranks=2)
+        path = tmp_path / "other"
+    if way == "of an earlier release":
+        marker = json.loads((path / "metadata.json").read_text())
+        del marker["module_names"]
+        (path / "metadata.json").write_text(json.dumps({**marker, "checksum": None}))
+        distckpt.load({"model": Tagger(False)}, path)
+        return
+    for request in ({"model": Tagger(False)}, {"model": [Tagger(False)], "ema": Tagger()}):
+        with pytest.raises(distckpt.LoadMismatchError, match=r"strict='raise_unexpected'") as caught:
+            distckpt.load(request, path)
+        assert set(caught.value.missing) == {"head.weight", "head.bias", "scale"}
+    body = distckpt.load({"model": Tagger(False)}, path, strict="raise_unexpected")["model"].body
+    assert_same(body.state_dict(), saved.body.state_dict())
+    distckpt.save({"model": Tagger(False)}, tmp_path / "body")
+    with pytest.raises(distckpt.LoadMismatchError) as caught:
+        distckpt.load({"model": Tagger()}, tmp_path / "body")
+    assert set(caught.value.unexpected) == {"head.weight", "head.bias", "scale"}
 
 
 def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp_path, caplog):
