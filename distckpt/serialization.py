@@ -7,6 +7,7 @@ from distckpt._operations.async_save import async_save
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
 from distckpt._operations.consolidate import ExportReport, consolidate
 from distckpt._operations.load import load
+from distckpt._operations.merge import merge
 from distckpt._operations.queries import (
     load_common_state_dict,
     load_content_metadata,
@@ -44,6 +45,7 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "merge",
     "release_staging_memory",
     "remove_sharded_tensors",
     "save",

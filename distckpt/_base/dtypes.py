@@ -85,6 +85,11 @@ def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
     return target.is_complex or not source.is_complex
 
 
+def is_summed(dtype: torch.dtype) -> bool:
+    """Tell whether checkpoints are merged by adding tensors of a dtype; integers and packed numbers are not."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype not in _PECULIAR
+
+
 def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
     wide, narrow = torch.finfo(target), torch.finfo(source)
     # Only float16, bfloat16, float32 and float64 can be targets: the 8-bit kinds differ in their special values.

@@ -74,6 +74,26 @@ def diff(parser: ArgumentParser) -> None:
 def consolidate(parser: ArgumentParser) -> None:
     """Declare the arguments: those of `distckpt.consolidate`."""
     parser.add_argument("checkpoint", help="a checkpoint, or a folder of shards: a path or URL")
+    _add_export(parser)
+    parser.add_argument("--dry-run", action="store_true", help="list what would be exported and from where, and stop")
+
+
+def merge(parser: ArgumentParser) -> None:
+    """Declare the arguments: those of `distckpt.merge`."""
+    parser.add_argument("checkpoints", nargs="+", help="checkpoints of any format: paths or URLs")
+    _add_export(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--weights", nargs="+", type=float, metavar="W", help="one for each checkpoint (default: equal)")
+    how.add_argument("--ema", type=float, metavar="DECAY", help="moving average, from the oldest to the newest")
+    parser.add_argument(
+        "--integers",
+        choices=("equal", "last"),
+        default="equal",
+        help="integers must be equal in all, or are those of the last (default: %(default)s)",
+    )
+
+
+def _add_export(parser: ArgumentParser) -> None:
     parser.add_argument("output_dir", help="directory for model.safetensors, or several files and their index")
     add_keys(parser)
     add_rename(parser)
@@ -83,7 +103,6 @@ def consolidate(parser: ArgumentParser) -> None:
         metavar="auto|PATH",
         help="convert names and shapes of Megatron Core or transformers, by the config.json of --like, or at PATH",
     )
-    parser.add_argument("--dry-run", action="store_true", help="list what would be exported and from where, and stop")
     parser.add_argument(
         "--tied",
         choices=("drop", "write"),

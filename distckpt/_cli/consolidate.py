@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import dtype_option, given, warn_of_overflows
-from distckpt._operations.consolidate import Preview, consolidate, preview
+from distckpt._foreign.opening import open_checkpoint
+from distckpt._operations.consolidate import ExportReport, consolidate
+from distckpt._operations.export_plan import ExportPlan, Selection, plan_export
+from distckpt._storage import locations
 
 
 def run(arguments: Namespace, output: Output) -> int:
     """Consolidate, and print a summary."""
-    selected = {
-        "keys": arguments.keys,
-        "family": arguments.family,
-        "rename": dict(arguments.rename),
-        "dtype": dtype_option(arguments.dtype),
-        "quantize": dict(arguments.quantize) if arguments.quantize else None,
-        "tied": arguments.tied,
-        "like": arguments.like,
-    }
     if arguments.dry_run:
-        _show_plan(preview(arguments.checkpoint, **selected), output)
+        stored = open_checkpoint(locations.normalize(arguments.checkpoint))
+        _show_plan(plan_export(stored, _selection(arguments)), output)
         return 0
+    return export(partial(consolidate, arguments.checkpoint), arguments, output)
+
+
+def export(function: Callable[..., ExportReport], arguments: Namespace, output: Output) -> int:
+    """Call a function that exports, and print a summary."""
     with output.progress("writing") as progress:
-        report = consolidate(
-            arguments.checkpoint,
+        report = function(
             arguments.output_dir,
-            **selected,
+            **_selection(arguments)._asdict(),
             extra_files_from=arguments.extra_files_from,
             extra_code=arguments.extra_code,
             overwrite=arguments.overwrite,
@@ -47,21 +48,33 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-def _show_plan(plan: Preview, output: Output) -> None:
+def _selection(arguments: Namespace) -> Selection:
+    return Selection(
+        keys=arguments.keys,
+        family=arguments.family,
+        rename=dict(arguments.rename),
+        dtype=dtype_option(arguments.dtype),
+        quantize=dict(arguments.quantize) if arguments.quantize else None,
+        tied=arguments.tied,
+        like=arguments.like,
+    )
+
+
+def _show_plan(plan: ExportPlan, output: Output) -> None:
     """Print each tensor of an export, and the regions that it is made of."""
-    sources = {t.name: [f"{part.key} {part.source}" for part in t.mapped.parts] for t in plan.tensors}
+    sources = {t.name: [f"{part.key} {part.source}" for part in t.mapped.parts] for t in plan.outputs}
     if output.as_json:
         tensors = [
-            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]} for t in plan.tensors
+            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]} for t in plan.outputs
         ]
         output.json({"tensors": tensors, "left_out": plan.left_out})
         return
-    for tensor in plan.tensors:
+    for tensor in plan.outputs:
         regions = sources[tensor.name]
         more = f" and {len(regions) - 1:,} more" if len(regions) > 1 else ""
         shape = "x".join(map(str, tensor.shape)) or "()"
         output.line(f"{tensor.name}  {tensor.dtype} {shape}  <- {regions[0] if regions else 'empty'}{more}")
     for key in plan.left_out:
         output.line(f"left out: {key}")
-    num_bytes = sum(tensor.num_bytes for tensor in plan.tensors)
-    output.line(f"{count_text(len(plan.tensors), 'tensor')}, {size_text(num_bytes)}; nothing was written")
+    num_bytes = sum(tensor.num_bytes for tensor in plan.outputs)
+    output.line(f"{count_text(len(plan.outputs), 'tensor')}, {size_text(num_bytes)}; nothing was written")

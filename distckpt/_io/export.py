@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
+from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_lossless_cast, is_summed
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
@@ -18,6 +18,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import MappedTensor, resolve, view_of_part
 from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
 from distckpt._io.read import read_chunks_into
+from distckpt._io.read_sum import read_merged
 from distckpt._io.read_values import read_values
 from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
 from distckpt._plan.export import OutputFile, OutputTensor
@@ -92,10 +93,10 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
             else:
                 others.append((span, memory))
         read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
-        _read_ranges(stored, tensors, [pair for pair in others if not _loses_values(tensors[pair[0].chunk])])
+        _read_ranges(stored, tensors, [pair for pair in others if not _loses_values(stored, tensors[pair[0].chunk])])
         for span, memory in others:
             tensor = tensors[span.chunk]
-            num_overflows = _read_and_cast(stored, tensor, span, memory) if _loses_values(tensor) else 0
+            num_overflows = _read_and_cast(stored, tensor, span, memory) if _loses_values(stored, tensor) else 0
             if num_overflows:
                 with _counting:
                     overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
@@ -104,19 +105,21 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
     return fill
 
 
-def _is_cast(tensor: OutputTensor) -> bool:
-    return tensor.dtype != tensor.mapped.dtype
+def _computed_dtype(stored: StoredCheckpoint, tensor: OutputTensor) -> torch.dtype:
+    """Return the dtype that a tensor is read in: that of sums, which are rounded once, is not that of their terms."""
+    dtype = FROM_NAME[tensor.mapped.dtype]
+    return torch.float64 if stored.sources and dtype.is_floating_point and is_summed(dtype) else dtype
 
 
-def _loses_values(tensor: OutputTensor) -> bool:
-    return _is_cast(tensor) and not is_lossless_cast(FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype])
+def _loses_values(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
+    return not is_lossless_cast(_computed_dtype(stored, tensor), FROM_NAME[tensor.dtype])
 
 
 def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
     """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
-    if len(tensor.mapped.parts) != 1 or tensor.mapped.parts[0].add or _is_cast(tensor) or tensor.encoded:
+    part = tensor.mapped.parts[0] if len(tensor.mapped.parts) == 1 else None
+    if part is None or part.add or tensor.dtype != tensor.mapped.dtype or tensor.encoded or stored.sources:
         return None
-    part = tensor.mapped.parts[0]
     is_whole = part.source.shape == stored.global_shape(part.key) and part.target.shape == tensor.mapped.shape
     if not is_whole or part.order != tuple(range(len(part.order))):
         return None
@@ -150,7 +153,11 @@ def _read_mapped(stored: StoredCheckpoint, wanted: Sequence[tuple[MappedTensor, 
         (view_of_part(view, *pair), pair[1]) for mapped, region, view in wanted for pair in resolve(mapped, region)
     ]
     requests = [Request(part.key, stored.global_shape(part.key), part.source) for _, part in found]
-    read_values(stored, plan_load(stored, requests), [view for view, _ in found], num_threads=1)
+    views = [view for view, _ in found]
+    if stored.sources:
+        read_merged(stored, requests, views)
+    else:
+        read_values(stored, plan_load(stored, requests), views, num_threads=1)
     for view, part in found:
         if part.add:
             view.add_(part.add)
@@ -158,7 +165,7 @@ def _read_mapped(stored: StoredCheckpoint, wanted: Sequence[tuple[MappedTensor, 
 
 def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes) -> int:
     """Read a range, convert it, and count the values that do not fit."""
-    source, goal = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
+    source, goal = _computed_dtype(stored, tensor), FROM_NAME[tensor.dtype]
     first, last = span.start // goal.itemsize, span.stop // goal.itemsize
     step = UNIT_BYTES // source.itemsize
     overflows = 0
@@ -167,12 +174,13 @@ def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, m
         end = min(begin + step, last)
         wide = bounce_buffer("cast", (end - begin) * source.itemsize)
         bytes_of = Span(0, begin * source.itemsize, end * source.itemsize)
-        _read_ranges(stored, [tensor._replace(dtype=tensor.mapped.dtype)], [(bytes_of, wide)])
+        _read_ranges(stored, [tensor._replace(dtype=TO_NAME[source])], [(bytes_of, wide)])
         values, target = torch.from_numpy(wide).view(source), converted[begin - first : end - first]
-        target.copy_(values)
         for low in range(0, len(values), _COUNTED_AT_ONCE):
-            high = low + _COUNTED_AT_ONCE
-            overflows += _count_overflows(values[low:high], target[low:high])
+            window, place = values[low : low + _COUNTED_AT_ONCE], target[low : low + _COUNTED_AT_ONCE]
+            is_far = source == torch.float64 and goal.is_floating_point and goal.itemsize < 4
+            place.copy_(_rounded_to_odd(window) if is_far else window)
+            overflows += _count_overflows(window, place)
     return overflows
 
 
@@ -218,6 +226,16 @@ def _encode_range(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, me
                 target[common.relative_to(wanted.offset).slices()] = part[common.relative_to(place.offset).slices()]
 
 
+def _rounded_to_odd(values: torch.Tensor) -> torch.Tensor:
+    """Shorten float64 values, in place, so that a conversion by way of float32 rounds once to 16 or 8 bits.
+
+    Of the digits that are cut off, the last one that stays says whether there was any (as many as 13 stay).
+    """
+    bits, cut = values.view(torch.int64), (1 << 40) - 1
+    bits.bitwise_or_(bits.bitwise_and(cut).add_(cut)).bitwise_and_(~cut)
+    return values
+
+
 def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
     """Count the values beyond the range of what they were converted to; infinities may stay infinite."""
     dtype = converted.dtype
@@ -228,9 +246,15 @@ def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
             return len(values) - int(((doubles >= limits.min) & (doubles < limits.max + 1.0)).sum())
         integers = values.numpy()
         return len(values) - int(((integers >= limits.min) & (integers <= limits.max)).sum())
-    doubles, info = values.double(), torch.finfo(dtype)
+    info = torch.finfo(dtype)
     # What is less than half a unit in the last place above the largest number is rounded to it. Some 8-bit floats
     # hold their largest number, or NaN, in the place of infinities.
-    beyond = doubles.abs() >= info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+    limit = info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+    if values.dtype.is_floating_point:
+        low, high = values.aminmax()
+        if -limit < low.item() <= high.item() < limit:
+            return 0
+    doubles = values.double()
+    beyond = doubles.abs() >= limit
     kept = doubles.isinf() & (converted.real if dtype.is_complex else converted.float()).isinf()
     return int((beyond & ~kept).sum())

@@ -29,26 +29,13 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._io.export import num_export_threads, write_output_file
 from distckpt._io.extra_files import adapt_config, copy_extra_files, list_extra_files
-from distckpt._plan.decoded import decoded, find, hidden_keys
-from distckpt._plan.export import (
-    DEFAULT_MAX_FILE_BYTES,
-    OutputFile,
-    OutputTensor,
-    assign_files,
-    check_casts,
-    is_for_all,
-    keep_precise,
-    plan_files,
-    plan_tensors,
-    quantize_outputs,
-    select_tensors,
-)
-from distckpt._quantization.formats import FORMATS
+from distckpt._operations.export_plan import Selection, plan_export
+from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES, OutputFile, assign_files, plan_files
+from distckpt._plan.merged import Merge, merged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._storage import locations
-from distckpt.families import rules_for
-from distckpt.rules import Rule, TensorInfo
+from distckpt.rules import Rule
 from distckpt.strategies.base import Verify
 
 logger = logging.getLogger(__name__)
@@ -78,43 +65,10 @@ class ExportReport:
     seconds: float
 
 
-class Preview(NamedTuple):
-    """What an export would hold.
-
-    Attributes:
-        tensors: the tensors, with the regions that they are made of.
-        left_out: keys that were selected and of which nothing would be exported.
-    """
-
-    tensors: list[OutputTensor]
-    left_out: list[str]
-
-
-@operation
-def preview(
-    checkpoint: str | os.PathLike[str],
-    *,
-    keys: str | Sequence[str] | None = None,
-    rules: Sequence[Rule] = (),
-    family: str | os.PathLike[str] | None = None,
-    rename: Mapping[str, str] | None = None,
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-    tied: Literal["drop", "write"] = "drop",
-    unmatched: Literal["error", "keep"] = "error",
-    quantize: str | Mapping[str, str] | None = None,
-    like: str | os.PathLike[str] | None = None,
-) -> Preview:
-    """Plan an export with the arguments of `consolidate`; nothing is written, and no tensor is read."""
-    stored = opening.open_checkpoint(locations.normalize(checkpoint))
-    plan = _plan(stored, keys, rules, family, rename, dtype, _formats(quantize), tied, unmatched, like)
-    used = {part.key for output in plan.outputs for part in output.mapped.parts}
-    return Preview(plan.outputs, [key for key, info in plan.tensors.items() if key not in used and 0 not in info.shape])
-
-
 @operation
 @paused_garbage_collection()
 def consolidate(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Merge,
     output_dir: str | os.PathLike[str],
     *,
     keys: str | Sequence[str] | None = None,
@@ -194,33 +148,32 @@ def consolidate(
     """
     started = time.perf_counter()
     ranks = Ranks(process_group)
-    same: dict[str, object] = {
-        "keys": keys,
-        "rules": rules,
-        "rename": rename,
-        "dtype": dtype,
-        "quantize": quantize,
-        "tied": tied,
-        "overwrite": overwrite,
-    }
-    same |= {"unmatched": unmatched, "max_file_bytes": max_file_bytes, "verify": verify}
+    selection = Selection(keys, rules, family, rename, dtype, quantize, tied, unmatched, like)
+    # Paths may differ between nodes.
+    same: dict[str, object] = selection._replace(family=None, like=None)._asdict()
+    same |= {"overwrite": overwrite, "max_file_bytes": max_file_bytes, "verify": verify}
+    merge, paths = (checkpoint, checkpoint.locations) if isinstance(checkpoint, Merge) else (None, (checkpoint,))
+    same["merge"] = merge and merge[1:]
     with ranks.phase("check the arguments", same=same):
-        check_choice("tied", tied, ("drop", "write"))
-        check_choice("unmatched", unmatched, ("error", "keep"))
+        selection.check()
         check_choice("verify", verify, get_args(Verify))
-        formats = _formats(quantize)
-        location, target = locations.normalize(checkpoint), posix.resolve(output_dir)
-        background.wait_for_location(location)
+        sources = [locations.normalize(path) for path in paths]
+        target = posix.resolve(output_dir)
+        for location in sources:
+            background.wait_for_location(location)
 
     with PhaseTimer("consolidate", ranks.rank, target).phase("plan"):
-        # 1. Read the manifest.
-        stored, data = open_source(ranks, location, target, overwrite, verify)
+        # 1. Read the manifests.
+        opened = [open_source(ranks, location, target, overwrite, verify) for location in sources]
 
         # 2. Plan: everything is checked before a byte is written.
         with ranks.phase("plan the export"):
-            plan = _plan(
-                stored, keys, rules, family, rename, dtype, formats, tied, unmatched, like, ranks.is_coordinator
+            stored = (
+                merged([source.stored for source in opened], merge, keys, tied == "write")
+                if merge
+                else opened[0].stored
             )
+            plan = plan_export(stored, selection, ranks.is_coordinator)
             files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
             extra_files: list[str] = []
             if family is not None and extra_files_from is None:
@@ -233,71 +186,24 @@ def consolidate(
 
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)
-    overflows = write_export(ranks, plan.stored, data, files, target, num_threads, progress, extra_files, config)
+    overflows = write_export(ranks, plan.stored, opened, files, target, num_threads, progress, extra_files, config)
     return _report(files, overflows, time.perf_counter() - started)
-
-
-class _Plan(NamedTuple):
-    """The plan of an export: the view of the checkpoint to read, its tensors, the outputs, and numbers of files.
-
-    `quantization` is the `quantization_config` of what is quantised.
-    """
-
-    stored: StoredCheckpoint
-    tensors: Mapping[str, TensorInfo]
-    outputs: list[OutputTensor]
-    numbers: Mapping[str, int] | None
-    quantization: Mapping[str, Any] | None
-
-
-def _plan(
-    stored: StoredCheckpoint,
-    keys: str | Sequence[str] | None,
-    rules: Sequence[Rule],
-    family: str | os.PathLike[str] | None,
-    rename: Mapping[str, str] | None,
-    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
-    formats: Mapping[str, str],
-    tied: str,
-    unmatched: str,
-    like: str | os.PathLike[str] | None,
-    is_speaker: bool = True,
-) -> _Plan:
-    """Decide what is exported; the arguments are those of `consolidate`."""
-    if rules or family is not None or formats or is_for_all(dtype):
-        stored = decoded(stored)
-    tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
-    directory = None if like is None else locations.normalize(like)
-    rules = [*rules, *rules_for(family, directory, tensors)]
-    outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
-    if family is not None and isinstance(dtype, torch.dtype):
-        outputs = [keep_precise(output) for output in outputs]
-    quantization: Mapping[str, Any] | None = None
-    reference, values = None, outputs
-    if directory is not None:
-        reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
-    if formats:
-        outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
-    check_casts(stored, outputs)
-    numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
-    return _Plan(stored, tensors, outputs, numbers, quantization)
-
-
-def _formats(quantize: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Return formats by pattern; the empty one is for what models usually quantise."""
-    formats = {"": quantize} if isinstance(quantize, str) else dict(quantize or {})
-    for name in formats.values():
-        check_choice("quantize", name, tuple(FORMATS))
-    return formats
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
+class Source(NamedTuple):
+    """An opened checkpoint, and its manifest as it was read."""
+
+    stored: StoredCheckpoint
+    data: bytes
+
+
 def open_source(
     ranks: Ranks, location: str, target: str, overwrite: bool, verify: Verify, require_sharding_info: bool = False
-) -> tuple[StoredCheckpoint, bytes]:
-    """Check that an export may be written to the target; return the opened checkpoint and the bytes of its manifest.
+) -> Source:
+    """Open a checkpoint, after checking that an export may be written to the target.
 
     Collective operation: all ranks must call it; rank 0 reads.
     """
@@ -313,7 +219,7 @@ def open_source(
         stored = opening.decode_manifest(location, data, verify)
         own_checksum = f"{checksum(data):016x}" if stored.manifest.has_checksums else None
         opening.check_is_same(ranks.rank, location, own_checksum)
-        return stored, data
+        return Source(stored, data)
 
 
 def _check_target(location: str, target: str, overwrite: bool) -> None:
@@ -336,7 +242,7 @@ def _check_target(location: str, target: str, overwrite: bool) -> None:
 def write_export(
     ranks: Ranks,
     stored: StoredCheckpoint,
-    data: bytes,
+    sources: Sequence[Source],
     files: Sequence[OutputFile],
     target: str,
     num_threads: int,
@@ -346,8 +252,8 @@ def write_export(
 ) -> dict[str, int]:
     """Write an export beside the target, check it and make it visible; return the overflows by tensor.
 
-    Collective operation: all ranks must call it; each writes whole files. `data` is the manifest as it was read,
-    `config` has the content of more files by name.
+    Collective operation: all ranks must call it; each writes whole files. `stored` is a view of the sources, `config`
+    has the content of more files by name.
     """
     timer = PhaseTimer("consolidate", ranks.rank, target)
     place, held = choose_staging(ranks, target), contextlib.ExitStack()
@@ -359,10 +265,8 @@ def write_export(
             overflows = _write_files(ranks, stored, files, staging, num_threads, progress, details)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                if opening.manifest_bytes(stored.location, opening.identify(stored.location)) != data:
-                    raise CheckpointingException(
-                        f"{stored.location!r} was overwritten while it was exported: nothing was exported, try again."
-                    )
+                for source in sources:
+                    _check_unchanged(source)
                 for file in files:
                     _check_written(locations.join(staging, file.name), file)
                 copy_extra_files(extra_files, staging)
@@ -379,6 +283,14 @@ def write_export(
     if overflows and ranks.is_coordinator:
         logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
     return overflows
+
+
+def _check_unchanged(source: Source) -> None:
+    location = source.stored.location
+    if opening.manifest_bytes(location, opening.identify(location)) != source.data:
+        raise CheckpointingException(
+            f"{location!r} was overwritten while it was exported: nothing was exported, try again."
+        )
 
 
 def _write_files(
@@ -420,40 +332,6 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
     # On an object store the files are in their final place; the index was not written.
     for file in files:
         locations.remove_file(locations.join(target, file.name))
-
-
-def _file_numbers(
-    stored: StoredCheckpoint, values: Sequence[OutputTensor], outputs: Sequence[OutputTensor], is_speaker: bool
-) -> dict[str, int]:
-    """Number the files of a reference directory, after checking that it holds tensors of the same shapes.
-
-    Where the reference or the export is quantised and the other is not, codes and scales go where the values are. The
-    export's `values` are those before they are quantised.
-    """
-    reference, like = stored.manifest, stored.location
-    numbers = {
-        key: int(reference.file_ids[reference.chunk_rows(key_id).start]) + 1
-        for key, key_id in reference.key_index.items()
-    }
-    quantized = find(stored)
-    numbers = {key: numbers[each.parts["codes"].key] for key, each in quantized.items()} | numbers
-    name_of = {id(tensor.mapped): tensor.name for tensor in values}
-    for tensor in outputs:
-        if tensor.name not in numbers and name_of[id(tensor.mapped)] in numbers:
-            numbers[tensor.name] = numbers[name_of[id(tensor.mapped)]]
-    exported = {tensor.name for tensor in (*values, *outputs)}
-    exported |= {key for name, each in quantized.items() if name in exported for key in each.keys}
-    absent = set(reference.keys) - exported
-    if absent and is_speaker:
-        logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
-    for tensor in outputs:
-        key_id = reference.key_index.get(tensor.name)
-        if key_id is not None and reference.global_shapes[key_id] != tensor.shape:
-            raise CheckpointingException(
-                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} it has "
-                f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
-            )
-    return numbers
 
 
 def _report(files: Sequence[OutputFile], overflows: Mapping[str, int], seconds: float) -> ExportReport:

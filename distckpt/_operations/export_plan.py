@@ -1,0 +1,138 @@
+"""The plan of an export: which tensors it holds, what they are made of, and which files they go to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.messages import check_choice, summarize_keys
+from distckpt._foreign import hugging_face
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._plan.decoded import decoded, find, hidden_keys
+from distckpt._plan.export import (
+    OutputTensor,
+    check_casts,
+    is_for_all,
+    keep_precise,
+    plan_tensors,
+    quantize_outputs,
+    select_tensors,
+)
+from distckpt._quantization.formats import FORMATS
+from distckpt._storage import locations
+from distckpt.families import rules_for
+from distckpt.rules import Rule, TensorInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Selection(NamedTuple):
+    """What is exported, and as what: arguments of `consolidate`, which describes them."""
+
+    keys: str | Sequence[str] | None = None
+    rules: Sequence[Rule] = ()
+    family: str | os.PathLike[str] | None = None
+    rename: Mapping[str, str] | None = None
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+    quantize: str | Mapping[str, str] | None = None
+    tied: Literal["drop", "write"] = "drop"
+    unmatched: Literal["error", "keep"] = "error"
+    like: str | os.PathLike[str] | None = None
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Formats of quantised tensors by pattern; the empty one is for what models usually quantise."""
+        return {"": self.quantize} if isinstance(self.quantize, str) else dict(self.quantize or {})
+
+    def check(self) -> None:
+        """Refuse words that mean nothing."""
+        check_choice("tied", self.tied, ("drop", "write"))
+        check_choice("unmatched", self.unmatched, ("error", "keep"))
+        for name in self.formats.values():
+            check_choice("quantize", name, tuple(FORMATS))
+
+
+class ExportPlan(NamedTuple):
+    """What an export will hold.
+
+    Attributes:
+        stored: the view of the checkpoint to read.
+        tensors: the tensors of it that were selected.
+        outputs: the tensors of the export, with the regions that they are made of.
+        numbers: of the files that tensors go to by name, where they were given.
+        quantization: the `quantization_config` of what is quantised.
+    """
+
+    stored: StoredCheckpoint
+    tensors: Mapping[str, TensorInfo]
+    outputs: list[OutputTensor]
+    numbers: Mapping[str, int] | None
+    quantization: Mapping[str, Any] | None
+
+    @property
+    def left_out(self) -> list[str]:
+        """Keys that were selected and of which nothing is exported."""
+        used = {part.key for output in self.outputs for part in output.mapped.parts}
+        return [key for key, info in self.tensors.items() if key not in used and 0 not in info.shape]
+
+
+def plan_export(stored: StoredCheckpoint, selection: Selection, is_speaker: bool = True) -> ExportPlan:
+    """Decide what is exported."""
+    keys, rules, family, rename, dtype, _, tied, unmatched, like = selection
+    formats = selection.formats
+    if rules or family is not None or formats or is_for_all(dtype):
+        stored = decoded(stored)
+    tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
+    directory = None if like is None else locations.normalize(like)
+    rules = [*rules, *rules_for(family, directory, tensors)]
+    outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+    if family is not None and isinstance(dtype, torch.dtype):
+        outputs = [keep_precise(output) for output in outputs]
+    quantization: Mapping[str, Any] | None = None
+    reference, values = None, outputs
+    if directory is not None:
+        reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
+    if formats:
+        outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
+    check_casts(stored, outputs)
+    numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
+    return ExportPlan(stored, tensors, outputs, numbers, quantization)
+
+
+def _file_numbers(
+    stored: StoredCheckpoint, values: Sequence[OutputTensor], outputs: Sequence[OutputTensor], is_speaker: bool
+) -> dict[str, int]:
+    """Number the files of a reference directory, after checking that it holds tensors of the same shapes.
+
+    Where the reference or the export is quantised and the other is not, codes and scales go where the values are. The
+    export's `values` are those before they are quantised.
+    """
+    reference, like = stored.manifest, stored.location
+    numbers = {
+        key: int(reference.file_ids[reference.chunk_rows(key_id).start]) + 1
+        for key, key_id in reference.key_index.items()
+    }
+    quantized = find(stored)
+    numbers = {key: numbers[each.parts["codes"].key] for key, each in quantized.items()} | numbers
+    name_of = {id(tensor.mapped): tensor.name for tensor in values}
+    for tensor in outputs:
+        if tensor.name not in numbers and name_of[id(tensor.mapped)] in numbers:
+            numbers[tensor.name] = numbers[name_of[id(tensor.mapped)]]
+    exported = {tensor.name for tensor in (*values, *outputs)}
+    exported |= {key for name, each in quantized.items() if name in exported for key in each.keys}
+    absent = set(reference.keys) - exported
+    if absent and is_speaker:
+        logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
+    for tensor in outputs:
+        key_id = reference.key_index.get(tensor.name)
+        if key_id is not None and reference.global_shapes[key_id] != tensor.shape:
+            raise CheckpointingException(
+                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} it has "
+                f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
+            )
+    return numbers

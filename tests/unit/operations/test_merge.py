@@ -1,0 +1,310 @@
+"""Merging checkpoints: sums by an oracle of numpy's that rounds once, other formats and layouts, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import distckpt
+from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
+from distckpt.core import CheckpointingException
+from distckpt.rules import Split
+from tests.support.cli_command import call_json
+from tests.support.hf_folders import read_export, same_bytes, write_plain
+from tests.support.hooked_store import hooked_reads
+from tests.support.quantized_models import fp8_block, int4
+
+PRECISION = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
+
+
+def rounded(values, dtype):
+    """Round float64 values to a narrower dtype, once, to the nearest even."""
+    if dtype == torch.float64:
+        return torch.from_numpy(values)
+    info = torch.finfo(dtype)
+    exponents = np.frexp(np.where(np.isfinite(values), values, 0))[1]
+    units = np.ldexp(1.0, np.maximum(exponents, math.frexp(info.tiny)[1]) - PRECISION[dtype])
+    nearest = np.rint(values / units) * units
+    exact = torch.from_numpy(np.where(np.abs(nearest) > info.max, np.copysign(np.inf, nearest), nearest)).float()
+    return exact.to(dtype)
+
+
+def expected(tensors, weights, dtype=None):
+    total = sum(tensor.double().numpy() * weight for tensor, weight in zip(tensors, weights, strict=True))
+    return rounded(np.asarray(total), dtype or tensors[0].dtype)
+
+
+def model(seed):
+    """Make tensors of every floating point dtype with values of all magnitudes, and some others."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def values(*shape, scale=1.0):
+        return torch.randn(shape, generator=draw).double() * scale
+
+    return {
+        "m.float32": values(300, 7).float(),
+        "m.bfloat16": values(70, 300).bfloat16(),
+        "m.tiny": values(50, 30, scale=1e-39).bfloat16(),
+        "m.float16": values(50, 400, scale=1e-5).half(),
+        "m.e4m3": values(64, 2).to(torch.float8_e4m3fn),
+        "m.e5m2": values(64, 2).to(torch.float8_e5m2),
+        "m.scalar": values().float(),
+        "m.empty": torch.empty(4, 0),
+        "m.ids": torch.arange(9),
+        "m.mask": torch.arange(8) % 3 == 0,
+    }
+
+
+def save(path, tensors, axis=0):
+    """Save a distckpt checkpoint with every matrix cut in two."""
+    state = {"step": 3}
+    for key, tensor in tensors.items():
+        for i, part in enumerate(tensor.chunk(2, axis) if tensor.ndim == 2 and tensor.numel() else [tensor]):
+            place = [(axis, i, 2)] if part is not tensor and part.shape != tensor.shape else []
+            state[f"{key}.{i}"] = ShardedTensor.from_rank_offsets(key, part.contiguous(), *place)
+    distckpt.save(state, path)
+    return path
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three checkpoints of other formats and layouts."""
+    models = [model(seed) for seed in range(3)]
+    save(tmp_path / "a", models[0], axis=1)
+    write_plain(tmp_path / "b" / "model.safetensors", models[1])
+    dcp.save(models[2], checkpoint_id=tmp_path / "c", no_dist=True)
+    return [tmp_path / name for name in "abc"], models
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": (0.5, -2, 3.25)}, {"ema": 0.9}], ids=str)
+def test_sums_of_all_formats_are_rounded_once(three, tmp_path, options):
+    paths, models = three
+    report = distckpt.merge(paths, tmp_path / "out", **options)
+    weights = options.get("weights", (1 / 3,) * 3)
+    if "ema" in options:
+        weights = (0.9 * 0.9, 0.9 * (1 - 0.9), 1 - 0.9)
+    sums = {
+        key: expected([each[key] for each in models], weights) if tensor.is_floating_point() else tensor
+        for key, tensor in models[0].items()
+    }
+    assert same_bytes(read_export(tmp_path / "out"), sums)
+    assert (report.num_tensors, report.overflows) == (len(sums), {})
+
+
+def test_a_moving_average_from_the_oldest_to_the_newest(tmp_path):
+    tensors = torch.randn(6, 40, dtype=torch.float64)
+    paths = [
+        write_plain(tmp_path / f"{i}" / "model.safetensors", {"w": tensor}).parent for i, tensor in enumerate(tensors)
+    ]
+    average = tensors[0]
+    for tensor in tensors[1:]:
+        average = 0.75 * average + 0.25 * tensor
+    report = call_json("merge", *paths, tmp_path / "out", "--ema", "0.75")
+    assert report["num_tensors"] == 1
+    assert torch.allclose(read_export(tmp_path / "out")["w"], average, rtol=1e-14, atol=1e-15)
+    call_json("merge", *paths[:2], tmp_path / "sum", "--weights", "1", "-1", "--keys", "w", "--dtype", "fp32")
+    assert torch.equal(read_export(tmp_path / "sum")["w"], (tensors[0] - tensors[1]).float())
+
+
+def test_conversions_come_after_the_sum(three, tmp_path):
+    """In bfloat16 a tie between two float32 numbers would be lost before it is rounded."""
+    paths, models = three
+    distckpt.merge(paths, tmp_path / "out", keys=["m.b", "m.float"], dtype=torch.float32)
+    found = read_export(tmp_path / "out")
+    for key in ("m.bfloat16", "m.float16", "m.float32"):
+        assert torch.equal(found[key], expected([each[key] for each in models], (1 / 3,) * 3, torch.float32))
+    distckpt.merge(paths, tmp_path / "narrow", keys="m.float32", dtype=torch.bfloat16)
+    narrow = expected([each["m.float32"] for each in models], (1 / 3,) * 3, torch.bfloat16)
+    assert torch.equal(read_export(tmp_path / "narrow")["m.float32"], narrow)
+
+
+def test_no_sum_is_rounded_twice(tmp_path):
+    """By way of float32, the sums would become ties, and the ties even."""
+    for dtype in (torch.bfloat16, torch.float16):
+        tie = 1 + torch.finfo(dtype).eps * (torch.arange(8) + 0.5).double()
+        tensors = [tie.float(), torch.full((8,), 2.0**-40), torch.full((8,), -(2.0**-40))]
+        paths = [tmp_path / f"{dtype}.{i}" for i in range(3)]
+        for path, tensor in zip(paths, tensors, strict=True):
+            write_plain(path / "model.safetensors", {"w": tensor})
+        for number, nearest in ((1, tie + 2.0**-20), (2, tie - 2.0**-20)):
+            out = tmp_path / f"out {dtype} {number}"
+            distckpt.merge([paths[0], paths[number]], out, weights=(1, 1), dtype=dtype)
+            assert torch.equal(read_export(out)["w"], nearest.float().to(dtype))
+
+
+def test_what_is_not_a_number_stays_so_and_overflows_are_counted(tmp_path):
+    big = torch.finfo(torch.float16).max
+    a = torch.tensor([math.nan, math.inf, math.inf, 1.0, big, big, -big, 0.0]).half()
+    b = torch.tensor([1.0, 1.0, -math.inf, math.nan, big, 1.0, -big, -0.0]).half()
+    for name, tensor in zip("ab", (a, b), strict=True):
+        write_plain(tmp_path / name / "model.safetensors", {"w": tensor})
+    report = distckpt.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out", weights=(1, 1))
+    found = read_export(tmp_path / "out")["w"]
+    assert torch.equal(found.isnan(), (a + b).isnan())
+    assert torch.equal(found[~found.isnan()], (a + b)[~found.isnan()])
+    assert report.overflows == {"w": 2}
+
+
+def test_different_dtypes_get_one_that_holds_all(tmp_path):
+    draw = torch.randn(3, 50)
+    kinds = {"a": torch.bfloat16, "b": torch.float16, "c": torch.float8_e5m2}
+    tensors = [draw[i].to(dtype) for i, dtype in enumerate(kinds.values())]
+    for name, tensor in zip(kinds, tensors, strict=True):
+        write_plain(tmp_path / name / "model.safetensors", {"w": tensor})
+    distckpt.merge([tmp_path / name for name in "abc"], tmp_path / "abc")
+    assert torch.equal(read_export(tmp_path / "abc")["w"], expected(tensors, (1 / 3,) * 3, torch.float32))
+    distckpt.merge([tmp_path / name for name in "ca"], tmp_path / "ca")
+    assert torch.equal(
+        read_export(tmp_path / "ca")["w"], expected([tensors[2], tensors[0]], (0.5, 0.5), torch.bfloat16)
+    )
+
+
+def test_rules_and_formats_apply_to_the_sum(tmp_path):
+    tensors = [torch.randn(64, 32).bfloat16() for _ in range(2)]
+    for name, tensor in zip("ab", tensors, strict=True):
+        save(tmp_path / name, {"fc1.weight": tensor}, axis=1)
+    paths, rules = [tmp_path / "a", tmp_path / "b"], [Split("fc1.weight", ("gate.weight", "up.weight"))]
+    distckpt.merge(paths, tmp_path / "out", rules=rules, rename={"up": "mlp.up"})
+    total = expected(tensors, (0.5, 0.5))
+    assert same_bytes(read_export(tmp_path / "out"), {"gate.weight": total[:32], "mlp.up.weight": total[32:]})
+    distckpt.merge(paths, tmp_path / "float32", rules=rules, dtype=torch.float32)
+    distckpt.merge(paths, tmp_path / "codes", rules=rules, quantize="int8-channel")
+    distckpt.consolidate(tmp_path / "float32", tmp_path / "from float32", quantize="int8-channel")
+    codes, others = read_export(tmp_path / "codes"), read_export(tmp_path / "from float32")
+    assert torch.equal(codes["up.weight"], others["up.weight"])
+    assert codes["up.weight"].dtype == torch.int8
+
+
+def test_quantised_tensors_become_values_first(tmp_path):
+    quantized = fp8_block()
+    other = {key: torch.randn_like(tensor) for key, tensor in quantized.values.items()}
+    paths = [quantized.write(tmp_path / "a"), write_plain(tmp_path / "b" / "model.safetensors", other).parent]
+    distckpt.merge(paths, tmp_path / "out", weights=(1, 1))
+    found = read_export(tmp_path / "out")
+    assert found.keys() == other.keys()
+    for key, values in quantized.values.items():
+        assert torch.equal(found[key], expected([values.bfloat16(), other[key]], (1, 1), torch.float32))
+    # Codes that nothing describes are refused, whether their scales are like the others' or not.
+    unknown = int4().tensors
+    path = write_plain(tmp_path / "c" / "model.safetensors", unknown).parent
+    with pytest.raises(LoadMismatchError, match="scales"):
+        distckpt.merge([path, path], tmp_path / "none")
+
+
+def test_tied_names_and_names_that_are_left_out_since_they_are_tied(tmp_path):
+    embed, head = torch.randn(6, 4), torch.randn(6, 4)
+    distckpt.save({name: ShardedTensor.from_rank_offsets(name, embed) for name in ("embed", "head")}, tmp_path / "tied")
+    write_plain(tmp_path / "hf" / "model.safetensors", {"embed": head})
+    write_plain(tmp_path / "untied" / "model.safetensors", {"embed": embed, "head": head})
+    mean = expected([embed, head], (0.5, 0.5))
+    tied, hf, untied = (tmp_path / name for name in ("tied", "hf", "untied"))
+    distckpt.merge([tied, hf], tmp_path / "1")
+    assert same_bytes(read_export(tmp_path / "1"), {"embed": mean})
+    distckpt.merge([tied, tied], tmp_path / "2", tied="write")
+    assert same_bytes(read_export(tmp_path / "2"), {"embed": embed, "head": embed})
+    # Tied in one of them only: two tensors.
+    distckpt.merge([tied, untied], tmp_path / "3")
+    assert same_bytes(read_export(tmp_path / "3"), {"embed": embed, "head": mean})
+    with pytest.raises(LoadMismatchError, match=r"head of .*untied.* cannot be found in .*hf"):
+        distckpt.merge([hf, untied], tmp_path / "4")
+    with pytest.raises(LoadMismatchError, match="head"):
+        distckpt.merge([tied, hf], tmp_path / "4", tied="write")
+
+
+def change(tensors, path, **changed):
+    kept = {key: tensor for key, tensor in {**tensors, **changed}.items() if tensor is not None}
+    return write_plain(path / "model.safetensors", kept).parent
+
+
+def test_what_does_not_agree_is_named(tmp_path):
+    tensors = {"w": torch.ones(4, 2), "n": torch.tensor(3), "mask": torch.ones(3, dtype=torch.bool)}
+    same = change(tensors, tmp_path / "same")
+    cases = {
+        "missing": ({"n": None}, LoadMismatchError, r"n of '.*same' cannot be found in '.*missing'"),
+        "more": ({"v": torch.ones(2)}, LoadMismatchError, r"v of '.*more' cannot be found in '.*same'"),
+        "shape": ({"w": torch.ones(2, 4)}, LoadMismatchError, r"'w' has different shapes: .*\(2, 4\)"),
+        "kind": ({"w": torch.ones(4, 2, dtype=torch.int32)}, CheckpointingException, r"'w' has dtypes .* no sum"),
+        "number": ({"n": torch.tensor(4)}, CheckpointingException, r"'n' is I64.*differ.*same.*number"),
+        "mask": ({"mask": torch.zeros(3, dtype=torch.bool)}, CheckpointingException, r"'mask' is BOOL"),
+    }
+    for name, (changed, error, message) in cases.items():
+        other = change(tensors, tmp_path / name, **changed)
+        with pytest.raises(error, match=message):
+            distckpt.merge([same, other], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    distckpt.merge([same, tmp_path / "number"], tmp_path / "out", integers="last")
+    assert read_export(tmp_path / "out")["n"] == 4
+    distckpt.merge([same, tmp_path / "missing"], tmp_path / "chosen", keys="!n")
+    assert read_export(tmp_path / "chosen").keys() == {"w", "mask"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": (1,)}, "finite weight for each of the 2"),
+        ({"weights": (1, math.nan)}, "finite weight"),
+        ({"weights": (1, math.inf)}, "finite weight"),
+        ({"ema": 1.5}, "from 0 to 1"),
+        ({"ema": math.nan}, "from 0 to 1"),
+        ({"ema": 0.9, "weights": (1, 1)}, "without weights"),
+        ({"integers": "first"}, "integers"),
+    ],
+    ids=str,
+)
+def test_weights_that_mean_nothing(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        distckpt.merge([tmp_path, tmp_path], tmp_path / "out", **options)
+    with pytest.raises(ValueError, match="no checkpoints"):
+        distckpt.merge([], tmp_path / "out")
+
+
+def test_the_same_checkpoint_twice_and_an_output_in_its_place(tmp_path):
+    path = save(tmp_path / "a", {"w": torch.randn(4, 6)})
+    other = save(tmp_path / "b", {"w": torch.randn(4, 6)})
+    distckpt.merge([path, path, path], tmp_path / "out")
+    assert torch.equal(read_export(tmp_path / "out")["w"], distckpt.load_plain_tensors(path)["w"])
+    for place in (other, other / "tensors"):
+        with pytest.raises(CheckpointingException, match="cannot replace its own source"):
+            distckpt.merge([path, other], place, overwrite=True)
+
+
+def test_load_reads_the_average(tmp_path):
+    tensors = [torch.randn(8, 6) for _ in range(2)]
+    paths = [save(tmp_path / f"step_{i}", {"model.w": tensor}) for i, tensor in enumerate(tensors)]
+    distckpt.merge(paths, tmp_path / "average")
+    half = torch.empty(8, 3)
+    distckpt.load({"w": ShardedTensor.from_rank_offsets("model.w", half, (1, 1, 2))}, tmp_path / "average")
+    assert torch.equal(half, expected(tensors, (0.5, 0.5))[:, 3:])
+    distckpt.reshard(tmp_path / "average", tmp_path / "checkpoint")
+    assert distckpt.verify(tmp_path / "checkpoint").is_valid
+
+
+def test_damage_in_any_of_them(tmp_path):
+    paths = [save(tmp_path / name, {"w": torch.randn(400, 600)}) for name in "ab"]
+    (file,) = (paths[1] / "tensors").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"b/tensors.*'w'"):
+        distckpt.merge(paths, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_one_that_is_overwritten_meanwhile(tmp_path):
+    paths = [write_plain(tmp_path / name / "model.safetensors", {"w": torch.ones(4)}).parent for name in "ab"]
+    changed = []
+
+    def overwrite(path, start, stop):
+        if start and not changed:
+            changed.append(
+                write_plain(tmp_path / "b" / "model.safetensors", {"w": torch.ones(4), "new": torch.ones(4)})
+            )
+
+    with hooked_reads(overwrite), pytest.raises(CheckpointingException, match=r"overwritten|replaced"):
+        distckpt.merge([paths[0], f"hooked://{paths[1]}"], tmp_path / "out")
+    assert changed
+    assert not (tmp_path / "out").exists()
