@@ -11,35 +11,40 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._io.read_values import read_values
-from distckpt._plan.load import Copy, Request, plan_load
+from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.numbers import scratch
 
+_WINDOW_ELEMENTS = 1 << 18
+"""So many products are computed before they are added."""
 
-def read_merged(view: StoredCheckpoint, copies: Sequence[Copy], targets: Sequence[torch.Tensor]) -> None:
+
+def read_merged(view: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]) -> None:
     """Fill requested regions of a view of merged checkpoints; sums are rounded to the dtypes of the targets.
 
-    A thread has memory for a region in the dtype of a checkpoint, and in float64 where a target is narrower.
+    A thread has memory for a region in the dtype of a checkpoint, and in float64 where that is not the target's.
     """
-    for copy in copies:
-        key, target = view.key_of(copy.chunk), targets[copy.request][copy.target.slices()]
-        if is_summed(view.dtype_of(copy.chunk)):
-            _read_sum(view, key, copy.source, target)
-        else:
-            _read_equal(view, key, copy.source, target)
+    for request, target in zip(requests, targets, strict=True):
+        dtype = FROM_NAME[view.dtype_name(request.key)]
+        if not is_summed(dtype):
+            _read_equal(view, request.key, request.region, target)
+            continue
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        is_direct = target.dtype == wide and target.is_contiguous()
+        total = target if is_direct else scratch("sum", request.region.shape, wide)
+        for index, (source, weight) in enumerate(view.sources):
+            _add(total.view(-1), _read(source, request.key, request.region).view(-1), weight, is_first=index == 0)
+        if not is_direct:
+            target.copy_(total)
 
 
-def _read_sum(view: StoredCheckpoint, key: str, region: Region, target: torch.Tensor) -> None:
-    wide = torch.complex128 if FROM_NAME[view.dtype_name(key)].is_complex else torch.float64
-    total = target if target.dtype == wide else scratch("sum", region.shape, wide)
-    for index, (source, weight) in enumerate(view.sources):
-        values = _read(source, key, region)
-        if index == 0:
-            total.copy_(values).mul_(weight)
-        else:
-            # torch adds no 8-bit floats to others.
-            total.add_(values.to(wide) if values.dtype.itemsize == 1 else values, alpha=weight)
-    if total is not target:
-        target.copy_(total)
+def _add(total: torch.Tensor, values: torch.Tensor, weight: float, is_first: bool) -> None:
+    for start in range(0, len(total), _WINDOW_ELEMENTS):
+        sums, window = total[start : start + _WINDOW_ELEMENTS], values[start : start + _WINDOW_ELEMENTS]
+        # Not `add_(window, alpha=weight)`, which rounds products or not, depending on where they are.
+        terms = sums if is_first else scratch("terms", sums.shape, total.dtype)
+        terms.copy_(window).mul_(weight)
+        if not is_first:
+            sums.add_(terms)
 
 
 def _read_equal(view: StoredCheckpoint, key: str, region: Region, target: torch.Tensor) -> None:

@@ -153,7 +153,8 @@ def consolidate(
     same: dict[str, object] = selection._replace(family=None, like=None)._asdict()
     same |= {"overwrite": overwrite, "max_file_bytes": max_file_bytes, "verify": verify}
     merge, paths = (checkpoint, checkpoint.locations) if isinstance(checkpoint, Merge) else (None, (checkpoint,))
-    same["merge"] = merge and merge[1:]
+    if merge is not None:
+        same |= {"weights": merge.weights, "integers": merge.integers_equal}
     with ranks.phase("check the arguments", same=same):
         selection.check()
         check_choice("verify", verify, get_args(Verify))

@@ -170,6 +170,22 @@ def test_every_rank_writes_its_share_of_the_bytes(num_ranks, tmp_path):
     assert sum(written for written, _ in values) < total * 1.1
 
 
+def merge_both(rank, folder):
+    paths = [f"{folder}/1", f"{folder}/2"]
+    distckpt.merge(paths, f"{folder}/out", weights=(3, -1), max_file_bytes=400_000)
+    return error_of(distckpt.merge, [*paths, f"{folder}/none"], f"{folder}/other")
+
+
+def test_merging_on_two_ranks(run, tmp_path):
+    for number in (1, 2):
+        tensors = {key: number * numbered(*shape) for key, shape in SIZES.items()}
+        write_folder(tmp_path / f"{number}", tensors, 0, number)
+    for error in run(merge_both, 2, str(tmp_path)):
+        assert "none" in str(error)
+    assert same_bytes(read_export(tmp_path / "out"), {key: numbered(*shape) for key, shape in SIZES.items()})
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "out"]
+
+
 # ---- failures reach every rank
 
 

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from distckpt import CheckpointManager, PreemptionGuard, async_save, consolidate, dcp, load, save
+from distckpt import CheckpointManager, PreemptionGuard, async_save, consolidate, dcp, load, merge, save
 from distckpt.interop import torch_dist
 from tests.support.harness import error_of, sum_over_ranks
 from tests.support.states import state_of, value_of
@@ -42,6 +42,7 @@ def make_different_calls(rank, root):
         "setting: dtype": lambda: consolidate(
             whole, f"{root}/out", dtype=torch.float16 if is_first else torch.bfloat16
         ),
+        "setting: weights": lambda: merge([whole, whole], f"{root}/out", weights=(1, rank)),
         "setting: async_save": lambda: managed(async_save=is_first),
         "setting: on_failure": lambda: managed(on_failure="log" if is_first else "raise"),
         "setting: keep_last": lambda: managed(keep_last=1 + rank),

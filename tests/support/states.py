@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+import distckpt
 from distckpt import ShardedObject, ShardedTensor
+from tests.support.hf_folders import parts_along
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -32,3 +34,16 @@ def value_of(loaded: Mapping[str, Any]) -> int:
     found |= {value for key in ("rows", "shared") for value in loaded[key].unique().tolist()}
     (value,) = found
     return int(value)
+
+
+def save_checkpoint(path, tensors, axis=0, num_parts=2, **others):
+    """Save a distckpt checkpoint in which every tensor is cut along an axis, where it has it."""
+    state = dict(others)
+    for key, tensor in tensors.items():
+        parts = parts_along(tensor, axis, num_parts) if tensor.ndim > axis else [((0,) * tensor.ndim, tensor)]
+        for number, (offset, part) in enumerate(parts):
+            local_shape = tuple(part.shape)
+            shard = ShardedTensor(key, part, part.dtype, local_shape, tuple(tensor.shape), offset, None)
+            state[f"{key}.{number}"] = shard
+    distckpt.save(state, path)
+    return path

@@ -26,7 +26,6 @@ from distckpt.rules import Drop, Rename, Split, Trim, Unstack
 from tests.support.disk import header_of, tree_of
 from tests.support.hf_folders import (
     INDEX,
-    parts_along,
     read_export,
     same_bytes,
     tilings,
@@ -35,6 +34,7 @@ from tests.support.hf_folders import (
     write_shard,
 )
 from tests.support.hooked_store import hooked_reads
+from tests.support.states import save_checkpoint
 
 NEW_DTYPES = [getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)]
 DTYPES = [
@@ -58,19 +58,6 @@ def model(num_layers=3):
         tensors[f"model.layers.{layer}.w"] = torch.randn(8, 6, generator=torch.Generator().manual_seed(layer))
         tensors[f"model.layers.{layer}.norm"] = torch.arange(6.0) + layer
     return tensors
-
-
-def save_checkpoint(path, tensors, axis=0, num_parts=2, **others):
-    """Save a distckpt checkpoint in which every tensor is cut along an axis, where it has it."""
-    state = dict(others)
-    for key, tensor in tensors.items():
-        parts = parts_along(tensor, axis, num_parts) if tensor.ndim > axis else [((0,) * tensor.ndim, tensor)]
-        for number, (offset, part) in enumerate(parts):
-            local_shape = tuple(part.shape)
-            shard = ShardedTensor(key, part, part.dtype, local_shape, tuple(tensor.shape), offset, None)
-            state[f"{key}.{number}"] = shard
-    distckpt.save(state, path)
-    return path
 
 
 def save_folder(path, tensors, axis=0, num_parts=2):

@@ -1,0 +1,117 @@
+"""Merge checkpoints beside reading and writing as many bytes in the same run.
+
+    python tests/benchmarks/merging.py [--gigabytes 0.5] [--checkpoints 3] [--runs 5] [--dir DIR]
+
+Inputs are bfloat16, in the page cache. The floor reads all of them and writes as much as one of them, with as many
+threads and the same functions, and does no arithmetic. Every run is a fresh process, whose peak of memory is measured;
+the contestants take turns. A round before the first is not counted. Medians over the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from measure import machine_facts, markdown_table, peak_memory_bytes, timed
+
+import distckpt
+from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
+from distckpt._io.write import NewFile, WriteSettings, write_files
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=0.5, help="of each checkpoint")
+    parser.add_argument("--checkpoints", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where files go; they are deleted again")
+    arguments = parser.parse_args()
+    print(f"{machine_facts(arguments.dir)}, load {os.getloadavg()[0]:.1f}\n")
+    contestants = {"read + write": floor, "distckpt.merge": merge, "distckpt.merge, verified": merge_verified}
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
+        paths = [checkpoint(f"{folder}/{i}", i, arguments.gigabytes) for i in range(arguments.checkpoints)]
+        num_bytes = sum(os.path.getsize(file_of(path)) for path in paths)
+        runs: dict[str, list[tuple[float, int]]] = {name: [] for name in contestants}
+        for _ in range(arguments.runs + 1):
+            for name, function in contestants.items():
+                os.sync()
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+                    runs[name].append(fresh.submit(run_once, function, paths, f"{folder}/out").result())
+                shutil.rmtree(f"{folder}/out")
+    medians = {name: statistics.median(seconds for seconds, _ in all_runs[1:]) for name, all_runs in runs.items()}
+    rows = [
+        [
+            name,
+            f"{median:.2f}",
+            f"{num_bytes / median / 1e9:.2f}",
+            f"{medians['read + write'] / median:.2f}",
+            f"{max(peak for _, peak in runs[name]) / 1e6:.0f}",
+        ]
+        for name, median in medians.items()
+    ]
+    print(markdown_table(["", "seconds", "GB/s read", "speed / floor", "extra peak MB"], rows))
+
+
+def checkpoint(path: str, seed: int, gigabytes: float) -> str:
+    """Save a checkpoint of bfloat16 matrices."""
+    draw = torch.Generator().manual_seed(seed)
+    num_matrices = max(1, round(gigabytes * 1e9 / 2**25))
+    matrices = {f"layers.{i}.weight": torch.randn(4096, 4096, generator=draw) for i in range(num_matrices)}
+    state = {key: distckpt.ShardedTensor.from_rank_offsets(key, each.bfloat16()) for key, each in matrices.items()}
+    distckpt.save(state, path)
+    return path
+
+
+def file_of(path: str) -> str:
+    """Return the file with the tensors of a checkpoint."""
+    (name,) = os.listdir(f"{path}/tensors")
+    return f"{path}/tensors/{name}"
+
+
+def run_once(function, paths: list[str], target: str) -> tuple[float, int]:
+    """In a process of its own: seconds and extra peak memory of a call."""
+    torch.set_num_threads(1)
+    for path in paths:
+        with open(file_of(path), "rb") as file:
+            while file.read(UNIT_BYTES):
+                pass
+    seconds: list[float] = []
+    peak = peak_memory_bytes(lambda: seconds.append(timed(lambda: function(paths, target))[1]))
+    return seconds[0], peak
+
+
+def merge(paths: list[str], target: str) -> None:
+    """Merge without verification."""
+    distckpt.merge(paths, target, verify="none")
+
+
+def merge_verified(paths: list[str], target: str) -> None:
+    """Merge, comparing the checksums of all blocks."""
+    distckpt.merge(paths, target)
+
+
+def floor(paths: list[str], target: str) -> None:
+    """Read each input, and write as much as there is in one of them."""
+    os.mkdir(target)
+    files = [os.open(file_of(path), os.O_RDONLY) for path in paths]
+    size = os.fstat(files[0]).st_size
+
+    def fill(unit, memory):
+        filled = memory[: sum(span.num_bytes for span in unit)]
+        for fd in files:
+            os.preadv(fd, [filled], unit[0].start)
+        return [filled]
+
+    settings = WriteSettings(with_checksums=False, num_threads=NUM_THREADS)
+    write_files([NewFile(f"{target}/model.safetensors", bytes(4096), [size], fill)], settings)
+
+
+if __name__ == "__main__":
+    main()
