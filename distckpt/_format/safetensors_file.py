@@ -1,8 +1,8 @@
 """The safetensors byte layout: `[u64 header length][JSON header, padded with spaces][data]`.
 
 No other module has it. Data starts at a multiple of `DATA_ALIGNMENT`, entries follow one another without gaps in
-descending order of item size, so that every entry is aligned to its items. Small files of bytes, which are made and
-read as one (`join_file`, `split_header` and `split_data`), are padded no further than the format prescribes.
+descending order of item size, so that every entry is aligned to its items. Small files of bytes, which are made as one
+(`join_file`), are padded no further than the format prescribes.
 
 What is read is not trusted: functions that read raise `ValueError` for what contradicts the format or itself.
 """
@@ -98,9 +98,12 @@ def header_length(head: bytes | memoryview, file_bytes: int) -> int:
     return 8 + length
 
 
-def parse_header(header: bytes, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
+def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
     """Return the metadata, and the entries in the order of their bytes, from the first `header_length` bytes."""
-    metadata, described, _ = split_header(memoryview(header))
+    described = parse_json(str(header[8:], "utf-8"))
+    metadata = described.pop("__metadata__", {}) if type(described) is dict else None
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise ValueError("the header is no JSON object with metadata of texts")
     entries = [_stored_entry(name, entry, len(header)) for name, entry in described.items()]
     entries.sort(key=lambda entry: (entry.first_byte, entry.num_bytes))
     position = len(header)
@@ -111,34 +114,6 @@ def parse_header(header: bytes, file_bytes: int) -> tuple[dict[str, str], list[E
     if position != file_bytes:
         raise ValueError(f"the entries end at byte {position}, the file at {file_bytes}")
     return metadata, entries
-
-
-def split_header(blob: memoryview) -> tuple[dict[str, str], dict[str, Any], memoryview]:
-    """Split a file into its metadata, the description of each entry by name, unchecked, and a view of the data."""
-    header_bytes = header_length(blob[:8], len(blob))
-    header = parse_json(str(blob[8:header_bytes], "utf-8"))
-    metadata = header.pop("__metadata__", {}) if type(header) is dict else None
-    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        raise ValueError("the header is no JSON object with metadata of texts")
-    return metadata, header, blob[header_bytes:]
-
-
-def split_data(described: Mapping[str, Any], data: memoryview) -> dict[str, memoryview]:
-    """Cut data into views of its entries by name, in their order; all are bytes (U8) and leave no gap.
-
-    Both arguments are results of `split_header`.
-    """
-    ranges = {name: _byte_range(name, entry) for name, entry in described.items()}
-    entries = {}
-    position = 0
-    for name, (first, end) in sorted(ranges.items(), key=lambda item: item[1]):
-        if not first == position <= end <= len(data):
-            raise ValueError(f"the entry {name[:50]!r} does not fit the file")
-        entries[name] = data[first:end]
-        position = end
-    if position != len(data):
-        raise ValueError(f"{len(data)} bytes of data, {position} described")
-    return entries
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -184,15 +159,6 @@ def _stored_entry(name: str, entry: Any, data_start: int) -> Entry:
     if len(shape) > MAX_NDIM or math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
         raise ValueError(f"the entry {name[:50]!r} of shape {shape!s:.100} and dtype {dtype} has {end - first} bytes")
     return Entry(name, dtype, tuple(shape), end - first, data_start + first)
-
-
-def _byte_range(name: str, entry: object) -> tuple[int, int]:
-    match entry:
-        case {"dtype": "U8", "shape": [size], "data_offsets": [first, end]}:
-            # A JSON true would pass for 1.
-            if type(first) is int and type(end) is int and size == end - first:
-                return first, end
-    raise ValueError(f"the entry {name[:50]!r} does not fit the file")
 
 
 def _refuse_constant(text: str) -> object:

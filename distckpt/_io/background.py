@@ -31,11 +31,8 @@ _Result = TypeVar("_Result")
 class Task(concurrent.futures.Future[_Result]):
     """Something that the background thread does, and the future of its result, which cannot be cancelled.
 
-    Attributes:
-        name: for messages.
-        location: of the checkpoint that it writes, None for something else.
-        exit_timeout: seconds that the end of the process waits for it; with 0 it is abandoned then.
-        is_abandoned: set when the task is to stop as soon as it can.
+    The end of the process waits `exit_timeout` seconds for it; with 0 it is abandoned then. `is_abandoned` is set when
+    it is to stop as soon as it can. `location` is that of the checkpoint that it writes, if any.
     """
 
     def __init__(
@@ -49,9 +46,7 @@ class Task(concurrent.futures.Future[_Result]):
         super().__init__()
         self.set_running_or_notify_cancel()  # it cannot be cancelled
         self._function: Callable[[], _Result] | None = function
-        self.name = name
-        self.location = location
-        self.exit_timeout = exit_timeout
+        self.name, self.location, self.exit_timeout = name, location, exit_timeout
         self.is_abandoned = is_abandoned or threading.Event()
 
     def disown(self) -> None:

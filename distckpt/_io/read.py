@@ -65,22 +65,24 @@ def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
     # Before memory is allocated: sizes may be damaged.
     check_files(stored, chunks)
     contents = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
-    _read_parts(stored, _complete_chunks(stored, chunks, contents), Copier(()))
+    read_chunks_into(stored, chunks, contents, with_check=False)
     return [content.tobytes() for content in contents]
 
 
 def read_chunks_into(
-    stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes], num_threads: int = NUM_THREADS
+    stored: StoredCheckpoint,
+    chunks: Sequence[int],
+    memories: Sequence[Bytes],
+    num_threads: int = NUM_THREADS,
+    *,
+    with_check: bool = True,
 ) -> None:
     """Read complete chunks into memory of their size."""
-    check_files(stored, chunks)
-    _read_parts(stored, _complete_chunks(stored, chunks, memories), Copier(()), num_threads)
-
-
-def _complete_chunks(stored: StoredCheckpoint, chunks: Sequence[int], memories: Sequence[Bytes]) -> list[ReadPart]:
-    block = stored.manifest.block_bytes
-    pairs = zip(chunks, memories, strict=True)
-    return [part for chunk, memory in pairs for part in direct_parts(chunk, 0, memory, (0, len(memory)), block)]
+    if with_check:
+        check_files(stored, chunks)
+    block, pairs = stored.manifest.block_bytes, zip(chunks, memories, strict=True)
+    parts = [part for chunk, memory in pairs for part in direct_parts(chunk, 0, memory, (0, len(memory)), block)]
+    _read_parts(stored, parts, Copier(()), num_threads)
 
 
 def _unit_bytes(location: str) -> int:

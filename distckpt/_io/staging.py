@@ -90,17 +90,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Staging:
-    """The copies of one save.
+    """The copies of one save, made by `num_threads` threads in at most `max_bytes` of `memory`; None is no limit.
 
-    Args:
-        memory: where they go.
-        max_bytes: how much memory they may take; None for all that is needed. At least the windows that files are
-            written through are used.
-        timeout: seconds to wait for memory.
-        num_threads: that copy at the same time.
-
-    Attributes:
-        staged: set when the tensors are not needed any more.
+    `staged` is set when the tensors are not needed any more.
     """
 
     def __init__(
@@ -111,10 +103,7 @@ class Staging:
         num_threads: int = NUM_THREADS,
     ) -> None:
         self.staged = threading.Event()
-        self._memory = memory
-        self._max_bytes = max_bytes
-        self._timeout = timeout
-        self._num_threads = num_threads
+        self._memory, self._max_bytes, self._timeout, self._num_threads = memory, max_bytes, timeout, num_threads
         self._buffers: list[Bytes] | None = None
         self._lock = threading.Lock()
         self._num_uncopied = 0
@@ -146,11 +135,7 @@ class Staging:
                 # This refers to nothing of the original, which may be freed.
                 staged.append(file._replace(fill=_filling(copies), device=None))
 
-        def copy_unit(unit: tuple[Fill, Sequence[Span], Bytes]) -> None:
-            fill, spans, window = unit
-            copy_into(window, fill(spans, window))
-
-        run_threads(copy_unit, units, self._num_threads)
+        run_threads(lambda unit: copy_into(unit[2], unit[0](*unit[1:])), units, self._num_threads)
         if not self._num_uncopied:
             self.staged.set()
         return staged

@@ -47,14 +47,9 @@ Fill: TypeAlias = Callable[[Sequence[Span], Bytes], list[Bytes]]
 
 
 class NewFile(NamedTuple):
-    """A file to be written.
+    """A file to be written at a location where nothing is: a header, then chunks without gaps.
 
-    Attributes:
-        location: must not exist.
-        header: its first bytes.
-        chunk_bytes: the sizes of its chunks, which follow without gaps.
-        fill: gives the bytes of chunks; called from several threads.
-        device: where bytes come from, when not from host memory.
+    `fill` gives the bytes of chunks, from several threads. `device` is where they come from, when not from host memory.
     """
 
     location: str
@@ -75,8 +70,7 @@ class WriteSettings:
     Attributes:
         durable: whether bytes must be on disk when `write_files` returns.
         direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
-        with_checksums: whether to compute checksums.
-        block_bytes: size of the blocks that they are of.
+        with_checksums: whether to compute checksums, of blocks of `block_bytes`.
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
         direct_unit_bytes: what each fills and writes instead when it goes around the page cache.
         num_requests: that are made of an object store at the same time.
@@ -204,23 +198,22 @@ class _Output:
             raise
 
     def _buffers_of(self, number: int) -> list[Bytes]:
-        unit = self.units[number]
-        buffers = self.file.fill(unit, bounce_buffer("write", self._unit_bytes, self.file.device))
-        if self.settings.with_checksums:
-            self.checksums[number] = self._checksums_of(unit, buffers)
+        buffers = self.file.fill(self.units[number], bounce_buffer("write", self._unit_bytes, self.file.device))
+        self._keep_checksums(number, buffers)
         return buffers
 
-    def _checksums_of(self, unit: Sequence[Span], buffers: Sequence[Bytes]) -> list[int]:
-        return block_checksums([span.num_bytes for span in unit], buffers, self.settings.block_bytes)
+    def _keep_checksums(self, number: int, buffers: Sequence[Bytes]) -> None:
+        if self.settings.with_checksums:
+            sizes = [span.num_bytes for span in self.units[number]]
+            self.checksums[number] = block_checksums(sizes, buffers, self.settings.block_bytes)
 
     def _write_direct(self, number: int) -> None:
         """Write through an aligned window; what is left at its edges goes through the page cache."""
-        unit, position, num_bytes = self.units[number], self._starts[number], self._sizes[number]
+        position, num_bytes = self._starts[number], self._sizes[number]
         phase = position % ALIGNMENT
         window = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)[phase : phase + num_bytes]
-        copy_into(window, self.file.fill(unit, window))
-        if self.settings.with_checksums:
-            self.checksums[number] = self._checksums_of(unit, [window])
+        copy_into(window, self.file.fill(self.units[number], window))
+        self._keep_checksums(number, [window])
         first = min(-position % ALIGNMENT, num_bytes)
         last = max(first, num_bytes - (position + num_bytes) % ALIGNMENT)
         written = first + _write_aligned(self._direct_fd, window[first:last], position + first)

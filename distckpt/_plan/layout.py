@@ -26,15 +26,10 @@ from distckpt._state.shards import GlobalTable, ShardTable
 
 
 class PlannedChunk(NamedTuple):
-    """A chunk to be written.
+    """A chunk to be written: a region of the global tensor, or a cell of the grid of objects.
 
-    Attributes:
-        key_id: id of the key in the manifest.
-        key: of the tensor or object.
-        dtype: as the manifest names it.
-        region: of the global tensor, or the cell of the grid of objects.
-        num_bytes: its size; of an object it is known when that is encoded.
-        pieces: `(shard id, region)` of what is put together to the chunk, in the order of the bytes.
+    `num_bytes` of an object is known when that is encoded. `pieces` are `(shard id, region)` of what is put together to
+    the chunk, in the order of the bytes.
     """
 
     key_id: int

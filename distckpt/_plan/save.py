@@ -74,14 +74,9 @@ def plan_owners(
     """Give every byte one owner among the ranks that hold it, the same number of bytes to each as far as possible.
 
     Shards held by the same set of ranks form one long line of bytes. It is cut into one run per rank, so long that
-    ranks with less to do so far get more; at most (ranks - 1) tensors of a line are cut, between rows.
-
-    Args:
-        table: validated shards of all ranks.
-        num_ranks: number of ranks.
-        aliases: keys that are not stored, from `find_aliases`.
-        exchange_groups: for each rank the id of its group, when replicas may only take over bytes of a main replica
-            in their own group.
+    ranks with less to do so far get more; at most (ranks - 1) tensors of a line are cut, between rows. Keys in
+    `aliases` are not stored. With `exchange_groups`, the id of each rank's group, replicas take over bytes of a main
+    replica in their own group only.
     """
     groups = _group_replicas(table, num_ranks, aliases, exchange_groups)
     loads = np.zeros(num_ranks, np.int64)
@@ -176,13 +171,10 @@ def even_shares(loads: IntArray, total: int) -> IntArray:
     shares = np.zeros(len(loads), np.int64)
     level = int(levels[count - 1])
     shares[order[:count]] = np.maximum(level - ascending[:count], 0)
-    shares[order[:count]] += _spread(total - int(shares.sum()), count)
+    # What rounding has left, in parts that differ by at most one.
+    rest, more = divmod(total - int(shares.sum()), count)
+    shares[order[:count]] += rest + (np.arange(count) < more)
     return shares
-
-
-def _spread(rest: int, count: int) -> IntArray:
-    """Split the rounding rest into `count` parts that differ by at most one."""
-    return np.full(count, rest // count, np.int64) + (np.arange(count) < rest % count)
 
 
 def _cut_line(

@@ -92,8 +92,8 @@ def describe_units(
 class SharePlan(NamedTuple):
     """The part of one rank in a plan of `num_waves` waves.
 
-    Each of its n units has in `readers` the rank that reads it (-1: not shared), in `sequence` its place in the order
-    of all units, and in `waves` when it is read and sent. The m `send_units`, in that order, go to `send_ranks`.
+    Each of its units has in `readers` the rank that reads it (-1: not shared), in `sequence` its place in the order of
+    all units, and in `waves` when it is read and sent. The `send_units`, in that order, go to `send_ranks`.
     `most_bytes` are the shared bytes of the rank that requests most of them.
     """
 

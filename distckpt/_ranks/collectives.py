@@ -25,10 +25,9 @@ import torch.distributed as dist
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._geometry.region import IntArray
-from distckpt._ranks.agreement import describe_call, describe_difference, number_of
 from distckpt._ranks.attendance import ABANDONED, AttendanceLog, lost_contact
 from distckpt._ranks.lent_tensors import lent
-from distckpt._ranks.outcomes import describe_error, error_to_raise
+from distckpt._ranks.outcomes import describe_call, describe_difference, describe_error, error_to_raise, number_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ class Ranks:
             # Making a group waits for all, and does not notice that one of them is dead.
             with ranks.phase("meet to save in the background"):
                 pass
-            with _contact(ranks._group, "make a process group", of_all=True):
+            with _contact(ranks._group, "make a process group"):
                 ranks._group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
         return ranks
 
@@ -155,7 +154,7 @@ class Ranks:
             return True
         call = describe_call(interrupts.running_operation(), name, same or {})
         code = number_of(call)
-        with self._contact(name):
+        with _contact(self._group, name):
             figures = torch.tensor([error is not None, number, -number, code, -code], dtype=torch.int64)
             work = dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._complete(work, name, [figures])
@@ -192,14 +191,11 @@ class Ranks:
         """Return True when ranks may go on together after an error: all have raised it, and none was lost."""
         return self.size == 1 or (self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False))
 
-    def _contact(self, name: str, *, of_all: bool = True) -> contextlib.AbstractContextManager[None]:
-        return _contact(self._group, name, of_all=of_all)
-
     def gather(self, payload: bytes) -> list[bytes]:
         """Send a payload to the coordinator; return all of them by rank there, an empty list elsewhere."""
         if self.size == 1:
             return [payload]
-        with self._contact("gather"):
+        with _contact(self._group, "gather"):
             sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "gather")).tolist()
             if not self.is_coordinator:
                 self._send(payload, 0)
@@ -210,7 +206,7 @@ class Ranks:
         """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
         if self.size == 1:
             return payloads[0]
-        with self._contact("scatter"):
+        with _contact(self._group, "scatter"):
             sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
             self._broadcast(sizes, 0, "scatter")
             if not self.is_coordinator:
@@ -223,7 +219,7 @@ class Ranks:
         """Return the coordinator's payload on every rank (the argument is ignored elsewhere)."""
         if self.size == 1:
             return payload
-        with self._contact("broadcast"):
+        with _contact(self._group, "broadcast"):
             size = torch.tensor([len(payload)])
             self._broadcast(size, 0, "broadcast")
             content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
@@ -235,7 +231,7 @@ class Ranks:
         """Return every rank's payload, by rank, on every rank."""
         if self.size == 1:
             return [payload]
-        with self._contact("all_gather"):
+        with _contact(self._group, "all_gather"):
             sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "all_gather")).tolist()
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(payload)] = _as_tensor(payload)
@@ -251,30 +247,30 @@ class Ranks:
         own = torch.tensor(numbers, dtype=torch.int64)
         if self.size == 1:
             return own[None].numpy()
-        with self._contact("all_gather_numbers"):
+        with _contact(self._group, "all_gather_numbers"):
             return torch.stack(self._all_gather(own, "all_gather_numbers")).numpy()
 
     def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
         """Start to send memory: contiguous bytes that must not change until `finish`."""
-        with self._contact("exchange of tensors", of_all=False):
+        with _contact(self._group, "exchange of tensors", of_all=False):
             peer = dist.get_global_rank(self._group, to)
             return Transfer(dist.isend(memory, peer, group=self._group, tag=tag), memory)
 
     def start_receive(self, memory: torch.Tensor, source: int, tag: int) -> Transfer:
         """Start to fill memory with what a rank sends under the same tag, which has the same length."""
-        with self._contact("exchange of tensors", of_all=False):
+        with _contact(self._group, "exchange of tensors", of_all=False):
             peer = dist.get_global_rank(self._group, source)
             return Transfer(dist.irecv(memory, peer, group=self._group, tag=tag), memory)
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer to end."""
-        with self._contact("exchange of tensors", of_all=False):
+        with _contact(self._group, "exchange of tensors", of_all=False):
             transfer.work.wait()
 
     def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
         """Fill memory, of the same size on every rank, with what it holds on rank `src`."""
         if self.size > 1 and len(memory):
-            with self._contact("broadcast of a tensor"):
+            with _contact(self._group, "broadcast of a tensor"):
                 self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
 
     def _send(self, payload: bytes, to: int) -> None:
@@ -313,7 +309,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def _contact(group: Any, name: str, *, of_all: bool) -> Iterator[None]:
+def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
     """Turn a broken exchange, when a rank died or timed out, into an error that names the rank.
 
     Of what all ranks exchange (`of_all`), each keeps count.
@@ -380,7 +376,7 @@ def _cpu_group(group: Any) -> Any:
         return group
     if group not in _cpu_groups:
         ranks = dist.get_process_group_ranks(group)
-        with _contact(group, "make a process group", of_all=True):
+        with _contact(group, "make a process group"):
             _attendance_log_of(group).wait_for_all()
             _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _cpu_groups[group]

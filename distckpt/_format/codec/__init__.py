@@ -201,7 +201,8 @@ def _join_blob(tree: str, entries: Sequence[Raw]) -> bytes:
 
 
 def _split_blob(blob: memoryview) -> tuple[str, Entries]:
-    metadata, described, data = safetensors_file.split_header(blob)
+    header_bytes = safetensors_file.header_length(blob[:8], len(blob))
+    metadata, described = safetensors_file.parse_header(blob[:header_bytes], len(blob))
     version = metadata.get("codec_version")
     if version != CODEC_VERSION and str(version).isdecimal():
         raise CorruptCheckpointError(
@@ -209,6 +210,7 @@ def _split_blob(blob: memoryview) -> tuple[str, Entries]:
             f"{CODEC_VERSION}. Install a newer release: pip install --upgrade distckpt"
         )
     require(version == CODEC_VERSION, f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}")
-    entries = Entries(safetensors_file.split_data(described, data))
+    require(all(entry.dtype == "U8" and len(entry.shape) == 1 for entry in described), "an entry is not of bytes")
+    entries = Entries((each.name, blob[each.first_byte : each.first_byte + each.num_bytes]) for each in described)
     tree = str(entries.pop(_TREE_ENTRY), "utf-8") if "tree_entry" in metadata else metadata["tree"]
     return tree, entries
