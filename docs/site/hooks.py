@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -118,6 +119,8 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     """Rewrite links to files of the repository to their location in the site."""
     if page.file.src_uri == "api/index.md":
         return index_page()
+    if page.file.src_uri == "examples.md":
+        markdown = re.sub(r"^## (\w+\.py)\n(.*?)(?=^## |\Z)", _with_sources, markdown, flags=re.M | re.S)
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
     if page.file.src_uri in PAGES.values():
@@ -131,6 +134,15 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
     """Put pictures into the page itself: those in a file of their own follow the system's theme, not the page's."""
     return re.sub(r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>', lambda m: (ROOT / "docs" / m[1]).read_text(), output)
+
+
+def _with_sources(section: re.Match[str]) -> str:
+    """Add the program that a section is about, and what it imports from its folder, folded."""
+    text = (ROOT / "examples" / section[1]).read_text()
+    names = [section[1], *(f"{name}.py" for name in re.findall(r"^from (_tiny_\w+) import", text, re.M))]
+    sources = [(name, (ROOT / "examples" / name).read_text()) for name in names]
+    blocks = [(name, indent(f"```python\n{code}```\n", "    ")) for name, code in sources]
+    return section[0] + "".join(f'??? note "{name}"\n\n{block}\n' for name, block in blocks)
 
 
 def _indented(markdown: str) -> str:
