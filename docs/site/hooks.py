@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -16,16 +17,17 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-import distckpt
-
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # what is documented, and no other version that is installed
+import distckpt  # noqa: E402
+
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
 CORE = ["save", "load", "async_save", "SaveHandle", "SaveReport", "LoadReport", "CheckpointManager", "PreemptionGuard"]
 CORE += ["RngState", "PerRank", "verify", "VerifyReport", "diff", "DiffReport", "reshard", "ReshardReport"]
 CORE += ["load_plain_tensors", "load_common_state_dict", "load_tensors_metadata", "load_sharded_metadata"]
 MODELS = ["ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"]
-HUGGING_FACE = ["consolidate", "ExportReport"]
+HUGGING_FACE = ["consolidate", "merge", "ExportReport"]
 GROUPS = {
     "Core": [*CORE, *(name for name in distckpt.__all__ if name not in {*CORE, *MODELS, *HUGGING_FACE})],
     "Models": MODELS,

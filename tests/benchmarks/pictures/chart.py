@@ -49,6 +49,6 @@ def _case(figures: Sequence[Figure], top: float) -> list[str]:
         parts += [
             text(_LEFT, y + 18, figure.name, weight, "start"),
             f'<rect x="{_LEFT}" y="{y + 23:g}" width="{width:.1f}" height="{_BAR}" rx="2" fill="var(--{colour})"/>',
-            text(_LEFT + width + 8, y + 34, f"{figure.gb_per_second:.2f} GB/s", weight, "start"),
+            text(_LEFT + width + 8, y + 34, f"{figure.gb_per_second:.2f} GB/s", f"{weight} halo".strip(), "start"),
         ]
     return parts

@@ -22,6 +22,7 @@ _STYLE = f"""\
 [data-md-color-scheme=slate] .distckpt-picture{{{_DARK}}}
 .distckpt-picture text{{fill:var(--ink)}}
 .distckpt-picture .soft{{fill:var(--soft)}}
+.distckpt-picture .halo{{paint-order:stroke;stroke:var(--page);stroke-width:4px}}
 .distckpt-picture .bold{{font-weight:600}}
 .distckpt-picture .code{{font-family:ui-monospace,Menlo,Consolas,monospace}}
 </style>"""
