@@ -18,6 +18,7 @@ _STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+    "mixer.in_proj.layer_norm_weight": "norm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -74,6 +75,7 @@ class Config(NamedTuple):
 def forms(config: Config) -> list[Rule]:
     """Bring the forms of a Megatron checkpoint into one, and leave its optimizer out."""
     rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
+    rules.append(Rename("decoder.final_norm.weight", "decoder.final_layernorm.weight", optional=True))
     if config.mtp_layers:
         number = f"{{0+{config.layers - config.mtp_layers}}}"
         for block in ("transformer_layer", "mtp_model_layer"):
@@ -131,23 +133,29 @@ def norms(count: int) -> list[Rule]:
 
 
 def attention(
-    config: Config, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool | str = False
+    config: Config,
+    count: int | None = None,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: bool | str = False,
 ) -> list[Rule]:
-    """Grouped-query attention, with norms of the queries and keys of each head or "of all heads"."""
+    """Grouped-query attention, in all layers or `count`; with norms of queries and keys of each head "of all heads"."""
+    count = config.layers if count is None else count
     rules: list[Rule] = []
     for kind in ("weight", "bias") if qkv_bias else ("weight",):
         query, key, value = (f"{HF_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")
         old = f"{LAYER}self_attention.linear_qkv.{kind}"
-        rules.append(SplitQKV(old, (query, key, value), *config.heads, count=config.layers))
+        rules.append(SplitQKV(old, (query, key, value), *config.heads, count=count))
     old, new = "self_attention.", "self_attn."
     num_heads, num_groups, size = config.heads
     # Wrong numbers of heads may fit the fused projection by chance.
-    rules += move(config.layers, {f"{old}linear_proj.weight": f"{new}o_proj.weight"}, (None, num_heads * size))
+    rules += move(count, {f"{old}linear_proj.weight": f"{new}o_proj.weight"}, (None, num_heads * size))
     if out_bias:
-        rules += move(config.layers, {f"{old}linear_proj.bias": f"{new}o_proj.bias"})
+        rules += move(count, {f"{old}linear_proj.bias": f"{new}o_proj.bias"})
     widths = {"q": num_heads * size, "k": num_groups * size} if qk_norm == "of all heads" else {"q": size, "k": size}
     for name, width in widths.items() if qk_norm else ():
-        rules += move(config.layers, {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight"}, (width,))
+        rules += move(count, {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight"}, (width,))
     return rules
 
 
@@ -221,21 +229,32 @@ def experts(
     count: int,
     num_experts: int,
     block: str = "mlp",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[Rule]:
-    """Router and experts of `count` layers, one tensor for each expert on disk."""
+    """Router and experts of `count` layers, one tensor for each expert on disk; with two names, they have no gate."""
     own = "mlp.experts.experts."
     rules: list[Rule] = []
     for part in ("linear_fc1", "linear_fc2"):
         to = f"decoder.layers.{{0}}.{own}{{i}}.{part}.weight"
         rules.append(Unstack(f"{LAYER}{own}{part}.weight", to, size=num_experts, optional=True))
-    gate, up, down = (f"{HF_LAYER}{block}.experts.{{1}}.{name}.weight" for name in names)
+    *into, down = (f"{HF_LAYER}{block}.experts.{{1}}.{name}.weight" for name in names)
     return [
         *rules,
         *move(count, {"mlp.router.weight": f"{block}.gate.weight"}),
-        Split(f"{LAYER}{own}*.linear_fc1.weight", (gate, up), count=count * num_experts),
+        Split(f"{LAYER}{own}*.linear_fc1.weight", tuple(into), count=count * num_experts),
         Rename(f"{LAYER}{own}*.linear_fc2.weight", down, count=count * num_experts),
     ]
+
+
+def mamba(count: int) -> list[Rule]:
+    """Mamba 2, in `count` layers."""
+    own, new = f"{LAYER}mixer.", f"{HF_LAYER}mixer."
+    parts = {"in_proj.weight": ("z", "x", "B", "C", "dt")} | {f"conv1d.{kind}": "xBC" for kind in ("weight", "bias")}
+    rules: list[Rule] = [Rename(f"{own}conv1d_*.*", "decoder.layers.{0}.mixer.conv1d.{1}.{2}", optional=True)]
+    for name, pieces in parts.items() if count else ():
+        rules.append(Concat(tuple(f"{own}{name}.{piece}" for piece in pieces), new + name, count=count))
+    names = ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")
+    return rules + move(count, {f"mixer.{name}": f"mixer.{name}" for name in names})
 
 
 def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> list[Rule]:

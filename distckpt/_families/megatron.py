@@ -15,13 +15,14 @@ from distckpt._families.blocks import (
     gated_delta_net,
     gated_mlp,
     latent_attention,
+    mamba,
     move,
     norms,
     outside_layers,
     stacked_experts,
     token_prediction,
 )
-from distckpt.rules import Interleave, Rule, Transpose
+from distckpt.rules import Interleave, Rename, Rule, Transpose
 
 
 def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
@@ -256,6 +257,40 @@ def _dots1(config: Config) -> list[Rule]:
     ]
 
 
+_NEMOTRON_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_KINDS |= {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def _nemotron_h(config: Config) -> list[Rule]:
+    listed = config("layers_block_type", "layer_types", "hybrid_override_pattern")
+    kinds = [_NEMOTRON_KINDS.get(kind, kind) for kind in listed]
+    num_mamba, num_full, num_dense, num_sparse = map(kinds.count, ("mamba", "attention", "mlp", "moe"))
+    biases = [name for name in ("use_bias", "attention_bias", "mlp_bias") if config(name, default=False)]
+    if biases or num_mamba + num_full + num_dense + num_sparse != len(kinds):
+        raise CheckpointingException(f"Models with {biases or sorted(set(kinds))} are not known from Megatron Core.")
+    plain = {"linear_fc1.weight": "up_proj.weight", "linear_fc2.weight": "down_proj.weight"}
+    of_sparse = {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"}
+    of_sparse |= {f"mlp.shared_experts.{old}": f"mlp.shared_experts.{new}" for old, new in plain.items()}
+    if config("moe_latent_size", default=0):
+        of_sparse |= {name: name for name in ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")}
+    num_experts = config.number_of("n_routed_experts", "num_local_experts", default=0)
+    return [
+        *outside_layers(config),
+        *attention(config, num_full) * bool(num_full),
+        *move(num_dense, {f"mlp.{old}": f"mlp.{new}" for old, new in plain.items()}),
+        *experts(num_sparse, num_experts, names=("up_proj", "down_proj")) * bool(num_sparse),
+        *move(num_sparse, of_sparse),
+        *mamba(num_mamba),
+        *move(num_full, {"input_layernorm.weight": "norm.weight"}),
+        *move(num_dense + num_sparse, {"pre_mlp_layernorm.weight": "norm.weight"}),
+        *move(num_mamba, {"norm.weight": "norm.weight"}),
+        *(Rename(f"model.layers.*.{block}.**", "model.layers.{0}.mixer.{1}") for block in ("self_attn", "mlp")),
+        Rename("model.layers.**", "backbone.layers.{0}"),
+        Rename("model.embed_tokens.weight", "backbone.embeddings.weight"),
+        Rename("model.norm.weight", "backbone.norm_f.weight"),
+    ]
+
+
 FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "deepseek_v3": _deepseek_v3,
     "dots1": _dots1,
@@ -273,6 +308,7 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "ministral3": _llama,
     "mistral": _llama,
     "mixtral": _mixtral,
+    "nemotron_h": _nemotron_h,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _llama,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.megatron_gpt import megatron
+from tests.support.megatron_mamba import WholeLinear, make_hybrid
 
 
 @contextlib.contextmanager
@@ -98,13 +99,6 @@ def _with_indexer(spec, c):
     """Select the keys that attention sees by Megatron's indexer, which rotates what later versions do."""
     dsa, module = megatron(".transformer.experimental_attention_variant.dsa"), megatron(".transformer.spec_utils")
 
-    class Linear(torch.nn.Linear):
-        def __init__(self, num_in, num_out, **_):
-            super().__init__(num_in, num_out, bias=False)
-
-        def forward(self, values):
-            return super().forward(values), None
-
     class Norm(torch.nn.LayerNorm):
         def __init__(self, hidden_size, **_):
             super().__init__(hidden_size, eps=1e-6)
@@ -115,7 +109,9 @@ def _with_indexer(spec, c):
             rotated = super()._apply_rope(torch.cat([values[..., size:], values[..., :size]], -1), *arguments)
             return torch.cat([rotated[..., -size:], rotated[..., :-size]], -1)
 
-    indexer = module.ModuleSpec(Indexer, submodules=dsa.DSAIndexerSubmodules(Linear, Linear, Norm, Linear))
+    indexer = module.ModuleSpec(
+        Indexer, submodules=dsa.DSAIndexerSubmodules(WholeLinear, WholeLinear, Norm, WholeLinear)
+    )
     core_attention = module.ModuleSpec(dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer))
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = core_attention
@@ -174,11 +170,12 @@ def make_megatron(config, mtp_layers=None):
         "num_layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "num_attention_heads": c.num_attention_heads,
         "num_query_groups": c.num_key_value_heads, "kv_channels": c.head_dim, "ffn_hidden_size": c.intermediate_size,
         "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
-        "normalization": "RMSNorm", "layernorm_epsilon": c.rms_norm_eps, "attention_dropout": 0.0,
+        "normalization": "RMSNorm", "attention_dropout": 0.0,
         "hidden_dropout": 0.0, "use_cpu_initialization": True, "bias_activation_fusion": False,
         "masked_softmax_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False, "perform_initialization": False, "persist_layer_norm": False,
     }  # fmt: skip
+    settings["layernorm_epsilon"] = c.layer_norm_epsilon if c.model_type == "nemotron_h" else c.rms_norm_eps
     extra, options = SETTINGS[c.model_type](c)
     settings["mtp_num_layers"] = mtp_layers
     transformer_config = megatron(".transformer.transformer_config")
@@ -191,6 +188,8 @@ def make_megatron(config, mtp_layers=None):
     if megatron_config.multi_latent_attention:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    if c.model_type == "nemotron_h":
+        return make_hybrid(c, megatron_config, spec).eval()
     if c.model_type in SPECS:
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
         SPECS[c.model_type](spec, c)
@@ -295,6 +294,17 @@ def _deepseek_v3(c):
     }, {}  # fmt: skip
 
 
+def _nemotron_h(c):
+    return _moe(c)[0] | {
+        "gated_linear_unit": False, "activation_func": megatron(".activations").squared_relu, "is_hybrid_model": True,
+        "moe_ffn_hidden_size": c.moe_intermediate_size, "moe_router_score_function": "sigmoid",
+        "moe_shared_expert_intermediate_size": c.moe_shared_expert_intermediate_size,
+        "moe_latent_size": c.moe_latent_size, "moe_router_enable_expert_bias": True,
+        "mamba_state_dim": c.ssm_state_size, "mamba_head_dim": c.mamba_head_dim,
+        "mamba_num_groups": c.n_groups, "mamba_num_heads": c.mamba_num_heads, "use_mamba_mem_eff_path": False,
+    }, {}  # fmt: skip
+
+
 def _glm5(c):
     extra, options = _deepseek_v3(c)
     return extra | {
@@ -341,6 +351,7 @@ SETTINGS = {
     "glm4_moe_lite": _deepseek_v3,
     "glm_moe_dsa": _glm5,
     "llama4_text": _llama4,
+    "nemotron_h": _nemotron_h,
     "ministral": _dense,
     "ministral3": _dense,
     "seed_oss": _qwen2,

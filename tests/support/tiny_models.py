@@ -61,7 +61,7 @@ OVERRIDES = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 16},
     "jamba": {"num_experts": 4, "expert_layer_offset": 1, "expert_layer_period": 2, "attn_layer_offset": 1,
               "attn_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
-    "nemotron_h": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+    "nemotron_h": {"num_hidden_layers": 5, "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
                    "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4, "n_groups": 2,
                    "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 16},
 }  # fmt: skip
@@ -71,6 +71,7 @@ VARIANTS = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "moonlight": ("deepseek_v3", {"q_lora_rank": None}),
     "glm4_moe-plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 2}),
+    "nemotron_h-latent": ("nemotron_h", {"moe_latent_size": 24}),
     "qwen3_moe-dense-first": ("qwen3_moe", {"mlp_only_layers": [0]}),
 }
 """Other models of a family: which one, and what else their configurations say."""

@@ -103,6 +103,21 @@ def test_a_vocabulary_loses_no_more_rows_than_padding_has():
     assert apply_rules([trim, *rules], too_large)["model.embed_tokens.weight"].shape == (1000, 64)
 
 
+def test_kinds_of_layers_are_named_in_several_ways():
+    sizes = {"ssm_state_size": 4, "n_groups": 2, "mamba_num_heads": 4}
+    config = {**MODEL, **sizes, "model_type": "nemotron_h", "num_hidden_layers": 4}
+    patterns = {
+        "hybrid_override_pattern": "M*-E",
+        "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+        "layer_types": ["linear_attention", "full_attention", "mlp", "moe"],
+    }
+    first, *others = (repr(families.rules({**config, name: kinds}, "megatron")) for name, kinds in patterns.items())
+    assert others == [first] * 2
+    for changes in ({"hybrid_override_pattern": "M*-X"}, {"hybrid_override_pattern": "M", "mlp_bias": True}):
+        with pytest.raises(CheckpointingException, match="are not known from Megatron Core"):
+            families.rules({**config, **changes}, "megatron")
+
+
 NO_CONFIGURATIONS = {
     "nesting": "[" * 10**5,
     "a list as number": json.dumps({"a": {"__float__": []}}),
