@@ -201,7 +201,7 @@ def check_torchrun(words: list[str]) -> None:
     (at,) = [i for i, word in enumerate(words) if word.endswith(".py")]
     check_options(words[:at], help_of("torch.distributed.run"))
     if words[at:] != ["train.py"]:
-        (documented,) = commands_in(command_of(Path(words[at]).name))
+        (documented,) = commands_in(command_of(words[at].removeprefix("examples/")))
         assert ["torchrun", *words[:-1]] == documented[:-1]  # the last one is a directory
 
 
