@@ -23,7 +23,7 @@ from distckpt._quantization.detect import find_quantized
 from distckpt._quantization.names import may_be_codes
 from distckpt._quantization.quantized import QuantizedTensor, part_regions
 
-PIECE_ELEMENTS = 4 << 20
+PIECE_ELEMENTS = 8 << 20
 """The codes of so many values are read at a time."""
 
 

@@ -1,7 +1,7 @@
 """Number formats of codes: from bytes to values and back.
 
 Values of 8 and 4 bits are widened through bits of 16-bit floats, which torch converts many times faster than its own
-8-bit floats.
+8-bit floats. The bits are computed by numpy, whose arithmetic of integers takes half of torch's time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from distckpt._base.memory import bounce_buffer
+from distckpt._base.memory import Bytes, bounce_buffer
+
+Bits = npt.NDArray[np.int16]
 
 
 class Number(NamedTuple):
@@ -22,14 +26,16 @@ class Number(NamedTuple):
         per_byte: codes in a byte; the first of two is in the lower half.
         largest: the largest value; scales are chosen so that the largest value of a block becomes this one.
         factor: what unpacked values must be multiplied with.
-        unpack: bytes of shape (..., n) to float32 of shape (..., n * per_byte), in scratch memory of this thread.
+        dtype: of unpacked values.
+        unpack: fill bits of shape (..., n * per_byte) with values from bytes of shape (..., n), which it may overwrite.
         pack: float32 values, within the range, to bytes.
     """
 
     per_byte: int
     largest: float
     factor: float
-    unpack: Callable[[torch.Tensor], torch.Tensor]
+    dtype: torch.dtype
+    unpack: Callable[[Bytes, Bits], None]
     pack: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -39,38 +45,38 @@ def scratch(purpose: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Ten
     return torch.from_numpy(bounce_buffer(purpose, num_bytes)).view(dtype).view(shape)
 
 
-def _widened(bits: torch.Tensor) -> torch.Tensor:
-    return scratch("values", bits.shape, torch.float32).copy_(bits)
-
-
-def _unpack_e4m3(codes: torch.Tensor) -> torch.Tensor:
+def _unpack_e4m3(codes: Bytes, bits: Bits) -> None:
     # The sign and the other 7 bits, as the high bits of a float16's exponent and fraction: 2^8 times too small.
-    bits = scratch("bits", codes.shape, torch.int16).copy_(codes.view(torch.int8))
-    bits.bitwise_left_shift_(7).bitwise_and_(-0x4080)
-    values = _widened(bits.view(torch.float16))
-    magnitudes = torch.bitwise_and(codes, 0x7F, out=scratch("bits", codes.shape, torch.uint8))
-    if codes.numel() and magnitudes.max() == 0x7F:
-        values[magnitudes == 0x7F] = torch.nan
-    return values
+    np.copyto(bits, codes.view(np.int8))
+    np.multiply(bits, 1 << 7, out=bits)
+    np.bitwise_and(bits, -0x4080, out=bits)
+    if codes.size and (codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F):
+        bits[codes & 0x7F == 0x7F] = 0x7E00
 
 
-def _unpack_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    # Both halves of a byte become a float16 each, 2^14 times too small: two shifts at a time, as one multiplication.
-    signs = scratch("words", codes.shape, torch.int32).copy_(codes)
-    bits = torch.mul(signs, (1 << 9) + (1 << 21), out=scratch("bits", codes.shape, torch.int32))
-    bits.bitwise_and_(0x0E000E00)
-    bits.bitwise_or_(signs.mul_((1 << 12) + (1 << 24)).bitwise_and_(-0x7FFF8000))
-    return _widened(bits.view(torch.float16))
+def _unpack_e2m1(codes: Bytes, bits: Bits) -> None:
+    # Each half of a byte as a float16, 2^14 times too small: as the high bits, of which all but the sign move on.
+    words = _spread(codes, bits)
+    np.right_shift(bits, 3, out=bits)
+    np.bitwise_and(words, -0x71FF7200, out=words)
 
 
-def _unpack_int4(codes: torch.Tensor) -> torch.Tensor:
-    bits = scratch("bits", codes.shape, torch.int32).copy_(codes)
-    bits.mul_((1 << 12) + 1).bitwise_and_(0x000F000F)
-    return _widened(bits.view(torch.int16).sub_(8))
+def _unpack_int4(codes: Bytes, bits: Bits) -> None:
+    # Each half as the high bits of an integer, 2^12 times too large: the highest, inverted, is the sign.
+    words = _spread(np.bitwise_xor(codes, 0x88, out=codes), bits)
+    np.bitwise_and(words, -0x0FFF1000, out=words)
 
 
-def _unpack_int8(codes: torch.Tensor) -> torch.Tensor:
-    return _widened(codes.view(torch.int8))
+def _spread(codes: Bytes, bits: Bits) -> npt.NDArray[np.int32]:
+    """Put both halves of each byte at the high end of 16 bits, with others behind."""
+    words = bits.view(np.int32)
+    np.copyto(words, codes)
+    np.multiply(words, (1 << 12) + (1 << 24), out=words)
+    return words
+
+
+def _unpack_int8(codes: Bytes, bits: Bits) -> None:
+    np.copyto(bits, codes.view(np.int8))
 
 
 def _pack_halves(nibbles: torch.Tensor) -> torch.Tensor:
@@ -86,18 +92,23 @@ def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 NUMBERS: dict[str, Number] = {
-    "e4m3": Number(1, 448.0, 256.0, _unpack_e4m3, lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8)),
-    "int8": Number(1, 127.0, 1.0, _unpack_int8, lambda values: values.round().to(torch.int8).view(torch.uint8)),
-    "e2m1": Number(2, 6.0, 16384.0, _unpack_e2m1, _pack_e2m1),
-    "int4": Number(2, 7.0, 1.0, _unpack_int4, lambda values: _pack_halves(values.round() + 8)),
+    "e4m3": Number(
+        1, 448.0, 256.0, torch.float16, _unpack_e4m3, lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8)
+    ),
+    "int8": Number(
+        1, 127.0, 1.0, torch.int16, _unpack_int8, lambda values: values.round().to(torch.int8).view(torch.uint8)
+    ),
+    "e2m1": Number(2, 6.0, 16384.0, torch.float16, _unpack_e2m1, _pack_e2m1),
+    "int4": Number(2, 7.0, 2.0**-12, torch.int16, _unpack_int4, lambda values: _pack_halves(values.round() + 8)),
 }
 
 
+_POWERS = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), math.nan])
+
+
 def unpack_exponents(codes: torch.Tensor) -> torch.Tensor:
-    """Convert bytes of E8M0, powers of two from 2^-127 on, to float32."""
-    bits = codes.view(torch.uint8).to(torch.int32) << 23
-    # The smallest one is no normal number of float32; all bits set means NaN.
-    return torch.where(bits == 0, 1 << 22, torch.where(bits == 255 << 23, 0x7FC00000, bits)).view(torch.float32)
+    """Convert bytes of E8M0, powers of two from 2^-127 on, to float32; all bits set means NaN."""
+    return _POWERS.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def pack_exponents(exponents: torch.Tensor) -> torch.Tensor:

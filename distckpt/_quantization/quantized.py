@@ -6,6 +6,7 @@ the model has the last two axes the other way round.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._geometry.region import Region, cut_region, whole
-from distckpt._quantization.numbers import NUMBERS, unpack_exponents
+from distckpt._geometry.region import Region, whole
+from distckpt._quantization.numbers import NUMBERS, scratch, unpack_exponents
 
 E8M0 = ("U8", "F8_E8M0")
 """Dtypes of scales that are powers of two, by safetensors name."""
-_CACHED_ELEMENTS = 1 << 19
-_LARGEST_TO_SCALE = 2.0**100
-"""Larger scales are not multiplied by the factor of a number format, since they could become infinite."""
+_CACHED_ELEMENTS = 1 << 20
+_LARGE = 2.0**100
+"""Scales beyond it are not multiplied by the factor of a number format: they could become infinite, small ones zero."""
 
 
 @dataclass(frozen=True)
@@ -120,22 +121,30 @@ def decode(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor], region
         region: of the tensor as it is stored.
         target: gets the values; of the shape of the region.
     """
-    unpack, factor = NUMBERS[quantized.number].unpack, NUMBERS[quantized.number].factor
-    *lead, columns = region.shape
-    codes = parts["codes"].view(torch.uint8).reshape(*lead, -1)
-    first = region.offset[-1] % quantized.pack
+    number, (*lead, columns) = NUMBERS[quantized.number], region.shape
+    lead, target = (lead, target) if lead else ([1], target[None])
+    codes = parts["codes"].view(torch.uint8).reshape(*lead, -1).numpy()
+    skipped = region.offset[-1] % quantized.pack
     scales = combined_scales(quantized, parts)
-    is_large = bool(scales.abs().max() > _LARGEST_TO_SCALE)
-    scales = scales_of_rows(quantized, scales if is_large else scales * factor, region)
-    for rows in cut_region(whole(tuple(lead)), max(1, _CACHED_ELEMENTS // columns)):
-        index = rows.slices()
-        values = unpack(codes[index])[..., first : first + columns]
-        if is_large:
-            values.mul_(factor)
-        apply_scales(quantized, values, scales[index], region, torch.Tensor.mul_)
-        # Half the bytes go over a bus, or to memory in another order, in the dtype of the target.
-        is_near = target.is_cpu and target.stride(-1) == 1
-        target[index].copy_(values if is_near else values.to(target.dtype))
+    lowest, highest = scales.abs().aminmax()
+    is_moderate = float(highest) < _LARGE if number.factor >= 1 else float(lowest) > 1 / _LARGE
+    scales = scales_of_rows(quantized, scales * number.factor if is_moderate else scales, region).reshape(*lead, -1)
+    num_rows = max(1, _CACHED_ELEMENTS // columns)
+    bits = scratch("bits", (num_rows, codes.shape[-1] * number.per_byte), torch.int16)
+    unpacked, bits_array = bits.view(number.dtype)[:, skipped : skipped + columns], bits.numpy()
+    values = scratch("values", (num_rows, columns), torch.float32)
+    # Half the bytes go over a bus, or to memory in another order, in the dtype of the target.
+    is_near = target.is_cpu and target.stride(-1) == 1
+    for index in itertools.product(*map(range, lead[:-1])):
+        for begin in range(0, lead[-1], num_rows):
+            rows: tuple[int | slice, ...] = (*index, slice(begin, begin + num_rows))
+            goal = target[rows]
+            number.unpack(codes[rows], bits_array[: len(goal)])
+            found = values[: len(goal)].copy_(unpacked[: len(goal)])
+            if not is_moderate:
+                found.mul_(number.factor)
+            apply_scales(quantized, found, scales[rows], region, torch.Tensor.mul_)
+            goal.copy_(found if is_near else found.to(goal.dtype))
 
 
 def combined_scales(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -16,7 +16,17 @@ from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
 from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
-from tests.support.quantized_models import MODELS, Model, fp8_block, fp8_tensor, int4, int8_channel, mxfp4, nvfp4
+from tests.support.quantized_models import (
+    MODELS,
+    Model,
+    fp8_block,
+    fp8_tensor,
+    halves,
+    int4,
+    int8_channel,
+    mxfp4,
+    nvfp4,
+)
 from tests.support.reference import needs_dtypes
 
 pytestmark = needs_dtypes("float8_e8m0fnu")
@@ -176,6 +186,26 @@ def test_the_not_a_number_of_codes_stays_one(tmp_path):
     model.write(tmp_path / "model")
     loaded = distckpt.load({"x": request("l.up.weight", (300, 200))}, tmp_path / "model")["x"]
     assert loaded.isnan().nonzero().tolist() == [[5, 7]]
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-110, 2.0**110, 0.0])
+@pytest.mark.parametrize(("make", "ending"), [(int4, "_packed"), (fp8_tensor, "")])
+def test_scales_near_the_limits_of_float32(tmp_path, make, ending, scale):
+    model = make()
+    (key,) = model.values
+    codes = model.tensors[key + ending]
+    numbers = (halves(codes.view(torch.uint8)) - 8 if ending else codes).float()
+    model.tensors[f"{key}_scale"].fill_(scale)
+    model.write(tmp_path / "model")
+    loaded = distckpt.load({key: request(key, numbers.shape, torch.float32)}, tmp_path / "model")
+    assert same_bytes(loaded, {key: numbers * scale})
+
+
+def test_tensors_with_one_axis(tmp_path):
+    codes = fp8_tensor().tensors["l.weight"].flatten()[:300].clone()
+    Model({"l.weight": codes, "l.weight_scale": torch.tensor(0.5)}, {}, {}).write(tmp_path / "model")
+    loaded = distckpt.load({"x": part("l.weight", (300,), (7,), (200,))}, tmp_path / "model")["x"]
+    assert torch.equal(loaded, codes[7:207].float() * 0.5)
 
 
 def test_rules_apply_to_values(tmp_path):
