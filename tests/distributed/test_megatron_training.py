@@ -164,3 +164,48 @@ def test_the_files_of_megatron_lm_with_other_imports(run, tmp_path):
     for tp, pp in ((1, 2), (1, 1)):
         for found, wrong in run(load_by_megatron_lm, tp * pp, str(tmp_path), tp, pp, group_timeout=TIMEOUT):
             assert (found, wrong) == ((2, 5.0), [])
+
+
+def local_state(value, rank):
+    """As Megatron-LM's file makes it with its imports replaced: the model's shards are Megatron's, the others ours."""
+    theirs = megatron(".dist_checkpointing.mapping")
+    return {
+        "model": {
+            "divided": theirs.ShardedTensor.from_rank_offsets(
+                "divided", torch.full((2, 3), value + rank), (0, rank, 2)
+            ),
+            "same": theirs.ShardedTensor.from_rank_offsets("same", torch.full((4,), value), replica_id=rank),
+        },
+        "rng_state": distckpt.ShardedObject("rng_state", {"seed": value + rank}, (2,), (rank,)),
+        "kept": distckpt.LocalNonpersistentObject(rank),
+        "iteration": 7,
+    }
+
+
+def save_local_checkpoint(rank, folder, algorithm):
+    warnings.simplefilter("ignore")
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
+
+    from distckpt.tensor_aware_state_dict import MCoreTensorAwareStateDict
+
+    torch.cuda.synchronize = lambda *_: None
+    with training.OnCpu():
+        made, _ = MCoreTensorAwareStateDict.from_state_dict(local_state(5.0, rank), algo=algorithm)
+        LocalCheckpointManager(folder).save(made, 7)
+        manager = LocalCheckpointManager(folder)
+        assert manager.find_latest() == 7
+        restored, _ = manager.load()
+        state = restored.to_state_dict(local_state(0.0, rank), algo=algorithm)
+    model = state.pop("model")
+    return model["divided"].tolist(), model["same"].tolist(), state
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_resiliency_ext") is None, reason="needs the package nvidia-resiliency-ext"
+)
+@pytest.mark.parametrize("algorithm", ["atomic", "fully_parallel"])
+def test_local_checkpoints_of_nvidia_resiliency_ext(run, tmp_path, algorithm):
+    found = run(save_local_checkpoint, 2, str(tmp_path), algorithm, group_timeout=TIMEOUT)
+    for rank, (divided, same, state) in enumerate(found):
+        assert (divided, same) == ([[5.0 + rank] * 3] * 2, [5.0] * 4)
+        assert state == {"rng_state": {"seed": 5.0 + rank}, "kept": rank, "iteration": 7}

@@ -1,0 +1,50 @@
+"""Megatron's state dicts for local checkpoints, given state dicts in which some objects are distckpt's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+from distckpt._megatron.forwarding import installed, refuse_own_objects
+from distckpt.dict_utils import dict_list_map_outplace
+from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+
+
+@functools.cache
+def __getattr__(name: str) -> Any:
+    if name != "MCoreTensorAwareStateDict":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    class MCoreTensorAwareStateDict(installed("tensor_aware_state_dict", name)):  # type: ignore[misc]
+        # Programs whose imports were replaced wrap in objects of distckpt what they save besides the model.
+        @classmethod
+        def from_state_dict(cls, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            made, distribution = super().from_state_dict(_as_megatron(sharded_state_dict), *args, **kwargs)
+            made.__class__ = cls
+            return made, distribution
+
+        def to_state_dict(self, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().to_state_dict(_as_megatron(sharded_state_dict), *args, **kwargs)
+
+    MCoreTensorAwareStateDict.__module__, MCoreTensorAwareStateDict.__qualname__ = __name__, name
+    return MCoreTensorAwareStateDict
+
+
+def _as_megatron(state_dict: Any) -> Any:
+    """Return a copy of a state dict with Megatron's objects in the place of distckpt's."""
+    theirs = importlib.import_module("megatron.core.dist_checkpointing.mapping")
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, LocalNonpersistentObject):
+            return theirs.LocalNonpersistentObject(value.unwrap())
+        if type(value) is ShardedObject or (type(value) is ShardedTensor and value.flattened_range is None):
+            cls = getattr(theirs, type(value).__name__)
+            fields = [field.name for field in dataclasses.fields(cls) if field.init]
+            return cls(**{name: getattr(value, name) for name in fields if hasattr(value, name)})
+        return value
+
+    converted = dict_list_map_outplace(convert, state_dict)
+    refuse_own_objects(converted, "MCoreTensorAwareStateDict")
+    return converted
