@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -16,57 +18,85 @@ logger = logging.getLogger(__name__)
 
 
 class Separated(NamedTuple):
-    """The targets to read into, and which of them (second) stand for the memory of an earlier one (first)."""
+    """The targets to read into, those that were given, and which of them (second) have elements of which earlier one.
+
+    The second stands for memory of its own while it is read.
+    """
 
     targets: list[torch.Tensor]
+    given: Sequence[torch.Tensor]
     pairs: list[tuple[int, int]]
 
 
 def separate(
     stored: StoredCheckpoint, requests: Sequence[Request], copies: Sequence[Copy], targets: Sequence[torch.Tensor]
 ) -> Separated:
-    """Give each target that has the memory of an earlier one, and is stored elsewhere, memory of its own."""
-    addresses = [address for target in targets if (address := target.data_ptr())]
-    if len(set(addresses)) == len(addresses):
-        return Separated(list(targets), [])
-    first_of: dict[Any, int] = {}
-    shared = [(first_of.setdefault(_memory(target, number), number), number) for number, target in enumerate(targets)]
-    shared = [(first, number) for first, number in shared if first != number]
-    if not shared:
-        return Separated(list(targets), [])
+    """Give each target that has elements of an earlier one, and is stored elsewhere, memory of its own."""
+    shared = sorted((second, first) for first, second in _overlapping(targets))
     concerned = {number for pair in shared for number in pair}
     sources: dict[int, set[Any]] = defaultdict(set)
-    for copy in copies:
+    for copy in copies if concerned else ():
         if copy.request in concerned:
             place = stored.path_of(copy.chunk), int(stored.manifest.first_bytes[copy.chunk])
             sources[copy.request].add((*place, copy.source, copy.target))
-    pairs = [(first, second) for first, second in shared if sources[first] != sources[second]]
+    pairs = [(a, b) for b, a in shared if sources[a] != sources[b] or _layout(targets[a]) != _layout(targets[b])]
     separated = list(targets)
-    for _, second in pairs:
+    for second in {second for _, second in pairs}:
         separated[second] = torch.empty(targets[second].shape, dtype=targets[second].dtype)
         if requests[second].allow_shape_mismatch:
             separated[second].zero_()
-    return Separated(separated, pairs)
+    return Separated(separated, targets, pairs)
 
 
 def join(requests: Sequence[Request], separated: Separated, location: str) -> None:
     """Give shared memory the value that was read last, and warn where it differs from the one read before."""
     for first, second in separated.pairs:
-        target, value = separated.targets[first], separated.targets[second].to(separated.targets[first].device)
-        one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (target, value))
+        target, value = separated.given[first].detach(), separated.targets[second]
+        before = target.clone()
+        with torch.no_grad():
+            separated.given[second].copy_(value)
+        one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (before, target))
         if not torch.equal(one, other):
             logger.warning(
                 "%r and %r of %s have different values, and were to be loaded into one tensor: it has that of %r now. "
                 "Request one of them, or untie the tensors.",
                 requests[first].key, requests[second].key, location, requests[second].key,
             )  # fmt: skip
-            with torch.no_grad():
-                target.copy_(value)
 
 
-def _memory(target: torch.Tensor, number: int) -> Any:
-    """Return what targets with the same elements have in common."""
-    if target.numel() == 0 or target.data_ptr() == 0:
-        return number
-    layout = None if target.is_contiguous() else (target.shape, target.stride())
-    return target.device, target.data_ptr(), target.nbytes, target.dtype, layout or target.shape
+def _overlapping(targets: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of targets that have elements in common, in the order of the targets."""
+    starts = np.fromiter((target.data_ptr() for target in targets), np.int64, len(targets))
+    ends = starts + np.fromiter(map(_num_bytes_spanned, targets), np.int64, len(targets))
+    order = np.argsort(starts, kind="stable")
+    order = order[(starts != 0)[order] & (ends != starts)[order]]
+    if (starts[order][1:] >= np.maximum.accumulate(ends[order])[:-1]).all():
+        return
+    earlier: list[int] = []
+    for number in order.tolist():
+        earlier = [other for other in earlier if ends[other] > starts[number]]
+        for other in earlier:
+            same_device = targets[other].device == targets[number].device
+            if same_device and np.shares_memory(_as_array(targets[other]), _as_array(targets[number])):
+                yield min(other, number), max(other, number)
+        earlier.append(number)
+
+
+def _num_bytes_spanned(target: torch.Tensor) -> int:
+    if target.is_contiguous() or not target.numel():
+        return target.nbytes
+    steps = sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
+    return (steps + 1) * target.element_size()
+
+
+def _layout(target: torch.Tensor) -> Any:
+    shape = target.nbytes if target.is_contiguous() else (target.shape, target.stride())
+    return target.data_ptr(), target.dtype, shape
+
+
+def _as_array(target: torch.Tensor) -> Any:
+    """Return an array at the addresses of a tensor, on whatever device: it is not for reading."""
+    size = target.element_size()
+    strides = tuple(step * size for step in target.stride())
+    place = {"version": 3, "shape": tuple(target.shape), "typestr": f"|V{size}", "strides": strides}
+    return np.asarray(SimpleNamespace(__array_interface__={**place, "data": (target.data_ptr(), False)}))

@@ -293,6 +293,7 @@ IMPORTS = {
     ".strategies.torch": "TorchDistSaveShardedStrategy TorchDistLoadShardedStrategy get_async_strategy",
     ".strategies.common": "load_common save_common TorchCommonLoadStrategy TorchCommonSaveStrategy",
     ".strategies.filesystem_async": "_results_queue get_write_results_queue",
+    ".strategies.tensorstore": "",
     ".strategies.async_utils": "AsyncRequest AsyncCallsQueue AsyncCaller TemporalAsyncCaller PersistentAsyncCaller "
     "_disable_gc _set_process_qos",
 }

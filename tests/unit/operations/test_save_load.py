@@ -392,6 +392,31 @@ def test_targets_that_share_memory_get_the_last_value_with_a_warning(tmp_path, c
     assert "'a' and 'b'" in warned
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "meet"),
+    [
+        (lambda t: t.flatten()[:20], lambda t: t.flatten()[12:32], True),
+        (lambda t: t.flatten()[12:32], lambda t: t.flatten()[:20], True),
+        (lambda t: t[:, :3], lambda t: t[:, 2:5], True),
+        (lambda t: t[:, :3], lambda t: t[:, 3:6], False),
+        (lambda t: t, lambda t: t[3], True),
+        (lambda t: t.flatten()[:24], lambda t: t.flatten()[24:], False),
+    ],
+)
+def test_targets_that_share_some_elements(tmp_path, caplog, first, second, meet):
+    memory = torch.zeros(8, 8)
+    targets = {"a": first(memory), "b": second(memory)}
+    values = {key: torch.rand(t.shape) for key, t in targets.items()}
+    of = ShardedTensor.from_rank_offsets
+    distckpt.save({key: of(key, value) for key, value in values.items()}, tmp_path / "c")
+    distckpt.load({key: of(key, target) for key, target in targets.items()}, tmp_path / "c")
+    expected = torch.zeros(8, 8)
+    first(expected).copy_(values["a"])
+    second(expected).copy_(values["b"])
+    assert torch.equal(memory, expected)
+    assert ["'a' and 'b'" in record.message for record in caplog.records] == [True] * meet
+
+
 def test_tied_targets_with_equal_values_are_no_reason_to_warn(tmp_path, caplog):
     value = torch.randn(300, 500)
     apart = {key: ShardedTensor.from_rank_offsets(key, value.clone()) for key in "ab"}
