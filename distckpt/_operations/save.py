@@ -54,8 +54,8 @@ def save(
 ) -> AsyncRequest | None:
     """Save a state dict whose tensors are distributed over the ranks.
 
-    Every byte is written once, by one of the ranks that hold it. A save is
-    atomic: a reader sees a complete checkpoint or none, and an earlier one stays until it is replaced in one step.
+    Every byte is written once, by one of the ranks that hold it. A save is atomic: a reader sees a complete checkpoint
+    or none, and an earlier one stays until it is replaced in one step.
 
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 100}
         distckpt.save(state, "checkpoints/step_100")
@@ -63,14 +63,11 @@ def save(
     Collective operation: all ranks must call it. They exchange descriptions of shards and outcomes, no data.
 
     Args:
-        sharded_state_dict: nested dicts, lists and tuples. Objects in them are described first: an `nn.Module` by
-            `distckpt.modules.sharded_state_dict`, an optimizer of its parameters by
-            `distckpt.optimizer.sharded_optimizer_state_dict`, DTensors by their placements, whatever has `state_dict()`
-            and `load_state_dict()` by the former; of `RngState` and what iterates (data loaders), each rank's is kept.
-            Keys of the module at `model` are its own names, those of others begin with the path to them.
-            `ShardedTensor`, `ShardedObject` and `ShardedTensorFactory` leaves are the sharded part,
-            `LocalNonpersistentObject` leaves are not saved, all else is common state, saved once. Neither the dict nor
-            the objects are changed.
+        sharded_state_dict: nested dicts, lists and tuples of modules, optimizers of their parameters, DTensors, other
+            objects with `state_dict()` and `load_state_dict()` (data loaders and `RngState` are stored for each rank),
+            `ShardedTensor`s, `ShardedObject`s, `ShardedTensorFactory`s, and values, which are common state and saved
+            once. `LocalNonpersistentObject`s are not saved. Parameters of the module at `model` keep their names, those
+            of other modules are prefixed with the path to them. Neither the dict nor the objects are changed.
         checkpoint_dir: a path or fsspec URL. It must not hold a complete checkpoint (see `overwrite`); what an
             unfinished save left there is moved aside, or removed from an object store when this one is complete. Other
             files that are there stay. A directory that holds other checkpoints is refused.
