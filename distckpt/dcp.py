@@ -1,4 +1,4 @@
-"""The functions of torch.distributed.checkpoint, for programs that change their import and nothing else.
+"""The functions of `torch.distributed.checkpoint`: a program changes its import and nothing else.
 
     import distckpt.dcp as dcp  # was: import torch.distributed.checkpoint as dcp
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: what the ranks of expert parallelism hold, as parts of tensors with an axis for all experts.
+"""Mixtures of experts: the experts of a rank as parts of tensors that have an axis for all experts.
 
 Expert parallel ranks hold different experts under the same names, counted from 0 on each. In a checkpoint an expert
 needs the number it has in the whole model. Describe the experts of one rank as if there were no others, and let

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: consolidation under the names users know, file names and the index.
+"""Hugging Face checkpoints: consolidation under the names of torch and NeMo Automodel, file names and the index.
 
 `consolidate_safetensors_files` and `consolidate_safetensors_files_on_every_rank` take the arguments of torch's and NeMo
 Automodel's functions of these names; change the import. `distckpt.consolidate` can do more.

@@ -62,7 +62,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 class LocalNonpersistentObject:
-    """A value that stays with this rank: left out when saving, put back as it is when loading."""
+    """A value of this rank that is not saved; `load` returns it as it is."""
 
     def __init__(self, obj: Any) -> None:
         """Wrap a value."""
@@ -153,7 +153,7 @@ FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
 
 @dataclass(eq=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored in another form than the model holds it, and the way there and back.
+    """A tensor that is stored in another form than the model holds it, with a function for each direction.
 
     An example is one fused parameter that is stored as two shards. The way depends only on the arguments of
     `build_fn`, so that the optimizer can apply it to its own states by replacing `key` and `data`.

@@ -1,4 +1,4 @@
-"""Sharded state dicts of torch modules, whatever they are made of.
+"""Sharded state dicts of torch modules.
 
     state = sharded_state_dict(model)
     distckpt.save(state, "checkpoints/step_100")

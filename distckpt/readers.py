@@ -1,4 +1,4 @@
-"""The seam for reading other formats: describe where a checkpoint's bytes lie, and every function of distckpt reads it.
+"""The interface for reading other formats: describe where the bytes of a checkpoint are, and every function reads it.
 
 A `Reader` recognises the directories of its format and describes which bytes of which files hold which regions of
 tensors:

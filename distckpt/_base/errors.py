@@ -18,7 +18,7 @@ class _Base(Exception):
 
 
 class CheckpointingException(_Base):
-    """Base of every error that distckpt raises on purpose.
+    """Base class of the errors of distckpt.
 
     Where Megatron Core is imported, it is derived from that package's class of the same name, so that programs that
     catch one catch the other.
@@ -34,23 +34,23 @@ class CheckpointingException(_Base):
 
 
 class InvalidShardingError(CheckpointingException, ValueError):
-    """Report shards that overlap, leave gaps, disagree, or describe an impossible placement."""
+    """Shards overlap, leave gaps, contradict each other, or describe an impossible placement."""
 
 
 class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):
-    """Report a location that holds no marker, hence no checkpoint."""
+    """There is no complete checkpoint at the location: its marker is missing."""
 
 
 class CheckpointExistsError(CheckpointingException, FileExistsError):
-    """Report a location that already holds a complete checkpoint, which is not overwritten unasked."""
+    """A complete checkpoint is already there, and `overwrite` was not given."""
 
 
 class CorruptCheckpointError(CheckpointingException):
-    """Report a checkpoint whose marker is there but whose content contradicts it."""
+    """Files of a checkpoint are missing or damaged, or contradict its marker."""
 
 
 class LoadMismatchError(CheckpointingException, LookupError):
-    """Report that a checkpoint and a load request do not hold the same keys.
+    """The checkpoint does not match what a load requests.
 
     Attributes:
         missing: keys that are in the checkpoint and no rank asked for.
@@ -64,11 +64,11 @@ class LoadMismatchError(CheckpointingException, LookupError):
 
 
 class UnsupportedObjectError(CheckpointingException, TypeError):
-    """Report an object that cannot be stored because no codec knows its type."""
+    """An object cannot be stored, because its type is neither built in nor registered."""
 
 
 class RankFailedError(CheckpointingException):
-    """Report, on every rank alike, which ranks failed and why.
+    """Some ranks failed: raised on all ranks, with the error of each rank that failed.
 
     Attributes:
         failures: the exception of each failed rank, by rank number, in ascending order.

@@ -37,7 +37,7 @@ _NO_FILE = {errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
 
 @dataclass
 class CheckpointingConfig:
-    """Name the format of a checkpoint, as its marker records it.
+    """The format of a checkpoint, as its marker records it.
 
     The version counts changes of the format, not of what an application stores in it.
 
@@ -51,7 +51,7 @@ class CheckpointingConfig:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Tell whether a location, a directory or URL prefix, holds a checkpoint; see `maybe_load_config`."""
+    """Return whether a directory or URL prefix holds a checkpoint; see `maybe_load_config`."""
     return maybe_load_config(checkpoint_dir) is not None
 
 

@@ -12,7 +12,7 @@ from distckpt._ranks.collectives import Ranks
 
 
 class PreemptionGuard:
-    """Catch a signal instead of dying of it, and let all ranks stop at the same step.
+    """Catch a signal such as SIGTERM, so that all ranks can save and stop at the same step.
 
         with distckpt.PreemptionGuard() as guard:
             for step in range(first_step, num_steps):

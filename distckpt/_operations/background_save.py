@@ -40,7 +40,7 @@ Write: TypeAlias = Callable[[Ranks, PlannedSave], SaveReport]
 
 
 class SaveHandle(background.Task[SaveReport]):
-    """A save in the background: a `concurrent.futures.Future` of its report, which cannot be cancelled.
+    """A save in the background: a `concurrent.futures.Future` of its `SaveReport`. It cannot be cancelled.
 
     Not a collective operation: each rank may wait alone and gets the same outcome.
 

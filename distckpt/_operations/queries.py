@@ -105,7 +105,7 @@ def load_plain_tensors(
 def load_content_metadata(
     checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """Return the `content_metadata` that was given to `save`, None when there was none.
+    """Return the `content_metadata` that was given to `save`, or None.
 
     Args:
         checkpoint_dir: of the checkpoint; not read when `preloaded_state_dict` is given.

@@ -94,7 +94,7 @@ def reshard(
     max_inflight_bytes: int = 256 << 20,
     progress: Callable[[int, int], object] | None = None,
 ) -> ReshardReport:
-    """Rewrite what can be loaded as a checkpoint that other ranks would have saved: fewer files, or another grid.
+    """Rewrite a checkpoint as other ranks would have saved it: in fewer files, or on another grid.
 
     A load needs none of this: it takes any division. Rewriting makes few files of many, lets a job of another layout
     read whole chunks, and makes a checkpoint with checksums of a Hugging Face directory. Objects and common state are

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StrictHandling(Enum):
-    """Choose how a load treats keys that only the checkpoint or only the request has (Megatron's names and meaning).
+    """What a load does with keys that only the checkpoint or only the request has (Megatron's names and meaning).
 
     *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint and requested by
     no rank.

@@ -132,7 +132,7 @@ def register_object_type(
     to_state: Callable[[Any], object] | None = None,
     from_state: Callable[[Any], object] | None = None,
 ) -> _Class:
-    """Let objects of a class be saved in checkpoints and be rebuilt on load.
+    """Register a class, so that its objects can be saved and are made again by a load.
 
         @distckpt.register_object_type
         @dataclasses.dataclass

@@ -220,7 +220,7 @@ def _encode_registered(obj: object, writer: Writer) -> Json:
 
 
 class UnknownObject:
-    """Stands for a stored object whose class this program has not registered under the name that was stored.
+    """A stored object whose class this program has not registered under the name that was stored.
 
     It is saved again as it was stored. Anything else that is done with it is an error that names the class.
 
