@@ -118,6 +118,7 @@ def _add_export(parser: ArgumentParser) -> None:
         help=f"quantise what models usually quantise, or tensors by pattern, to one of {', '.join(QUANTIZED_FORMATS)}; "
         "can be repeated",
     )
+    parser.add_argument("--merge-adapter", metavar="DIR", help="add the LoRA that PEFT saved there to the weights")
     parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")
     parser.add_argument("--extra-files-from", metavar="DIR", help="copy config, tokenizer and similar files from there")
     parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")

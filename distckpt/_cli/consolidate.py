@@ -29,6 +29,7 @@ def export(function: Callable[..., ExportReport], arguments: Namespace, output: 
         report = function(
             arguments.output_dir,
             **_selection(arguments)._asdict(),
+            merge_adapter=arguments.merge_adapter,
             extra_files_from=arguments.extra_files_from,
             extra_code=arguments.extra_code,
             overwrite=arguments.overwrite,

@@ -15,13 +15,13 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.mapped import MappedTensor, resolve, view_of_part
+from distckpt._geometry.mapped import resolve, view_of_part
 from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
 from distckpt._io.read import read_chunks_into
 from distckpt._io.read_sum import read_merged
 from distckpt._io.read_values import read_values
 from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
-from distckpt._plan.export import OutputFile, OutputTensor
+from distckpt._plan.export import Change, OutputFile, OutputTensor
 from distckpt._plan.load import Request, plan_load
 from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode
 from distckpt._quantization.numbers import scratch
@@ -78,28 +78,25 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
         plain: list[tuple[int, Bytes]] = []
-        others: list[tuple[Span, Bytes]] = []
+        as_read: list[tuple[Span, Bytes]] = []
         begin = 0
         for span in unit:
             memory = filled[begin : begin + span.num_bytes]
             begin += len(memory)
-            chunk = chunks[span.chunk]
-            if chunk is not None and len(memory) == tensors[span.chunk].num_bytes:
+            tensor, chunk = tensors[span.chunk], chunks[span.chunk]
+            if chunk is not None and len(memory) == tensor.num_bytes:
                 plain.append((chunk, memory))
-            elif (encoded := tensors[span.chunk].encoded) is not None:
-                key = encoded.quantized.parts["codes"].key
-                maximum = find_maximum(key) if needs_maximum(encoded.quantized) else 0.0
-                _encode_range(stored, tensors[span.chunk], span, memory, maximum)
-            else:
-                others.append((span, memory))
-        read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
-        _read_ranges(stored, tensors, [pair for pair in others if not _loses_values(stored, tensors[pair[0].chunk])])
-        for span, memory in others:
-            tensor = tensors[span.chunk]
-            num_overflows = _read_and_cast(stored, tensor, span, memory) if _loses_values(stored, tensor) else 0
-            if num_overflows:
+            elif tensor.encoded is not None:
+                quantized = tensor.encoded.quantized
+                maximum = find_maximum(quantized.parts["codes"].key) if needs_maximum(quantized) else 0.0
+                _encode_range(stored, tensor, span, memory, maximum)
+            elif not _loses_values(stored, tensor):
+                as_read.append((span, memory))
+            elif num_overflows := _read_and_cast(stored, tensor, span, memory):
                 with _counting:
                     overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
+        read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
+        _read_ranges(stored, tensors, as_read)
         return [filled]
 
     return fill
@@ -108,7 +105,9 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
 def _computed_dtype(stored: StoredCheckpoint, tensor: OutputTensor) -> torch.dtype:
     """Return the dtype that a tensor is read in: that of sums, which are rounded once, is not that of their terms."""
     dtype = FROM_NAME[tensor.mapped.dtype]
-    return torch.float64 if stored.sources and dtype.is_floating_point and is_summed(dtype) else dtype
+    if not dtype.is_floating_point or not is_summed(dtype) or not (stored.sources or tensor.change):
+        return dtype
+    return torch.float64 if stored.sources or dtype == torch.float64 else torch.float32
 
 
 def _loses_values(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
@@ -118,21 +117,20 @@ def _loses_values(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
 def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
     """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
     part = tensor.mapped.parts[0] if len(tensor.mapped.parts) == 1 else None
-    if part is None or part.add or tensor.dtype != tensor.mapped.dtype or tensor.encoded or stored.sources:
-        return None
-    is_whole = part.source.shape == stored.global_shape(part.key) and part.target.shape == tensor.mapped.shape
-    if not is_whole or part.order != tuple(range(len(part.order))):
+    is_computed = stored.sources or tensor.encoded or tensor.change or tensor.dtype != tensor.mapped.dtype
+    if part is None or part.add or is_computed or part.order != tuple(range(len(part.order))):
         return None
     chunks = stored.chunks_of(part.key)
+    is_whole = part.source.shape == stored.global_shape(part.key) and part.target.shape == tensor.mapped.shape
     has_one = len(chunks) == 1 and int(stored.manifest.num_bytes[chunks[0]]) == tensor.num_bytes
-    return chunks[0] if has_one and chunks[0] not in stored.quantized else None
+    return chunks[0] if is_whole and has_one and chunks[0] not in stored.quantized else None
 
 
 def _read_ranges(
     stored: StoredCheckpoint, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Span, Bytes]]
 ) -> None:
     """Read ranges of output tensors, in their dtypes, into the memory beside each."""
-    wanted: list[tuple[MappedTensor, Region, torch.Tensor]] = []
+    wanted: list[tuple[OutputTensor, Region, torch.Tensor]] = []
     for span, memory in ranges:
         mapped, dtype = tensors[span.chunk].mapped, FROM_NAME[tensors[span.chunk].dtype]
         values = torch.from_numpy(memory).view(dtype)
@@ -143,14 +141,16 @@ def _read_ranges(
         for region in flat_range_regions(mapped.shape, first, last):
             view = values[done : done + region.num_elements].view(region.shape)
             done += region.num_elements
-            wanted.append((tensors[span.chunk].mapped, region, view))
-    _read_mapped(stored, wanted)
+            wanted.append((tensors[span.chunk], region, view))
+    _read_regions(stored, wanted)
 
 
-def _read_mapped(stored: StoredCheckpoint, wanted: Sequence[tuple[MappedTensor, Region, torch.Tensor]]) -> None:
+def _read_regions(stored: StoredCheckpoint, wanted: Sequence[tuple[OutputTensor, Region, torch.Tensor]]) -> None:
     """Read regions of tensors, each into a view of its shape."""
     found = [
-        (view_of_part(view, *pair), pair[1]) for mapped, region, view in wanted for pair in resolve(mapped, region)
+        (view_of_part(view, *pair), pair[1])
+        for tensor, region, view in wanted
+        for pair in resolve(tensor.mapped, region)
     ]
     requests = [Request(part.key, stored.global_shape(part.key), part.source) for _, part in found]
     views = [view for view, _ in found]
@@ -161,6 +161,29 @@ def _read_mapped(stored: StoredCheckpoint, wanted: Sequence[tuple[MappedTensor, 
     for view, part in found:
         if part.add:
             view.add_(part.add)
+    for tensor, region, view in wanted:
+        if tensor.change is not None:
+            _apply(tensor.change, region, view)
+
+
+def _apply(change: Change, region: Region, view: torch.Tensor) -> None:
+    """Change a region of a tensor as an adapter says."""
+
+    def read(key: str, place: Region) -> torch.Tensor:
+        values = torch.empty(place.shape, dtype=FROM_NAME[change.adapter.dtype_name(key)])
+        request = Request(key, change.adapter.global_shape(key), place)
+        read_values(change.adapter, plan_load(change.adapter, [request]), [values], num_threads=1)
+        return values.to(view.dtype)
+
+    if change.replacement is not None:
+        view.copy_(read(change.replacement, region))
+    if change.b is None:
+        return
+    view = view.T if change.transposed else view
+    row, column = region.offset[::-1] if change.transposed else region.offset
+    rank = change.adapter.global_shape(change.a)[0]
+    b = read(change.b, Region((row, 0), (view.shape[0], rank)))
+    view.add_((b @ read(change.a, Region((0, column), (rank, view.shape[1])))).mul_(change.scaling))
 
 
 def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes) -> int:
@@ -193,7 +216,7 @@ def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region)
     if tensor.mapped.padding:
         values.zero_()
     view = values.transpose(-2, -1) if quantized.transposed else values
-    _read_mapped(stored, [(tensor.mapped, quantized.to_model(region), view)])
+    _read_regions(stored, [(tensor, quantized.to_model(region), view)])
     return values
 
 
@@ -251,7 +274,7 @@ def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
     info = torch.finfo(dtype)
     # What is less than half a unit in the last place above the largest number is rounded to it. Some 8-bit floats
     # hold their largest number, or NaN, in the place of infinities.
-    limit = info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+    limit = info.max + math.ldexp(info.eps / 2, math.frexp(info.max)[1] - 1)
     if values.dtype.is_floating_point:
         low, high = values.aminmax()
         if -limit < low.item() <= high.item() < limit:

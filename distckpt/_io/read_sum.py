@@ -49,14 +49,16 @@ def _add(total: torch.Tensor, values: torch.Tensor, weight: float, is_first: boo
 
 def _read_equal(view: StoredCheckpoint, key: str, region: Region, target: torch.Tensor) -> None:
     last = view.sources[-1][0]
-    target.copy_(_read(last, key, region))
+    values = _read(last, key, region).clone()
     for source, _ in view.sources[:-1] if view.integers_equal else ():
-        if not torch.equal(as_integers(_read(source, key, region)), as_integers(target)):
+        if not torch.equal(as_integers(_read(source, key, region)), as_integers(values)):
             raise CheckpointingException(
                 f"Key {key!r} is {view.dtype_name(key)}, of which there is no sum, and its values differ in region "
                 f"{region} of {source.location!r} and {last.location!r}. Take them from the last checkpoint with "
                 "integers='last', or leave the key out with `keys`."
             )
+    is_same = target.dtype == values.dtype
+    (as_integers(target) if is_same else target).copy_(as_integers(values) if is_same else values)
 
 
 def _read(source: StoredCheckpoint, key: str, region: Region) -> torch.Tensor:

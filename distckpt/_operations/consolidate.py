@@ -82,6 +82,7 @@ def consolidate(
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     quantize: str | Mapping[str, str] | None = None,
     like: str | os.PathLike[str] | None = None,
+    merge_adapter: str | os.PathLike[str] | None = None,
     extra_files_from: str | os.PathLike[str] | None = None,
     extra_code: bool = False,
     overwrite: bool = False,
@@ -123,6 +124,9 @@ def consolidate(
         fqn_to_index_mapping: new name -> number of its file, from 1, instead.
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it. When it is
             quantised, `quantize` with one format is for the same tensors.
+        merge_adapter: a directory that PEFT saved, with LoRA for a model of the names of the export: its products are
+            added to the weights, and modules that it saved take the place of the model's, as in PEFT's
+            `merge_and_unload`. Quantised tensors become values.
         extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
             most 256 MiB, and links to such files inside the directory; with a family, `like` where it is left out. In
             `config.json` the dtype follows `dtype`, and what it says of quantised tensors the export.
@@ -152,9 +156,14 @@ def consolidate(
     # Paths may differ between nodes.
     same: dict[str, object] = selection._replace(family=None, like=None)._asdict()
     same |= {"overwrite": overwrite, "max_file_bytes": max_file_bytes, "verify": verify}
-    merge, paths = (checkpoint, checkpoint.locations) if isinstance(checkpoint, Merge) else (None, (checkpoint,))
-    if merge is not None:
-        same |= {"weights": merge.weights, "integers": merge.integers_equal}
+    same["merge_adapter"] = merge_adapter is not None
+    paths = [] if merge_adapter is None else [merge_adapter]
+    merge = checkpoint if isinstance(checkpoint, Merge) else None
+    if isinstance(checkpoint, Merge):
+        paths.extend(checkpoint.locations)
+        same |= {"weights": checkpoint.weights, "integers": checkpoint.integers_equal}
+    else:
+        paths.append(checkpoint)
     with ranks.phase("check the arguments", same=same):
         selection.check()
         check_choice("verify", verify, get_args(Verify))
@@ -169,12 +178,10 @@ def consolidate(
 
         # 2. Plan: everything is checked before a byte is written.
         with ranks.phase("plan the export"):
-            stored = (
-                merged([source.stored for source in opened], merge, keys, tied == "write")
-                if merge
-                else opened[0].stored
-            )
-            plan = plan_export(stored, selection, ranks.is_coordinator)
+            views = [source.stored for source in opened]
+            adapter = None if merge_adapter is None else views.pop(0)
+            stored = views[0] if merge is None else merged(views, merge, keys, tied == "write")
+            plan = plan_export(stored, selection, ranks.is_coordinator, adapter)
             files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
             extra_files: list[str] = []
             if family is not None and extra_files_from is None:

@@ -13,6 +13,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._foreign import hugging_face
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._plan.adapter import CONFIG_NAME, merge_adapter
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
     OutputTensor,
@@ -25,7 +26,7 @@ from distckpt._plan.export import (
 )
 from distckpt._quantization.formats import FORMATS
 from distckpt._storage import locations
-from distckpt.families import rules_for
+from distckpt.families import read_config, rules_for
 from distckpt.rules import Rule, TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,16 @@ class ExportPlan(NamedTuple):
         return [key for key, info in self.tensors.items() if key not in used and 0 not in info.shape]
 
 
-def plan_export(stored: StoredCheckpoint, selection: Selection, is_speaker: bool = True) -> ExportPlan:
-    """Decide what is exported."""
+def plan_export(
+    stored: StoredCheckpoint,
+    selection: Selection,
+    is_speaker: bool = True,
+    adapter: StoredCheckpoint | None = None,
+) -> ExportPlan:
+    """Decide what is exported, with an adapter merged into it."""
     keys, rules, family, rename, dtype, _, tied, unmatched, like = selection
     formats = selection.formats
-    if rules or family is not None or formats or is_for_all(dtype):
+    if rules or family is not None or formats or is_for_all(dtype) or adapter is not None:
         stored = decoded(stored)
     tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
     directory = None if like is None else locations.normalize(like)
@@ -93,6 +99,8 @@ def plan_export(stored: StoredCheckpoint, selection: Selection, is_speaker: bool
     outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
     if family is not None and isinstance(dtype, torch.dtype):
         outputs = [keep_precise(output) for output in outputs]
+    if adapter is not None:
+        outputs = merge_adapter(outputs, adapter, read_config(locations.join(adapter.location, CONFIG_NAME)))
     quantization: Mapping[str, Any] | None = None
     reference, values = None, outputs
     if directory is not None:

@@ -27,10 +27,9 @@ def merge(
 ) -> ExportReport:
     """Merge the tensors of several checkpoints into a Hugging Face checkpoint: their average, unless weights are given.
 
-    Each tensor is the sum of those of its key, each times the weight of its checkpoint. Sums are computed in float64,
-    in the order of the checkpoints, and rounded once. The checkpoints may be of different formats, and saved under
-    different layouts; they are read once, and memory is bounded whatever their number and sizes. `load` reads the
-    result.
+    Each tensor is the sum of those of its key times the weights of their checkpoints, computed in float64 in the order
+    of the checkpoints, and rounded once. Formats and layouts may differ. Memory is bounded whatever the number and
+    sizes of checkpoints. `load` reads the result.
 
         distckpt.merge(["run/step_800", "run/step_900", "run/step_1000"], "merged", keys="model.")
 

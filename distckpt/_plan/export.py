@@ -41,10 +41,25 @@ class EncodedPart(NamedTuple):
     role: str
 
 
+class Change(NamedTuple):
+    """What an adapter changes in a tensor: `replacement` takes its place, and `scaling * b @ a` is added.
+
+    They are keys, None for nothing; the product is perhaps `transposed`.
+    """
+
+    adapter: StoredCheckpoint
+    replacement: str | None = None
+    b: str | None = None
+    a: str = ""
+    scaling: float = 1.0
+    transposed: bool = False
+
+
 class OutputTensor(NamedTuple):
     """A tensor of the export: its name, safetensors dtype, number of elements, size, and what it is made of.
 
-    `mapped` is that, or, where this is an encoded part, what the tensor is made of whose part it is.
+    `mapped` is that, or, where this is an encoded part, what the tensor is made of whose part it is. It is changed
+    before it is encoded.
     """
 
     name: str
@@ -53,6 +68,7 @@ class OutputTensor(NamedTuple):
     num_bytes: int
     mapped: MappedTensor
     encoded: EncodedPart | None = None
+    change: Change | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -237,7 +253,7 @@ def quantize_outputs(
             count = math.prod(part.shape)
             num_bytes = count * FROM_NAME[part.dtype].itemsize
             encoded = EncodedPart(quantized, role)
-            result.append(OutputTensor(part.key, part.dtype, count, num_bytes, output.mapped, encoded))
+            result.append(OutputTensor(part.key, part.dtype, count, num_bytes, output.mapped, encoded, output.change))
     unused = sorted(set(formats.values()) - used.keys())
     if unused:
         raise CheckpointingException(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_summed
@@ -15,7 +13,6 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import IntArray
 from distckpt._plan.codes import check_scales_cast
 from distckpt._plan.decoded import decoded, hidden_keys
 from distckpt._plan.export import select_tensors
@@ -36,6 +33,8 @@ def merged(
     sources: Sequence[StoredCheckpoint], merge: Merge, keys: str | Sequence[str] | None, write_tied: bool
 ) -> StoredCheckpoint:
     """Return the view of the tensors that match `keys`, which must be in all checkpoints, with the same shapes.
+
+    It has no chunks: only exports read it.
 
     Quantised tensors are those of the model. Names are tied that are tied in all checkpoints.
     """
@@ -60,7 +59,7 @@ def merged(
     dtypes = [_dtype_of_sum(name, sources) for name in names]
     shapes = [sources[0].global_shape(name) for name in names]
     aliases = {alias: name for alias, name in tied.items() if alias != name}
-    manifest = Manifest(names, dtypes, shapes, _chunks(shapes, dtypes), aliases, has_checksums=False)
+    manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
     return StoredCheckpoint(
         sources[0].location,
         manifest,
@@ -91,20 +90,3 @@ def _dtype_of_sum(name: str, sources: Sequence[StoredCheckpoint]) -> str:
             "the checkpoints first."
         )
     return TO_NAME[functools.reduce(torch.promote_types, different)]
-
-
-def _chunks(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> ChunkTable:
-    """Return one chunk for each tensor, in no file."""
-    ids, none = np.arange(len(shapes)), np.zeros(len(shapes), np.int64)
-    extents: IntArray = np.ones((len(shapes), max(map(len, shapes))), np.int64)
-    for row, shape in enumerate(shapes):
-        extents[row, : len(shape)] = shape
-    num_bytes = [math.prod(s) * FROM_NAME[d].itemsize for s, d in zip(shapes, dtypes, strict=True)]
-    return ChunkTable.empty()._replace(
-        key_ids=ids,
-        file_ids=none,
-        first_bytes=ids,
-        num_bytes=np.array(num_bytes, np.int64),
-        offsets=np.zeros_like(extents),
-        shapes=extents,
-    )

@@ -156,6 +156,15 @@ def test_different_dtypes_get_one_that_holds_all(tmp_path):
     )
 
 
+def test_what_is_no_number_is_compared_and_may_be_converted(tmp_path):
+    tensors = {"small": torch.arange(-3, 9).to(torch.int8), "large": torch.tensor([2**40, -7])}
+    tensors["packed"] = torch.randint(0, 256, (4, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    paths = [save_checkpoint(tmp_path / name, tensors) for name in "ab"]
+    distckpt.merge(paths, tmp_path / "out", dtype={"small": torch.float32, "large": torch.float64})
+    wide = {"small": tensors["small"].float(), "large": tensors["large"].double()}
+    assert same_bytes(read_export(tmp_path / "out"), tensors | wide)
+
+
 def test_rules_and_formats_apply_to_the_sum(tmp_path):
     tensors = [torch.randn(64, 32).bfloat16() for _ in range(2)]
     for name, tensor in zip("ab", tensors, strict=True):

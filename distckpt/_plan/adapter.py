@@ -1,0 +1,89 @@
+"""Merging an adapter of PEFT into an export: which tensors it changes, and how."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distckpt._base.dtypes import FROM_NAME, is_summed
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._plan.export import Change, OutputTensor
+
+CONFIG_NAME = "adapter_config.json"
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])((?:\.default)?(?:\.weight)?)")
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` with which the other weights of the model stay as they are."""
+_OTHER_ARITHMETIC = ("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens")
+
+
+def merge_adapter(
+    outputs: Sequence[OutputTensor], adapter: StoredCheckpoint, config: Mapping[str, Any]
+) -> list[OutputTensor]:
+    """Return the outputs with what an adapter, which has their names, changes in them."""
+    unknown = {name: config[name] for name in _OTHER_ARITHMETIC if config.get(name)}
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        unknown["init_lora_weights"] = config["init_lora_weights"]
+    if config.get("peft_type") != "LORA" or unknown:
+        raise CheckpointingException(
+            f"The adapter {adapter.location!r} cannot be merged here, since its {CONFIG_NAME} says "
+            f"{unknown or {'peft_type': config.get('peft_type')}}: only products of LoRA are added to weights. Use "
+            "merge_and_unload of PEFT."
+        )
+    changes = _changes(adapter, config)
+    unmatched = changes.keys() - {output.name for output in outputs}
+    if unmatched:
+        near = did_you_mean(min(unmatched), [output.name for output in outputs])
+        raise LoadMismatchError(
+            f"The adapter {adapter.location!r} changes {summarize_keys(unmatched)}, not tensors of the export{near}. "
+            "Use `rules`, `family` or `rename` so that the export has the names of the model that the adapter is of.",
+            missing=unmatched,
+        )
+    return [_changed(output, changes.get(output.name)) for output in outputs]
+
+
+def _changes(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> dict[str, Change]:
+    """Return the changes by the name of the tensor; a matrix without its partner, or of another kind, is no name."""
+    changes: dict[str, Change] = {}
+    keys = adapter.manifest.key_index
+    for key in keys:
+        found = _MATRIX.fullmatch(key)
+        partner = found and f"{found[1]}.lora_{found[2] or ''}{'AB'[found[3] == 'A']}{found[4]}"
+        if found is None or partner not in keys:
+            # PEFT saves the weight itself of an embedding beside its matrices.
+            name = key.removeprefix(_PREFIX).replace(".base_layer.", ".")
+            changes[name] = changes.get(name, Change(adapter))._replace(replacement=key)
+        elif found[3] == "B":
+            module = found[1].removeprefix(_PREFIX)
+            rank = adapter.global_shape(partner)[0]
+            patterns = (config.get("alpha_pattern") or {}).items()
+            alpha = next((v for p, v in patterns if re.match(rf"(.*\.)?({p})$", module)), config["lora_alpha"])
+            changes[f"{module}.weight"] = changes.get(f"{module}.weight", Change(adapter))._replace(
+                b=key,
+                a=partner,
+                scaling=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+                transposed=bool(found[2] or config.get("fan_in_fan_out")),
+            )
+    return changes
+
+
+def _changed(output: OutputTensor, change: Change | None) -> OutputTensor:
+    if change is None:
+        return output
+    shapes = set()
+    if change.replacement is not None:
+        shapes.add(change.adapter.global_shape(change.replacement))
+    if change.b is not None:
+        (*rows, rank), (inner, *columns) = change.adapter.global_shape(change.b), change.adapter.global_shape(change.a)
+        shape = (*rows, *columns) if rank == inner else (*rows, rank, inner, *columns)
+        shapes.add(shape[::-1] if change.transposed else shape)
+    if shapes != {output.shape} or not is_summed(FROM_NAME[output.mapped.dtype]):
+        raise CheckpointingException(
+            f"The adapter {change.adapter.location!r} is for {output.name!r} of shape {' or '.join(map(str, shapes))}, "
+            f"and the export has {output.mapped.dtype} of {output.shape}: it is of another model."
+        )
+    return output._replace(change=change)

@@ -1,0 +1,193 @@
+"""Adapters of PEFT merged into an export: by numpy's products, and by PEFT itself where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import distckpt
+from distckpt import CheckpointNotFoundError, LoadMismatchError
+from distckpt.core import CheckpointingException
+from distckpt.rules import Split
+from tests.support.cli_command import call_json
+from tests.support.hf_folders import read_export, same_bytes, write_plain
+from tests.support.quantized_models import fp8_block
+from tests.support.states import save_checkpoint
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "init_lora_weights": True}
+
+
+def write_adapter(path, tensors, **config):
+    """Write what PEFT's `save_pretrained` writes."""
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    write_plain(path / "adapter_model.safetensors", named)
+    (path / "adapter_config.json").write_text(json.dumps({**LORA, **config}))
+    return path
+
+
+def matrices(module, shape, rank=4, dtype=torch.float32):
+    """Make matrices whose product has a shape."""
+    return {
+        f"{module}.lora_A.weight": torch.randn(rank, shape[1]).to(dtype),
+        f"{module}.lora_B.weight": torch.randn(shape[0], rank).to(dtype),
+    }
+
+
+def added(adapter, module, scaling):
+    a, b = (adapter[f"{module}.lora_{letter}.weight"].double().numpy() for letter in "AB")
+    return torch.from_numpy(scaling * (b @ a))
+
+
+def test_products_by_region_with_the_scaling_of_each_module(tmp_path):
+    base = {
+        "model.0.up.weight": torch.randn(2001, 1203),  # windows end inside of rows
+        "model.0.q.weight": torch.randn(6, 8),
+        "model.1.q.weight": torch.randn(6, 8).double(),
+        "model.1.up.weight": torch.randn(7, 9).bfloat16(),
+        "model.norm.weight": torch.randn(8),
+    }
+    save_checkpoint(tmp_path / "base", base, axis=1)
+    adapter = {}
+    for name, tensor in base.items():
+        if tensor.ndim == 2:
+            adapter |= matrices(name.removesuffix(".weight"), tensor.shape, 2 if ".q." in name else 4)
+    config = {"alpha_pattern": {"1.q": 5, "up": 7}, "rank_pattern": {"q": 2}}
+    write_adapter(tmp_path / "plain", adapter, **config)
+    write_adapter(tmp_path / "roots", adapter, **config, use_rslora=True)
+    for name, power in (("plain", 1), ("roots", 0.5)):
+        report = distckpt.consolidate(tmp_path / "base", tmp_path / f"{name} out", merge_adapter=tmp_path / name)
+        assert report.num_tensors == len(base)
+        found = read_export(tmp_path / f"{name} out")
+        for module, alpha, rank in (("0.up", 7, 4), ("0.q", 6, 2), ("1.q", 5, 2), ("1.up", 7, 4)):
+            before = base[f"model.{module}.weight"]
+            total = before.double() + added(adapter, f"model.{module}", alpha / rank**power)
+            tolerance = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}[before.dtype]
+            assert found[f"model.{module}.weight"].dtype == before.dtype
+            assert torch.allclose(found[f"model.{module}.weight"].double(), total, rtol=tolerance, atol=tolerance)
+        assert torch.equal(found["model.norm.weight"], base["model.norm.weight"])
+
+
+def test_embeddings_transposed_layers_and_modules_that_were_saved(tmp_path):
+    base = {"embed.weight": torch.randn(10, 6), "conv.weight": torch.randn(6, 9), "head.weight": torch.randn(10, 6)}
+    base["head.bias"] = torch.randn(10)
+    write_plain(tmp_path / "base" / "model.safetensors", base)
+    conv = matrices("conv", (9, 6))
+    a, b, other = torch.randn(4, 10), torch.randn(6, 4), torch.randn(10, 6)
+    embedding = {"embed.lora_embedding_A": a, "embed.lora_embedding_B": b, "embed.base_layer.weight": other}
+    head = {"head.weight": torch.randn(10, 6), "head.bias": torch.randn(10)}
+    write_adapter(tmp_path / "adapter", conv | embedding | head, fan_in_fan_out=True)
+    distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+    found = read_export(tmp_path / "out")
+    assert torch.allclose(found["conv.weight"], base["conv.weight"] + added(conv, "conv", 1.5).T.float(), atol=1e-5)
+    assert torch.allclose(found["embed.weight"], other + 1.5 * (b @ a).T, atol=1e-5)
+    assert same_bytes({key: found[key] for key in head}, head)
+
+
+def test_the_adapter_has_the_names_of_the_export(tmp_path, capsys):
+    fused = torch.randn(12, 5).bfloat16()
+    save_checkpoint(tmp_path / "base", {"fc1.weight": fused})
+    rules = [Split("fc1.weight", ("gate.weight", "up.weight"))]
+    adapter = matrices("m.up", (6, 5))
+    write_adapter(tmp_path / "adapter", adapter)
+    options = {"rules": rules, "rename": {"up": "m.up"}, "merge_adapter": tmp_path / "adapter"}
+    distckpt.consolidate(tmp_path / "base", tmp_path / "out", dtype=torch.float32, **options)
+    found = read_export(tmp_path / "out")
+    assert torch.equal(found["gate.weight"], fused[:6].float())
+    total = fused[6:].double() + added(adapter, "m.up", 1.5)
+    assert torch.allclose(found["m.up.weight"].double(), total, rtol=1e-5, atol=1e-5)
+    # Quantised afterwards, and added to an average.
+    distckpt.consolidate(tmp_path / "base", tmp_path / "codes", quantize="int8-channel", **options)
+    distckpt.consolidate(tmp_path / "out", tmp_path / "of values", quantize="int8-channel")
+    codes, others = read_export(tmp_path / "codes"), read_export(tmp_path / "of values")
+    assert torch.equal(codes["m.up.weight"], others["m.up.weight"])
+    distckpt.merge([tmp_path / "base"] * 2, tmp_path / "merged", dtype=torch.float32, **options)
+    assert torch.allclose(read_export(tmp_path / "merged")["m.up.weight"].double(), total, rtol=1e-6)
+    write_adapter(tmp_path / "whole", matrices("fc1", (12, 5)))
+    command = ("consolidate", tmp_path / "base", tmp_path / "by command", "--merge-adapter", tmp_path / "whole")
+    assert call_json(capsys, *command)["num_tensors"] == 1
+
+
+def test_a_quantised_base_becomes_values(tmp_path):
+    base = fp8_block()
+    base.write(tmp_path / "base")
+    adapter = matrices("l.up", base.values["l.up.weight"].shape)
+    write_adapter(tmp_path / "adapter", adapter)
+    distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+    found = read_export(tmp_path / "out")
+    total = base.values["l.up.weight"].double() + added(adapter, "l.up", 1.5)
+    assert found.keys() == base.values.keys()
+    assert torch.allclose(found["l.up.weight"].double(), total, rtol=2**-7, atol=2**-7)
+
+
+def test_what_cannot_be_merged_is_named(tmp_path):
+    write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": torch.randn(6, 8), "ids": torch.arange(3)})
+    plain = matrices("up", (6, 8))
+    one = dict([*plain.items()][:1])
+    magnitude = {"up.lora_magnitude_vector": torch.ones(6)}
+    cases = {
+        "elsewhere": (matrices("q", (6, 8)), {}, LoadMismatchError, r"changes 'q.weight', not tensors of the export"),
+        "one of two": (one, {}, LoadMismatchError, r"'up.lora_A.weight', not tensors"),
+        "unknown matrix": (plain | magnitude, {}, LoadMismatchError, "lora_magnitude_vector"),
+        "shape": (matrices("up", (8, 6)), {}, CheckpointingException, r"'up.weight' of shape \(8, 6\).*\(6, 8\)"),
+        "ranks": (one | dict([*matrices("up", (6, 8), 3).items()][1:]), {}, CheckpointingException, r"\(6, 3, 4, 8\)"),
+        "integers": ({"ids": torch.arange(3)}, {}, CheckpointingException, "I64"),
+        "DoRA": (plain, {"use_dora": True}, CheckpointingException, r"\{'use_dora': True\}"),
+        "PiSSA": (plain, {"init_lora_weights": "pissa"}, CheckpointingException, "pissa"),
+        "IA3": (plain, {"peft_type": "IA3"}, CheckpointingException, "IA3"),
+    }
+    for name, (tensors, config, error, message) in cases.items():
+        write_adapter(tmp_path / name, tensors, **config)
+        with pytest.raises(error, match=message):
+            distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / name)
+    with pytest.raises(CheckpointNotFoundError, match=r"adapter_config\.json"):
+        distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "base")
+    (tmp_path / "IA3" / "adapter_config.json").write_text("{")
+    with pytest.raises(CheckpointingException, match=r"IA3/adapter_config\.json"):
+        distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "IA3")
+    assert not (tmp_path / "out").exists()
+
+
+KINDS = {
+    "some modules": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "patterns": {
+        "target_modules": "all-linear", "use_rslora": True, "modules_to_save": ["lm_head"],
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"q_proj": 3, "1.mlp.up_proj": 5},
+    },
+    "embedding": {"target_modules": ["embed_tokens", "k_proj"]},
+    "GPT-2": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_peft_merges_and_unloads(tmp_path, kind, dtype):
+    if importlib.util.find_spec("peft") is None or importlib.util.find_spec("transformers") is None:
+        pytest.skip("peft and transformers are not installed")
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    if kind == "GPT-2":
+        config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+    else:
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    base = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, **KINDS[kind]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+    found, expected = read_export(tmp_path / "out"), read_export(tmp_path / "merged")
+    assert found.keys() == expected.keys()
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    for key, tensor in expected.items():
+        np.testing.assert_allclose(found[key].float(), tensor.float(), rtol=tolerance, atol=tolerance, err_msg=key)
