@@ -38,7 +38,7 @@ GROUPS = {
 MODULES = {
     "Core": ["tensors"],
     "Models": ["modules", "optimizer", "factories", "experts"],
-    "Hugging Face": ["hf", "rules", "rule_sets", "families", "streaming", "readers"],
+    "Hugging Face": ["hf", "rules", "families", "streaming", "readers"],
 }
 """The other public modules, each on a page of its own. All that are not named belong to "Compatibility"."""
 

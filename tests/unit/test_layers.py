@@ -32,7 +32,6 @@ LAYERS = [
     "_state",
     "utils",
     "rules",
-    "rule_sets",
     "_families",
     "families",
     "_plan",

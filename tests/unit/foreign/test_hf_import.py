@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import distckpt
 from distckpt import LoadMismatchError, ShardedTensor
-from distckpt.rule_sets import megatron_gpt_to_llama, megatron_gpt_to_mixtral
 from distckpt.rules import Concat, Rename, Split, Stack, Transpose, Trim, Unstack
 from tests.support.hf_folders import INDEX, read_export, same_bytes, tilings, write_indexed, write_plain
 from tests.support.states import numbered
@@ -308,12 +307,7 @@ def test_a_model_is_imported_under_megatrons_layout_and_exported_again(tmp_path,
     model = tiny(kind.split(",")[0], options.get("tied", False))
     model.save_pretrained(tmp_path / "hf", max_shard_size=max_shard_size)
     original = read_export(tmp_path / "hf")
-    sizes = (LAYERS, HEADS, GROUPS, HEAD_DIM)
-    rules = (
-        megatron_gpt_to_mixtral(*sizes, EXPERTS)
-        if kind == "Mixtral"
-        else megatron_gpt_to_llama(*sizes, tied=options.get("tied", False))
-    )
+    rules = distckpt.families.rules(tmp_path / "hf", "megatron")
     state = {**megatron_state(0, 2, **options), **megatron_state(1, 2, **options)}
     distckpt.load(state, tmp_path / "hf", rules=rules)
     expected = megatron_tensors(original, options.get("moe", False))
@@ -388,7 +382,7 @@ def test_a_pipeline_stage_asks_for_its_layers_only(tmp_path, layers):
     model = tiny("Llama")
     model.save_pretrained(tmp_path / "hf")
     expected = megatron_tensors(read_export(tmp_path / "hf"))
-    rules = megatron_gpt_to_llama(LAYERS, HEADS, GROUPS, HEAD_DIM, stacked=False)
+    rules = distckpt.families.rules(tmp_path / "hf", "megatron")
     state = layers_apart(layers, 1, 2)
     distckpt.load(state, tmp_path / "hf", rules=rules)
     for key, shard in state.items():
@@ -401,7 +395,7 @@ def test_an_expert_parallel_rank_asks_for_its_experts_only(tmp_path, experts):
     model = tiny("Mixtral")
     model.save_pretrained(tmp_path / "hf")
     expected = megatron_tensors(read_export(tmp_path / "hf"), moe=True)
-    rules = megatron_gpt_to_mixtral(LAYERS, HEADS, GROUPS, HEAD_DIM, EXPERTS, stacked=False, experts_stacked=False)
+    rules = distckpt.families.rules(tmp_path / "hf", "megatron")
     state = layers_apart([1], 0, 1, experts)
     distckpt.load(state, tmp_path / "hf", rules=rules)
     for expert in experts:

@@ -1,16 +1,24 @@
-"""The rule sets beside a conversion that is written from the layouts."""
+"""The rules of families beside a conversion that is written from the layouts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from distckpt import families
 from distckpt.core import InvalidShardingError, LoadMismatchError
-from distckpt.rule_sets import megatron_gpt_to_llama, megatron_gpt_to_mixtral
 from distckpt.rules import apply_rules, invert
 from tests.support.mapped_arrays import assert_same, infos, materialize_all, numbered_arrays
 
 LAYERS, HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCABULARY, EXPERTS = 3, 6, 2, 4, 8, 5, 11, 4
+
+
+def rules_of(model_type, **values):
+    config = {
+        "model_type": model_type, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS, "head_dim": HEAD_DIM, "vocab_size": VOCABULARY, "num_local_experts": EXPERTS,
+    }  # fmt: skip
+    return families.rules(config | values, "megatron")
 
 
 def assert_converts_both_ways(rules, megatron, model):
@@ -98,15 +106,7 @@ def test_megatron_gpt_becomes_llama_and_back(stacked, apart, norms, has_bias, ti
         fc1 = {"weight_w": gate, "weight_v": up} if apart else {"weight": np.concatenate([gate, up])}
         layer |= {f"mlp.linear_fc1.{name}": array for name, array in fc1.items()} | {"mlp.linear_fc2.weight": down}
     megatron = megatron_model(model, layers, stacked, padded)
-    rules = megatron_gpt_to_llama(
-        LAYERS,
-        HEADS,
-        GROUPS,
-        HEAD_DIM,
-        stacked=stacked,
-        tied=tied,
-        vocab_size=None if padded == VOCABULARY else VOCABULARY,
-    )
+    rules = rules_of("qwen2" if has_bias else "llama", tie_word_embeddings=tied)
     assert_converts_both_ways(rules, megatron, model)
 
 
@@ -132,10 +132,7 @@ def test_megatron_gpt_becomes_mixtral_and_back(stacked, experts, norms):
             else:
                 layer[expert + "linear_fc1.weight"] = np.concatenate([w1[e], w3[e]])
     megatron = megatron_model(model, layers, stacked)
-    rules = megatron_gpt_to_mixtral(
-        LAYERS, HEADS, GROUPS, HEAD_DIM, EXPERTS, stacked=stacked, experts_stacked=experts == "stacked"
-    )
-    assert_converts_both_ways(rules, megatron, model)
+    assert_converts_both_ways(rules_of("mixtral"), megatron, model)
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -147,10 +144,10 @@ def test_a_missing_layer_or_tensor_is_found(stacked):
             "mlp.linear_fc1.weight": np.zeros((2 * FFN, HIDDEN)),
             "mlp.linear_fc2.weight": np.zeros((HIDDEN, FFN)),
         }
-    rules = megatron_gpt_to_llama(LAYERS, HEADS, GROUPS, HEAD_DIM, stacked=stacked)
+    rules = rules_of("llama")
     with pytest.raises((LoadMismatchError, InvalidShardingError), match=f"should .*{LAYERS}"):
         apply_rules(rules, infos(megatron_model(model, layers[:-1], stacked)))
     for layer in layers:
         del layer["mlp.linear_fc1.layer_norm_weight"]
-    with pytest.raises(LoadMismatchError, match=r"layer_norm_weight.*matches no tensor"):
+    with pytest.raises(LoadMismatchError, match=r"pre_mlp_layernorm.*matches no tensor"):
         apply_rules(rules, infos(megatron_model(model, layers, stacked)))
