@@ -289,9 +289,9 @@ def apply_rules(
             name that is there already.
     """
     current = {key: identity(key, info) for key, info in tensors.items()}
-    origins: dict[str, str] = {}
+    origins: dict[str, tuple[Rule, Step]] = {}
     for rule in rules:
-        current = _apply(rule, current, origins)
+        _apply(rule, current, origins)
     untouched = [key for key in current if key not in origins]
     if strict and untouched:
         raise LoadMismatchError(
@@ -301,8 +301,8 @@ def apply_rules(
     return current
 
 
-def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, str]) -> dict[str, MappedTensor]:
-    """Apply one rule; `origins` holds, for each tensor that a rule made, how it came about."""
+def _apply(rule: Rule, tensors: dict[str, MappedTensor], origins: dict[str, tuple[Rule, Step]]) -> None:
+    """Apply one rule in place; `origins` holds, for each tensor that a rule made, how it came about."""
     steps = list(rule.steps(tensors))
     if not steps and not rule.optional:
         hint = next((text for text in (did_you_mean(pattern, tensors) for pattern in rule.reads) if text), "")
@@ -317,27 +317,32 @@ def _apply(rule: Rule, tensors: Mapping[str, MappedTensor], origins: dict[str, s
             "rule is for another model.",
             unexpected=rule.reads,
         )
-    result = dict(tensors)
-    consumed: dict[str, str] = {}
+    consumed: dict[str, Step] = {}
     for step in steps:
-        made = ", ".join(repr(name) for name, _ in step.produced[:3]) or "nothing"
         for key in step.consumed:
             if key in consumed:
                 raise InvalidShardingError(
-                    f"{rule} uses {key!r} twice, for {consumed[key]} and for {made}: make the patterns narrower."
+                    f"{rule} uses {key!r} twice, for {_made_by(consumed[key])} and for {_made_by(step)}: make the "
+                    "patterns narrower."
                 )
-            consumed[key] = made
-            del result[key]
+            consumed[key] = step
+            del tensors[key]
             origins.pop(key, None)
     for step in steps:
-        origin = f"{rule} makes it of {', '.join(map(repr, step.consumed))}"
         for name, tensor in step.produced:
-            if name in result:
-                earlier = origins.get(name, "it is in the checkpoint")
+            if name in tensors:
+                earlier = _origin(*origins[name]) if name in origins else "it is in the checkpoint"
                 raise InvalidShardingError(
-                    f"Two tensors would be named {name!r}: {earlier}, and {origin}. Give one of them another name, or "
-                    "drop it."
+                    f"Two tensors would be named {name!r}: {earlier}, and {_origin(rule, step)}. Give one of them "
+                    "another name, or drop it."
                 )
-            result[name] = tensor
-            origins[name] = origin
-    return result
+            tensors[name] = tensor
+            origins[name] = rule, step
+
+
+def _made_by(step: Step) -> str:
+    return ", ".join(repr(name) for name, _ in step.produced[:3]) or "nothing"
+
+
+def _origin(rule: Rule, step: Step) -> str:
+    return f"{rule} makes it of {', '.join(map(repr, step.consumed))}"

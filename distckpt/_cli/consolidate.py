@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 
+from distckpt._base.memory import paused_garbage_collection
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import dtype_option, given, warn_of_overflows
 from distckpt._foreign.opening import open_checkpoint
@@ -14,6 +15,7 @@ from distckpt._operations.export_plan import ExportPlan, Selection, plan_export
 from distckpt._storage import locations
 
 
+@paused_garbage_collection()
 def run(arguments: Namespace, output: Output) -> int:
     """Consolidate, and print a summary."""
     if arguments.dry_run:

@@ -31,6 +31,9 @@ from distckpt._geometry.region import (
     with_item,
 )
 
+_FEW_PARTS = 8
+"""So many are intersected faster one by one than as arrays."""
+
 
 class Part(NamedTuple):
     """A region of a target tensor that is a copy of a region of a source tensor.
@@ -113,17 +116,26 @@ def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
     apart, tile the region.
     """
     _check_inside(region, mapped.shape)
-    if len(mapped.parts) == 1 and mapped.parts[0].target == (mapped.origin, mapped.shape) and 0 not in region.shape:
-        return [(region.relative_to(region.offset), _restrict(mapped.parts[0], region))]
-    rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
     found = []
-    for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
-        part, target = mapped.parts[row], Region(tuple(offset), tuple(shape))
+    for part, target in _common_with(mapped, region):
         if part.target_step:
             target = _on_steps(part, target)
         if target.num_elements:
             found.append((target.relative_to(region.offset), _restrict(part, target)))
     return found
+
+
+def _common_with(mapped: MappedTensor, region: Region) -> Iterator[tuple[Part, Region]]:
+    """Yield parts that cover elements of a region, with what they cover of it."""
+    if len(mapped.parts) <= _FEW_PARTS:
+        for part in mapped.parts:
+            common = intersect(covering(part.target, part.target_step), region)
+            if common is not None:
+                yield part, common
+        return
+    rows, offsets, shapes = intersect_many(*mapped.target_arrays, *region)
+    for row, offset, shape in zip(rows.tolist(), offsets.tolist(), shapes.tolist(), strict=True):
+        yield mapped.parts[row], Region(tuple(offset), tuple(shape))
 
 
 def resolve_padding(mapped: MappedTensor, region: Region) -> list[Region]:

@@ -289,5 +289,5 @@ def _name_pieces(
     names: Sequence[str], tensor: MappedTensor, pieces: Sequence[MappedTensor]
 ) -> list[tuple[str, MappedTensor]]:
     """Pair names with the pieces of a tensor; the record of what was trimmed from it goes to the first of them."""
-    trimmed = (tensor.trimmed, *[()] * (len(pieces) - 1))
-    return [(name, replace(piece, trimmed=cut)) for name, piece, cut in zip(names, pieces, trimmed, strict=True)]
+    first = replace(pieces[0], trimmed=tensor.trimmed) if tensor.trimmed else pieces[0]
+    return list(zip(names, (first, *pieces[1:]), strict=True))
