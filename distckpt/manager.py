@@ -252,14 +252,10 @@ class CheckpointManager:
             sharded_state_dict: see `distckpt.load`. A step that is passed over may have been read partly; the one that
                 is loaded overwrites all that it holds.
             step: None for the newest one that loads.
-            options: further arguments of `distckpt.load`.
-
-        Returns:
-            What `distckpt.load` returns.
+            options: further arguments of `distckpt.load`, whose result is returned.
 
         Raises:
-            CheckpointNotFoundError: the step is not there, or no step can be loaded; the message has the problem of
-                each.
+            CheckpointNotFoundError: the step is not there, or no step can be loaded, with the problem of each.
             CheckpointingException: as `distckpt.load` does.
         """
         background.wait_for_all()

@@ -80,13 +80,7 @@ class RankFailedError(CheckpointingException):
     def __init__(
         self, failures: Mapping[int, BaseException], message: str | None = None, *, phase: str | None = None
     ) -> None:
-        """Describe the failures.
-
-        Args:
-            failures: the exception of each failed rank, by rank number.
-            message: text to use in place of a list of the failures.
-            phase: what the ranks were doing, for the list.
-        """
+        """Describe what the ranks were doing (`phase`) and each failure, or say `message` instead."""
         super().__init__(_describe_failures(failures, phase) if message is None else message)
         self.failures = dict(sorted(failures.items()))
 

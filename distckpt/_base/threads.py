@@ -11,8 +11,6 @@ from distckpt._base.interrupts import run_handlers, run_operation, running_opera
 
 UNIT_BYTES = 8 << 20
 """One thread moves this much at a time; bounce buffers have this size."""
-DIRECT_UNIT_BYTES = 16 << 20
-"""The same for what is written past the page cache, where memory allows it: disks take longer requests faster."""
 MAX_BUFFERS = 512
 """Buffers per vectored call, below every system's IOV_MAX."""
 NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
@@ -107,11 +105,6 @@ def wait_for_all(futures: Sequence[Future[Any]]) -> None:
 def num_threads_within(max_inflight_bytes: int) -> int:
     """Return how many threads may move a unit each; one always may."""
     return max(1, min(NUM_THREADS, max_inflight_bytes // UNIT_BYTES))
-
-
-def direct_unit_within(max_inflight_bytes: int) -> int:
-    """Return how much a thread may write past the page cache at a time."""
-    return DIRECT_UNIT_BYTES if max_inflight_bytes >= NUM_THREADS * DIRECT_UNIT_BYTES else UNIT_BYTES
 
 
 def num_requests_within(max_inflight_bytes: int) -> int:

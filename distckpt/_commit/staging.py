@@ -30,14 +30,10 @@ _MAX_THREADS = 16
 
 
 class Staging(NamedTuple):
-    """The place that all ranks of a save write into, as this rank sees it.
+    """The place that all ranks of a save write into, as this rank sees it, and where the save is to appear: `target`.
 
-    Attributes:
-        nonce: of the save.
-        location: of the directory; the target itself on an object store.
-        target: where the save is to appear.
-        first_host: the host of rank 0.
-        first_target: where the save is to appear on rank 0.
+    `location` is that of the directory; the target itself on an object store. `first_host` and `first_target` are those
+    of rank 0.
     """
 
     nonce: str

@@ -123,8 +123,8 @@ def exchange(ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor]
             memory = buffer[: message.num_bytes]
             if message.is_sent:
                 _copy_views(message, memory, problems)
-        start = ranks.start_send if message.is_sent else ranks.start_receive
-        under_way.append(_UnderWay(message, start(memory, message.peer, tag), buffer))
+        transfer = ranks.start_transfer(memory, message.peer, tag, message.is_sent)
+        under_way.append(_UnderWay(message, transfer, buffer))
     while under_way:
         _finish(ranks, under_way.popleft(), buffers, problems)
 

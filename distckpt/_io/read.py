@@ -23,7 +23,7 @@ from distckpt._geometry.region import flat_start, num_outer_axes, run_starts
 from distckpt._io.read_parts import READ_UNIT_BYTES, ReadPart, direct_parts, divide_copy, regions_within
 from distckpt._plan.load import Copy
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 from distckpt._storage.open_files import OpenFiles, read_into
 
 REQUEST_BYTES = 16 << 20
@@ -255,7 +255,7 @@ def _read_into(reading: _Reading, first: ReadPart, buffers: list[Bytes]) -> None
         with reading.files.open(path) as fd:
             num_read = read_into(fd, buffers, position)
     else:
-        num_read = locations.read_remote_into(path, position, buffers)
+        num_read = object_store.at(path).read_into(position, buffers)
     if num_read != sum(len(buffer) for buffer in buffers):
         raise _cut_off(stored, first, position + num_read)
 

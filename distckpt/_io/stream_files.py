@@ -16,6 +16,7 @@ from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.safetensors_file import Entry, build_header, layout_order
 from distckpt._io.write import create_file, write_all
 from distckpt._storage import locations as storage_locations
+from distckpt._storage import object_store
 from distckpt.tensors import chunk_tensor_by_memory, to_plain_memory
 
 
@@ -147,7 +148,7 @@ class RemoteFiles:
     def _begin_next(self) -> None:
         self._close()
         location = self._locations[len(self._created)]
-        self._file = storage_locations.open_remote_for_writing(location)
+        self._file = object_store.at(location).open_for_writing()
         self._created.append(location)
         self._file.write(self._layout.headers[len(self._created) - 1])
 

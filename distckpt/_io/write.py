@@ -72,7 +72,6 @@ class WriteSettings:
         direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
         with_checksums: whether to compute checksums, of blocks of `block_bytes`.
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
-        direct_unit_bytes: what each fills and writes instead when it goes around the page cache.
         num_requests: that are made of an object store at the same time.
         progress: called with the number of bytes whenever some have been written, from several threads.
     """
@@ -82,7 +81,6 @@ class WriteSettings:
     with_checksums: bool = True
     block_bytes: int = BLOCK_BYTES
     num_threads: int = NUM_THREADS
-    direct_unit_bytes: int = UNIT_BYTES
     num_requests: int = NUM_REQUESTS
     progress: Callable[[int], None] | None = None
 
@@ -126,8 +124,7 @@ class _Output:
         self.file = file
         self.settings = settings
         self.is_local = locations.is_local(file.location)
-        unit_bytes = settings.direct_unit_bytes if self.is_local and self.may_be_direct else UNIT_BYTES
-        self._unit_bytes = max(unit_bytes, settings.block_bytes)
+        self._unit_bytes = max(UNIT_BYTES, settings.block_bytes)
         self.units = list(units_of(file.chunk_bytes, self._unit_bytes, settings.block_bytes))
         if self.is_local and not self.units:
             # So that a file without data is finished like the others.

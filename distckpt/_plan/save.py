@@ -82,7 +82,7 @@ def plan_owners(
     loads = np.zeros(num_ranks, np.int64)
     whole_owner = np.full(len(groups.rows), -1, np.int64)
     cut: list[tuple[int, int, int, int]] = []
-    for members, candidates in _lines(groups):
+    for members, candidates in lines(groups.holder_ranks, groups.holder_starts):
         sizes = groups.num_bytes[members]
         if len(candidates) == 1:
             whole_owner[members] = candidates[0]
@@ -147,17 +147,20 @@ def _group_replicas(
     )
 
 
-def _lines(groups: _Groups) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield `(groups, ranks)` for each distinct set of holders, smaller sets first, in a fixed order."""
-    if not len(groups.rows):
+def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield `(members, ranks)` for each distinct set of holding ranks, smaller sets first, in a fixed order.
+
+    What `starts[i]` to `starts[i + 1]` of `ranks` hold is member i.
+    """
+    if len(starts) == 1:
         return
-    sizes = np.diff(groups.holder_starts)
-    signature = np.add.reduceat(mixed(groups.holder_ranks.astype(np.uint64)), groups.holder_starts[:-1])
+    sizes = np.diff(starts)
+    signature = np.add.reduceat(mixed(ranks.astype(np.uint64)), starts[:-1])
     _, first, line = np.unique(signature, return_index=True, return_inverse=True)
     members_of = np.split(np.argsort(line, kind="stable"), np.cumsum(np.bincount(line))[:-1])
     for index in sorted(range(len(first)), key=lambda i: (sizes[first[i]], first[i])):
-        start = groups.holder_starts[first[index]]
-        yield members_of[index], groups.holder_ranks[start : start + sizes[first[index]]]
+        start = starts[first[index]]
+        yield members_of[index], ranks[start : start + sizes[first[index]]]
 
 
 def even_shares(loads: IntArray, total: int) -> IntArray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import Manifest
 from distckpt._geometry.region import IntArray, Region, cut_region, num_outer_axes, regions_to_arrays, row_hashes, widen
 from distckpt._plan.load import Copy
-from distckpt._plan.save import even_shares
+from distckpt._plan.save import even_shares, lines
 
 UNIT_BYTES = 2 << 20
 """Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""
@@ -205,7 +205,7 @@ def _choose_readers(holders: _Holders, sizes: IntArray, loads: IntArray) -> tupl
     readers = np.zeros(len(sizes), np.int64)
     turns = np.zeros(len(sizes), np.int64)
     num_done = 0
-    for members, candidates in _lines(holders):
+    for members, candidates in lines(holders.ranks, holders.starts):
         shares = even_shares(loads[candidates], int(sizes[members].sum()))
         # A unit goes to the rank in whose share its middle lies.
         middles = np.cumsum(sizes[members]) - sizes[members] // 2
@@ -215,16 +215,6 @@ def _choose_readers(holders: _Holders, sizes: IntArray, loads: IntArray) -> tupl
         turns[members] = num_done + np.arange(len(members))
         num_done += len(members)
     return readers, turns
-
-
-def _lines(holders: _Holders) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield `(units, ranks)` for each distinct set of holders, smaller sets first."""
-    by_set: dict[bytes, list[int]] = {}
-    bounds = holders.starts.tolist()
-    for unit, (low, high) in enumerate(itertools.pairwise(bounds)):
-        by_set.setdefault(holders.ranks[low:high].tobytes(), []).append(unit)
-    for ranks, units in sorted(by_set.items(), key=lambda item: (len(item[0]), item[1][0])):
-        yield np.array(units, np.int64), np.frombuffer(ranks, holders.ranks.dtype)
 
 
 def _put_in_order(readers: IntArray, turns: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:

@@ -250,20 +250,15 @@ class Ranks:
         with _contact(self._group, "all_gather_numbers"):
             return torch.stack(self._all_gather(own, "all_gather_numbers")).numpy()
 
-    def start_send(self, memory: torch.Tensor, to: int, tag: int) -> Transfer:
-        """Start to send memory: contiguous bytes that must not change until `finish`."""
+    def start_transfer(self, memory: torch.Tensor, peer: int, tag: int, is_sent: bool) -> Transfer:
+        """Start to send contiguous bytes, or to fill them with what a rank sends under the same tag; see `finish`."""
         with _contact(self._group, "exchange of tensors", of_all=False):
-            peer = dist.get_global_rank(self._group, to)
-            return Transfer(dist.isend(memory, peer, group=self._group, tag=tag), memory)
-
-    def start_receive(self, memory: torch.Tensor, source: int, tag: int) -> Transfer:
-        """Start to fill memory with what a rank sends under the same tag, which has the same length."""
-        with _contact(self._group, "exchange of tensors", of_all=False):
-            peer = dist.get_global_rank(self._group, source)
-            return Transfer(dist.irecv(memory, peer, group=self._group, tag=tag), memory)
+            start = dist.isend if is_sent else dist.irecv
+            work = start(memory, dist.get_global_rank(self._group, peer), group=self._group, tag=tag)
+            return Transfer(work, memory)
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait for a transfer to end."""
+        """Wait for a transfer to end; until then its memory must not change."""
         with _contact(self._group, "exchange of tensors", of_all=False):
             transfer.work.wait()
 

@@ -14,11 +14,9 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from distckpt._storage import object_store
 
@@ -194,11 +192,6 @@ def read_range(location: str, start: int, stop: int) -> bytes:
     return buffer[: object_store.at(location).read_into(start, [buffer])].tobytes()
 
 
-def read_remote_into(location: str, position: int, buffers: Sequence[npt.NDArray[np.uint8]]) -> int:
-    """Fill buffers from a position of a remote file on; returns how many bytes there were."""
-    return object_store.at(location).read_into(position, buffers)
-
-
 def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
     """Write a small file so that it is there completely or not at all, and, when durable, on disk on return."""
     if not is_local(location):
@@ -227,11 +220,6 @@ def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
         return object_store.at(location).create(data)
     write_bytes(location, data, durable)
     return True
-
-
-def open_remote_for_writing(location: str) -> Any:
-    """Open a remote file for streaming writes; it becomes visible when it is closed."""
-    return object_store.at(location).open_for_writing()
 
 
 def make_directories(location: str, durable: bool = True) -> None:

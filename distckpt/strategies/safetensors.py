@@ -14,7 +14,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.memory import may_overlap
-from distckpt._base.threads import direct_unit_within, num_requests_within, num_threads_within
+from distckpt._base.threads import num_requests_within, num_threads_within
 from distckpt._commit import posix
 from distckpt._foreign import opening
 from distckpt._foreign.opening import BACKEND, VERSION
@@ -123,7 +123,6 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             durable=options.durable,
             direct=self.direct_io,
             num_threads=num_threads_within(options.max_inflight_bytes),
-            direct_unit_bytes=direct_unit_within(options.max_inflight_bytes),
             num_requests=num_requests_within(options.max_inflight_bytes),
             progress=options.progress,
         )

@@ -215,8 +215,11 @@ def _dtype_text(obj: npt.NDArray[Any] | np.generic, writer: Writer) -> str:
 
 def _encode_registered(obj: object, writer: Writer) -> Json:
     registration = REGISTERED[type(obj)]
-    (state,) = _encode_children(obj, [(_SAME, None, registration.to_state(obj))], writer)
-    return {"$object": [registration.name, state]}
+    return _encode_as(registration.name, obj, registration.to_state(obj), writer)
+
+
+def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:
+    return {"$object": [name, *_encode_children(obj, [(_SAME, None, state)], writer)]}
 
 
 class UnknownObject:
@@ -292,11 +295,6 @@ def how_to_register(unknown: UnknownObject) -> str:
     )
 
 
-def _encode_unknown(obj: UnknownObject, writer: Writer) -> Json:
-    (state,) = _encode_children(obj, [(_SAME, None, obj.state)], writer)
-    return {"$object": [obj.name, state]}
-
-
 def _encode_state(kind: str, to_state: Callable[[Any], object]) -> _Encoder:
     """Make an encoder for a type that is stored as a state of simpler types."""
     return lambda obj, writer: {f"${kind}": encode_node(to_state(obj), writer)}
@@ -352,7 +350,7 @@ ENCODERS: dict[type, _Encoder] = {
     torch.device: _encode_state("torch.device", str),
     torch.Size: _encode_state("torch.Size", list),
     np.ndarray: _encode_array,
-    UnknownObject: _encode_unknown,
+    UnknownObject: lambda obj, writer: _encode_as(obj.name, obj, obj.state, writer),
 }
 
 

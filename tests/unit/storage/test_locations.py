@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from distckpt._storage import locations
+from distckpt._storage import locations, object_store
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -134,7 +134,7 @@ def test_listings_are_never_stale(memory):
 
 
 def test_streams_appear_when_they_are_closed(memory):
-    with locations.open_remote_for_writing("memory://bucket/file") as file:
+    with object_store.at("memory://bucket/file").open_for_writing() as file:
         file.write(b"first ")
         file.write(memoryview(b"second"))
     assert locations.read_bytes("memory://bucket/file") == b"first second"
