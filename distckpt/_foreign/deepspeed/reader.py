@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distckpt._foreign.deepspeed.files import find_states, is_checkpoint, read_state
+from distckpt._foreign.deepspeed.files import find_states, is_checkpoint, read_states
 from distckpt._foreign.deepspeed.universal import describe_universal
 from distckpt._foreign.deepspeed.zero import describe_zero
 from distckpt._foreign.pieces import StoredPiece, build_manifest
@@ -15,8 +15,6 @@ from distckpt._format import codec
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
-
-SETTINGS_KEY = "optimizer.settings"
 
 _NOT_COMMON = {
     "module", "optimizer", "param_shapes", "buffer_names", "shared_params", "frozen_param_shapes",
@@ -37,9 +35,9 @@ class DeepSpeedReader(Reader):
         pieces, aliases, settings = (describe_universal if states.is_universal else describe_zero)(location, states)
         fields: dict[str, Any] = {"common": states.model[min(states.model)]}
         if settings:
-            # They are put together from several files; what is in the manifest is no further read.
+            # Put together from several files, they are kept here.
             fields["settings"] = base64.b64encode(codec.encode(settings)).decode()
-            pieces.append(StoredPiece(SETTINGS_KEY, OBJECT, Region((0,), (1,)), (1,), pieces[0].file, 0, 0))
+            pieces.append(StoredPiece("optimizer.settings", OBJECT, Region((0,), (1,)), (1,), pieces[0].file, 0, 0))
         return build_manifest(self.name, location, pieces, None, fields, aliases)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
@@ -47,5 +45,5 @@ class DeepSpeedReader(Reader):
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
         """Load what is not of the model or the optimizer: counters, the scheduler's state, that of the program."""
-        file = read_state(stored.location, (stored.manifest.origin or {})["common"])
+        [file] = read_states(stored.location, [(stored.manifest.origin or {})["common"]])
         return {key: file.values(value, repr(key)) for key, value in file.content.items() if key not in _NOT_COMMON}

@@ -206,7 +206,7 @@ DAMAGES = {
     "folder elsewhere": ("zero2", write("zero2/latest", "../zero1/global_step3"), "there is no such folder"),
     "tensor parallel": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/mp_rank_01_model_states.pt"), "ds_to_universal"),
     "pipeline": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_01-{MODEL}"), "pipeline.*ds_to_universal"),
-    "experts": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_0_expert_1_{MODEL}"), "experts, which "),
+    "experts": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_0_expert_1_{MODEL}"), "experts .*not read"),
     "no weights": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/fp32.pt"), "up.weight/fp32.pt' is missing"),
     "no state": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/exp_avg.pt"), "up.weight.*other states"),
     "no options": ("zero2_universal", remove(f"{UNIVERSAL}/zero/optimizer_state.pt"), "optimizer_state.pt' is missing"),
@@ -315,7 +315,7 @@ def test_a_slice_of_a_large_parameter_reads_that_slice(tmp_path):
     with counted_reads() as counts:
         distckpt.load({"w": row}, tmp_path / "c")
     assert torch.equal(row.data, flat[800 * 1024 : 804 * 1024].view(4, 1024))
-    assert counts.plain + counts.batched < 300_000
+    assert counts.num_bytes < 300_000
 
 
 @pytest.mark.slow
