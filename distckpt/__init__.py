@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         UnsupportedObjectError,
         check_is_distributed_checkpoint,
     )
-    from distckpt.manager import CheckpointManager, PreemptionGuard
+    from distckpt.manager import CheckpointInfo, CheckpointManager, PreemptionGuard, list_checkpoints
     from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
     from distckpt.serialization import (
         ExportReport,
@@ -59,6 +59,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointExistsError",
+    "CheckpointInfo",
     "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointingConfig",
@@ -88,6 +89,7 @@ __all__ = [
     "check_is_distributed_checkpoint",
     "consolidate",
     "diff",
+    "list_checkpoints",
     "load",
     "load_common_state_dict",
     "load_content_metadata",

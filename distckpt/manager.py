@@ -23,6 +23,7 @@ from distckpt._commit.presence import absence
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._io import background
 from distckpt._manager import failures, retention, steps
+from distckpt._manager.listing import CheckpointInfo, list_checkpoints
 from distckpt._manager.preemption import PreemptionGuard
 from distckpt._operations import background_save
 from distckpt._operations.planned_save import (
@@ -39,7 +40,7 @@ from distckpt.mapping import ShardedStateDict, StateDict
 from distckpt.serialization import SaveHandle, SaveReport, load, release_staging_memory
 from distckpt.strategies.base import SaveShardedStrategy
 
-__all__ = ["CheckpointManager", "PreemptionGuard"]
+__all__ = ["CheckpointInfo", "CheckpointManager", "PreemptionGuard", "list_checkpoints"]
 
 set_public_home(globals())
 

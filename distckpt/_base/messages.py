@@ -23,8 +23,11 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for key in sorted(set(keys), key=natural_order):
-        groups.setdefault(tuple(_NUMBER.split(key)[::2]), []).append(key)
-    patterns = [_pattern(members) for members in groups.values()]
+        groups.setdefault(without_numbers(key), []).append(key)
+    patterns = [
+        f"{key_pattern(members)!r} ({len(members)} keys)" if len(members) > 1 else repr(members[0])
+        for members in groups.values()
+    ]
     if len(patterns) > limit:
         num_left = sum(len(members) for members in list(groups.values())[limit:])
         patterns[limit:] = [f"... and {num_left} more keys"]
@@ -102,12 +105,16 @@ def _starts(key: str) -> Iterator[int]:
     yield from (match.end() for match in re.finditer(r"\.", key))
 
 
-def _pattern(members: list[str]) -> str:
-    if len(members) == 1:
-        return repr(members[0])
+def without_numbers(key: str) -> tuple[str, ...]:
+    """Return what is between the numbers in a key, for grouping keys that differ in numbers only."""
+    return tuple(_NUMBER.split(key)[::2])
+
+
+def key_pattern(members: Sequence[str]) -> str:
+    """Return the pattern of keys that differ in numbers only: `layers.{0..3}.weight`."""
     numbers = zip(*(_NUMBER.findall(member) for member in members), strict=True)
     ranges = iter([_range_text(sorted({int(n) for n in column})) for column in numbers])
-    return f"'{_NUMBER.sub(lambda _: next(ranges), members[0])}' ({len(members)} keys)"
+    return _NUMBER.sub(lambda _: next(ranges), members[0])
 
 
 def _range_text(values: list[int]) -> str:

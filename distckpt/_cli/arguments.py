@@ -31,6 +31,11 @@ def inspect(parser: ArgumentParser) -> None:
     parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, one colour per rank (needs --key)")
 
 
+def ls(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("root", help="a directory that holds checkpoints, such as that of a manager: a path or URL")
+
+
 def cat(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")

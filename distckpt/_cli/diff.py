@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 
-from distckpt._base.messages import summarize_keys
-from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
+from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
+from distckpt._cli.output import MAX_LISTED, Output, count_text, shape_text, size_text
 from distckpt._cli.selection import given
 from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
 from distckpt._state.common_state import COMMON_KEY
@@ -19,38 +20,61 @@ def run(arguments: Namespace, output: Output) -> int:
     with output.progress("comparing") as progress:
         options = given(arguments, "keys", "atol", "rtol")
         report = diff(arguments.a, arguments.b, rename=dict(arguments.rename), progress=progress, **options)
-    lists = {name: [item._asdict() for item in getattr(report, name)] for name in ("tensors", "objects")}
+    tensors = [{**item._asdict(), "relative_difference": item.relative_difference} for item in report.tensors]
+    lists = {"tensors": tensors, "objects": [item._asdict() for item in report.objects]}
     output.json({**vars(report), "is_same": report.is_same, **lists})
     for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
         if keys:
             output.line(f"only in {side}: {summarize_keys(keys, limit=MAX_LISTED)}")
-    for tensor in report.tensors[:MAX_LISTED]:
-        output.line(describe_tensor(tensor))
+    groups = group_differences(report.tensors)
+    if groups:
+        heads = ["tensor", "differs", "max", "rel L2", "where"]
+        output.table(heads, groups[:MAX_LISTED], num_text=1, drop="where differs")
     for item in report.objects[:MAX_LISTED]:
         output.line(describe_object(item))
-    num_left = max(0, len(report.tensors) - MAX_LISTED) + max(0, len(report.objects) - MAX_LISTED)
+    num_left = max(0, len(groups) - MAX_LISTED) + max(0, len(report.objects) - MAX_LISTED)
     if num_left:
         output.line(f"... and {num_left} more (all with --json)")
     output.line(summary(report))
     return 0 if report.is_same else 1
 
 
-def describe_tensor(difference: TensorDifference) -> str:
-    """Format the difference of a tensor as one line."""
-    parts = []
-    if difference.shapes[0] != difference.shapes[1]:
-        parts.append("shape {} / {}".format(*("x".join(map(str, shape)) or "()" for shape in difference.shapes)))
-    if difference.dtypes[0] != difference.dtypes[1]:
-        parts.append("dtype {} / {}".format(*difference.dtypes))
-    if difference.num_different:
-        parts.append(
-            f"{difference.num_different:,} of {difference.num_elements:,} values differ, by at most "
-            f"{difference.max_difference:.6g}, first at "
-            f"{json.dumps(difference.first_index)}, all in {difference.region}"
-        )
-    elif difference.num_elements:
+def group_differences(tensors: Sequence[TensorDifference]) -> list[list[str]]:
+    """Return a line of a table for tensors whose keys differ in numbers only, with the largest differences."""
+    alike: dict[object, list[TensorDifference]] = {}
+    for tensor in tensors:
+        kind = (without_numbers(tensor.key), tensor.shapes, tensor.dtypes, tensor.num_different > 0)
+        alike.setdefault(kind, []).append(tensor)
+    return [
+        [
+            key_pattern([tensor.key for tensor in members]),
+            _changes(members),
+            f"{max(tensor.max_difference for tensor in members):.1e}" if members[0].num_different else "",
+            f"{max(tensor.relative_difference for tensor in members):.1e}" if members[0].num_different else "",
+            _place(members[0]) if len(members) == 1 and members[0].num_different else "",
+        ]
+        for members in alike.values()
+    ]
+
+
+def _changes(members: Sequence[TensorDifference]) -> str:
+    """Say what differs in all of these tensors: their shapes, dtypes, and the number of values."""
+    first, parts = members[0], []
+    if first.shapes[0] != first.shapes[1]:
+        parts.append("shape {} / {}".format(*map(shape_text, first.shapes)))
+    if first.dtypes[0] != first.dtypes[1]:
+        parts.append("dtype {} / {}".format(*first.dtypes))
+    if first.num_different:
+        counts = (sum(tensor.num_different for tensor in members), sum(tensor.num_elements for tensor in members))
+        parts.append("{:,} of {:,}".format(*counts))
+    elif first.num_elements:
         parts.append("values equal")
-    return f"{difference.key}: {'; '.join(parts)}"
+    return ", ".join(parts)
+
+
+def _place(tensor: TensorDifference) -> str:
+    first = json.dumps(tensor.first_index)
+    return tensor.region if tensor.num_different > 1 and tensor.region else first
 
 
 def describe_object(difference: ObjectDifference) -> str:
@@ -65,8 +89,9 @@ def summary(report: DiffReport) -> str:
     """Format the outcome as one line."""
     verdict = "SAME" if report.is_same else "DIFFERENT"
     note = "" if report.objects_compared else "; objects and common state were not compared"
-    rate = report.num_bytes / 1e9 / report.seconds
+    num_different = len([tensor for tensor in report.tensors if tensor.shapes[0] == tensor.shapes[1]])
     return (
-        f"{verdict}: {count_text(report.num_compared, 'tensor')} compared, {size_text(report.num_bytes)} read in "
-        f"{report.seconds:.2f} s, {rate:.2f} GB/s{note}"
+        f"{verdict}: {count_text(report.num_compared, 'tensor')} compared: {report.num_compared - num_different:,} "
+        f"equal, {num_different:,} differ; {size_text(report.num_bytes)} read in {report.seconds:.2f} s, "
+        f"{size_text(report.num_bytes / report.seconds)}/s{note}"
     )

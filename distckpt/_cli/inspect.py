@@ -13,9 +13,9 @@ import numpy as np
 
 from distckpt._base.dtypes import PACKED_PER_ITEM
 from distckpt._base.errors import LoadMismatchError
-from distckpt._base.messages import did_you_mean, natural_order
+from distckpt._base.messages import did_you_mean, key_pattern, natural_order, without_numbers
 from distckpt._cli import grid
-from distckpt._cli.output import Output, count_text, size_text
+from distckpt._cli.output import Output, count_text, shape_text, size_text
 from distckpt._cli.verify import strays_text
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign.opening import open_checkpoint
@@ -90,15 +90,15 @@ def summary(stored: StoredCheckpoint) -> dict[str, Any]:
 
 def group_keys(manifest: Manifest) -> list[Group]:
     """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`."""
-    members: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
+    members: dict[tuple[tuple[str, ...], str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
-        pattern = re.sub(r"\d+", "*", manifest.keys[key_id])
+        pattern = without_numbers(manifest.keys[key_id])
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
     sizes = np.concatenate([[0], np.cumsum(manifest.num_bytes)])
     starts = manifest.key_starts
     return [
         Group(
-            _pattern_of([manifest.keys[i] for i in ids]),
+            key_pattern([manifest.keys[i] for i in ids]),
             dtype,
             shape,
             len(ids),
@@ -107,20 +107,6 @@ def group_keys(manifest: Manifest) -> list[Group]:
         )
         for (_, dtype, shape), ids in members.items()
     ]
-
-
-def _pattern_of(keys: Sequence[str]) -> str:
-    numbers = zip(*(re.findall(r"\d+", key) for key in keys), strict=True)
-    shown = iter([_numbers_text(column) for column in numbers])
-    return re.sub(r"\d+", lambda _: next(shown), keys[0])
-
-
-def _numbers_text(column: Sequence[str]) -> str:
-    distinct = set(column)
-    if len(distinct) == 1:
-        return column[0]
-    values = sorted(map(int, distinct))
-    return f"{{{values[0]}..{values[-1]}}}" if values[-1] - values[0] == len(values) - 1 else "*"
 
 
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
@@ -194,7 +180,7 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
-    shape = "x".join(map(str, group.shape)) if group.shape else "()"
+    shape = shape_text(group.shape)
     return shape, group.dtype, str(group.num_keys), str(group.num_chunks), size_text(group.num_bytes)
 
 
@@ -236,7 +222,7 @@ def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Outpu
     facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}
     output.json({**facts, "chunks": [chunk._asdict() for chunk in chunks]})
     tied = "" if stored_key == key else f", tied to {stored_key}"
-    output.line(f"{key}: {'x'.join(map(str, shape)) or '()'} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
+    output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = [
         [grid.region_text(chunk), chunk.owner, chunk.file, f"{chunk.first_byte:,}", f"{chunk.num_bytes:,}"]
         for chunk in chunks
@@ -253,6 +239,6 @@ def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Outpu
         if axes is None:
             raise ValueError(f"key {key!r} is divided along more than two axes or is empty: it cannot be drawn")
         with open(svg, "w", encoding="utf-8") as file:
-            file.write(grid.svg_picture(f"{key}  {'x'.join(map(str, shape)) or '()'} {dtype}", shape, chunks, axes))
+            file.write(grid.svg_picture(f"{key}  {shape_text(shape)} {dtype}", shape, chunks, axes))
         output.message(f"wrote {svg}")
     return 0

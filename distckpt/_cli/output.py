@@ -144,6 +144,11 @@ def table_lines(
     return ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Format a shape: `128x512`, `()` for a scalar."""
+    return "x".join(map(str, shape)) or "()"
+
+
 def count_text(number: int, noun: str) -> str:
     """Format a count: `1 file`, `2,000 files`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

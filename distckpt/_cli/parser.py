@@ -41,6 +41,7 @@ class Verb(NamedTuple):
 
 
 VERBS = (
+    Verb("ls", "List the checkpoints of a run: size, time, metrics, and whether they are whole.", arguments.ls, "ls"),
     Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", arguments.inspect, "inspect"),
     Verb("cat", "Print values of a tensor or an object, or save them for numpy.", arguments.cat, "cat"),
     Verb("verify", "Check that a checkpoint is complete and undamaged.", arguments.verify, "verify", error_code=2),

@@ -93,7 +93,7 @@ def list_root(root: str) -> list[str]:
         return []
     if CONFIG_FNAME in names:
         raise CheckpointingException(
-            f"{root!r} is a checkpoint, not a directory of checkpoints: give the manager the directory above."
+            f"{root!r} is a checkpoint, not a directory of checkpoints: give the directory above."
         )
     return names
 

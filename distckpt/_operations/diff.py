@@ -43,6 +43,8 @@ class TensorDifference(NamedTuple):
         max_difference: the largest absolute difference; infinite where only one side is infinite or NaN.
         first_index: of the first element that differs, in row-major order; None when none does.
         region: the smallest region that holds all elements that differ, `[start:stop, ...]`; None when none does.
+        norms: the L2 norm of A and of B; 0 when no values differ.
+        difference_norm: the L2 norm of A - B.
     """
 
     key: str
@@ -53,6 +55,15 @@ class TensorDifference(NamedTuple):
     max_difference: float
     first_index: tuple[int, ...] | None
     region: str | None
+    norms: tuple[float, float] = (0.0, 0.0)
+    difference_norm: float = 0.0
+
+    @property
+    def relative_difference(self) -> float:
+        """Return the norm of the difference divided by that of B; infinite where B is zero and A is not."""
+        if not self.norms[1]:
+            return math.inf if self.difference_norm else 0.0
+        return self.difference_norm / self.norms[1]
 
 
 class ObjectDifference(NamedTuple):
@@ -129,8 +140,9 @@ def diff(
     Args:
         a: a path or URL.
         b: a path or URL.
-        keys: compare these tensors only: a beginning of their keys, a pattern with `*`, or a list of such; of A they
-            match after renaming. Objects and common state are compared when it is None.
+        keys: compare these tensors only: a beginning of the keys that A has, a pattern with `*`, or a list of such.
+            Those of B are compared whose names they become by renaming. Objects and common state are compared when it
+            is None.
         rename: old beginnings of A's keys -> those that B has.
         atol: values differ when they are further apart than `atol + rtol * abs(value in B)`.
         rtol: see `atol`.
@@ -145,7 +157,9 @@ def diff(
         LoadMismatchError: `keys` matches nothing on either side.
     """
     started = time.perf_counter()
-    (first, of_a), (second, of_b) = _open(a, keys, rename or {}), _open(b, keys, {})
+    back = {new: old for old, new in (rename or {}).items()}
+    first, of_a = _open(a, lambda name: keys is None or matches(name, keys), rename or {})
+    second, of_b = _open(b, lambda name: keys is None or matches(renamed(name, back), keys), {})
     if keys is not None and not (of_a or of_b):
         raise LoadMismatchError(f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}.")
     common = sorted(of_a.keys() & of_b.keys(), key=natural_order)
@@ -173,7 +187,7 @@ def diff(
 
 
 def _open(
-    checkpoint_dir: str | os.PathLike[str], keys: str | Sequence[str] | None, rename: Mapping[str, str]
+    checkpoint_dir: str | os.PathLike[str], is_wanted: Callable[[str], bool], rename: Mapping[str, str]
 ) -> tuple[StoredCheckpoint, dict[str, StoredTensor]]:
     """Open a checkpoint; return it with the tensors to compare, by their names after renaming."""
     location = locations.normalize(checkpoint_dir)
@@ -182,7 +196,7 @@ def _open(
     tensors: dict[str, StoredTensor] = {}
     for name in stored.manifest.key_index:
         new = renamed(name, rename)
-        if stored.is_object(name) or not (keys is None or matches(new, keys)):
+        if stored.is_object(name) or not is_wanted(name):
             continue
         if new in tensors:
             raise CheckpointingException(f"{name!r} and {tensors[new].key!r} would both be {new!r}: change rename.")
@@ -202,12 +216,16 @@ def _diff_tensor(
     num_different, max_difference = 0, 0.0
     first_index: tuple[int, ...] | None = None
     spans: list[list[int]] = []
+    squares = np.zeros(3)
+    equal: list[Region] = []
     for window in cut_region(whole(shapes[0]), WINDOW_ELEMENTS):
         left, right = a.read(window), b.read(window)
         if count is not None:
             count(left.nbytes + right.nbytes)
         if left.dtype == right.dtype and torch.equal(as_integers(left), as_integers(right)):
+            equal.append(window)
             continue
+        squares += _squares(left, right)
         differs, distance = _compare(left, right, atol, rtol)
         if not differs.any():
             continue
@@ -221,7 +239,21 @@ def _diff_tensor(
         return None
     region = str(Region(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans))) if num_different else None
     num_elements = math.prod(shapes[0])
-    return TensorDifference(key, shapes, dtypes, num_elements, num_different, max_difference, first_index, region)
+    for window in equal if num_different else ():
+        values = a.read(window)
+        squares += _squares(values, values)
+    found = (num_different, max_difference, first_index, region)
+    norm_a, norm_b, distance = np.sqrt(squares).tolist() if num_different else (0.0, 0.0, 0.0)
+    return TensorDifference(key, shapes, dtypes, num_elements, *found, (norm_a, norm_b), distance)
+
+
+def _squares(left: torch.Tensor, right: torch.Tensor) -> npt.NDArray[np.float64]:
+    """Return the sums of the squares of two parts of tensors and of their difference."""
+    a, b = (to_numpy(part).ravel() for part in (left, right))
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    with np.errstate(all="ignore"):
+        return np.array([np.vdot(part, part).real for part in (a, b, a - b)])
 
 
 def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) -> tuple[npt.NDArray[np.bool_], float]:

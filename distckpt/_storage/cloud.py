@@ -90,6 +90,9 @@ class CloudLocation(RemoteLocation):
     def size(self) -> int:
         return int(self._request(lambda: self._store.head(self._path))["size"])
 
+    def modified_time(self) -> float | None:
+        return float(self._request(lambda: self._store.head(self._path))["last_modified"].timestamp())
+
     def read(self, max_bytes: int | None = None) -> bytes:
         def fetch() -> Any:
             answer = self._store.get(self._path)

@@ -94,6 +94,11 @@ class FsspecLocation(RemoteLocation):
     def size(self) -> int:
         return int(self._request(lambda: self._fs.size(self._path)))
 
+    def modified_time(self) -> float | None:
+        with contextlib.suppress(NotImplementedError):
+            return float(self._request(lambda: self._fs.modified(self._path)).timestamp())
+        return None
+
     def read(self, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None and self.size() > max_bytes:
             raise too_large(max_bytes, self.location)

@@ -170,6 +170,14 @@ def file_size(location: str) -> int:
     return object_store.at(location).size()
 
 
+def modified_time(location: str) -> float | None:
+    """Return when a file was written, in seconds since 1970; None where that is unknown."""
+    try:
+        return os.stat(location).st_mtime if is_local(location) else object_store.at(location).modified_time()
+    except OSError:
+        return None
+
+
 def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
     """Return a small file; OSError with errno EFBIG when it has more than `max_bytes`, EINVAL as for `file_size`."""
     if not is_local(location):

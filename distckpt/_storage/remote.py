@@ -68,6 +68,10 @@ class RemoteLocation(ABC):
         """Return the size of the object in bytes."""
 
     @abstractmethod
+    def modified_time(self) -> float | None:
+        """Return when the object was written, in seconds since 1970; None where the store does not tell."""
+
+    @abstractmethod
     def read(self, max_bytes: int | None = None) -> bytes:
         """Return the object; OSError with errno EFBIG when it has more than `max_bytes`."""
 

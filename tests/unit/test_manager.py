@@ -111,7 +111,7 @@ def test_a_root_that_is_a_checkpoint(tmp_path):
     before = tree_of(tmp_path)
     calls = [manager.steps, manager.latest, lambda: manager.load({}), lambda: manager.save(2, {})]
     for refused in calls:
-        with pytest.raises(CheckpointingException, match="give the manager the directory above"):
+        with pytest.raises(CheckpointingException, match="give the directory above"):
             refused()
     assert tree_of(tmp_path) == before
 

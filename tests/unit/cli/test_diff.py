@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -71,9 +72,15 @@ def test_values_that_differ_are_counted_and_placed(tmp_path, capsys, monkeypatch
     assert (found["model.count"]["num_different"], found["model.count"]["max_difference"]) == (1, 7.0)
     assert found["model.count"]["region"] == "[1:2, 0:1]"
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
-    assert "model.up: 5 of 960 values differ, by at most" in text
-    assert "first at [17, 5], all in [17:31, 2:9]" in text
-    assert "DIFFERENT: 6 tensors compared" in text
+    assert re.search(r"^model\.up +5 of 960  1\.0e\+01  \S+  \[17:31, 2:9\]$", text, re.M)
+    assert re.search(r"^model\.count +1 of 6 .*  \[1, 0\]$", text, re.M)
+    assert "DIFFERENT: 6 tensors compared: 4 equal, 2 differ; " in text
+    old, new = tensors()["model.up"].double(), changed["model.up"].double()
+    assert up["norms"] == pytest.approx([float(old.norm()), float(new.norm())])
+    assert up["difference_norm"] == pytest.approx(float((old - new).norm()))
+    assert up["relative_difference"] == pytest.approx(float((old - new).norm() / new.norm()))
+    (tensor,) = distckpt.diff(tmp_path / "a", tmp_path / "b", keys="model.up").tensors
+    assert tensor.relative_difference == up["relative_difference"]
 
 
 def test_keys_shapes_and_dtypes(tmp_path, capsys):
@@ -91,8 +98,8 @@ def test_keys_shapes_and_dtypes(tmp_path, capsys):
     assert found["model.scalar"]["dtypes"] == ["F32", "F64"]
     assert found["model.scalar"]["num_different"] == 0
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
-    assert "model.up: shape 40x24 / 30x24\n" in text
-    assert "model.scalar: dtype F32 / F64; values equal\n" in text
+    assert re.search(r"^model\.up +shape 40x24 / 30x24$", text, re.M)
+    assert re.search(r"^model\.scalar +dtype F32 / F64, values equal$", text, re.M)
     assert "only in A: 'model.half'" in text
 
 
@@ -161,13 +168,32 @@ def test_with_a_hugging_face_directory(tmp_path, capsys):
     both = [tmp_path / "a", tmp_path / "hf"]
     report = call_json(capsys, "diff", *both, "--rename", "model.=", "--rename", "optimizer.=opt.", code=1)
     assert (report["only_in_a"], report["only_in_b"], report["objects_compared"]) == (["opt.m"], [], False)
-    keys = [part for key in tensors() for part in ("--keys", key.removeprefix("model."))]
+    keys = [part for key in tensors() for part in ("--keys", key)]
     assert "objects and common state were not compared" in call(capsys, "diff", *both, "--rename", "model.=", *keys)
     exported = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     exported["up"][39, 23] += 1
     safetensors.torch.save_file(exported, tmp_path / "hf" / "model.safetensors")
     (found,) = call_json(capsys, "diff", *both, "--rename", "model.=", *keys, code=1)["tensors"]
     assert (found["key"], found["num_different"], found["first_index"]) == ("up", 1, [39, 23])
+
+
+def test_keys_select_before_renaming_as_in_exports(tmp_path):
+    save(tmp_path / "a", {"model.up": torch.ones(2), "model.gone": torch.ones(2), "ema.up": torch.ones(2)})
+    save(tmp_path / "b", {"up": torch.ones(2), "more": torch.ones(2)})
+    report = distckpt.diff(tmp_path / "a", tmp_path / "b", keys="model.", rename={"model.": ""})
+    assert (report.num_compared, report.only_in_a, report.only_in_b) == (1, ("gone",), ("more",))
+    report = distckpt.diff(tmp_path / "a", tmp_path / "b", keys="model.up", rename={"model.": ""})
+    assert (report.num_compared, report.is_same) == (1, True)
+
+
+def test_tensors_that_differ_alike_share_a_line(tmp_path, capsys):
+    values = {f"layers.{i}.{name}": torch.ones(4, 2) for i in range(6) for name in ("up", "down")}
+    save(tmp_path / "a", values)
+    changed = {key: value * (1 + 0.001 * (key != "layers.3.up")) for key, value in values.items() if "up" in key}
+    save(tmp_path / "b", {**values, **changed})
+    text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert re.search(r"^layers\.\{0,1,2,4,5\}\.up  40 of 40  1\.0e-03  1\.0e-03$", text, re.M)
+    assert "12 tensors compared: 7 equal, 5 differ" in text
 
 
 def test_errors_have_a_code_of_their_own(tmp_path, capsys):

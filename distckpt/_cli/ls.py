@@ -1,0 +1,43 @@
+"""`distckpt ls`: list the checkpoints of a run."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+
+from distckpt._cli.output import Output, size_text
+from distckpt._manager.listing import CheckpointInfo, list_checkpoints
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Print a line for each checkpoint, and why some are not whole."""
+    found = list_checkpoints(arguments.root)
+    output.json([{**info._asdict(), "metrics": dict(info.metrics)} for info in found])
+    if not found:
+        output.line(f"there are no checkpoints in {arguments.root}")
+        return 0
+    rows = [
+        [
+            info.name,
+            time_text(info.saved_at),
+            " ".join(f"{name}={value:.4g}" for name, value in info.metrics.items()),
+            _state(info),
+            size_text(info.num_bytes) if info.num_bytes else "",
+        ]
+        for info in found
+    ]
+    output.table(["checkpoint", "saved", "metrics", "state", "size"], rows, num_text=4, drop="metrics saved")
+    for info in found:
+        if info.problem:
+            output.line(f"{info.name}: {info.problem}")
+    return 0
+
+
+def time_text(seconds: float | None) -> str:
+    """Format a time as that of this machine's clock; an empty string for None."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _state(info: CheckpointInfo) -> str:
+    words = ["not whole"] * (info.problem is not None) + ["newest"] * info.is_newest + ["pinned"] * info.pinned
+    return ", ".join(words)
