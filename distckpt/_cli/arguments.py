@@ -28,6 +28,11 @@ def inspect(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
     parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them")
+    parser.add_argument("--tree", action="store_true", help="list each module and tensor, layers one by one")
+    parser.add_argument("--depth", type=positive, metavar="N", help="show N levels of modules, with their totals")
+    parser.add_argument(
+        "--sort", choices=("key", "size"), default="key", help="order of modules (default: %(default)s)"
+    )
     parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, one colour per rank (needs --key)")
 
 
@@ -60,6 +65,12 @@ def verify(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--jobs", type=positive, default=8, help="threads (default: %(default)s)")
     parser.set_defaults(mode="full")
+
+
+def stats(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    add_keys(parser)
 
 
 def diff(parser: ArgumentParser) -> None:

@@ -29,7 +29,7 @@ def run(arguments: Namespace, output: Output) -> int:
     groups = group_differences(report.tensors)
     if groups:
         heads = ["tensor", "differs", "max", "rel L2", "where"]
-        output.table(heads, groups[:MAX_LISTED], num_text=1, drop="where differs")
+        output.table(heads, groups[:MAX_LISTED], num_text=2, drop="where differs")
     for item in report.objects[:MAX_LISTED]:
         output.line(describe_object(item))
     num_left = max(0, len(groups) - MAX_LISTED) + max(0, len(report.objects) - MAX_LISTED)
@@ -92,6 +92,6 @@ def summary(report: DiffReport) -> str:
     num_different = len([tensor for tensor in report.tensors if tensor.shapes[0] == tensor.shapes[1]])
     return (
         f"{verdict}: {count_text(report.num_compared, 'tensor')} compared: {report.num_compared - num_different:,} "
-        f"equal, {num_different:,} differ; {size_text(report.num_bytes)} read in {report.seconds:.2f} s, "
+        f"equal, {num_different:,} differ{'s' * (num_different == 1)}; {size_text(report.num_bytes)} read in {report.seconds:.2f} s, "
         f"{size_text(report.num_bytes / report.seconds)}/s{note}"
     )

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from distckpt._cli.output import printable
+from distckpt._cli.output import COLOURS, printable, swatch
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#86bcb6")
 _LIGHT_COLOURS = ("#f28e2b", "#76b7b2", "#edc948", "#ff9da7", "#86bcb6")
 _INK = "#24292f"
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -79,12 +78,12 @@ def text_picture(
     owners = _owners(chunks)
     rows, columns = _extent(shape, axes)
     height, width = min(_TEXT_HEIGHT, rows), min(_TEXT_WIDTH, columns)
-    rectangles = [(*_rectangle(chunk, axes), owners.index(chunk.owner)) for chunk in chunks]
+    rectangles = [(*_rectangle(chunk, axes), owners[chunk.owner]) for chunk in chunks]
     for line in range(height):
         at_row = (2 * line + 1) * rows // (2 * height)
         cells = [_owner_at(rectangles, at_row, (2 * i + 1) * columns // (2 * width)) for i in range(width)]
         yield "".join(_cell(owner, in_colour) for owner in cells)
-    for index, owner in enumerate(owners):
+    for owner, index in owners.items():
         yield f"{_cell(index, in_colour)} {printable(owner)}"
     if len(shape) > 1:
         yield f"down: axis {axes[0]}, across: axis {axes[1]}"
@@ -102,7 +101,7 @@ def svg_picture(title: str, shape: tuple[int, ...], chunks: Sequence[Chunk], axe
     parts = [f'<text x="{left}" y="24" font-size="{size:.1f}" font-weight="bold">{_xml(title)}</text>']
     for chunk in chunks:
         row, column, num_rows, num_columns = _rectangle(chunk, axes)
-        index = owners.index(chunk.owner)
+        index = owners[chunk.owner]
         x, y = left + width * column / columns, top + height * row / rows
         w, h = width * num_columns / columns, height * num_rows / rows
         parts.append(
@@ -118,13 +117,14 @@ def svg_picture(title: str, shape: tuple[int, ...], chunks: Sequence[Chunk], axe
         parts.append(_label(left - 8, top + 12, f"axis {axes[0]}:", 'text-anchor="end"'))
         parts.append(_label(left - 8, top + 28, str(rows), 'text-anchor="end"'))
     legend_top = top + height + 24
-    for index, owner in enumerate(owners):
-        x, y = left + index % 6 * 100, legend_top + index // 6 * 20
-        if not owner.startswith("rank "):
-            x, y = left, legend_top + index * 20
+    is_list = any(chunk.rank is None for chunk in chunks)
+    for place, (owner, index) in enumerate(owners.items()):
+        x, y = left + place % 6 * 100, legend_top + place // 6 * 20
+        if is_list:
+            x, y = left, legend_top + place * 20
         parts.append(f'<rect x="{x}" y="{y - 10:.2f}" width="12" height="12" fill="{_colour(index)}"/>')
         parts.append(_label(x + 18, y, owner, ""))
-    lines = len(owners) if not owners[0].startswith("rank ") else -(-len(owners) // 6)
+    lines = len(owners) if is_list else -(-len(owners) // 6)
     return svg_document(left + 6 * 100 + 70, legend_top + lines * 20, parts)
 
 
@@ -142,9 +142,10 @@ def _label(x: float, y: float, text: str, attributes: str) -> str:
     return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{_xml(text)}</text>'
 
 
-def _owners(chunks: Sequence[Chunk]) -> list[str]:
-    """Return the owners, by rank."""
-    return sorted({chunk.owner for chunk in chunks}, key=lambda owner: (len(owner), owner))
+def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
+    """Return the number of each owner: its rank, or where files tell no ranks, one after the other."""
+    owners = sorted({chunk.owner: chunk.rank for chunk in chunks}.items(), key=lambda item: (len(item[0]), item[0]))
+    return {owner: place if rank is None else rank for place, (owner, rank) in enumerate(owners)}
 
 
 def _extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int]:
@@ -178,8 +179,7 @@ def _cell(owner: int | None, in_colour: bool) -> str:
     letter = _LETTERS[owner % len(_LETTERS)]
     if not in_colour:
         return letter
-    red, green, blue = (int(_colour(owner)[i : i + 2], 16) for i in (1, 3, 5))
-    return f"\x1b[48;2;{red};{green};{blue}m\x1b[38;2;255;255;255m{letter}\x1b[0m"
+    return swatch(owner, letter)
 
 
 def _xml(text: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,24 +14,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distckpt._base.dtypes import PACKED_PER_ITEM
-from distckpt._base.errors import LoadMismatchError
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, key_pattern, natural_order, without_numbers
 from distckpt._cli import grid
-from distckpt._cli.output import Output, count_text, shape_text, size_text
+from distckpt._cli.grid import rank_of_file
+from distckpt._cli.ls import time_text
+from distckpt._cli.output import BOLD, Output, count_text, shape_text, size_text
 from distckpt._cli.verify import strays_text
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign.opening import open_checkpoint
+from distckpt._foreign.stored_values import holds_objects, load_common_state
 from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
 _MAX_WRITERS = 64
 _BAR_WIDTH = 30
+_MAX_NAMES = 12
 
 
 class Group(NamedTuple):
-    """Keys that differ in numbers only and have one dtype and shape; `pattern` shows ranges of numbers."""
+    """Keys that differ in numbers only and have one dtype and shape; `pattern` shows ranges of numbers.
+
+    Of a module, whose tensors have several, dtype and shape are empty.
+    """
 
     pattern: str
     dtype: str
@@ -37,6 +47,7 @@ class Group(NamedTuple):
     num_keys: int
     num_bytes: int
     num_chunks: int
+    ranks: frozenset[int] = frozenset()
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -47,13 +58,13 @@ def run(arguments: Namespace, output: Output) -> int:
     manifest = stored.manifest
     if arguments.key is not None:
         return _show_key(stored, arguments.key, arguments.svg, output)
-    groups, files = group_keys(manifest), list_files(manifest)
+    groups, files = group_keys(manifest, is_merging=not arguments.tree), list_files(manifest)
     facts = summary(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
-    lists = {"groups": [group._asdict() for group in groups], "files": files, "writers": list_writers(files)}
-    output.json({**facts, **lists, "strays": strays})
+    listed = [{**group._asdict(), "ranks": sorted(group.ranks)} for group in groups]
+    output.json({**facts, "groups": listed, "files": files, "writers": list_writers(files), "strays": strays})
     if not output.as_json:
-        _show(facts, groups, files, manifest, output)
+        _show(facts, _lines(groups, arguments.depth, arguments.sort == "size"), files, output)
         if strays:
             output.line(strays_text(strays))
     return 0
@@ -85,17 +96,42 @@ def summary(stored: StoredCheckpoint) -> dict[str, Any]:
         "num_files": len(manifest.files),
         "has_checksums": manifest.has_checksums,
         "tied": manifest.aliases,
+        **_of_the_save(stored),
     }
 
 
-def group_keys(manifest: Manifest) -> list[Group]:
-    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`."""
-    members: dict[tuple[tuple[str, ...], str, tuple[int, ...]], list[int]] = defaultdict(list)
+def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Return what the marker and common state say: when, which step, which format, the names in common state."""
+    path = locations.join(stored.location, CONFIG_FNAME)
+    marker = (read_marker(stored.location) if stored.manifest.origin is None else None) or {}
+    note = marker.get("manager")
+    names: list[str] = []
+    with contextlib.suppress(CheckpointingException, OSError):
+        names = [str(name) for name in load_common_state(stored)] if holds_objects(stored) else []
+    return {
+        "saved_at": locations.modified_time(path) if marker else None,
+        "step": note.get("step") if isinstance(note, dict) else None,
+        "format": (stored.manifest.origin or {}).get("format") or f"distckpt {marker.get('format_version', 1)}",
+        "common_state": names,
+    }
+
+
+def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
+    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`, unless told not to."""
+    members: dict[tuple[object, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
-        pattern = without_numbers(manifest.keys[key_id])
+        key = manifest.keys[key_id]
+        pattern = without_numbers(key) if is_merging else key
         members[pattern, manifest.dtypes[key_id], manifest.global_shapes[key_id]].append(key_id)
     sizes = np.concatenate([[0], np.cumsum(manifest.num_bytes)])
     starts = manifest.key_starts
+    ranks = [rank_of_file(file.name) for file in manifest.files]
+    file_ids = manifest.file_ids.tolist()
+
+    def ranks_of(ids: Sequence[int]) -> frozenset[int]:
+        found = {ranks[file_ids[row]] for i in ids for row in range(starts[i], starts[i + 1])}
+        return frozenset(rank for rank in found if rank is not None)
+
     return [
         Group(
             key_pattern([manifest.keys[i] for i in ids]),
@@ -104,6 +140,7 @@ def group_keys(manifest: Manifest) -> list[Group]:
             len(ids),
             int(sum(sizes[starts[i + 1]] - sizes[starts[i]] for i in ids)),
             int(sum(starts[i + 1] - starts[i] for i in ids)),
+            ranks_of(ids),
         )
         for (_, dtype, shape), ids in members.items()
     ]
@@ -114,7 +151,7 @@ def list_files(manifest: Manifest) -> list[dict[str, Any]]:
     data_bytes = np.zeros(len(manifest.files), np.int64)
     np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
     return [
-        {"name": file.name, "rank": grid.rank_of_file(file.name), "bytes": file.num_bytes, "data_bytes": int(size)}
+        {"name": file.name, "rank": rank_of_file(file.name), "bytes": file.num_bytes, "data_bytes": int(size)}
         for file, size in zip(manifest.files, data_bytes, strict=True)
     ]
 
@@ -133,24 +170,26 @@ def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(writers.values(), key=lambda writer: (writer["rank"] is None, writer["rank"] or 0))
 
 
-def _show(
-    facts: dict[str, Any], groups: list[Group], files: list[dict[str, Any]], manifest: Manifest, output: Output
-) -> None:
-    output.line(f"{facts['location']}")
+def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any, output: Output) -> None:
+    of_save = [time_text(facts["saved_at"]) and f"saved {time_text(facts['saved_at'])}"]
+    of_save += ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
+    output.line(facts["location"], BOLD)
+    output.line(", ".join(filter(None, of_save)) + ("" if facts["has_checksums"] else ", no checksums"))
     tensors, elements, objects, chunks, num_files = (
         count_text(facts[f"num_{noun}s"], noun) for noun in ("tensor", "element", "object", "chunk", "file")
     )
     output.line(
         f"{tensors}, {elements}, {size_text(facts['tensor_bytes'])}; "
         f"{objects} and common state, {size_text(facts['object_bytes'])}; {chunks} in {num_files}"
-        + ("" if facts["has_checksums"] else "; no checksums")
     )
+    if names := facts["common_state"]:
+        more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
+        output.line(f"common state: {', '.join(names[:_MAX_NAMES])}{more}")
     output.line()
-    rows = [
-        [label, *(_group_cells(group) if group else ("",) * 5)]
-        for label, group in _tree([(_segments(g.pattern), g) for g in groups if g.pattern != COMMON_KEY])
-    ]
-    output.table(["key", "shape", "dtype", "keys", "chunks", "size"], rows, num_text=3)
+    rows = [[label, *_group_cells(group)] for label, group in lines]
+    swatches = [sorted(group.ranks) if group.dtype else [] for _, group in lines]
+    heads = ["key", "shape", "dtype", "keys", "chunks", "size"]
+    output.table(heads, rows, num_text=3, drop="chunks keys dtype shape", swatches=swatches)
     for alias, key in facts["tied"].items():
         output.line(f"{alias} is tied to {key}")
     output.line()
@@ -170,7 +209,8 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
         ]
         for writer in writers[:_MAX_WRITERS]
     ]
-    output.table(["owner", "share", "files", "data"], shown, num_text=2)
+    swatches = [[] if writer["rank"] is None else [writer["rank"]] for writer in writers[:_MAX_WRITERS]]
+    output.table(["owner", "share", "files", "data"], shown, num_text=2, drop="files share", swatches=swatches)
     if len(writers) > _MAX_WRITERS:
         output.line(f"... and {len(writers) - _MAX_WRITERS} more (all with --json)")
     sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
@@ -180,29 +220,42 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:
-    shape = shape_text(group.shape)
+    shape = shape_text(group.shape) if group.dtype else ""
     return shape, group.dtype, str(group.num_keys), str(group.num_chunks), size_text(group.num_bytes)
 
 
+def _lines(groups: Sequence[Group], depth: int | None, is_by_size: bool) -> list[tuple[str, Group]]:
+    """Return the lines of a tree of modules, each with its total."""
+    members = [(_segments(group.pattern), group) for group in groups if group.pattern != COMMON_KEY]
+    return list(_tree(members, depth or sys.maxsize, is_by_size))
+
+
 def _tree(
-    members: Sequence[tuple[list[str], Group]], depth: int = 0, parent: str = ""
-) -> Iterator[tuple[str, Group | None]]:
-    """Yield the lines of a tree of patterns, given in segments; inner lines have no group."""
+    members: Sequence[tuple[list[str], Group]], depth: int, is_by_size: bool, level: int = 0, parent: str = ""
+) -> Iterator[tuple[str, Group]]:
+    """Yield the lines of a tree of patterns, given in segments, down to `depth` levels."""
     by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
     for (first, *rest), group in members:
         by_first[first].append((rest, group))
-    for first, below in by_first.items():
+    branches = [(first, below, _total(first, [group for _, group in below])) for first, below in by_first.items()]
+    for first, below, total in sorted(branches, key=lambda branch: -branch[2].num_bytes) if is_by_size else branches:
         leaves = [group for rest, group in below if not rest]
         deeper = [(rest, group) for rest, group in below if rest]
         for group in leaves:
-            yield "  " * depth + parent + first, group
+            yield "  " * level + parent + first, group
         if not leaves and len({rest[0] for rest, _ in deeper}) == 1:
             # A single branch continues on the same line.
-            yield from _tree(deeper, depth, f"{parent}{first}.")
+            yield from _tree(deeper, depth, is_by_size, level, f"{parent}{first}.")
         elif deeper:
             if not leaves:
-                yield "  " * depth + parent + first, None
-            yield from _tree(deeper, depth + 1)
+                yield "  " * level + parent + first, total
+            if level + 1 < depth:
+                yield from _tree(deeper, depth, is_by_size, level + 1)
+
+
+def _total(name: str, groups: Sequence[Group]) -> Group:
+    counts = (sum(getattr(group, field) for group in groups) for field in ("num_keys", "num_bytes", "num_chunks"))
+    return Group(name, "", (), *counts)
 
 
 def _segments(pattern: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,9 @@ DIM, BOLD, GREEN, RED = "2", "1", "32", "31"
 
 _SECONDS_BETWEEN = 0.2
 _BAR_WIDTH = 30
+COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#86bcb6")
+"""Of ranks, in pictures as on terminals."""
+_MAX_SWATCHES = 16
 
 
 class Output:
@@ -34,27 +38,37 @@ class Output:
         if self.as_json:
             print(json.dumps(finite(value), indent=1))
 
-    def line(self, text: str = "") -> None:
+    def line(self, text: str = "", style: str = "") -> None:
         """Print a line of the result."""
         if not self.as_json:
-            print(printable(text))
+            print(self.styled(printable(text), style) if style else printable(text))
 
     def picture(self, lines: Iterable[str]) -> None:
         """Print lines that contain colours and no names."""
         for line in lines:
             print(line)
 
-    def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1, drop: str = "") -> None:
+    def table(
+        self,
+        heads: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        num_text: int = 1,
+        drop: str = "",
+        swatches: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Print a table of the result: the first `num_text` columns hold text, the others numbers, aligned right.
 
-        On a terminal that is too narrow the columns named in `drop` are left out, one after the other.
+        On a terminal that is too narrow the columns named in `drop` are left out, one after the other. In colour, each
+        row ends with the colours of the ranks in its `swatches`.
         """
         if self.as_json:
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         lines = table_lines(heads, [[printable(cell) for cell in row] for row in rows], num_text, drop.split(), width)
-        for number, line in enumerate(lines):
-            print(self.styled(line, DIM) if number < 2 else line)
+        for line in lines[:2]:
+            print(self.styled(line, DIM))
+        for line, ranks in itertools.zip_longest(lines[2:], swatches if self.in_colour else ()):
+            print(line.ljust(len(lines[1])) + "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES])) if ranks else line)
 
     def styled(self, text: str, style: str) -> str:
         """Return text in a style where the result has colours."""
@@ -100,6 +114,13 @@ class _Progress:
         room = min(_BAR_WIDTH, shutil.get_terminal_size().columns - len(self._label) - len(text) - 3)
         bar = ("\u2501" * (room * done // max(total, 1))).ljust(room, "\u2500") + " " if room > 4 else ""
         print(f"\r{self._label} {bar}{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def swatch(rank: int, letter: str = " ") -> str:
+    """Return a cell in the colour of a rank, for terminals."""
+    colour = COLOURS[rank % len(COLOURS)]
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"\x1b[48;2;{red};{green};{blue}m\x1b[38;2;255;255;255m{letter}\x1b[0m"
 
 
 def printable(text: str) -> str:

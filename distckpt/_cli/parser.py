@@ -45,6 +45,7 @@ VERBS = (
     Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", arguments.inspect, "inspect"),
     Verb("cat", "Print values of a tensor or an object, or save them for numpy.", arguments.cat, "cat"),
     Verb("verify", "Check that a checkpoint is complete and undamaged.", arguments.verify, "verify", error_code=2),
+    Verb("stats", "Norm, extremes, NaN and zeros of each tensor.", arguments.stats, "stats", error_code=2),
     Verb(
         "diff",
         "Compare two checkpoints: keys, shapes, dtypes, values, objects.",

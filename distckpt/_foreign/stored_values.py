@@ -9,6 +9,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import NUM_THREADS
 from distckpt._foreign.opening import find_reader, naming_reader
 from distckpt._foreign.reader import Reader
 from distckpt._format import codec
@@ -44,8 +45,16 @@ class StoredTensor(NamedTuple):
 def read_region(stored: StoredCheckpoint, key: str, region: Region) -> torch.Tensor:
     """Read a region of a tensor, and nothing else of it."""
     values = torch.empty(region.shape, dtype=FROM_NAME[stored.dtype_name(key)])
-    read_copies(stored, plan_load(stored, [Request(key, stored.global_shape(key), region)]), [values])
+    read_region_into(stored, key, region, values)
     return values
+
+
+def read_region_into(
+    stored: StoredCheckpoint, key: str, region: Region, values: torch.Tensor, num_threads: int = NUM_THREADS
+) -> None:
+    """Read a region of a tensor into one of its shape."""
+    request = Request(key, stored.global_shape(key), region)
+    read_copies(stored, plan_load(stored, [request]), [values], num_threads)
 
 
 def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:

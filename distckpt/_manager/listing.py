@@ -78,16 +78,15 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
             return None
         num_bytes, problem, is_foreign = 0, f"{type(error).__name__}: {error}", False
     note = (marker or {}).get(steps.NOTE)
-    if not isinstance(note, dict):
-        digits = re.search(r"(\d{1,18})$", name)
-        note = {"step": int(digits[1]) if digits else None}
+    noted = note.get("step") if isinstance(note, dict) else None
     if not is_foreign:
-        problem = problem or steps.problem_at(location, step if step is not None else note.get("step"))
-    saved = steps.saved_at(location, note["step"]) if isinstance(note.get("step"), int) else None
+        problem = problem or steps.problem_at(location, noted if step is None else step)
+    saved = steps.saved_at(location, noted) if isinstance(noted, int) else None
+    digits = re.search(r"\d{1,18}$", name)
     return CheckpointInfo(
         name,
         location,
-        note["step"] if isinstance(note.get("step"), int) else step,
+        noted if saved else int(digits[0]) if digits else None,
         num_bytes,
         locations.modified_time(locations.join(location, CONFIG_FNAME)) if marker else None,
         saved.metrics if saved else {},

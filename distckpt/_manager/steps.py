@@ -127,7 +127,7 @@ def problem_with(root: str, step: int) -> str | None:
             return problem
 
 
-def problem_at(location: str, step: int) -> str | None:
+def problem_at(location: str, step: int | None) -> str | None:
     """Check the checkpoint of a step at a location that need not be its own."""
     try:
         marker = read_marker(location)

@@ -84,7 +84,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with CheckpointManager(directory / "runs/a", async_save=False) as manager:
         for step in (100, 200, 300, 400, 500):
-            manager.save(step, {"step": step})
+            manager.save(step, {"step": step}, metrics={"loss": 300 / step}, pinned=step == 200)
     interrupted = directory / "runs/a/.step_00000450.tmp-0123456789abcdef"
     interrupted.mkdir()
     os.utime(interrupted, (0, 0))
@@ -118,6 +118,7 @@ def output_of(line: str) -> str:
 
 def timeless(text: str) -> str:
     """Return a text without the times of one run."""
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", text)
     return re.sub(r"\d+\.\d+ (s\b|[kMGT]?B/s)", r"# \1", text)
 
 

@@ -95,7 +95,7 @@ def test_help_and_usage(capsys):
     ]
     assert all(verb in listed for verb in [*verbs, "completion"])
     assert "no verb 'inspekt' (did you mean 'inspect'?)" in call_usage_error(capsys, "inspekt")
-    assert "no verb 'xyz': choose from inspect, cat," in call_usage_error(capsys, "xyz")
+    assert "no verb 'xyz': choose from ls, inspect, cat," in call_usage_error(capsys, "xyz")
     assert "PATH" in call_usage_error(capsys, "verify").upper()
     assert "'0' is not a positive integer" in call_usage_error(capsys, "verify", "x", "--jobs", "0")
 
@@ -162,6 +162,21 @@ def test_inspect_summarises(checkpoint, capsys):
     assert re.search(r"model\.layers\.\{0\.\.2\}\.up\.weight +4x6 +BF16 +3 +3 +144 B", text)
     assert "5 tensors" in text
     assert "\x1b" not in text
+
+
+def test_inspect_shows_modules_with_totals_and_what_the_save_says(checkpoint, tmp_path, capsys):
+    whole = call(capsys, "inspect", checkpoint, "--tree")
+    assert re.search(r"^model\.layers +3 +3 +144 B\n  0\.up\.weight +4x6 +BF16 +1 +1 +48 B\n  1\.up", whole, re.M)
+    top = call(capsys, "inspect", checkpoint, "--tree", "--depth", 1, "--sort", "size")
+    keys = [line.split()[0] for line in top.partition("---\n")[2].partition("\n\n")[0].splitlines()]
+    assert keys == ["big", "grid", "model.layers", "rng"]
+    assert "common state: step\n" in top
+    assert re.search(r"^saved \d{4}-\d\d-\d\d \d\d:\d\d, format distckpt 2$", top, re.M)
+    with distckpt.CheckpointManager(tmp_path / "run", async_save=False) as manager:
+        manager.save(7, {"lr": 0.1})
+    found = call_json(capsys, "inspect", tmp_path / "run/step_00000007")
+    assert (found["step"], found["common_state"], found["format"]) == (7, ["lr"], "distckpt 2")
+    assert call_json(capsys, "inspect", checkpoint)["groups"][0]["ranks"] == [0]
 
 
 def test_inspect_draws_the_chunks_of_a_key(two_ranks, tmp_path, capsys):

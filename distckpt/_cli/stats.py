@@ -1,0 +1,44 @@
+"""`distckpt stats`: statistics of the values of each tensor."""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import Namespace
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._cli.output import Output, count_text, size_text
+from distckpt._foreign.opening import open_checkpoint
+from distckpt._operations.stats import TensorStats, compute_stats
+from distckpt._ranks.report import counting
+from distckpt._storage import locations
+
+_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+def run(arguments: Namespace, output: Output) -> int:
+    """Print a line for each tensor, return 1 if there is a NaN."""
+    started = time.perf_counter()
+    stored = open_checkpoint(locations.normalize(arguments.path))
+    total = int(stored.manifest.num_bytes.sum())
+    with output.progress("reading") as progress:
+        found = list(compute_stats(stored, arguments.keys, counting(progress, total)))
+    output.json({"location": stored.location, "tensors": [tensor._asdict() for tensor in found]})
+    heads = ["tensor", "norm", "mean", "min", "max", "zeros", "NaN", "Inf", "values"]
+    output.table(heads, [_cells(tensor) for tensor in found], drop="values zeros mean Inf min max")
+    num_bytes = sum(math.prod(tensor.shape) * FROM_NAME[tensor.dtype].itemsize for tensor in found)
+    seconds = time.perf_counter() - started
+    num_nan = sum(tensor.num_nan > 0 for tensor in found)
+    output.line(
+        f"{count_text(len(found), 'tensor')}, {num_nan:,} with NaN; {size_text(num_bytes)} read in {seconds:.2f} s, "
+        f"{size_text(num_bytes / seconds)}/s"
+    )
+    return 1 if num_nan else 0
+
+
+def _cells(tensor: TensorStats) -> list[str]:
+    numbers = [f"{value:.3g}" for value in (tensor.norm, tensor.mean, tensor.min, tensor.max)]
+    counts = [f"{count:,}" if count else "" for count in (tensor.num_zero, tensor.num_nan, tensor.num_infinite)]
+    tallest = max(tensor.histogram, default=1) or 1
+    bars = "".join(_BARS[count * (len(_BARS) - 1) // tallest] for count in tensor.histogram)
+    return [tensor.key, *numbers, *counts, bars]

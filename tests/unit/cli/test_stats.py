@@ -1,0 +1,79 @@
+"""`distckpt stats`: statistics of values, against numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import distckpt
+from distckpt import ShardedTensor
+from distckpt._foreign.opening import open_checkpoint
+from distckpt._operations import stats
+from tests.support.cli_command import call, call_error, call_json
+
+GENERATOR = torch.Generator().manual_seed(5)
+VALUES = {
+    "wide": torch.randn(300, 40, generator=GENERATOR),
+    "half": torch.randn(50, 8, generator=GENERATOR).bfloat16(),
+    "fp8": torch.randn(16, 8, generator=GENERATOR).to(torch.float8_e4m3fn),
+    "tiny": torch.full((6,), 1e-25),
+    "huge": torch.full((6,), 1e25),
+    "count": torch.arange(-3, 2**40, 2**37),
+    "mask": torch.tensor([True, False, False]),
+    "complex": torch.tensor([3 + 4j, 0j]),
+    "special": torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -2.0]),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(2.5),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    distckpt.save(
+        {**{key: ShardedTensor.from_rank_offsets(key, v) for key, v in VALUES.items()}, "s": 1}, tmp_path / "c"
+    )
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("window", [1 << 21, 64])
+def test_statistics_are_those_of_numpy(checkpoint, capsys, monkeypatch, window):
+    monkeypatch.setattr(stats, "WINDOW_ELEMENTS", window)
+    found = {item["key"]: item for item in call_json(capsys, "stats", checkpoint, code=1)["tensors"]}
+    assert list(found) == sorted(VALUES)
+    for key, value in VALUES.items():
+        flat = torch.view_as_real(value) if value.is_complex() else value
+        numbers = (flat.double() if flat.dtype != torch.float8_e4m3fn else flat.float().double()).numpy().ravel()
+        finite, item = numbers[np.isfinite(numbers)], found[key]
+        assert (item["num_elements"], item["shape"]) == (value.numel(), list(value.shape))
+        assert item["num_nan"] == np.isnan(numbers).sum()
+        assert item["num_infinite"] == np.isinf(numbers).sum()
+        assert item["num_zero"] == (finite == 0).sum()
+        assert item["norm"] == pytest.approx(float(np.linalg.norm(finite)), rel=1e-5)
+        assert sum(item["histogram"]) == (len(finite) if len(finite) < 2000 else sum(item["histogram"]))
+        if len(finite):
+            assert (item["min"], item["max"]) == (finite.min(), finite.max())
+            assert item["mean"] == pytest.approx(finite.mean(), rel=1e-5, abs=1e-7)
+    assert 1000 <= sum(found["wide"]["histogram"]) <= 2000
+
+
+def test_a_histogram_has_bins_of_equal_width(tmp_path, capsys):
+    values = torch.cat([torch.zeros(7), torch.ones(2), torch.tensor([8.0])])
+    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
+    (found,) = call_json(capsys, "stats", tmp_path / "c")["tensors"]
+    assert found["histogram"] == np.histogram(values.numpy(), 8)[0].tolist() == [7, 2, 0, 0, 0, 0, 0, 1]
+
+
+def test_the_exit_code_tells_of_nan(checkpoint, capsys):
+    text = call(capsys, "stats", checkpoint, code=1)
+    assert "11 tensors, 1 with NaN; " in text
+    assert "10 tensors, 0 with NaN" in call(capsys, "stats", checkpoint, "--keys", "!special")
+    assert "matches ['v']; there are 'complex'" in call_error(capsys, "stats", checkpoint, "--keys", "v", code=2)
+
+
+def test_numbers_beyond_the_squares_of_float32(checkpoint):
+    stored = stats.compute_stats(open_checkpoint(str(checkpoint)), ["tiny", "huge"], None)
+    norms = {item.key: item.norm for item in stored}
+    assert norms == pytest.approx({"tiny": math.sqrt(6) * 1e-25, "huge": math.sqrt(6) * 1e25})
