@@ -90,8 +90,9 @@ def summary(report: DiffReport) -> str:
     verdict = "SAME" if report.is_same else "DIFFERENT"
     note = "" if report.objects_compared else "; objects and common state were not compared"
     num_different = len([tensor for tensor in report.tensors if tensor.shapes[0] == tensor.shapes[1]])
+    verb = "differs" if num_different == 1 else "differ"
     return (
         f"{verdict}: {count_text(report.num_compared, 'tensor')} compared: {report.num_compared - num_different:,} "
-        f"equal, {num_different:,} differ{'s' * (num_different == 1)}; {size_text(report.num_bytes)} read in {report.seconds:.2f} s, "
+        f"equal, {num_different:,} {verb}; {size_text(report.num_bytes)} read in {report.seconds:.2f} s, "
         f"{size_text(report.num_bytes / report.seconds)}/s{note}"
     )
