@@ -28,7 +28,7 @@ _INSTEAD = {
     "LoadPlan": _FOLLOWS_NO_PLANNER,
     "LoadPlanner": _FOLLOWS_NO_PLANNER,
     "Metadata": _HAS_NO_METADATA,
-    "QuantizedHuggingFaceStorageReader": "quantized weights are read as they are stored, not dequantized",
+    "QuantizedHuggingFaceStorageReader": "use load: quantized weights are read as values",
     "ReadItem": _FOLLOWS_NO_PLANNER,
     "SavePlan": _FOLLOWS_NO_PLANNER,
     "SavePlanner": _FOLLOWS_NO_PLANNER,
