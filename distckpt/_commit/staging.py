@@ -33,7 +33,7 @@ class Staging(NamedTuple):
     """The place that all ranks of a save write into, as this rank sees it, and where the save is to appear: `target`.
 
     `location` is that of the directory; the target itself on an object store. `first_host` and `first_target` are those
-    of rank 0.
+    of rank 0, `num_bytes` is how much all ranks together are going to write.
     """
 
     nonce: str
@@ -41,30 +41,34 @@ class Staging(NamedTuple):
     target: str
     first_host: str
     first_target: str
+    num_bytes: int
 
 
-def choose_staging(ranks: Ranks, target: str) -> Staging:
-    """Choose where a save is written. Collective operation: all ranks must call it; nothing is made yet."""
-    chosen = ranks.broadcast(json.dumps([running.new_nonce(target), os.uname().nodename, target]).encode())
-    nonce, host, first_target = json.loads(chosen)
-    return Staging(nonce, posix.staging_location(target, nonce), target, host, first_target)
+def choose_staging(ranks: Ranks, target: str, num_bytes: int) -> Staging:
+    """Choose where a save is written, given how much this rank is going to write; nothing is made yet.
+
+    Collective operation: all ranks must call it.
+    """
+    chosen = [running.new_nonce(target), os.uname().nodename, target] if ranks.is_coordinator else []
+    sent = [json.loads(text) for text in ranks.all_gather(json.dumps([num_bytes, *chosen]).encode())]
+    _, nonce, host, first_target = sent[0]
+    total = sum(own for own, *_ in sent)
+    return Staging(nonce, posix.staging_location(target, nonce), target, host, first_target, total)
 
 
 def make_staging(
     ranks: Ranks,
     staging: Staging,
     held: contextlib.ExitStack,
-    num_bytes: int,
     names: Sequence[str] = posix.SUBDIRECTORIES,
     durable: bool = True,
 ) -> None:
     """Make the directory with subdirectories of these names, and check that all ranks see it.
 
     Collective operation: all ranks must call it. A local directory is locked until `held` is closed. Nothing but
-    directories has been written when this raises, which it also does when there is no space for the `num_bytes` that
-    the ranks are going to write.
+    directories has been written when this raises, which it also does when there is no space for what the ranks are
+    going to write.
     """
-    total = int(ranks.all_gather_numbers([num_bytes]).sum())
     with ranks.phase("create directories", decision=True):
         if ranks.is_coordinator:
             if locations.is_local(staging.location):
@@ -73,7 +77,7 @@ def make_staging(
                 prepare_to_replace(staging.target, staging.location)
             posix.prepare(staging.location, names, durable)
             if locations.is_local(staging.location):
-                _check_space(staging.location, total)
+                _check_space(staging.location, staging.num_bytes)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
             _check_is_seen(ranks.rank, staging, names)

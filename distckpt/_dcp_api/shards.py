@@ -112,11 +112,8 @@ def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dic
     if ranks.all_equal(digest):
         return {key: _EVERYWHERE | (_MAIN if is_main_replica(number) else 0) for key, number in copies}
     tables = ranks.gather(json.dumps(copies).encode())
-    flags: list[bytes] = []
-    with ranks.phase("compare keys", decision=True):
-        if ranks.is_coordinator:
-            flags = _flags([json.loads(table) for table in tables])
-    return dict(zip((key for key, _ in copies), ranks.scatter(flags), strict=True))
+    flags = ranks.decide_each("compare keys", lambda: _flags([json.loads(table) for table in tables]))
+    return dict(zip((key for key, _ in copies), flags, strict=True))
 
 
 def _flags(tables: Sequence[Sequence[tuple[str, list[int]]]]) -> list[bytes]:

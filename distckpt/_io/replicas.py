@@ -44,7 +44,7 @@ def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) ->
 
 def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
     """Return a number of this rank. The sum of all ranks is 0 where samples of replicas are equal, modulo 2**64."""
-    views = [region_view(s, region) for i, region in plan.replicas if isinstance(s := shards[i], ShardedTensor)]
+    views = [region_view(s, region) for i, region in plan.replicas or () if isinstance(s := shards[i], ShardedTensor)]
     return int((sampled_digests(views) * plan.weights).sum(dtype=np.uint64).view(np.int64))
 
 

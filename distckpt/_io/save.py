@@ -12,6 +12,7 @@ import torch
 
 from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
 from distckpt._format import codec
+from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
 from distckpt._io.write import NewFile, file_of_tensors, in_folder
 from distckpt._mapping.base import OpenReplicaId
@@ -64,30 +65,37 @@ def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
     back, tables of chunks go to it.
     """
     described = ShardTable.all_from_bytes(ranks.gather(table.to_bytes()))
-    plans: list[bytes] = []
-    manifest = None
-    with ranks.phase("plan", decision=True):
-        if ranks.is_coordinator:
-            merged = merge_tables(described)
-            validate_shards(merged, allow_gaps=allow_gaps)
-            aliases = find_aliases(merged)
-            manifest = manifest_of_keys(merged, aliases)
-            owned = plan_owners(merged, ranks.size, aliases, [each.exchange_group for each in described])
-            number = f"{secrets.randbits(61):016x}".encode()
-            weights = np.split(replica_weights(merged), np.cumsum([len(each.key_ids) for each in described])[:-1])
-            plans = [number + own.tobytes() + p.to_bytes() for own, p in zip(weights, owned, strict=True)]
-    plan = ranks.scatter(plans)
-    with ranks.phase("lay out files"):
-        own_weights = np.frombuffer(plan[16:], np.uint64, len(table.key_ids))
-        rows = np.flatnonzero(own_weights)
-        replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
-        files, objects = lay_out_files(ranks.rank, table, Pieces.from_bytes(plan[16 + own_weights.nbytes :]))
+    manifests: list[Manifest] = []
+
+    def plan_for_all() -> list[bytes]:
+        merged = merge_tables(described)
+        validate_shards(merged, allow_gaps=allow_gaps)
+        aliases = find_aliases(merged)
+        manifests.append(manifest_of_keys(merged, aliases))
+        owned = plan_owners(merged, ranks.size, aliases, [each.exchange_group for each in described])
+        weights = replica_weights(merged)
+        fields = [1 + secrets.randbits(61), bool(weights.any())]
+        of_ranks = np.split(weights, np.cumsum([len(each.key_ids) for each in described])[:-1])
+        return [pack(fields, {"weights": w, **p._asdict()}) for w, p in zip(of_ranks, owned, strict=True)]
+
+    (number, has_replicas), columns = unpack(ranks.decide_each("plan", plan_for_all))
+    weights = columns.pop("weights")
+    error, own_table = None, b""
+    try:
+        files, objects = lay_out_files(ranks.rank, table, Pieces(**columns))
         own_table = chunk_table(files).to_bytes()
-    tables = [ChunkTable.from_bytes(data) for data in ranks.gather(own_table)]
-    with ranks.phase("check the size of the manifest", decision=True):
-        if manifest is not None:
+    except Exception as caught:
+        error = caught
+    gathered = ranks.gather(own_table)
+    with ranks.phase("lay out files", decision=True):
+        if error is not None:
+            raise error
+        tables = [ChunkTable.from_bytes(data) for data in gathered if data]
+        for manifest in manifests:
             manifest.check_size(tables)
-    return SavePlan(int(plan[:16], 16), files, objects, manifest, tables, replicas, own_weights[rows])
+    rows = np.flatnonzero(weights)
+    replicas = [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()] if has_replicas else None
+    return SavePlan(number, files, objects, next(iter(manifests), None), tables, replicas, weights[rows])
 
 
 def tensor_files_of(files: Sequence[PlannedFile], shards: Sequence[Shard]) -> Callable[[], list[NewFile]]:

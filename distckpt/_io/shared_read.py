@@ -115,11 +115,11 @@ def _host_number() -> int:
 
 def _plan_together(ranks: Ranks, table: UnitTable) -> SharePlan:
     tables = ranks.gather(table.to_bytes())
-    plans: list[bytes] = []
-    with ranks.phase("plan shared reads", decision=True):
-        if ranks.is_coordinator:
-            plans = [plan.to_bytes() for plan in plan_shares([UnitTable.from_bytes(data) for data in tables])]
-    return SharePlan.from_bytes(ranks.scatter(plans))
+
+    def plan() -> list[bytes]:
+        return [share.to_bytes() for share in plan_shares([UnitTable.from_bytes(data) for data in tables])]
+
+    return SharePlan.from_bytes(ranks.decide_each("plan shared reads", plan))
 
 
 class _Pieces(NamedTuple):

@@ -14,11 +14,13 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from distckpt._base.errors import LoadMismatchError
+from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
 from distckpt._format.codec.tree import REGISTERED
@@ -66,55 +68,65 @@ class Place(NamedTuple):
 class Described(NamedTuple):
     """A state dict without objects, and where these were.
 
-    For a save, `names` are the first names in the keys of the module at `model`, of all ranks.
+    For a save, `names` are the first names in the keys of the module at `model`, and `settings` those of optimizers, by
+    prefix.
     """
 
     state_dict: Any
     places: list[Place]
     names: Sequence[str] = ()
+    settings: Mapping[str, list[Any]] = MappingProxyType({})
+
+    def digest(self) -> int:
+        """Return a hash of 61 bits of what is the same on all ranks in the end."""
+        return checksum(codec.encode([list(self.names), dict(self.settings)])) >> 3
 
 
 def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize: Any = None) -> Described:
     """Describe the objects in a state dict, which is not changed.
 
-    Collective operation: all ranks must call it. For a load, settings of optimizers and values are left out: they come
-    from the checkpoint. Modules on the meta device get memory on the device `materialize`, if it is given.
+    For a load, settings of optimizers and values are left out: they come from the checkpoint. Modules on the meta
+    device get memory on the device `materialize`, if it is given.
     """
     places: list[Place] = []
     settings: dict[str, list[Any]] = {}
-    with ranks.phase("describe the objects of the state dict"):
-        tree = _Walk(ranks, loads, materialize, places).describe(state_dict, ())
-        meshes = _meshes(places)
-        for place in places:
-            if place.kind == PER_RANK:
-                tree = _replaced(tree, place.path, cell_of(place.value, place.name, ranks, meshes, loads))
-            if place.kind == OPTIMIZER:
-                described, entries = describe_optimizer(place.value, {"": tree}, place.prefix)
-                if loads or place.prefix not in settings:
-                    described["settings"] = ShardedObject(f"{place.prefix}.settings", None, (1,), (0,), ranks.rank)
-                settings.setdefault(place.prefix, []).extend(entries)
-                tree = _replaced(tree, place.path, described)
+    tree = _Walk(ranks, loads, materialize, places).describe(state_dict, ())
+    meshes = _meshes(places)
+    for place in places:
+        if place.kind == PER_RANK:
+            tree = _replaced(tree, place.path, cell_of(place.value, place.name, ranks, meshes, loads))
+        if place.kind == OPTIMIZER:
+            described, entries = describe_optimizer(place.value, {"": tree}, place.prefix)
+            if loads or place.prefix not in settings:
+                described["settings"] = ShardedObject(f"{place.prefix}.settings", None, (1,), (0,), ranks.rank)
+            settings.setdefault(place.prefix, []).extend(entries)
+            tree = _replaced(tree, place.path, described)
     if loads:
         return Described(tree, places)
-    names = json.dumps(sorted(_first_names(tree, places)))
-    numbers = ranks.all_gather_numbers([len(settings), checksum(names.encode()) >> 3])
-    if numbers[:, 0].any():
-        united = unite(ranks, settings)
-        with ranks.phase("describe states that are missing"):
-            for place in places:
-                if place.kind == OPTIMIZER:
-                    described = _at(tree, place.path)
-                    fill_gaps(described, united[place.prefix])
-                    if "settings" in described:
-                        described["settings"].data = united[place.prefix]
-    is_same = (numbers[:, 1] == numbers[0, 1]).all()
-    of_all = [names] if is_same else ranks.all_gather(names.encode())
-    return Described(tree, places, sorted(set().union(*map(json.loads, of_all))))
+    modules = [_at(tree, place.path) for place in places if place.kind == MODULE and not place.prefix]
+    names = {first_name(shard.key) for shard in nested_values(modules) if isinstance(shard, ShardedBase)}
+    return Described(tree, places, sorted(names), settings)
 
 
-def _first_names(tree: Any, places: list[Place]) -> set[str]:
-    at_model = [_at(tree, place.path) for place in places if place.kind == MODULE and not place.prefix]
-    return {first_name(shard.key) for shard in nested_values(at_model) if isinstance(shard, ShardedBase)}
+def united(ranks: Ranks, described: Described) -> Described:
+    """Give what was described for a save the names and settings of all ranks.
+
+    Collective operation: all ranks must call it.
+    """
+    names = ranks.all_gather(json.dumps(described.names).encode())
+    settings = unite(ranks, dict(described.settings))
+    return described._replace(names=sorted(set().union(*map(json.loads, names))), settings=settings)
+
+
+def completed(described: Described) -> Any:
+    """Return the state dict of a save with the settings of optimizers, and zeros for states that only others have."""
+    for place in described.places:
+        if place.kind == OPTIMIZER:
+            state = _at(described.state_dict, place.path)
+            fill_gaps(state, described.settings[place.prefix])
+            if "settings" in state:
+                state["settings"].data = described.settings[place.prefix]
+    return described.state_dict
 
 
 def first_name(key: str) -> str:
@@ -227,7 +239,7 @@ def resolve(
 
     Collective operation: all ranks must call it; `read` is one, and reads objects.
     """
-    tree, places, _ = described
+    tree, places = described.state_dict, described.places
     states = _optimizer_states(tree)
     keys = {f"{state.prefix}.settings" for _, state in states} & stored.keys()
     settings = read({key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys)})

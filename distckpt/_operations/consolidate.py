@@ -264,12 +264,12 @@ def write_export(
     has the content of more files by name.
     """
     timer = PhaseTimer("consolidate", ranks.rank, target)
-    place, held = choose_staging(ranks, target), contextlib.ExitStack()
+    own_bytes = sum(files[index].num_bytes for index in assign_files(files, ranks.size)[ranks.rank])
+    place, held = choose_staging(ranks, target, own_bytes), contextlib.ExitStack()
     staging = place.location
     try:
         with timer.phase("write") as details:
-            own_bytes = sum(files[index].num_bytes for index in assign_files(files, ranks.size)[ranks.rank])
-            make_staging(ranks, place, held, own_bytes, names=())
+            make_staging(ranks, place, held, names=())
             overflows = _write_files(ranks, stored, files, staging, num_threads, progress, details)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:

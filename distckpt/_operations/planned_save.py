@@ -76,14 +76,14 @@ class PlannedSave:
 def write_and_commit(ranks: Ranks, save: PlannedSave) -> SaveReport:
     """Write everything beside the target and commit it. Collective operation: all ranks must call it."""
     location, timer, durable = save.location, save.timer, save.settings.durable
-    place = choose_staging(ranks, location)
+    place = choose_staging(ranks, location, save.prepared.num_bytes)
     staging = place.location
     transaction = None
     held = contextlib.ExitStack()
     try:
         with timer.phase("write") as details:
             details["bytes"] = save.prepared.num_bytes
-            make_staging(ranks, place, held, save.prepared.num_bytes, durable=durable)
+            make_staging(ranks, place, held, durable=durable)
             if not locations.is_local(location):
                 with ranks.phase("begin on the object store", decision=True):
                     transaction = _begin_on_object_store(ranks, save, place.nonce)

@@ -143,22 +143,30 @@ def plan_save(
     """
     timer = PhaseTimer(settings.verb, ranks.rank, str(checkpoint_dir))
     with timer.phase("describe"):
-        with ranks.phase("check the arguments", same=settings.of_all_ranks()):
+        with ranks.phase("check the arguments", decision=True, same=settings.of_all_ranks()):
             settings.check()
             location = timer.location = posix.resolve(checkpoint_dir)
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
-        state_dict, _, names = objects.describe(ranks, sharded_state_dict)
-        settings = replace(settings, notes={**settings.notes, **note_of_module(names)})
-        with ranks.phase("flatten the state dict"):
-            shards, common = _flatten(state_dict, settings.content_metadata)
-            compared = common_state.comparable(common, settings.preprocess_common)
-            compares = settings.validate_access_integrity and ranks.size > 1
-            digest_of_common = common_state.digest(compared) if compares else 0
-        if compares:
-            common_state.check_differences(ranks, compared, digest_of_common)
-        with ranks.phase("check the target", decision=True):
             if ranks.is_coordinator:
                 posix.check_target(location, settings.overwrite, os.fspath(checkpoint_dir))
+        compares = settings.validate_access_integrity and ranks.size > 1
+
+        def flattened(described: objects.Described) -> tuple[list[Shard], CommonStateDict, StateDict, int]:
+            shards, common = _flatten(objects.completed(described), settings.content_metadata)
+            compared = common_state.comparable(common, settings.preprocess_common)
+            return shards, common, compared, common_state.digest(compared) if compares else 0
+
+        with ranks.phase("flatten the state dict") as vote:
+            described = objects.describe(ranks, sharded_state_dict)
+            shards, common, compared, digest = flattened(described)
+            vote.number = digest ^ (described.digest() if ranks.size > 1 else 0)
+        if not vote.are_equal:
+            described = objects.united(ranks, described)
+            with ranks.phase("flatten the state dict"):
+                shards, common, compared, digest = flattened(described)
+            if compares:
+                common_state.check_differences(ranks, compared, digest)
+        settings = replace(settings, notes={**settings.notes, **note_of_module(described.names)})
         sharded = {str(index): shard for index, shard in enumerate(shards)}
         if ranks.is_coordinator:
             sharded["common"] = ShardedObject(COMMON_KEY, common, (1,), (0,))

@@ -36,7 +36,7 @@ class SavePlan(NamedTuple):
         objects: that this rank writes; their file is laid out when they are encoded.
         manifest: on the coordinator, the manifest without its chunks.
         tables: on the coordinator, the chunks of the tensors that each rank writes.
-        replicas: regions of shards that other ranks hold too, and that must be equal.
+        replicas: regions of shards that other ranks hold too, and that must be equal; None where no rank has any.
         weights: one for each of these; those of the replicas of a region add up to 0, modulo 2**64.
     """
 
@@ -45,7 +45,7 @@ class SavePlan(NamedTuple):
     objects: list[PlannedChunk]
     manifest: Manifest | None
     tables: list[ChunkTable]
-    replicas: Sequence[tuple[int, Region]] = ()
+    replicas: Sequence[tuple[int, Region]] | None = None
     weights: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
 

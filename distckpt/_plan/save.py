@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import OBJECT
 from distckpt._geometry.region import IntArray, flat_range_regions, mixed, regions_to_arrays, row_hashes, widen
 from distckpt._state.shards import GlobalTable
@@ -28,15 +27,6 @@ class Pieces(NamedTuple):
     shard_ids: IntArray
     offsets: IntArray
     shapes: IntArray
-
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        return pack(None, self._asdict())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Pieces:
-        """Decode what `to_bytes` made."""
-        return cls(**unpack(data)[1])
 
 
 def find_aliases(table: GlobalTable) -> dict[int, int]:

@@ -14,8 +14,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,15 @@ class Transfer(NamedTuple):
 
     work: Any
     memory: torch.Tensor
+
+
+@dataclass
+class Vote:
+    """What each rank says at the end of a phase: a number below 2**62 in size. Then: what all ranks have said."""
+
+    number: int = 0
+    largest: int = 0
+    are_equal: bool = True
 
 
 class Ranks:
@@ -119,8 +129,8 @@ class Ranks:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def phase(self, name: str, *, decision: bool = False, same: _Settings = None) -> Iterator[None]:
-        """Run the body, then exchange its outcome; no rank leaves before all have reached the end.
+    def phase(self, name: str, *, decision: bool = False, same: _Settings = None) -> Iterator[Vote]:
+        """Run the body, then exchange its outcome and vote; no rank leaves before all have reached the end.
 
         The body holds no exchange that a failing rank could miss. `name` says in messages what the ranks are doing; a
         `decision` is a body that works on the coordinator on behalf of all. A CheckpointingException is raised as it is
@@ -129,21 +139,27 @@ class Ranks:
         different values for settings that must be the `same`, all raise the same CheckpointingException.
         """
         error: BaseException | None = None
+        vote = Vote()
         try:
-            yield
+            yield vote
             if not decision:
                 # What was done for all, a commit perhaps, must not be reported as a failure.
                 interrupts.run_handlers()
         except BaseException as caught:
             error = caught
-            if self.size > 1 and not self.is_known_to_all(caught):
-                logger.error("rank %d failed during %r: %s: %s", self.rank, name, type(caught).__name__, caught)
-        self._agree(error, name, decision, same)
+            self._log(error, name)
+        vote.are_equal, vote.largest = self._agree(error, name, decision, same, vote.number)
+
+    def _log(self, error: BaseException, name: str) -> None:
+        if self.size > 1 and not self.is_known_to_all(error):
+            logger.error("rank %d failed during %r: %s: %s", self.rank, name, type(error).__name__, error)
 
     def _agree(
         self, error: BaseException | None, name: str, decision: bool = False, same: _Settings = None, number: int = 0
-    ) -> bool:
-        """Raise on all ranks when one has failed, or they do not do the same; return whether their numbers are equal.
+    ) -> tuple[bool, int]:
+        """Raise on all ranks when one has failed, or they do not do the same.
+
+        Return whether their numbers are equal, and the largest one.
 
         What is exchanged always has the same size, so that ranks in different calls understand each other.
         """
@@ -151,7 +167,7 @@ class Ranks:
         if self.size == 1 or (error is not None and (self.is_known_to_all(error) or interrupts.is_forced())):
             if error is not None:
                 raise error
-            return True
+            return True, number
         call = describe_call(interrupts.running_operation(), name, same or {})
         code = number_of(call)
         with _contact(self._group, name):
@@ -160,24 +176,44 @@ class Ranks:
             self._complete(work, name, [figures])
         has_failed, largest, negated_smallest, last, negated_first = figures.tolist()
         if not has_failed and last == -negated_first:
-            return bool(largest == -negated_smallest)
+            return largest == -negated_smallest, largest
         told = self.all_gather(json.dumps([call, describe_error(error)]).encode())
         calls, outcomes = zip(*map(json.loads, told), strict=True)
         agreed: BaseException = CheckpointingException(describe_difference(calls))
-        if has_failed:
+        if has_failed and len({each["call"] for each in calls}) == 1:
             agreed = error_to_raise(error, self.rank, outcomes, name, decision)
-        _mark_known(agreed, self._group)
-        if agreed is error:
-            raise agreed
-        raise agreed from error
+        _raise(_mark_known(agreed, self._group), error)
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
-        """Call a function on the coordinator, as a decision (see `phase`); return its result on every rank."""
-        decided = b""
-        with self.phase(name, decision=True):
-            if self.is_coordinator:
-                decided = function()
-        return self.broadcast(decided)
+        """Call a function on the coordinator, as a decision (see `phase`); return its result on every rank.
+
+        The ranks must be in the same call already: what is exchanged differs from other phases.
+        """
+        return self._decide(name, lambda: [function()], lambda sent: self.broadcast(sent[0], name))
+
+    def decide_each(self, name: str, function: Callable[[], Sequence[bytes]]) -> bytes:
+        """Do as `decide` does, with a result for each rank."""
+        return self._decide(name, function, lambda sent: self.scatter(sent, name))
+
+    def _decide(
+        self, name: str, function: Callable[[], Sequence[bytes]], send: Callable[[Sequence[bytes]], bytes]
+    ) -> bytes:
+        error: BaseException | None = None
+        sent = [b""] * self.size
+        if self.is_coordinator:
+            try:
+                sent = [b"+" + payload for payload in function()]
+            except BaseException as caught:
+                error = caught
+                self._log(error, name)
+                if self.size == 1 or interrupts.is_forced():
+                    raise
+                sent = [json.dumps(describe_error(error)).encode()] * self.size
+        received = send(sent)
+        if received[:1] == b"+":
+            return received[1:]
+        outcomes = [json.loads(received), *[None] * (self.size - 1)]
+        _raise(_mark_known(error_to_raise(error, self.rank, outcomes, name, True), self._group), error)
 
     def decide_json(self, name: str, function: Callable[[], Any]) -> Any:
         """Do as `decide` does, for what JSON can hold."""
@@ -202,29 +238,29 @@ class Ranks:
                 return []
             return [payload, *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1))]
 
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+    def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
         """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
         if self.size == 1:
             return payloads[0]
-        with _contact(self._group, "scatter"):
+        with _contact(self._group, name):
             sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
-            self._broadcast(sizes, 0, "scatter")
+            self._broadcast(sizes, 0, name)
             if not self.is_coordinator:
                 return self._receive(int(sizes[self.rank]), 0)
             for rank, payload in enumerate(payloads[1:], start=1):
                 self._send(payload, rank)
             return payloads[0]
 
-    def broadcast(self, payload: bytes) -> bytes:
+    def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
         """Return the coordinator's payload on every rank (the argument is ignored elsewhere)."""
         if self.size == 1:
             return payload
-        with _contact(self._group, "broadcast"):
+        with _contact(self._group, name):
             size = torch.tensor([len(payload)])
-            self._broadcast(size, 0, "broadcast")
+            self._broadcast(size, 0, name)
             content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
             if len(content):
-                self._broadcast(content, 0, "broadcast")
+                self._broadcast(content, 0, name)
             return payload if self.is_coordinator else content.numpy().tobytes()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
@@ -240,7 +276,7 @@ class Ranks:
 
     def all_equal(self, number: int) -> bool:
         """Return True when every rank gave the same number, which must be below 2**62 in size."""
-        return self._agree(None, "compare a number", number=number)
+        return self._agree(None, "compare a number", number=number)[0]
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
         """Return every rank's numbers, as many from each, on every rank; of shape (ranks, numbers)."""
@@ -318,6 +354,12 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
         # torch says by a ValueError that it does not know the group, now.
         lost = log.lost_contact(name, error) if isinstance(error, RuntimeError) else log.group_destroyed(name, error)
         raise _mark_known(lost, group) from error
+
+
+def _raise(agreed: BaseException, error: BaseException | None) -> NoReturn:
+    if agreed is error:
+        raise agreed
+    raise agreed from error
 
 
 def _mark_known(error: BaseException, group: Any) -> BaseException:

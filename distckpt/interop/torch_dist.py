@@ -138,7 +138,8 @@ def export(
         RankFailedError: raised on all ranks when any rank failed; nothing is left then.
     """
     ranks = Ranks(process_group)
-    location, target = locations.normalize(checkpoint_dir), posix.resolve(os.fspath(output_dir))
+    with ranks.phase("check the arguments"):
+        location, target = locations.normalize(checkpoint_dir), posix.resolve(os.fspath(output_dir))
 
     def check_and_read() -> bytes:
         if not locations.is_local(target):
@@ -152,9 +153,10 @@ def export(
     with ranks.phase("open the checkpoint"):
         stored = opening.decode_manifest(location, data, "full")
         mine = _chunks_of_rank(stored, ranks.rank, ranks.size)
-    place, held = choose_staging(ranks, target), contextlib.ExitStack()
+    num_bytes = sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine)
+    place, held = choose_staging(ranks, target, num_bytes), contextlib.ExitStack()
     try:
-        make_staging(ranks, place, held, sum(int(stored.manifest.num_bytes[chunk]) for _, chunk in mine), names=())
+        make_staging(ranks, place, held, names=())
         with ranks.phase("write the export"):
             written = write_chunks(stored, mine, place.location, f"__{ranks.rank}_0.distcp", progress)
         gathered = ranks.gather(json.dumps(written).encode())

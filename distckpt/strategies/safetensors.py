@@ -46,7 +46,7 @@ from distckpt._plan.translate import translate
 from distckpt._ranks import collectives
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import describe, region_view, shard_regions
+from distckpt._state.shards import ShardTable, describe, region_view, shard_regions
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
@@ -85,9 +85,10 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
 
         Collective operation: all ranks of the process group must call it. Raises what `prepare` raises.
         """
-        return self.prepare(sharded_state_dict).write(
-            locations.normalize(checkpoint_dir), Ranks(self.options.process_group)
-        )
+        ranks = Ranks(self.options.process_group)
+        prepared = self.prepare(sharded_state_dict)
+        with ranks.phase("save"):
+            return prepared.write(locations.normalize(checkpoint_dir), ranks)
 
     def prepare(self, sharded_state_dict: ShardedStateDict) -> SafetensorsSave:
         """Give every byte an owner and a place in a file.
@@ -100,23 +101,33 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         """
         options = self.options
         ranks = Ranks(options.process_group)
-        known = None
-        with ranks.phase("describe the shards"):
+        known = table = None
+
+        def described() -> ShardTable:
+            table = describe(shards)._replace(exchange_group=group)
+            if compares:
+                add_digests(table, shards, of_samples=not options.validate_replicas)
+            return table
+
+        with ranks.phase("describe the shards") as vote:
             shards = [ready_to_save(shard, options.validate_replicas is True) for shard in sharded_state_dict.values()]
             group = collectives.group_number(options.exchange_group)
             structure = structure_of(shards, ranks, options.validate_access_integrity, group)
             # Comparing the whole content of replicas takes an exchange each time.
             known = None if options.validate_replicas else self._plans.find(structure)
             compares = ranks.size > 1 if options.validate_replicas is None else options.validate_replicas
+            vote.number = known.number if known else 0
+            table = None if known else described()
             digest = weighted_digest(known, shards) if known and compares else 0
-        numbers = ranks.all_gather_numbers([known.number if known else -1 - ranks.rank, digest])
-        if known and (numbers[:, 0] == known.number).all() and not numbers[:, 1].sum():
+        if known and vote.are_equal and known.replicas is not None and compares:
+            vote.are_equal = not ranks.all_gather_numbers([digest]).sum()
+        if known and vote.are_equal:
             plan = known
         else:
-            with ranks.phase("describe the shards"):
-                table = describe(shards)._replace(exchange_group=group)
-                if compares:
-                    add_digests(table, shards, of_samples=not options.validate_replicas)
+            if vote.largest:  # Some ranks, though not all, know a plan, or replicas have become different.
+                with ranks.phase("describe the shards again"):
+                    table = table or described()
+            assert table is not None
             plan = make_plan(ranks, table, not options.validate_access_integrity)
         self._plans.keep(structure, plan)
         settings = WriteSettings(
@@ -172,11 +183,10 @@ class SafetensorsSave(PreparedSave):
             checksums = write_files([file.below(checkpoint_dir, suffix) for file in files], settings)
             written = object_table._replace(block_checksums=checksums).to_bytes()
         gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
-        fields: Mapping[str, Any] = {}
-        with ranks.phase("write the manifest", decision=True):
-            if plan.manifest is not None:
-                tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
-                fields, self.written = write_manifest(checkpoint_dir, plan.manifest, tables, suffix, settings.durable)
+        if plan.manifest is None:
+            return {}
+        tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
+        fields, self.written = write_manifest(checkpoint_dir, plan.manifest, tables, suffix, settings.durable)
         return fields
 
 

@@ -151,7 +151,7 @@ SAVES = {
         UnsupportedObjectError,
         ["flatten the state dict", "args", "callback", "NotRegistered"],
     ),
-    unsupported_object: (UnsupportedObjectError, ["describe", "loader/shard_2_4", "sampler", "NotRegistered"]),
+    unsupported_object: (UnsupportedObjectError, ["describe", "'loader'", "sampler", "NotRegistered"]),
     no_data: (CheckpointingException, ["describe", "'empty'", "(6,)", "data"]),
     file_too_large: (OSError, ["write shard files", os.strerror(errno.EFBIG), "tensors/shard-00003-"]),
     too_many_open_files: (OSError, ["write shard files", os.strerror(errno.EMFILE), "tensors/shard-00003-"]),

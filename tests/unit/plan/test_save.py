@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distckpt._format.columns import pack, unpack
 from distckpt._geometry.region import Region
 from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, describe, merge_tables
@@ -95,7 +96,7 @@ def test_every_byte_has_one_owner_which_holds_it(cluster):
 def test_plans_are_equal_when_made_again_and_when_sent(cluster):
     shards_of_ranks, groups = cluster
     for first, second in zip(plan(shards_of_ranks, groups), plan(shards_of_ranks, groups), strict=True):
-        sent = Pieces.from_bytes(second.to_bytes())
+        sent = Pieces(**unpack(pack(None, second._asdict()))[1])
         assert all(np.array_equal(a, b) for a, b in zip(first, sent, strict=True))
 
 
