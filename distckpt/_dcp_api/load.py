@@ -98,8 +98,8 @@ def _read(
 
     Collective operation: all ranks must call it.
     """
-    marker = find_checkpoint(ranks, location, found)
-    options = Options(process_group, allow_dtype_cast=True, marker=marker)
+    marker, opened = find_checkpoint(ranks, location, found, "read")
+    options = Options(process_group, allow_dtype_cast=True, stored=opened)
     strategy = load_strategy(None, marker, location).configure(options)
     stored = set(stored_entries(ranks, strategy, location))
     with ranks.phase("read common state"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -217,9 +217,9 @@ def _only_shards(tree: Any) -> Any:
     return tree if is_kept else None
 
 
-def needs_stored(described: Described) -> bool:
-    """Tell whether a load needs to know the keys of the checkpoint."""
-    return any(place.kind != DTENSOR for place in described.places) or bool(_optimizer_states(described.state_dict))
+def needs_stored(described: Described) -> int:
+    """Tell whether a load needs to know the keys of the checkpoint: 1 for yes, 2 if it also has optimizers."""
+    return 2 if _optimizer_states(described.state_dict) else any(place.kind != DTENSOR for place in described.places)
 
 
 def _optimizer_states(tree: Any) -> list[tuple[Path, OptimizerState]]:
@@ -229,36 +229,31 @@ def _optimizer_states(tree: Any) -> list[tuple[Path, OptimizerState]]:
     return [((key, *path), state) for key, value in items for path, state in _optimizer_states(value)]
 
 
-def resolve(
-    ranks: Ranks,
-    described: Described,
-    stored: Mapping[str, StoredEntry],
-    read: Callable[[dict[str, ShardedObject]], StateDict],
-) -> Described:
-    """Complete what `describe` made for a load by what the checkpoint holds.
+def settings_of(described: Described, stored: Mapping[str, StoredEntry]) -> dict[str, ShardedObject]:
+    """Return the stored settings of the optimizers of a load, which `resolve` needs."""
+    keys = {f"{state.prefix}.settings" for _, state in _optimizer_states(described.state_dict)}
+    return {key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys & stored.keys())}
 
-    Collective operation: all ranks must call it; `read` is one, and reads objects.
-    """
+
+def resolve(rank: int, described: Described, stored: Mapping[str, StoredEntry], settings: StateDict) -> Described:
+    """Complete what `describe` made for a load by what the checkpoint holds, and the settings in it."""
     tree, places = described.state_dict, described.places
-    states = _optimizer_states(tree)
-    keys = {f"{state.prefix}.settings" for _, state in states} & stored.keys()
-    settings = read({key: ShardedObject(key, None, (1,), (0,)) for key in sorted(keys)})
-    with ranks.phase("describe the targets"):
-        for path, state in states:
-            key = f"{state.prefix}.settings"
-            if key in settings:
-                targets = optimizer_targets(state, settings[key], stored)
-                if key in keys:
-                    # Requested once more, by the first with this prefix, as all that is loaded is.
-                    keys.remove(key)
-                    targets["settings"] = ShardedObject(key, None, (1,), (0,), ranks.rank)
-                tree = _replaced(tree, path, targets)
-        for place in places:
-            entry, cell = stored.get(place.name), _at(tree, place.path)
-            if place.kind == PER_RANK and entry is not None and entry.shape != cell.global_shape:
-                _warn_of_skipped(cell, f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}")
-                tree = _replaced(tree, place.path, LocalNonpersistentObject(place.value))
-                places = [other for other in places if other is not place]
+    keys = set(settings)
+    for path, state in _optimizer_states(tree):
+        key = f"{state.prefix}.settings"
+        if key in settings:
+            targets = optimizer_targets(state, settings[key], stored)
+            if key in keys:
+                # Requested once more, by the first with this prefix, as all that is loaded is.
+                keys.remove(key)
+                targets["settings"] = ShardedObject(key, None, (1,), (0,), rank)
+            tree = _replaced(tree, path, targets)
+    for place in places:
+        entry, cell = stored.get(place.name), _at(tree, place.path)
+        if place.kind == PER_RANK and entry is not None and entry.shape != cell.global_shape:
+            _warn_of_skipped(cell, f"grid {tuple(entry.shape)}", f"grid {cell.global_shape}")
+            tree = _replaced(tree, place.path, LocalNonpersistentObject(place.value))
+            places = [other for other in places if other is not place]
     return Described(tree, places)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,18 +17,27 @@ from distckpt._ranks.collectives import Ranks
 logger = logging.getLogger(__name__)
 
 
-def refuse_parts(
-    ranks: Ranks,
+class Parts(NamedTuple):
+    """Keys of a checkpoint: those that a rank requests, and those that it leaves out of modules and optimizers."""
+
+    taken: set[str]
+    of_modules: set[str]
+    of_optimizers: set[str]
+
+    @property
+    def num_left(self) -> int:
+        """How many keys are left out."""
+        return len(self.of_modules) + len(self.of_optimizers)
+
+
+def parts_of(
     described: Described,
     requested: Collection[str],
     entries: Mapping[str, StoredEntry],
-    wanted: Mapping[str, StoredEntry],
+    wanted: Collection[str],
     names: Iterable[str],
-    location: str,
-) -> None:
-    """Refuse a load that leaves out a part of what is stored for a module; warn of one for an optimizer.
-
-    Collective operation: all ranks must call it. What one rank leaves out another may request.
+) -> Parts:
+    """Find what a rank leaves out of its objects.
 
     Args:
         described: the objects of this rank.
@@ -35,16 +45,20 @@ def refuse_parts(
         entries: all keys of the checkpoint.
         wanted: those that are not left out on purpose.
         names: the first names in the keys of the module that was saved at `model`, if they are known.
-        location: for messages.
     """
     taken = {*requested, *(part for key in requested if key in entries for part in entries[key].parts)}
     # What is only computed from its parts is not stored.
-    left = [key for key, entry in wanted.items() if key not in taken and (not entry.parts or key in entry.parts)]
-    own, of_optimizers = _keys_of_objects(described, left, requested, names)
-    if not ranks.all_gather_numbers([len(own) + len(of_optimizers)]).any():
-        return
+    stored = {key for key, entry in entries.items() if not entry.parts or key in entry.parts}
+    return Parts(taken, *_keys_of_objects(described, stored.intersection(wanted) - taken, requested, names))
+
+
+def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry], location: str) -> None:
+    """Refuse a load that leaves out a part of what is stored for a module; warn of one for an optimizer.
+
+    Collective operation: all ranks must call it. What one rank leaves out another may request.
+    """
     keys = sorted(entries)
-    bits = np.array([[key in some for key in keys] for some in (taken, own, of_optimizers)], np.bool_)
+    bits = np.array([[key in some for key in keys] for some in parts], np.bool_)
     gathered = ranks.gather(np.packbits(bits).tobytes())
     with ranks.phase("compare the keys of objects", decision=True):
         if not ranks.is_coordinator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, cast
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._foreign import opening
 from distckpt._format.marker import read_marker
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
@@ -23,20 +25,31 @@ MAX_READS = 20
 _Result = TypeVar("_Result")
 
 
-def find_checkpoint(ranks: Ranks, location: str, marker: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the marker of a checkpoint, or the fields that another format's marker would need.
+def find_checkpoint(
+    ranks: Ranks, location: str, marker: dict[str, Any] | None, verify: str
+) -> tuple[dict[str, Any], StoredCheckpoint | None]:
+    """Return the marker of a checkpoint, or the fields that another format's marker would need, and open it.
 
     Collective operation: all ranks must call it. `marker` is what rank 0 has found there, if anything; on local paths
-    the others check that they see the same checkpoint.
+    the others check that they see the same checkpoint. What a strategy of the caller has written is not opened.
     """
-    found: dict[str, Any] = ranks.decide_json("find the checkpoint", lambda: opening.identify(location, marker))
-    if ranks.size > 1:
-        with ranks.phase("compare the checkpoint"):
-            manifest = found.get("manifest")
-            opening.check_is_same(
-                ranks.rank, location, manifest.get("checksum") if isinstance(manifest, dict) else None
-            )
-    return found
+
+    def read() -> bytes:
+        fields = opening.identify(location, marker)
+        with noticing_removal(ranks, location):
+            format_of = (fields["sharded_backend"], fields.get("sharded_backend_version", 1))
+            is_ours = format_of == (opening.BACKEND, opening.VERSION)
+            data = opening.manifest_bytes(location, fields) if is_ours else b""
+        return json.dumps(fields).encode() + b"\n" + data
+
+    text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
+    with ranks.phase("open the checkpoint"):
+        fields = json.loads(text)
+        manifest = fields.get("manifest")
+        if ranks.size > 1:
+            expected = manifest.get("checksum") if isinstance(manifest, dict) else None
+            opening.check_is_same(ranks.rank, location, expected)
+        return fields, opening.decode_manifest(location, data, verify) if data else None
 
 
 @contextlib.contextmanager

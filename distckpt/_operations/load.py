@@ -22,7 +22,7 @@ from distckpt._format.codec import HOLE
 from distckpt._format.marker import names_of_module
 from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._objects import objects
-from distckpt._objects.whole import refuse_parts
+from distckpt._objects.whole import parts_of, refuse_parts
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import LoadReport, PhaseTimer
@@ -37,6 +37,7 @@ from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, Sta
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
 from distckpt.strategies.defaults import load_strategy
+from distckpt.strategies.safetensors import SafetensorsLoadStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,11 @@ def load(
     with ranks.phase("check the arguments", same=same):
         check_common_strategy(common_strategy)
         location = locations.normalize(checkpoint_dir)
+        check_choice("verify", verify, get_args(Verify))
+        check_choice("parallel_load", parallel_load, get_args(ParallelLoad))
+        mode = parse_strict_flag(strict)
+        if (rules or family is not None) and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
+            raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
     timer = PhaseTimer("load", ranks.rank, location)
     options = Options(
         process_group=process_group,
@@ -180,17 +186,17 @@ def load(
         progress=progress,
     )
     read = partial(
-        _load, ranks, timer, sharded_state_dict, location, sharded_strategy, strict, materialize, options, family
+        _load, ranks, timer, sharded_state_dict, location, sharded_strategy, mode, materialize, options, family
     )
     num_bytes, described, state_dict, missing, unexpected = read_unchanged(ranks, location, read)
     with ranks.phase("restore the objects of the state dict"):
-        state_dict = objects.restore(described, state_dict, parse_strict_flag(strict) in _STRICT_MODES)
+        state_dict = objects.restore(described, state_dict, mode in _STRICT_MODES)
     report = LoadReport(location, *timer.summarize(ranks, num_bytes, "read"))
     if ranks.is_coordinator:
         logger.info("%s", report)
     if on_report is not None:
         on_report(report)
-    returns_keys = StrictHandling.requires_returning_mismatch_keys(parse_strict_flag(strict))
+    returns_keys = StrictHandling.requires_returning_mismatch_keys(mode)
     return (state_dict, missing, unexpected) if returns_keys else state_dict
 
 
@@ -200,7 +206,7 @@ def _load(
     sharded_state_dict: ShardedStateDict,
     location: str,
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None,
-    strict: str | StrictHandling,
+    mode: StrictHandling,
     materialize: Any,
     options: Options,
     family: str | os.PathLike[str] | None,
@@ -212,47 +218,47 @@ def _load(
     """
     # 1. Find the checkpoint and the strategy that reads it.
     with timer.phase("plan"):
-        marker = find_checkpoint(ranks, location, found)
-        with ranks.phase("prepare to load"):
-            check_choice("verify", options.verify, get_args(Verify))
-            check_choice("parallel_load", options.parallel_load, get_args(ParallelLoad))
-            mode = parse_strict_flag(strict)
-            if (options.rules or family is not None) and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
-                raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
-            strategy = load_strategy(sharded_strategy, marker, location).configure(replace(options, marker=marker))
-        described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
-        needs_stored = objects.needs_stored(described) or StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-        with ranks.phase("flatten the state dict"):
+        marker, opened = find_checkpoint(ranks, location, found, options.verify)
+        with ranks.phase("flatten the state dict") as vote:
+            described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
             request = flatten.split(described.state_dict)
-            shards = request.shards
             if family is not None:
-                keys = [shard.key for shard in shards if isinstance(shard, ShardedTensor)]
-                options = replace(options, rules=(*options.rules, *rules_for(family, location, keys)), marker=marker)
-                strategy = strategy.configure(options)
-            has_ties = not options.rules and _has_ties(shards)
-        entries: dict[str, StoredEntry] = {}
-        stored = entries
-        if is_known := bool(ranks.all_gather_numbers([needs_stored, has_ties]).any()):
-            entries = stored = stored_entries(ranks, strategy, location)
-            names = {place.name for place in described.places}
-            given = described.state_dict
-            described = objects.resolve(ranks, described, stored, partial(strategy.load, checkpoint_dir=location))
+                keys = [shard.key for shard in request.shards if isinstance(shard, ShardedTensor)]
+                options = replace(options, rules=(*options.rules, *rules_for(family, location, keys)))
+            strategy = load_strategy(sharded_strategy, marker, location).configure(replace(options, stored=opened))
+            compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
+            has_ties = not options.rules and _has_ties(request.shards)
+            vote.number = objects.needs_stored(described) or compares or has_ties
+        needed = vote.largest
+        entries = stored_entries(ranks, strategy, location) if needed else {}
+        settings: StateDict = {}
+        if needed > 1:
+            with ranks.phase("read the settings of optimizers"):
+                settings = strategy.load(objects.settings_of(described, entries), location)
+        with ranks.phase("describe the targets"):
+            resolved = objects.resolve(ranks.rank, described, entries, settings)
             # A state of another number of ranks is neither loaded nor missing.
-            stored = {key: stored[key] for key in stored.keys() - names.difference(p.name for p in described.places)}
-        with ranks.phase("flatten the state dict"):
-            if is_known and described.state_dict is not given:
-                request = flatten.split(described.state_dict)
+            skipped = {p.name for p in described.places} - {p.name for p in resolved.places}
+            stored = {key: entry for key, entry in entries.items() if key not in skipped}
+            if resolved.state_dict is not described.state_dict:
+                request = flatten.split(resolved.state_dict)
             shards, values, skeleton = request
             table = describe(shards)
             ties = _absent_ties(shards, stored) if not options.rules else {}
+            requested = {shard.key for i, shard in enumerate(shards) if i not in ties}
 
         # 2. Compare the requests of the ranks with each other and with the checkpoint.
-        if options.validate_access_integrity:
-            _compare_requests(ranks, table)
-        requested = {shard.key for i, shard in enumerate(shards) if i not in ties}
+        validates = options.validate_access_integrity and ranks.size > 1
+        tables = ranks.gather(table.to_bytes()) if validates else []
+        with ranks.phase("check the requested shards", decision=True) as vote:
+            if tables:
+                validate_shards(merge_tables(ShardTable.all_from_bytes(tables)))
+            refuses = mode is StrictHandling.ASSUME_OK_UNEXPECTED and needed and not options.rules
+            parts = parts_of(resolved, requested, entries, stored if refuses else (), names_of_module(marker))
+            vote.number = parts.num_left
         missing, unexpected = _compare_keys(ranks, mode, requested, stored, location)
-        if mode is StrictHandling.ASSUME_OK_UNEXPECTED and is_known and not options.rules:
-            refuse_parts(ranks, described, requested, entries, stored, names_of_module(marker), location)
+        if vote.largest:
+            refuse_parts(ranks, parts, entries, location)
 
     # 3. Read.
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):
@@ -267,7 +273,7 @@ def _load(
         state_dict = flatten.put_together(skeleton, loaded, found_values["common"])
         if mode in _STRICT_MODES:
             _refuse_plain_tensors(values, state_dict, location)
-    return num_bytes, described, state_dict, missing, unexpected
+    return num_bytes, resolved, state_dict, missing, unexpected
 
 
 def _read(ranks: Ranks, strategy: LoadShardedStrategy, wanted: ShardedStateDict, location: str) -> StateDict:
@@ -340,19 +346,6 @@ def _extra_states(shards: Sequence[ShardedTensor | ShardedObject]) -> set[str]:
     return {s.key for s in shards if isinstance(s, ShardedObject) and s.key.endswith("_extra_state")}
 
 
-def _compare_requests(ranks: Ranks, table: ShardTable) -> None:
-    """Check that the main replicas of all ranks cover each requested tensor exactly once.
-
-    Collective operation: all ranks must call it. One process alone may request any part.
-    """
-    if ranks.size == 1:
-        return
-    tables = ranks.gather(table.to_bytes())
-    with ranks.phase("check the requested shards", decision=True):
-        if ranks.is_coordinator:
-            validate_shards(merge_tables(ShardTable.all_from_bytes(tables)))
-
-
 def _compare_keys(
     ranks: Ranks, mode: StrictHandling, requested: set[str], entries: Mapping[str, StoredEntry], location: str
 ) -> tuple[set[str], set[str]]:
@@ -395,7 +388,12 @@ def stored_entries(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -
             if key != COMMON_KEY
         ]
 
-    found = ranks.decide_json("read the keys of the checkpoint", read)
+    if isinstance(strategy, SafetensorsLoadStrategy) and strategy.options.stored is not None:
+        with ranks.phase("read the keys of the checkpoint"):
+            found = read()
+    else:
+        found = ranks.decide_json("read the keys of the checkpoint", read)
     return {
-        key: StoredEntry(dtype and FROM_NAME[dtype], tuple(shape), tuple(parts)) for key, dtype, shape, parts in found
+        key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape), tuple(parts))
+        for key, dtype, shape, parts in found
     }

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
+from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.staging import Staging
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
@@ -51,7 +52,7 @@ class Options:
 
     Attributes:
         exchange_group: when set, replicas share work only with ranks of this group.
-        marker: of the checkpoint that is loaded; None where it has not been read yet.
+        stored: the checkpoint that is loaded, opened by all ranks together; None where it has not been read yet.
     """
 
     process_group: Any = None
@@ -65,7 +66,7 @@ class Options:
     durable: bool = True
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
     progress: Callable[[int], None] | None = None
-    marker: Mapping[str, Any] | None = None
+    stored: StoredCheckpoint | None = None
 
 
 class StrategyAction(Enum):

@@ -35,7 +35,7 @@ from distckpt._io.save import (
     tensor_files_of,
     write_manifest,
 )
-from distckpt._io.shared_read import Sharing, read_sharing
+from distckpt._io.shared_read import MIN_REQUESTED_BYTES, Sharing, read_sharing
 from distckpt._io.staging import Staging
 from distckpt._io.write import NewFile, WriteSettings, write_files
 from distckpt._plan.cache import PlanCache, SavePlan, structure_of
@@ -228,14 +228,17 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
     def _load_tensors(self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         options = self.options
-        with self.ranks.phase("plan the reads"):
+        with self.ranks.phase("plan the reads") as vote:
             stored = decoded(stored)
             filled, requests, copies, targets, adds = self._plan_tensors(stored, tensors)
             apart = [number for number, request in enumerate(requests) if request.step]
             separated = aliases.separate(stored, requests, copies, targets)
             group = collectives.group_number(options.exchange_group)
+            vote.number = sum(target.nbytes for target in separated.targets)
         is_local = locations.is_local(stored.location)
-        sharing = Sharing(self.ranks, options.parallel_load, group, is_local, options.max_inflight_bytes)
+        is_little = options.parallel_load == "auto" and vote.largest < MIN_REQUESTED_BYTES
+        mode = "off" if is_little else options.parallel_load
+        sharing = Sharing(self.ranks, mode, group, is_local, options.max_inflight_bytes)
         num_threads = (num_threads_within if is_local else num_requests_within)(options.max_inflight_bytes)
 
         def read_share(share: Sequence[Copy]) -> None:
@@ -340,7 +343,9 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
     def _open(self, checkpoint_dir: str) -> StoredCheckpoint:
         """Read the manifest, unless the same one was read before."""
-        marker = self._marker(checkpoint_dir)
+        if self.options.stored is not None:
+            return self.options.stored
+        marker = opening.identify(checkpoint_dir)
         known = self._opened.get(checkpoint_dir)
         if known is None or known[0] != marker or not marker.get("manifest"):
             data = opening.manifest_bytes(checkpoint_dir, marker)
@@ -349,15 +354,14 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         return known[1]
 
     def _open_together(self, checkpoint_dir: str) -> StoredCheckpoint:
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 or self.options.stored is not None:
             return self._open(checkpoint_dir)
-        data = self.ranks.decide(
-            "read the manifest", lambda: opening.manifest_bytes(checkpoint_dir, self._marker(checkpoint_dir))
-        )
-        return opening.decode_manifest(checkpoint_dir, data, self.options.verify)
 
-    def _marker(self, checkpoint_dir: str) -> Mapping[str, Any]:
-        return opening.identify(checkpoint_dir) if self.options.marker is None else self.options.marker
+        def read() -> bytes:
+            return opening.manifest_bytes(checkpoint_dir, opening.identify(checkpoint_dir))
+
+        data = self.ranks.decide("read the manifest", read)
+        return opening.decode_manifest(checkpoint_dir, data, self.options.verify)
 
 
 def _settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
