@@ -5,6 +5,7 @@ The oracle is training in one process that is not interrupted.
 
 from __future__ import annotations
 
+import operator
 import random
 import warnings
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import distckpt
+from tests.support.exchanges import watching_exchanges
 from tests.support.harness import error_of, run
 from tests.support.parallel_modules import fsdp, plain, tp
 
@@ -199,6 +201,28 @@ def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
         assert "validate_replicas=False" in last
         assert "'0." not in last
     assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2"}
+
+
+def count_exchanges(rank: int, path: str) -> list[int]:
+    state, counts = make(DistributedDataParallel, 1), []
+    train(state, range(1))
+    state["rng"] = distckpt.RngState()
+    calls = [
+        lambda: distckpt.save(state, path),
+        lambda: distckpt.save(state, path, overwrite=True),
+        lambda: distckpt.load(state, path),
+    ]
+    for call in calls:
+        names: list[str] = []
+        with watching_exchanges(names.append):
+            call()
+        counts.append(len(names))
+    return counts
+
+
+def test_a_save_and_a_load_make_few_exchanges(tmp_path):
+    for counts in run(count_exchanges, 2, str(tmp_path / "saved")):
+        assert all(map(operator.le, counts, (15, 12, 15))), counts
 
 
 class Stage(torch.nn.Module):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from distckpt._ranks.collectives import Ranks
+from distckpt._ranks import collectives
 
 
 @contextlib.contextmanager
 def watching_exchanges(arrive) -> Iterator[None]:
     """Call `arrive(name)` whenever this rank is about to begin an exchange."""
-    plain = Ranks._contact
+    plain = collectives._contact
 
-    def watched(ranks, name, **options):
+    def watched(group, name, **options):
         arrive(name)
-        return plain(ranks, name, **options)
+        return plain(group, name, **options)
 
-    Ranks._contact = watched
+    collectives._contact = watched
     try:
         yield
     finally:
-        Ranks._contact = plain
+        collectives._contact = plain
