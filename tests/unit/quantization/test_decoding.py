@@ -17,6 +17,7 @@ from distckpt._storage import locations
 from distckpt.rules import Split, Transpose
 from tests.support.hf_folders import INDEX, same_bytes, write_indexed
 from tests.support.quantized_models import (
+    E2M1,
     MODELS,
     Model,
     fp8_block,
@@ -364,3 +365,18 @@ def test_torchs_reader_of_fp8_agrees(tmp_path):
     model = fp8_block(256, 384)
     found = read_with_torch(indexed(model, tmp_path / "model"), "l.up.weight", (256, 384))
     assert torch.equal(found, model.values["l.up.weight"])
+
+
+def test_every_number_of_mxfp4_with_every_scale(tmp_path):
+    """Torch's reader fills as many columns as there are groups, and knows no scale that is not a number."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 16)
+    powers = torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
+    expected = (E2M1.double()[halves(blocks)].flatten(-2) * powers).float()
+    expected[:, 255] = torch.nan
+    tensors = {"m.experts.down_proj_blocks": blocks, "m.experts.down_proj_scales": scales}
+    folder = indexed(Model(tensors, {}, {}), tmp_path / "model")
+    loaded = distckpt.load({"x": request("m.experts.down_proj", (1, 512, 256), torch.float32)}, folder)["x"]
+    assert torch.equal(loaded.transpose(1, 2).nan_to_num(7), expected.nan_to_num(7))
+    found = read_with_torch(folder, "m.experts.down_proj_blocks", (1, 256, 512))
+    assert torch.equal(found[:, :255, :16], expected[:, :255, :16])
