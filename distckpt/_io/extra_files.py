@@ -15,6 +15,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.export import OutputTensor
+from distckpt._quantization.detect import FIELDS, parts_of
 from distckpt._quantization.names import may_be_codes
 from distckpt._storage import locations
 
@@ -96,16 +97,17 @@ def adapt_config(
             return list(paths), {}
         raise CheckpointingException(f"{by_name[name]!r} is no JSON object ({error}): correct it.") from error
     before = json.dumps(content)
-    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
+    parts = parts_of(content)
     stays_quantized = quantization is None and any(may_be_codes(output.dtype) for output in outputs)
     if not stays_quantized:
         by_name.pop(CONFIG_NAMES[1], None)
         for part in parts:
-            part.pop("quantization_config", None)
-            part.pop("compression_config", None)
+            for field in FIELDS:
+                part.pop(field, None)
     if quantization is not None:
         content["quantization_config"] = quantization
-    for part in parts if isinstance(dtype, torch.dtype) else ():
+    dtype = dtype.get("*") if isinstance(dtype, Mapping) else dtype
+    for part in parts if dtype else ():
         for field in ("dtype", "torch_dtype"):
             if field in part:
                 part[field] = str(dtype).removeprefix("torch.")

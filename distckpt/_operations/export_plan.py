@@ -17,7 +17,7 @@ from distckpt._plan.adapter import CONFIG_NAME, merge_adapter
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
     OutputTensor,
-    check_casts,
+    check_codes,
     is_for_all,
     keep_precise,
     plan_tensors,
@@ -107,7 +107,7 @@ def plan_export(
         reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
     if formats:
         outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
-    check_casts(stored, outputs)
+    check_codes(stored, outputs)
     numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
     return ExportPlan(stored, tensors, outputs, numbers, quantization)
 

@@ -33,7 +33,7 @@ from distckpt._plan.cache import SavePlan
 from distckpt._plan.decoded import decoded, hidden_keys
 from distckpt._plan.export import (
     OutputTensor,
-    check_casts,
+    check_codes,
     is_for_all,
     matches,
     plan_tensors,
@@ -145,7 +145,7 @@ def reshard(
         # Rules may make different tensors of tied ones, which are written one by one then.
         tensors = select_tensors(manifest, keys, bool(rules), hidden_keys(stored))
         outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True)
-        check_casts(stored, outputs)
+        check_codes(stored, outputs)
     aliases = {} if rules else _aliases(stored, keys, rename)
     objects = _read_objects(stored)
 

@@ -30,8 +30,8 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     manifest, plain = stored.manifest, key.removesuffix(AS_STORED)
     config, scales = (manifest.origin or {}).get("quantization"), scales_of(key, manifest.key_index)
     others = next((each.parts["scale"].key for each in stored.quantized.values()), manifest.scales_key)
-    if config and config.get("unknown"):
-        why = f"its {config['file']} has a {config['unknown'][0]!r}, which changes weights in a way of its own"
+    if config and config.get("transformed"):
+        why = f"the transform_config of its {config['file']} changes weights besides"
     elif scales:
         why = f"{scales[0]!r} holds their scales"
     elif config and name in SMALL_CODES:

@@ -25,6 +25,7 @@ from distckpt._quantization.formats import (
     quantized_as,
     takes,
 )
+from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
 
@@ -193,8 +194,8 @@ def keep_precise(output: OutputTensor) -> OutputTensor:
     return output._replace(dtype="F32", num_bytes=4 * output.num_elements)
 
 
-def check_casts(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
-    """Refuse outputs in which codes of quantised tensors are converted as if they were values."""
+def check_codes(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
+    """Refuse outputs in which codes of quantised tensors are converted as if they were values, or lack their scales."""
     casts = {
         part.key: torch.float32 if output.encoded else FROM_NAME[output.dtype]
         for output in outputs
@@ -202,6 +203,17 @@ def check_casts(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> No
         for part in output.mapped.parts
     }
     check_scales_cast(stored, casts)
+    index, names = stored.manifest.key_index, {output.name for output in outputs}
+    for output in (output for output in outputs if may_be_codes(output.mapped.dtype)):
+        for part in output.mapped.parts:
+            scales = scales_of(part.key, index)
+            if len(scales) > len(scales_of(output.name, names)):
+                raise LoadMismatchError(
+                    f"{part.key!r} in {stored.location!r} holds codes and would be {output.name!r}, without its scales "
+                    f"({', '.join(map(repr, scales))}): select and rename them together, or give a dtype for all "
+                    "tensors to write values.",
+                    unexpected=[part.key],
+                )
 
 
 def _apply_rules(

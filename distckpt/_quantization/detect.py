@@ -35,7 +35,8 @@ _UNKNOWN_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
 """Scales of a module that belong to none of its weights."""
 _BLOCKS = [128, 32]
-_FIELDS = ("quantization_config", "compression_config", "quantization")
+FIELDS = ("quantization_config", "compression_config", "quantization")
+"""Of a configuration, for what it says of quantised tensors."""
 _MODEL_DTYPES = {
     str(dtype).removeprefix("torch."): name
     for dtype, name in TO_NAME.items()
@@ -59,7 +60,7 @@ def find_quantized(
     """
     settings = quantization or {}
     found: dict[str, QuantizedTensor] = {}
-    if settings.get("unknown"):
+    if settings.get("transformed"):
         return found
     for key in tensors:
         for naming in NAMINGS:
@@ -87,6 +88,14 @@ def find_quantized(
     return found
 
 
+def parts_of(config: Mapping[str, Any]) -> list[Any]:
+    """Return a configuration and those inside it, of text models and towers, without what is said of quantisation."""
+    parts = [config]
+    for part in parts:
+        parts += [value for field, value in part.items() if isinstance(value, dict) and field not in FIELDS]
+    return parts
+
+
 def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return what configurations say about quantised tensors, wherever in them; None for nothing.
 
@@ -95,34 +104,30 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
 
     Returns:
         The "file" that says so, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of weights that are
-        named, and fields that change weights in ways that are "unknown".
+        named, and whether weights are "transformed" besides.
     """
-    settings: dict[str, Any] = {"file": None, "blocks": [], "num_bits": [], "unknown": []}
-    parts = list(configs.items())
-    dtypes = [part.get(field) for _, part in parts for field in ("dtype", "torch_dtype")]
-    for file, part in parts:  # which grows: the configuration of a model may have those of its parts inside
-        for field, value in part.items():
-            if not isinstance(value, dict) or not value:
-                continue
-            if field not in _FIELDS:
-                parts.append((file, value))
-                continue
-            settings["file"] = settings["file"] or file
-            dtypes += [part.get("dtype"), part.get("torch_dtype")]
-            transform = value.get("transform_config")
-            if isinstance(transform, dict) and transform.get("config_groups", transform):
-                settings["unknown"].append("transform_config")
-            for weights in _weights_of(value):
-                block = weights.get("weight_block_size") or weights.get("block_structure")
-                size = weights.get("group_size")
-                if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-                    settings["blocks"].append(block)
-                elif type(size) is int and size > 0:
-                    settings["blocks"].append([1, size])
-                if type(weights.get("num_bits")) is int:
-                    settings["num_bits"].append(weights["num_bits"])
-    settings["dtype"] = next((dtype for dtype in dtypes if isinstance(dtype, str)), None)
-    return settings if settings["file"] else None
+    parts = [(file, part) for file, config in configs.items() for part in parts_of(config)]
+    found = [(file, part, part[field]) for file, part in parts for field in FIELDS if isinstance(part.get(field), dict)]
+    found = [each for each in found if each[2]]
+    if not found:
+        return None
+    speakers = [*configs.values(), *(part for _, part, _ in found)]
+    dtypes = (part.get(field) for part in speakers for field in ("dtype", "torch_dtype"))
+    weights = [each for *_, quantization in found for each in _weights_of(quantization)]
+    transforms = [quantization.get("transform_config") for *_, quantization in found]
+    return {
+        "file": found[0][0],
+        "dtype": next((dtype for dtype in dtypes if isinstance(dtype, str)), None),
+        "blocks": [block for block in map(_block_of, weights) if block],
+        "num_bits": [each["num_bits"] for each in weights if type(each.get("num_bits")) is int],
+        "transformed": any(isinstance(each, dict) and each.get("config_groups", each) for each in transforms),
+    }
+
+
+def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
+    block = weights.get("weight_block_size") or weights.get("block_structure") or [1, weights.get("group_size")]
+    is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    return block if is_block else None
 
 
 def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

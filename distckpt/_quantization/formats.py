@@ -44,50 +44,45 @@ class Format(NamedTuple):
     experts: bool = False
 
 
-_SCALE = {"codes": "weight", "scale": "weight_scale"}
+def _weights(num_bits: int, kind: str, strategy: str, **others: int) -> dict[str, Any]:
+    return {"num_bits": num_bits, "type": kind, "strategy": strategy, **others, "symmetric": True, "dynamic": False}
+
+
 _DYNAMIC = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 _FP8 = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_UE8M0 = {**_FP8, "scale_fmt": "ue8m0"}
+_BLOCKS = Format(
+    "e4m3", "F8_E4M3", "F32", (128, 128), {"codes": "weight", "scale": "weight_scale_inv"}, "fp8", _FP8
+)  # fmt: skip
+_CHANNELS = Format(
+    "e4m3", "F8_E4M3", "F32", (1, 0), {"codes": "weight", "scale": "weight_scale"}, "compressed-tensors",
+    _weights(8, "float", "channel"), "float-quantized",
+)  # fmt: skip
 
 FORMATS: dict[str, Format] = {
-    "fp8-block": Format(
-        "e4m3", "F8_E4M3", "F32", (128, 128), {"codes": "weight", "scale": "weight_scale_inv"}, "fp8", _FP8
-    ),
-    "fp8-block-ue8m0": Format(
-        "e4m3", "F8_E4M3", "F8_E8M0", (128, 128), {"codes": "weight", "scale": "weight_scale_inv"}, "fp8",
-        {**_FP8, "scale_fmt": "ue8m0"},
-    ),
-    "fp8-tensor": Format(
-        "e4m3", "F8_E4M3", "F32", (0, 0), _SCALE, "compressed-tensors",
-        {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}, "float-quantized",
-    ),
-    "fp8-channel": Format(
-        "e4m3", "F8_E4M3", "F32", (1, 0), _SCALE, "compressed-tensors",
-        {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}, "float-quantized",
-    ),
-    "int8-channel": Format(
-        "int8", "I8", "F32", (1, 0), _SCALE, "compressed-tensors",
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}, "int-quantized",
+    "fp8-block": _BLOCKS,
+    "fp8-block-ue8m0": _BLOCKS._replace(scale_dtype="F8_E8M0", details=_UE8M0),
+    "fp8-tensor": _CHANNELS._replace(block=(0, 0), details=_weights(8, "float", "tensor")),
+    "fp8-channel": _CHANNELS,
+    "int8-channel": _CHANNELS._replace(
+        number="int8", codes_dtype="I8", details=_weights(8, "int", "channel"), form="int-quantized"
     ),
     "mxfp4": Format(
         "e2m1", "U8", "U8", (1, 32), {"codes": "_blocks", "scale": "_scales"}, "mxfp4", {}, experts=True
     ),
     "mxfp4-packed": Format(
         "e2m1", "I8", "F8_E8M0", (1, 32), {"codes": "weight", "scale": "scale"}, "fp8",
-        {**_FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+        {**_UE8M0, "expert_dtype": "fp4"},
     ),
     "int4": Format(
         "int4", "I32", "BF16", (1, 32),
         {"codes": "weight_packed", "scale": "weight_scale", "shape": "weight_shape"}, "compressed-tensors",
-        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False},
-        "pack-quantized",
+        _weights(4, "int", "group", group_size=32), "pack-quantized",
     ),
     "nvfp4": Format(
         "e2m1", "U8", "F8_E4M3", (1, 16),
         {"codes": "weight_packed", "scale": "weight_scale", "global_scale": "weight_global_scale"},
-        "compressed-tensors",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
-         "dynamic": False},
-        "nvfp4-pack-quantized",
+        "compressed-tensors", _weights(4, "float", "tensor_group", group_size=16), "nvfp4-pack-quantized",
     ),
 }  # fmt: skip
 """By the name that `quantize` takes."""

@@ -169,11 +169,14 @@ def test_the_config_names_what_was_kept(tmp_path, name):
 
 def test_the_config_of_values_says_nothing_of_codes(tmp_path):
     model = MODELS["fp8_block"]()
-    model.write(tmp_path / "model")
-    distckpt.consolidate(
-        tmp_path / "model", tmp_path / "export", dtype=torch.float32, extra_files_from=tmp_path / "model"
-    )
-    assert json.loads((tmp_path / "export/config.json").read_text()) == {"torch_dtype": "float32"}
+    vision = {"vision_config": {"dtype": "bfloat16", "depth": 2}}
+    model._replace(config={**model.config, "llm_config": {**model.config, **vision}}).write(tmp_path / "model")
+    options = {"extra_files_from": tmp_path / "model", "overwrite": True}
+    for dtype in (torch.float32, {"*": torch.float32}):
+        distckpt.consolidate(tmp_path / "model", tmp_path / "export", dtype=dtype, **options)
+        config = json.loads((tmp_path / "export/config.json").read_text())
+        inside = {"torch_dtype": "float32", "vision_config": {"dtype": "float32", "depth": 2}}
+        assert config == {"torch_dtype": "float32", "llm_config": inside}
     distckpt.consolidate(tmp_path / "model", tmp_path / "copy", extra_files_from=tmp_path / "model")
     assert (tmp_path / "copy/config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 
 import pytest
@@ -155,3 +156,29 @@ def test_codes_of_compressed_tensors(tmp_path):
     mxfp4 = exported(tmp_path / "mxfp4", "mxfp4-packed", tensor)
     maxima = tensor.unflatten(-1, (-1, 32)).abs().amax(-1)
     assert torch.equal(mxfp4["l.scale"].view(torch.uint8), generate_mx_scales(maxima).to(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-channel", "int8-channel", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.filterwarnings("ignore:You passed .quantization_config.")
+def test_transformers_opens_exports(tmp_path, name):
+    """It has the values that `load` returns, under all of its names."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 96, "dtype": "bfloat16"}
+    kind = transformers.GptOssConfig if name == "mxfp4" else transformers.LlamaConfig
+    model = transformers.AutoModelForCausalLM.from_config(kind(**size, num_attention_heads=2, num_key_value_heads=2))
+    model.save_pretrained(tmp_path / "model")
+    distckpt.consolidate(tmp_path / "model", tmp_path / "export", quantize=name, extra_files_from=tmp_path / "model")
+    config = json.loads((tmp_path / "export/config.json").read_text())["quantization_config"]
+    settings = {
+        "fp8": lambda: transformers.FineGrainedFP8Config(dequantize=True),
+        "mxfp4": lambda: transformers.Mxfp4Config(dequantize=True),
+        "compressed-tensors": lambda: transformers.CompressedTensorsConfig(run_compressed=False),
+    }[config["quant_method"]]()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", quantization_config=settings)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    distckpt.load(model, tmp_path / "export")
+    changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+    assert len(changed) == (2 if name == "mxfp4" else 7)
+    found = {key: tensor for key, tensor in opened.state_dict().items() if key in before}
+    assert same_bytes(found, model.state_dict())

@@ -167,3 +167,20 @@ def test_codes_of_a_known_form_are_not_converted_by_their_own_key(tmp_path):
     refused(lambda: distckpt.load(state, tmp_path / "model"), "weight_packed'", "request its values")
     state = request("e.0.up_proj.weight_shape", torch.empty(2), torch.int64)
     assert distckpt.load(state, tmp_path / "model")["it"].tolist() == [40, 96]
+
+
+@pytest.mark.parametrize("change", [{"keys": "*.weight"}, {"rename": {"l.weight_": "scales."}}])
+@pytest.mark.parametrize(
+    "scales", [{"l.weight_scale": SCALES}, {"l.weight_scale": SCALES, "l.weight_scale_2": torch.rand(1)}]
+)
+def test_codes_are_not_written_without_their_scales(tmp_path, scales, change):
+    tensors = {"l.weight": BYTES, **scales}
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    for verb in (distckpt.consolidate, distckpt.reshard):
+        refused(
+            lambda verb=verb: verb(tmp_path / "model", tmp_path / "out", **change), "'l.weight'", "'l.weight_scale'"
+        )
+        assert not (tmp_path / "out").exists()
+    distckpt.consolidate(tmp_path / "model", tmp_path / "out", keys="l.", rename={"l.": "m."})
+    expected = {f"m.{key[2:]}": tensor for key, tensor in tensors.items()}
+    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "out"), expected)
