@@ -80,10 +80,17 @@ def forms(config: Config) -> list[Rule]:
         number = f"{{0+{config.layers - config.mtp_layers}}}"
         for block in ("transformer_layer", "mtp_model_layer"):
             rules.append(Rename(f"mtp.layers.*.{block}.**", f"decoder.layers.{number}.{{1}}", optional=True))
-    for part in _STACKS:
-        rules.append(Unstack(f"decoder.layers.{part}.**", f"decoder.layers.{{i}}.{part}.{{0}}", optional=True))
-    for fused, own in _FUSED_NORMS.items():
-        rules.append(Rename(LAYER + fused, f"decoder.layers.{{0}}.{own}", optional=True))
+    roots = {"decoder.layers.": ("weight",)}
+    if config("vision_config", default=False):
+        rules.append(Rename("language_model.**", "{0}"))
+        roots["vision_model.decoder.layers."] = ("weight", "bias")
+    for root, kinds in roots.items():
+        for part in _STACKS:
+            rules.append(Unstack(f"{root}{part}.**", f"{root}{{i}}.{part}.{{0}}", optional=True))
+        for fused, own in _FUSED_NORMS.items():
+            for kind in kinds:
+                old, new = fused.replace("weight", kind), own.replace("weight", kind)
+                rules.append(Rename(f"{root}*.{old}", f"{root}{{0}}.{new}", optional=True))
     for glu in ("linear_fc1", "shared_experts.linear_fc1", "experts.experts.*.linear_fc1"):
         for kind in ("weight", "bias"):
             pattern = f"{LAYER}mlp.{glu}.{kind}"

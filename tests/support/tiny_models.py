@@ -83,7 +83,14 @@ _CLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 
 COMPOSED = {
     "llava": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP}),
-    "qwen2_5_vl": ("qwen2", {"vision_config": _VISION}),
+    "qwen2_5_vl": (
+        "qwen2",
+        {
+            "vision_config": _VISION,
+            "text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
+        },
+    ),
+    "qwen3_vl": ("qwen3", {"vision_config": _VISION | {"depth": 2, "deepstack_visual_indexes": [0]}}),
     "qwen3_vl_moe": ("qwen3_moe", {"vision_config": _VISION | {"deepstack_visual_indexes": [0]}}),
     "qwen3_5": ("qwen3_next", {"vision_config": _VISION}),
     "llama4": (
@@ -98,10 +105,12 @@ def make_config(name):
     """Make the configuration of a tiny model of a family or variant."""
     if name in COMPOSED:
         family, parts = COMPOSED[name]
-        text = _SIZES | OVERRIDES.get(family, {})
+        text = _SIZES | OVERRIDES.get(family, {}) | parts.get("text", {})
         if family in ("llama",):
             text["model_type"] = family
-        return transformers.AutoConfig.for_model(name, text_config=text, **parts)
+        return transformers.AutoConfig.for_model(
+            name, text_config=text, **{key: part for key, part in parts.items() if key != "text"}
+        )
     family, overrides = VARIANTS.get(name, (name, {}))
     return transformers.AutoConfig.for_model(family, **(_SIZES | OVERRIDES[family] | overrides))
 
