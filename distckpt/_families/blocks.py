@@ -80,7 +80,7 @@ def forms(config: Config) -> list[Rule]:
         number = f"{{0+{config.layers - config.mtp_layers}}}"
         for block in ("transformer_layer", "mtp_model_layer"):
             rules.append(Rename(f"mtp.layers.*.{block}.**", f"decoder.layers.{number}.{{1}}", optional=True))
-    roots = {"decoder.layers.": ("weight",)}
+    roots: dict[str, tuple[str, ...]] = {"decoder.layers.": ("weight",)}
     if config("vision_config", default=False):
         rules.append(Rename("language_model.**", "{0}"))
         roots["vision_model.decoder.layers."] = ("weight", "bias")

@@ -22,7 +22,7 @@ from distckpt._families.blocks import (
     stacked_experts,
     token_prediction,
 )
-from distckpt.rules import Concat, Interleave, Rename, Rule, SplitQKV, Transpose
+from distckpt.rules import Concat, Interleave, Rename, Rule, Split, Transpose
 
 
 def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
@@ -277,8 +277,7 @@ def _qwen3_vl(config: Config) -> list[Rule]:
     rules: list[Rule] = []
     for kind in ("weight", "bias"):
         pieces = tuple(f"{new}attn.{name}.{kind}" for name in "qkv")
-        size = vision.number_of("hidden_size") // heads
-        rules.append(SplitQKV(f"{own}self_attention.linear_qkv.{kind}", pieces, heads, heads, size, count=depth))
+        rules.append(Split(f"{own}self_attention.linear_qkv.{kind}", pieces, groups=heads, count=depth))
         every = tuple(piece.replace("{0}", "*") for piece in pieces)
         rules.append(Concat(every, f"{new}attn.qkv.{kind}", count=depth))
     names = {"self_attention.linear_proj": "attn.proj", "input_layernorm": "norm1", "pre_mlp_layernorm": "norm2"}
