@@ -55,11 +55,16 @@ def test_every_name_of_the_package_is_in_the_index_and_explained_once(site):
         assert f'id="distckpt.SaveReport.{field}"' in pages["core.html"]
 
 
-def test_pictures_are_part_of_their_pages(site):
-    """So that they follow the theme that the reader has chosen."""
-    assert '<svg xmlns="http://www.w3.org/2000/svg" class="distckpt-picture"' in (site / "index.html").read_text()
+def test_pictures_follow_the_theme_and_can_be_read_on_a_phone(site):
     for page in site.rglob("*.html"):
-        assert re.findall(r"<img[^>]*\.svg", page.read_text()) == []
+        text = page.read_text()
+        assert re.findall(r"<img[^>]*\.svg", text) == []  # part of the page, whose theme they follow
+        for picture in re.findall(r'<svg[^>]*class="distckpt-picture".*?</svg>', text, re.S):
+            width = float(re.findall(r'viewBox="0 0 (\S+) ', picture)[0])
+            smallest = min(map(float, re.findall(r'font-size="(\S+)"', picture)))
+            assert smallest * 358 / width > 10.5, page.name  # pixels, where a phone leaves 358 for the picture
+            assert re.findall(r'(?:fill|stroke)="(?!var|none)[^"]*"', picture) == []
+    assert 'class="distckpt-picture"' in (site / "index.html").read_text()
 
 
 def test_links_and_pictures_of_the_site_lead_to_its_files(site):
