@@ -22,7 +22,7 @@ def mutants(rules, square="model.layers.*.self_attn.o_proj.weight"):
         if isinstance(rule, Concat) and not rule.optional:
             yield f"reversed {rule}", [*rest[0], replace(rule, patterns=rule.patterns[::-1]), *rest[1]]
         if isinstance(rule, Split | Concat) and rule.groups > 1:
-            sizes = {"sizes": tuple(size * rule.groups for size in rule.sizes)} if isinstance(rule, Split) else {}
+            sizes = {"sizes": tuple(size * rule.groups for size in rule.sizes)} if getattr(rule, "sizes", None) else {}
             yield f"not by group {rule}", [*rest[0], replace(rule, groups=1, **sizes), *rest[1]]
         if isinstance(rule, Interleave | Transpose):
             yield f"not {rule}", [*rest[0], Rename(rule.pattern, rule.to), *rest[1]]
