@@ -7,12 +7,11 @@ It does so in regions, so that any region of the target can be read from regions
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from distckpt._geometry.region import (
     intersect,
     intersect_many,
     regions_to_arrays,
+    reshaped_regions,
     whole,
     with_item,
 )
@@ -36,15 +36,12 @@ _FEW_PARTS = 8
 
 
 class Part(NamedTuple):
-    """A region of a target tensor that is a copy of a region of a source tensor.
+    """A region `target` of a target tensor that is a copy of the region `source` of the source tensor `key`.
 
     To get the target: take the source, put its axes in the order `order`, then drop and add axes of size 1 until the
     shape is that of the target.
 
     Attributes:
-        target: the region in the target tensor.
-        key: the source tensor.
-        source: the region in the source tensor.
         order: all source axes, in the order in which they appear in the target. Axes along which the source has
             size 1 stand anywhere. `(0, 1, ..., n-1)` when no axis moves.
         target_step: how far the elements of the target region lie apart along each axis; () for 1 along all.
@@ -101,11 +98,9 @@ class MappedTensor:
 
 def identity(key: str, info: TensorInfo) -> MappedTensor:
     """Map a tensor to itself."""
-    shape = tuple(info.shape)
-    if 0 in shape:
-        return MappedTensor(shape, info.dtype, ())
-    region = whole(shape)
-    return MappedTensor(shape, info.dtype, (Part(region, key, region, tuple(range(len(shape)))),))
+    shape, region = tuple(info.shape), whole(info.shape)
+    parts = () if 0 in shape else (Part(region, key, region, tuple(range(len(shape)))),)
+    return MappedTensor(shape, info.dtype, parts)
 
 
 def resolve(mapped: MappedTensor, region: Region) -> list[tuple[Region, Part]]:
@@ -214,7 +209,11 @@ def reshape(mapped: MappedTensor, shape: Sequence[int]) -> MappedTensor:
 
     Where axes are merged or divided, each index along the outer ones becomes a part of its own.
     """
-    parts = tuple(piece for part in _single_rows(mapped) for piece in _reshape_part(part, mapped.shape, tuple(shape)))
+    parts = tuple(
+        _restrict(part, old)._replace(target=new)
+        for part in _single_rows(mapped)
+        for old, new in reshaped_regions(part.target, mapped.shape, tuple(shape))
+    )
     return MappedTensor(tuple(shape), mapped.dtype, parts, mapped.trimmed)
 
 
@@ -386,63 +385,6 @@ def _restrict(part: Part, target: Region) -> Part:
         shape[source_axis] = target.shape[target_axis]
     order = _complete_order(len(shape), [axis for axis in part.order if shape[axis] != 1])
     return part._replace(target=target, source=Region(tuple(offset), tuple(shape)), order=order)
-
-
-def _reshape_part(part: Part, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[Part]:
-    """Place a part in a tensor of another shape, cut where a row of either shape ends."""
-    groups = _axis_groups(shape, new_shape)
-    for runs in itertools.product(*(list(_runs(part.target, shape, old, new_shape, new)) for old, new in groups)):
-        old = _region_of([item for run in runs for item in run[0]], len(shape))
-        new = _region_of([item for run in runs for item in run[1]], len(new_shape))
-        yield _restrict(part, old)._replace(target=new)
-
-
-def _axis_groups(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Divide the axes of two shapes, without those of size 1, into the smallest groups of as many elements."""
-    axes, new_axes = ([axis for axis, size in enumerate(sizes) if size != 1] for sizes in (shape, new_shape))
-    while axes:
-        old, new = [axes.pop(0)], [new_axes.pop(0)]
-        while (num := math.prod(_pick(shape, old))) != (new_num := math.prod(_pick(new_shape, new))):
-            if num < new_num:
-                old.append(axes.pop(0))
-            else:
-                new.append(new_axes.pop(0))
-        yield old, new
-
-
-_Span: TypeAlias = tuple[int, int, int]
-"""An axis, the first index along it, and how many."""
-
-
-def _runs(
-    region: Region, shape: tuple[int, ...], old: list[int], new_shape: tuple[int, ...], new: list[int]
-) -> Iterator[tuple[list[_Span], list[_Span]]]:
-    """Cut a region, along a group of axes, into runs that lie along the last axis of the group in both shapes."""
-    start, length = region.offset[old[-1]], region.shape[old[-1]]
-    if len(old) == len(new) == 1:
-        yield [(old[0], start, length)], [(new[0], start, length)]
-        return
-    width, new_width = shape[old[-1]], new_shape[new[-1]]
-    for outer in itertools.product(*(range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1])):
-        row = 0
-        for axis, index in zip(old, outer, strict=False):
-            row = row * shape[axis] + index
-        at, stop = row * width + start, row * width + start + length
-        while at < stop:
-            num = min(stop, at - at % new_width + new_width) - at
-            rest, spans = at // new_width, [(new[-1], at % new_width, num)]
-            for axis in reversed(new[:-1]):
-                rest, index = divmod(rest, new_shape[axis])
-                spans.append((axis, index, 1))
-            yield [*((a, i, 1) for a, i in zip(old, outer, strict=False)), (old[-1], at - row * width, num)], spans
-            at += num
-
-
-def _region_of(spans: Sequence[_Span], ndim: int) -> Region:
-    offset, shape = [0] * ndim, [1] * ndim
-    for axis, start, num in spans:
-        offset[axis], shape[axis] = start, num
-    return Region(tuple(offset), tuple(shape))
 
 
 def _inverse(name: str, part: Part) -> Part:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -224,6 +224,68 @@ def run_starts(shape: tuple[int, ...], region: Region) -> IntArray:
     for axis in range(num_outer_axes(shape, region)):
         starts = np.add.outer(starts, np.arange(region.shape[axis]) * math.prod(shape[axis + 1 :])).reshape(-1)
     return starts
+
+
+def reshaped_regions(
+    region: Region, shape: tuple[int, ...], new_shape: tuple[int, ...]
+) -> Iterator[tuple[Region, Region]]:
+    """Cut a region where a row of either shape ends; yield each piece, and where it lies after a reshape."""
+    groups = _axis_groups(shape, new_shape)
+    for runs in itertools.product(*(list(_runs(region, shape, old, new_shape, new)) for old, new in groups)):
+        old = _region_of([item for run in runs for item in run[0]], len(shape))
+        new = _region_of([item for run in runs for item in run[1]], len(new_shape))
+        yield old, new
+
+
+def _axis_groups(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Divide the axes of two shapes, without those of size 1, into the smallest groups of as many elements."""
+    axes, new_axes = ([axis for axis, size in enumerate(sizes) if size != 1] for sizes in (shape, new_shape))
+    while axes:
+        old, new = [axes.pop(0)], [new_axes.pop(0)]
+        num, new_num = shape[old[0]], new_shape[new[0]]
+        while num != new_num:
+            if num < new_num:
+                old.append(axes.pop(0))
+                num *= shape[old[-1]]
+            else:
+                new.append(new_axes.pop(0))
+                new_num *= new_shape[new[-1]]
+        yield old, new
+
+
+_Span: TypeAlias = tuple[int, int, int]
+"""An axis, the first index along it, and how many."""
+
+
+def _runs(
+    region: Region, shape: tuple[int, ...], old: list[int], new_shape: tuple[int, ...], new: list[int]
+) -> Iterator[tuple[list[_Span], list[_Span]]]:
+    """Cut a region, along a group of axes, into runs that lie along the last axis of the group in both shapes."""
+    start, length = region.offset[old[-1]], region.shape[old[-1]]
+    if len(old) == len(new) == 1:
+        yield [(old[0], start, length)], [(new[0], start, length)]
+        return
+    width, new_width = shape[old[-1]], new_shape[new[-1]]
+    for outer in itertools.product(*(range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1])):
+        row = 0
+        for axis, index in zip(old, outer, strict=False):
+            row = row * shape[axis] + index
+        at, stop = row * width + start, row * width + start + length
+        while at < stop:
+            num = min(stop, at - at % new_width + new_width) - at
+            rest, spans = at // new_width, [(new[-1], at % new_width, num)]
+            for axis in reversed(new[:-1]):
+                rest, index = divmod(rest, new_shape[axis])
+                spans.append((axis, index, 1))
+            yield [*((a, i, 1) for a, i in zip(old, outer, strict=False)), (old[-1], at - row * width, num)], spans
+            at += num
+
+
+def _region_of(spans: Sequence[_Span], ndim: int) -> Region:
+    offset, shape = [0] * ndim, [1] * ndim
+    for axis, start, num in spans:
+        offset[axis], shape[axis] = start, num
+    return Region(tuple(offset), tuple(shape))
 
 
 class TilingFault(NamedTuple):
