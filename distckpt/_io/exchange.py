@@ -30,23 +30,17 @@ class Message(NamedTuple):
 
     All ranks carry out their messages in ascending `order` (number of the first unit, number of the part, receiving
     rank), in which no two messages of a wave are equal. So of all that are not done, the first is the next for both its
-    ranks, and there is no deadlock. `views` are the places of the `units` in the targets.
+    ranks, and there is no deadlock. `views` are the places of the units in the targets.
     """
 
     order: tuple[int, int, int]
     peer: int
     is_sent: bool
-    units: tuple[int, ...]
     views: tuple[torch.Tensor, ...]
 
     @property
     def num_bytes(self) -> int:
-        before_last = sum(_padded_bytes(view) for view in self.views[:-1])
-        return before_last + self.views[-1].nbytes
-
-    def has_same_content(self, other: Message) -> bool:
-        """Tell whether both are sent, and the same to two ranks."""
-        return self.is_sent and other.is_sent and (self.units, self.order[1]) == (other.units, other.order[1])
+        return sum(map(_padded_bytes, self.views[:-1])) + self.views[-1].nbytes
 
 
 def make_messages(rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Message]:
@@ -56,13 +50,13 @@ def make_messages(rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int
     """
     receiver = peer if is_sent else rank
     for together in _small_together(units):
-        numbers, views = tuple(number for number, _ in together), tuple(view for _, view in together)
-        if len(views) > 1 or views[0].nbytes <= MESSAGE_BYTES:
-            yield Message((numbers[0], 0, receiver), peer, is_sent, numbers, views)
+        number, view = together[0]
+        if len(together) > 1:
+            yield Message((number, 0, receiver), peer, is_sent, tuple(view for _, view in together))
             continue
-        shape, item = tuple(views[0].shape), views[0].element_size()
-        for part, piece in enumerate(cut_region(whole(shape), MESSAGE_BYTES // item)):
-            yield Message((numbers[0], part, receiver), peer, is_sent, numbers, (views[0][piece.slices()],))
+        pieces = cut_region(whole(tuple(view.shape)), MESSAGE_BYTES // view.element_size())
+        for part, piece in enumerate(pieces):
+            yield Message((number, part, receiver), peer, is_sent, (view[piece.slices()],))
 
 
 def make_buffers(max_bytes: int) -> deque[torch.Tensor]:
@@ -112,10 +106,6 @@ def exchange(ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor]
         tag = tags[message.peer, message.is_sent]
         tags[message.peer, message.is_sent] += 1
         memory, buffer = _straight_memory(message), None
-        if memory is None and under_way and message.has_same_content(under_way[-1].message):
-            # What went to another rank just now; the buffer is free when both have it.
-            memory, buffer = under_way[-1].transfer.memory, under_way[-1].buffer
-            under_way[-1] = under_way[-1]._replace(buffer=None)
         while len(under_way) >= MAX_UNDER_WAY or (memory is None and not buffers):
             _finish(ranks, under_way.popleft(), buffers, problems)
         if memory is None:

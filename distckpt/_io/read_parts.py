@@ -81,7 +81,7 @@ def divide_copy(
             span = _byte_range(shape, piece, item)
             yield ReadPart(chunk, *span, region=piece, target=piece_goal, sparse=True)
         return
-    for piece in step_over(copy.source, _num_separate_axes(shape, copy.source, item, exact, unit_bytes, margin)):
+    for piece in step_over(copy.source, _num_separate_axes(shape, copy.source, item, unit_bytes, margin)):
         piece_goal = goal[piece.relative_to(copy.source.offset).slices()] if shape else goal
         first, last = _byte_range(shape, piece, item)
         start, stop = first // margin * margin, min(-(-last // margin) * margin, size)
@@ -124,17 +124,15 @@ def _cut_between_blocks(first: int, last: int, block: int, unit_bytes: int) -> I
         start = stop
 
 
-def _num_separate_axes(
-    shape: tuple[int, ...], region: Region, item: int, exact: bool, unit_bytes: int, margin: int
-) -> int:
+def _num_separate_axes(shape: tuple[int, ...], region: Region, item: int, unit_bytes: int, margin: int) -> int:
     """Count the leading axes along which each index is read separately, without what lies between.
 
-    All of them where runs, each with `margin` bytes more, are long and far apart (or with `exact`), else those whose
-    rows are so far apart that no read would hold two.
+    All of them where runs, each with `margin` bytes more, are long and far apart, else those whose rows are so far
+    apart that no read would hold two.
     """
     outer = num_outer_axes(shape, region)
     run = math.prod(region.shape[outer:])
-    is_sparse = exact or covering_elements(shape, region) > 2 * (run + margin // item) * math.prod(region.shape[:outer])
+    is_sparse = covering_elements(shape, region) > 2 * (run + margin // item) * math.prod(region.shape[:outer])
     if is_sparse and run * item >= LONG_RUN_BYTES:
         return outer
     return sum(2 * math.prod(shape[axis + 1 :]) > unit_bytes // item for axis in range(outer))
