@@ -44,16 +44,10 @@ def extract_matching_values(
     inside a list is offered to `predicate` like a leaf.
 
     Args:
-        x: dict or list to split; it is not changed.
+        x: dict or list to split; it is not changed. ValueError for anything else.
         predicate: tells whether a leaf belongs to the first half.
         return_lists_as_dicts: give each list as a dict from original index to value. Otherwise the lists of
             each half are compacted, so that indices shift.
-
-    Returns:
-        The matching half and the other half.
-
-    Raises:
-        ValueError: `x` is neither a dict nor a list.
     """
     if not isinstance(x, dict | list):
         raise ValueError(f"expected a dict or a list at the top, got {type(x).__name__}")

@@ -132,7 +132,6 @@ def to_host(
     Collective operation for a DTensor: all ranks of its mesh must call it.
 
     Args:
-        x: tensor on any device.
         float_dtype: to cast to, None to keep the dtype. Integers, bools, complex numbers and floats of 8 bits and
             less (whose scale stands elsewhere) keep theirs in any case.
         mesh: accepted, as its counterpart in eformer has it: a DTensor is gathered whole on every rank of its mesh.

@@ -55,17 +55,12 @@ def belongs_to_export(name: str) -> bool:
 
 
 def group_keys_by_shard_size(flat_state: Mapping[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Divide tensors into output files, in the order in which they come.
+    """Divide tensors into output files, in the order in which they come, and return the keys of each.
 
     Args:
         flat_state: key -> tensor, or anything else that `estimate_array_nbytes` takes.
-        max_shard_size_bytes: size of the tensors of a file at most; a larger tensor gets a file of its own.
-
-    Returns:
-        The keys of each file. One after the other they are the keys of `flat_state`.
-
-    Raises:
-        ValueError: the limit is not positive.
+        max_shard_size_bytes: size of the tensors of a file at most; a larger tensor gets a file of its own. It must be
+            positive, else ValueError.
     """
     return group_keys_by_bytes({k: estimate_array_nbytes(x) for k, x in flat_state.items()}, max_shard_size_bytes)
 
@@ -83,12 +78,7 @@ def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -
     a file is divided at the next numbers within (`experts.0`, `experts.1`), then into its innermost modules, then into
     single tensors.
 
-    Args:
-        state: dotted key -> tensor, or anything else that `estimate_array_nbytes` takes.
-        max_shard_size_bytes: size of the tensors of a file at most; a larger tensor gets a file of its own.
-
-    Returns:
-        The keys of each file, see `group_keys_by_shard_size`.
+    Takes dotted keys; arguments and result are those of `group_keys_by_shard_size`.
     """
     num_bytes = {key: estimate_array_nbytes(state[key]) for key in sorted(state, key=natural_order)}
     return _fill_files(_modules(list(num_bytes), num_bytes, max_shard_size_bytes, 0), max_shard_size_bytes)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,17 +32,19 @@ class _Report:
     """The rank that spent most time moving bytes."""
     num_ranks: int
     """Number of ranks."""
+    _verb: ClassVar[str]
 
     @property
     def gigabytes_per_second(self) -> float:
         """10**9 bytes per second over the whole call, all ranks together."""
         return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
-    def _summary(self) -> str:
+    def __str__(self) -> str:
+        """Return one line for a log."""
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases.items())
         slowest = f", slowest rank {self.slowest_rank}" if self.num_ranks > 1 else ""
         return (
-            f"{self.location}: {self.num_bytes / 1e9:.3f} GB in {self.seconds:.2f} s "
+            f"{self._verb} {self.location}: {self.num_bytes / 1e9:.3f} GB in {self.seconds:.2f} s "
             f"({self.gigabytes_per_second:.2f} GB/s; {phases}{slowest})"
         )
 
@@ -57,10 +59,7 @@ class SaveReport(_Report):
 
     plan_reused: bool = False
     """Whether the plan of an earlier save was used."""
-
-    def __str__(self) -> str:
-        """Return one line for a log."""
-        return f"saved {self._summary()}"
+    _verb = "saved"
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,7 @@ class LoadReport(_Report):
     `num_bytes` counts what each rank requested.
     """
 
-    def __str__(self) -> str:
-        """Return one line for a log."""
-        return f"loaded {self._summary()}"
+    _verb = "loaded"
 
 
 def counting(progress: Callable[[int, int], object] | None, total_bytes: int) -> Callable[[int], None] | None:

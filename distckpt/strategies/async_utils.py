@@ -27,13 +27,10 @@ _EXIT_TIMEOUT = 600.0
 
 
 class AsyncRequest(NamedTuple):
-    """A function call to be made in the background.
+    """A call of `async_fn`, if any, to be made in the background.
 
     Attributes:
-        async_fn: the function; None for nothing.
-        async_fn_args: its arguments.
         finalize_fns: called one after the other when `async_fn` has returned on all ranks.
-        async_fn_kwargs: keyword arguments of `async_fn`.
         preload_fn: called first, before the request is scheduled; what it returns replaces the second argument.
         is_frozen: True when no finalization functions can be added any more.
         call_idx: number of the request in its queue.
