@@ -101,12 +101,6 @@ def merge(parser: ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--weights", nargs="+", type=float, metavar="W", help="one for each checkpoint (default: equal)")
     how.add_argument("--ema", type=float, metavar="DECAY", help="moving average, from the oldest to the newest")
-    parser.add_argument(
-        "--integers",
-        choices=("equal", "last"),
-        default="equal",
-        help="integers must be equal in all, or are those of the last (default: %(default)s)",
-    )
 
 
 def _add_export(parser: ArgumentParser) -> None:

@@ -12,25 +12,35 @@ from distckpt._cli.selection import dtype_option, given, warn_of_overflows
 from distckpt._foreign.opening import open_checkpoint
 from distckpt._operations.consolidate import ExportReport, consolidate
 from distckpt._operations.export_plan import ExportPlan, Selection, plan_export
+from distckpt._operations.merge import merge
 from distckpt._storage import locations
 
 
 @paused_garbage_collection()
 def run(arguments: Namespace, output: Output) -> int:
-    """Consolidate, and print a summary."""
-    if arguments.dry_run:
+    """Consolidate, or merge, and print a summary."""
+    selection = Selection(
+        keys=arguments.keys,
+        family=arguments.family,
+        rename=dict(arguments.rename),
+        dtype=dtype_option(arguments.dtype),
+        quantize=dict(arguments.quantize) if arguments.quantize else None,
+        tied=arguments.tied,
+        like=arguments.like,
+    )
+    function: Callable[..., ExportReport]
+    if "checkpoints" in arguments:
+        function = partial(merge, arguments.checkpoints, weights=arguments.weights, ema=arguments.ema)
+    elif arguments.dry_run:
         stored = open_checkpoint(locations.normalize(arguments.checkpoint))
-        _show_plan(plan_export(stored, _selection(arguments)), output)
+        _show_plan(plan_export(stored, selection), output)
         return 0
-    return export(partial(consolidate, arguments.checkpoint), arguments, output)
-
-
-def export(function: Callable[..., ExportReport], arguments: Namespace, output: Output) -> int:
-    """Call a function that exports, and print a summary."""
+    else:
+        function = partial(consolidate, arguments.checkpoint)
     with output.progress("writing") as progress:
         report = function(
             arguments.output_dir,
-            **_selection(arguments)._asdict(),
+            **selection._asdict(),
             merge_adapter=arguments.merge_adapter,
             extra_files_from=arguments.extra_files_from,
             extra_code=arguments.extra_code,
@@ -49,18 +59,6 @@ def export(function: Callable[..., ExportReport], arguments: Namespace, output: 
     )
     warn_of_overflows(report.overflows, output)
     return 0
-
-
-def _selection(arguments: Namespace) -> Selection:
-    return Selection(
-        keys=arguments.keys,
-        family=arguments.family,
-        rename=dict(arguments.rename),
-        dtype=dtype_option(arguments.dtype),
-        quantize=dict(arguments.quantize) if arguments.quantize else None,
-        tied=arguments.tied,
-        like=arguments.like,
-    )
 
 
 def _show_plan(plan: ExportPlan, output: Output) -> None:

@@ -60,9 +60,7 @@ VERBS = (
         "consolidate",
         aliases=("export",),
     ),
-    Verb(
-        "merge", "Average checkpoints, or add them with weights, to a Hugging Face directory.", arguments.merge, "merge"
-    ),
+    Verb("merge", "Average checkpoints into a Hugging Face directory.", arguments.merge, "consolidate"),
     Verb("import", "Convert a Hugging Face directory to a checkpoint.", arguments.import_hf, "import_hf"),
     Verb(
         "convert",

@@ -25,7 +25,6 @@ class StoredCheckpoint(NamedTuple):
         verify: "none"; or "read" and "full", which mean the same: every block of which a byte is used is verified.
         quantized: chunks of a view that are not stored but computed from others, see `_plan.decoded`.
         sources: of a view in which every tensor is the sum of theirs, each times a weight, see `_plan.merged`.
-        integers_equal: whether what is not summed must be equal in all sources; else it is that of the last.
     """
 
     location: str
@@ -33,7 +32,6 @@ class StoredCheckpoint(NamedTuple):
     verify: str = "read"
     quantized: Mapping[int, QuantizedTensor] = MappingProxyType({})
     sources: tuple[tuple[StoredCheckpoint, float], ...] = ()
-    integers_equal: bool = True
 
     @property
     def verifies(self) -> bool:

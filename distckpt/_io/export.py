@@ -18,11 +18,10 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import resolve, view_of_part
 from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
 from distckpt._io.read import read_chunks_into
-from distckpt._io.read_sum import read_merged
-from distckpt._io.read_values import read_values
+from distckpt._io.read_values import read_requests
 from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
 from distckpt._plan.export import Change, OutputFile, OutputTensor
-from distckpt._plan.load import Request, plan_load
+from distckpt._plan.load import Request
 from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode
 from distckpt._quantization.numbers import scratch
 from distckpt._quantization.quantized import part_regions
@@ -154,10 +153,7 @@ def _read_regions(stored: StoredCheckpoint, wanted: Sequence[tuple[OutputTensor,
     ]
     requests = [Request(part.key, stored.global_shape(part.key), part.source) for _, part in found]
     views = [view for view, _ in found]
-    if stored.sources:
-        read_merged(stored, requests, views)
-    else:
-        read_values(stored, plan_load(stored, requests), views, num_threads=1)
+    read_requests(stored, requests, views)
     for view, part in found:
         if part.add:
             view.add_(part.add)
@@ -172,7 +168,7 @@ def _apply(change: Change, region: Region, view: torch.Tensor) -> None:
     def read(key: str, place: Region) -> torch.Tensor:
         values = torch.empty(place.shape, dtype=FROM_NAME[change.adapter.dtype_name(key)])
         request = Request(key, change.adapter.global_shape(key), place)
-        read_values(change.adapter, plan_load(change.adapter, [request]), [values], num_threads=1)
+        read_requests(change.adapter, [request], [values])
         return values.to(view.dtype)
 
     if change.replacement is not None:
@@ -190,8 +186,7 @@ def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, m
     """Read a range, convert it, and count the values that do not fit."""
     source, goal = _computed_dtype(stored, tensor), FROM_NAME[tensor.dtype]
     first, last = span.start // goal.itemsize, span.stop // goal.itemsize
-    # To read several checkpoints costs time for each window.
-    step = (2 if stored.sources else 1) * UNIT_BYTES // source.itemsize
+    step = UNIT_BYTES // source.itemsize
     overflows = 0
     converted = torch.from_numpy(memory).view(goal)
     for begin in range(first, last, step):

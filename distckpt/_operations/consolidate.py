@@ -161,7 +161,7 @@ def consolidate(
     merge = checkpoint if isinstance(checkpoint, Merge) else None
     if isinstance(checkpoint, Merge):
         paths.extend(checkpoint.locations)
-        same |= {"weights": checkpoint.weights, "integers": checkpoint.integers_equal}
+        same["weights"] = checkpoint.weights
     else:
         paths.append(checkpoint)
     with ranks.phase("check the arguments", same=same):
@@ -180,7 +180,7 @@ def consolidate(
         with ranks.phase("plan the export"):
             views = [source.stored for source in opened]
             adapter = None if merge_adapter is None else views.pop(0)
-            stored = views[0] if merge is None else merged(views, merge, keys, tied == "write")
+            stored = views[0] if merge is None else merged(views, merge.weights, keys, tied == "write")
             plan = plan_export(stored, selection, ranks.is_coordinator, adapter)
             files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
             extra_files: list[str] = []
@@ -195,7 +195,15 @@ def consolidate(
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)
     overflows = write_export(ranks, plan.stored, opened, files, target, num_threads, progress, extra_files, config)
-    return _report(files, overflows, time.perf_counter() - started)
+    return ExportReport(
+        len(plan.outputs),
+        sum(tensor.num_bytes for tensor in plan.outputs),
+        sum(tensor.num_elements for tensor in plan.outputs),
+        tuple(file.name for file in files),
+        dict(Counter(tensor.dtype for tensor in plan.outputs)),
+        overflows,
+        time.perf_counter() - started,
+    )
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------
@@ -269,8 +277,18 @@ def write_export(
     staging = place.location
     try:
         with timer.phase("write") as details:
+            mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
+            details["bytes"] = sum(file.num_bytes for file in mine)
             make_staging(ranks, place, held, names=())
-            overflows = _write_files(ranks, stored, files, staging, num_threads, progress, details)
+            overflows: dict[str, int] = {}
+            with ranks.phase("write output files"):
+                count = counting(progress, details["bytes"])
+                for file in mine:
+                    path = locations.join(staging, file.name)
+                    overflows |= write_output_file(stored, file, path, num_threads, count)
+                locations.sync_directory(staging)
+            for other in ranks.all_gather(json.dumps(overflows).encode()):
+                overflows |= json.loads(other)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
                 for source in sources:
@@ -301,29 +319,6 @@ def _check_unchanged(source: Source) -> None:
         )
 
 
-def _write_files(
-    ranks: Ranks,
-    stored: StoredCheckpoint,
-    files: Sequence[OutputFile],
-    staging: str,
-    num_threads: int,
-    progress: Callable[[int, int], object] | None,
-    details: dict[str, Any],
-) -> dict[str, int]:
-    """Write this rank's share of the files, note its size in `details`; return the overflows in those of all ranks."""
-    overflows: dict[str, int] = {}
-    with ranks.phase("write output files"):
-        mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
-        details["bytes"] = sum(file.num_bytes for file in mine)
-        count = counting(progress, details["bytes"])
-        for file in mine:
-            overflows.update(write_output_file(stored, file, locations.join(staging, file.name), num_threads, count))
-        locations.sync_directory(staging)
-    for other in ranks.all_gather(json.dumps(overflows).encode()):
-        overflows.update(json.loads(other))
-    return overflows
-
-
 def _write_index(staging: str, files: Sequence[OutputFile]) -> None:
     """Write the index of several files."""
     if len(files) > 1:
@@ -340,16 +335,6 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
     # On an object store the files are in their final place; the index was not written.
     for file in files:
         locations.remove_file(locations.join(target, file.name))
-
-
-def _report(files: Sequence[OutputFile], overflows: Mapping[str, int], seconds: float) -> ExportReport:
-    tensors = [tensor for file in files for tensor in file.tensors]
-    num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    num_parameters = sum(tensor.num_elements for tensor in tensors)
-    dtypes = dict(Counter(tensor.dtype for tensor in tensors))
-    return ExportReport(
-        len(tensors), num_bytes, num_parameters, tuple(file.name for file in files), dtypes, overflows, seconds
-    )
 
 
 def _check_written(path: str, file: OutputFile) -> None:

@@ -197,9 +197,9 @@ def keep_precise(output: OutputTensor) -> OutputTensor:
 def check_codes(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
     """Refuse outputs in which codes of quantised tensors are converted as if they were values, or lack their scales."""
     casts = {
-        part.key: torch.float32 if output.encoded else FROM_NAME[output.dtype]
+        part.key: torch.float32 if output.encoded or output.change else FROM_NAME[output.dtype]
         for output in outputs
-        if output.encoded or output.dtype != output.mapped.dtype
+        if output.encoded or output.change or output.dtype != output.mapped.dtype
         for part in output.mapped.parts
     }
     check_scales_cast(stored, casts)

@@ -19,24 +19,18 @@ from distckpt._plan.export import select_tensors
 
 
 class Merge(NamedTuple):
-    """Checkpoints to merge: their locations, the weight of each, and whether integers must be equal in all.
-
-    If not, the last checkpoint has them.
-    """
+    """Checkpoints to merge: their locations, and the weight of each."""
 
     locations: tuple[str, ...]
     weights: tuple[float, ...]
-    integers_equal: bool
 
 
 def merged(
-    sources: Sequence[StoredCheckpoint], merge: Merge, keys: str | Sequence[str] | None, write_tied: bool
+    sources: Sequence[StoredCheckpoint], weights: Sequence[float], keys: str | Sequence[str] | None, write_tied: bool
 ) -> StoredCheckpoint:
     """Return the view of the tensors that match `keys`, which must be in all checkpoints, with the same shapes.
 
-    It has no chunks: only exports read it.
-
-    Quantised tensors are those of the model. Names are tied that are tied in all checkpoints.
+    Quantised tensors become values. Names are tied that are tied in all. It has no chunks: only exports read it.
     """
     sources = [decoded(source) for source in sources]
     ids = [_select(source, keys) for source in sources]
@@ -60,12 +54,7 @@ def merged(
     shapes = [sources[0].global_shape(name) for name in names]
     aliases = {alias: name for alias, name in tied.items() if alias != name}
     manifest = Manifest(names, dtypes, shapes, ChunkTable.empty(), aliases, has_checksums=False)
-    return StoredCheckpoint(
-        sources[0].location,
-        manifest,
-        sources=tuple(zip(sources, merge.weights, strict=True)),
-        integers_equal=merge.integers_equal,
-    )
+    return StoredCheckpoint(sources[0].location, manifest, sources=tuple(zip(sources, weights, strict=True)))
 
 
 def _select(source: StoredCheckpoint, keys: str | Sequence[str] | None) -> dict[str, int]:

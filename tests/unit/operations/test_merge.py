@@ -229,7 +229,7 @@ def test_what_does_not_agree_is_named(tmp_path):
         "more": ({"v": torch.ones(2)}, LoadMismatchError, r"'v' of '.*more' cannot be found in '.*same'"),
         "shape": ({"w": torch.ones(2, 4)}, LoadMismatchError, r"'w' has different shapes: .*\(2, 4\)"),
         "kind": ({"w": torch.ones(4, 2, dtype=torch.int32)}, CheckpointingException, r"'w' has dtypes .* no sum"),
-        "number": ({"n": torch.tensor(4)}, CheckpointingException, r"'n' is I64.*differ.*same.*number"),
+        "number": ({"n": torch.tensor(4)}, CheckpointingException, r"'n' is I64.*number.* differ .*same"),
         "mask": ({"mask": torch.zeros(3, dtype=torch.bool)}, CheckpointingException, r"'mask' is BOOL"),
     }
     for name, (changed, error, message) in cases.items():
@@ -237,8 +237,6 @@ def test_what_does_not_agree_is_named(tmp_path):
         with pytest.raises(error, match=message):
             distckpt.merge([same, other], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    distckpt.merge([same, tmp_path / "number"], tmp_path / "out", integers="last")
-    assert read_export(tmp_path / "out")["n"] == 4
     distckpt.merge([same, tmp_path / "missing"], tmp_path / "chosen", keys="!n")
     assert read_export(tmp_path / "chosen").keys() == {"w", "mask"}
 
@@ -246,20 +244,19 @@ def test_what_does_not_agree_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": (1,)}, "finite weight for each of the 2"),
-        ({"weights": (1, math.nan)}, "finite weight"),
-        ({"weights": (1, math.inf)}, "finite weight"),
-        ({"ema": 1.5}, "from 0 to 1"),
-        ({"ema": math.nan}, "from 0 to 1"),
-        ({"ema": 0.9, "weights": (1, 1)}, "without weights"),
-        ({"integers": "first"}, "integers"),
+        ({"weights": (1,)}, "2 checkpoints, .* a finite weight for each"),
+        ({"weights": (1, math.nan)}, "a finite weight"),
+        ({"weights": (1, math.inf)}, "a finite weight"),
+        ({"ema": 1.5}, "an ema from 0 to 1"),
+        ({"ema": math.nan}, "an ema from 0 to 1"),
+        ({"ema": 0.9, "weights": (1, 1)}, "or an ema"),
     ],
     ids=str,
 )
 def test_weights_that_mean_nothing(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         distckpt.merge([tmp_path, tmp_path], tmp_path / "out", **options)
-    with pytest.raises(ValueError, match="no checkpoints"):
+    with pytest.raises(ValueError, match="0 checkpoints"):
         distckpt.merge([], tmp_path / "out")
 
 

@@ -123,6 +123,14 @@ def test_a_quantised_base_becomes_values(tmp_path):
     assert torch.allclose(found["l.up.weight"].double(), total, rtol=2**-7, atol=2**-7)
 
 
+def test_nothing_is_added_to_codes(tmp_path):
+    codes = torch.randn(6, 8).to(torch.float8_e4m3fn)
+    write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": codes, "up.weight_scales": torch.ones(3, 5)})
+    write_adapter(tmp_path / "adapter", matrices("up", (6, 8)))
+    with pytest.raises(LoadMismatchError, match=r"'up\.weight'.* codes"):
+        distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+
+
 def test_what_cannot_be_merged_is_named(tmp_path):
     write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": torch.randn(6, 8), "ids": torch.arange(3)})
     plain = matrices("up", (6, 8))
