@@ -32,6 +32,7 @@ from distckpt._io.extra_files import adapt_config, copy_extra_files, list_extra_
 from distckpt._operations.export_plan import Selection, plan_export
 from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES, OutputFile, assign_files, plan_files
 from distckpt._plan.merged import Merge, merged
+from distckpt._quantization.formats import FORMATS
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._storage import locations
@@ -165,7 +166,10 @@ def consolidate(
     else:
         paths.append(checkpoint)
     with ranks.phase("check the arguments", same=same):
-        selection.check()
+        check_choice("tied", tied, ("drop", "write"))
+        check_choice("unmatched", unmatched, ("error", "keep"))
+        for name in selection.formats.values():
+            check_choice("quantize", name, tuple(FORMATS))
         check_choice("verify", verify, get_args(Verify))
         sources = [locations.normalize(path) for path in paths]
         target = posix.resolve(output_dir)
@@ -291,8 +295,12 @@ def write_export(
                 overflows |= json.loads(other)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                for source in sources:
-                    _check_unchanged(source)
+                for source, data in sources:
+                    if opening.manifest_bytes(source.location, opening.identify(source.location)) != data:
+                        raise CheckpointingException(
+                            f"{source.location!r} was overwritten while it was exported: nothing was exported, try "
+                            "again."
+                        )
                 for file in files:
                     _check_written(locations.join(staging, file.name), file)
                 copy_extra_files(extra_files, staging)
@@ -309,14 +317,6 @@ def write_export(
     if overflows and ranks.is_coordinator:
         logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
     return overflows
-
-
-def _check_unchanged(source: Source) -> None:
-    location = source.stored.location
-    if opening.manifest_bytes(location, opening.identify(location)) != source.data:
-        raise CheckpointingException(
-            f"{location!r} was overwritten while it was exported: nothing was exported, try again."
-        )
 
 
 def _write_index(staging: str, files: Sequence[OutputFile]) -> None:

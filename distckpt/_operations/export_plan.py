@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.messages import check_choice, summarize_keys
+from distckpt._base.messages import summarize_keys
 from distckpt._foreign import hugging_face
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._plan.adapter import CONFIG_NAME, merge_adapter
+from distckpt._plan.adapter import CONFIG_NAME, merge_adapter, with_peft_names
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
     OutputTensor,
@@ -24,7 +24,6 @@ from distckpt._plan.export import (
     quantize_outputs,
     select_tensors,
 )
-from distckpt._quantization.formats import FORMATS
 from distckpt._storage import locations
 from distckpt.families import read_config, rules_for
 from distckpt.rules import Rule, TensorInfo
@@ -49,13 +48,6 @@ class Selection(NamedTuple):
     def formats(self) -> dict[str, str]:
         """Formats of quantised tensors by pattern; the empty one is for what models usually quantise."""
         return {"": self.quantize} if isinstance(self.quantize, str) else dict(self.quantize or {})
-
-    def check(self) -> None:
-        """Refuse words that mean nothing."""
-        check_choice("tied", self.tied, ("drop", "write"))
-        check_choice("unmatched", self.unmatched, ("error", "keep"))
-        for name in self.formats.values():
-            check_choice("quantize", name, tuple(FORMATS))
 
 
 class ExportPlan(NamedTuple):
@@ -95,7 +87,7 @@ def plan_export(
         stored = decoded(stored)
     tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
     directory = None if like is None else locations.normalize(like)
-    rules = [*rules, *rules_for(family, directory, tensors)]
+    rules = [*rules, *with_peft_names(rules_for(family, directory, tensors), tensors)]
     outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
     if family is not None and isinstance(dtype, torch.dtype):
         outputs = [keep_precise(output) for output in outputs]

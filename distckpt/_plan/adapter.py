@@ -1,17 +1,20 @@
-"""Merging an adapter of PEFT into an export: which tensors it changes, and how."""
+"""Adapters: what one of PEFT changes in the tensors of an export, and PEFT's names for those of Megatron Bridge."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.mapped import MappedTensor, TensorInfo, crop_axis, drop_axis, identity
 from distckpt._plan.export import Change, OutputTensor
+from distckpt.rules import Assemble, Rule, apply_rules
 
 CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -19,6 +22,32 @@ _MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])((?:\.default)?(?:\.weight)
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which the other weights of the model stay as they are."""
 _OTHER_ARITHMETIC = ("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens")
+
+
+_IN, _OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+
+
+def with_peft_names(rules: Sequence[Rule], tensors: Mapping[str, TensorInfo]) -> Sequence[Rule]:
+    """Return the rules for LoRA of Megatron Bridge, where that is exported, given those for the weights it is for."""
+    modules = [key.removesuffix(_OUT) for key in tensors if key.endswith(_OUT)]
+    pairs = {module: (tensors[module + _IN], tensors[module + _OUT]) for module in modules if module + _IN in tensors}
+    if not pairs:
+        return rules
+    weights = {f"{m}.weight": TensorInfo((*b.shape[:-1], a.shape[-1]), b.dtype) for m, (a, b) in pairs.items()}
+    rules = [replace(rule, optional=True, count=None) for rule in rules]
+    made: dict[str, MappedTensor] = {}
+    for name, weight in apply_rules(rules, weights, strict=True).items():
+        module, stem = weight.parts[0].key.removesuffix(".weight"), _PREFIX + name.removesuffix("weight")
+        a, b = pairs[module]
+        # The rows of the second matrix become those of the weight; of stacked layers, the first is that of the layer.
+        rows = crop_axis(weight, 1, 0, b.shape[-1])
+        parts = tuple(part._replace(key=module + _OUT) for part in rows.parts)
+        made[f"{stem}lora_B.weight"] = replace(rows, parts=parts)
+        matrix = identity(module + _IN, a)
+        for index in weight.parts[0].source.offset[:-2]:
+            matrix = drop_axis(crop_axis(matrix, 0, index, index + 1), 0)
+        made[f"{stem}lora_A.weight"] = matrix
+    return [Assemble(made, {key: tensors[key].shape for module in pairs for key in (module + _IN, module + _OUT)})]
 
 
 def merge_adapter(

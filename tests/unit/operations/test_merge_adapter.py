@@ -123,6 +123,57 @@ def test_a_quantised_base_becomes_values(tmp_path):
     assert torch.allclose(found["l.up.weight"].double(), total, rtol=2**-7, atol=2**-7)
 
 
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+    "hidden_size": 16, "vocab_size": 8,
+}  # fmt: skip
+SHAPES = {
+    "self_attention.linear_qkv": (32, 16), "self_attention.linear_proj": (16, 16),
+    "mlp.linear_fc1": (12, 16), "mlp.linear_fc2": (16, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_lora_of_megatron_becomes_that_of_peft(tmp_path, stacked):
+    """Both ways lead to the same export: products added to Megatron's weights, and by way of an adapter of PEFT."""
+    base, merged, lora = {}, {}, {}
+    for layer in range(2):
+        for name, (rows, columns) in SHAPES.items():
+            weight, a, b = torch.randn(rows, columns), torch.randn(4, columns), torch.randn(rows, 4)
+            base[f"{layer}.{name}.weight"], merged[f"{layer}.{name}.weight"] = weight, weight + 1.5 * b @ a
+            lora[f"{layer}.{name}.adapter.linear_in.weight"] = a
+            lora[f"{layer}.{name}.adapter.linear_out.weight"] = b
+        for norm in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+            base[f"{layer}.{norm}.layer_norm_weight"] = merged[f"{layer}.{norm}.layer_norm_weight"] = torch.ones(16)
+    others = {"embedding.word_embeddings.weight": torch.randn(8, 16), "output_layer.weight": torch.randn(8, 16)}
+    others["decoder.final_layernorm.weight"] = torch.randn(16)
+    for name, layers in (("base", base), ("merged", merged), ("lora", lora)):
+        if stacked:
+            layers = {key[2:]: torch.stack([layers[f"{i}.{key[2:]}"] for i in range(2)]) for key in layers}
+        tensors = {f"decoder.layers.{key}": tensor for key, tensor in layers.items()}
+        save_checkpoint(tmp_path / name, tensors | others, axis=1)
+    family = tmp_path / "config.json"
+    family.write_text(json.dumps(LLAMA))
+    distckpt.consolidate(tmp_path / "merged", tmp_path / "expected", family=family)
+    distckpt.consolidate(tmp_path / "lora", tmp_path / "adapter", family=family, keys="*.adapter.*")
+    adapter = read_export(tmp_path / "adapter")
+    modules = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    layers = [f"base_model.model.model.layers.{layer}.{module}" for layer in range(2) for module in modules]
+    assert adapter.keys() == {f"{name}.lora_{letter}.weight" for name in layers for letter in "AB"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(LORA))
+    options = {"family": family, "merge_adapter": tmp_path / "adapter"}
+    distckpt.consolidate(tmp_path / "base", tmp_path / "found", **options)
+    found, expected = read_export(tmp_path / "found"), read_export(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.allclose(found[key], tensor, rtol=1e-5, atol=1e-5), key
+    with pytest.raises(LoadMismatchError):
+        distckpt.consolidate(tmp_path / "lora", tmp_path / "half", family=family, keys="*.linear_out.*")
+    keys = ["*.adapter.*", "!*linear_fc2.adapter.linear_in.*"]
+    with pytest.raises(LoadMismatchError, match=r"linear_fc2\.adapter\.linear_out\.weight"):
+        distckpt.consolidate(tmp_path / "lora", tmp_path / "half", family=family, keys=keys)
+
+
 def test_nothing_is_added_to_codes(tmp_path):
     codes = torch.randn(6, 8).to(torch.float8_e4m3fn)
     write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": codes, "up.weight_scales": torch.ones(3, 5)})
