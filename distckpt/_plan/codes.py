@@ -42,13 +42,11 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
         why = f"tensors beside it are, {others.removesuffix(AS_STORED)!r} holds scales"
     else:
         return
-    form = (
-        "and how they belong together is no form that distckpt knows" if plain == key else "request its values instead"
-    )
+    way_out = "request its values instead" if plain != key else "and distckpt does not know how they belong together"
     raise LoadMismatchError(
         f"Key {plain!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested as {requested}, but "
         f"its values are codes of a quantised tensor ({why}): converted without scales they would be wrong weights, "
-        f"{form}. Request {FROM_NAME[name]} and the scales, which loads both as they are stored.",
+        f"{way_out}. Request {FROM_NAME[name]} and the scales, which loads both as they are stored.",
         unexpected=[plain],
     )
 

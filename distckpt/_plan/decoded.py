@@ -121,7 +121,9 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
     owners: list[tuple[int, int]] = []
     for copy in copies:
         quantized = view.quantized[copy.chunk]
-        for region in cut_region(quantized.to_model(copy.source), PIECE_ELEMENTS):
+        # Of narrow slices, items are read that hold more codes than those of the slice.
+        source = quantized.to_model(copy.source)
+        for region in cut_region(source, max(1, PIECE_ELEMENTS // -(-quantized.pack // source.shape[-1]))):
             regions = part_regions(quantized, region)
             owners += [(len(pieces), index) for index in range(len(regions))]
             requests += [

@@ -23,16 +23,7 @@ _SCALES = {
     "codes": ("scales",),
 }
 """Ending of the key of codes -> what stands in its place in the keys of their scales."""
-_NAMES_OF_CODES = (
-    ".qweight",
-    ".qzeros",
-    ".W_q",
-    "weight_packed",
-    "._data",
-    "_qdata",
-    ".quant_state.bitsandbytes__nf4",
-    ".quant_state.bitsandbytes__fp4",
-)
+_NAMES_OF_CODES = (".qweight", ".qzeros", ".W_q", "weight_packed", "._data", "_qdata", "__nf4", "__fp4")
 """Endings that keys of nothing else have: those of AWQ and GPTQ, HQQ, compressed-tensors, quanto, torchao and so on."""
 
 
@@ -48,7 +39,5 @@ def is_named_as_codes(key: str) -> bool:
 
 def scales_of(key: str, keys: Container[str]) -> list[str]:
     """Find the keys of the scales that belong to the codes at `key`."""
-    names = [
-        key[: len(key) - len(end)] + other for end, others in _SCALES.items() if key.endswith(end) for other in others
-    ]
-    return [name for name in names if name in keys]
+    fitting = [(key[: len(key) - len(end)], others) for end, others in _SCALES.items() if key.endswith(end)]
+    return [stem + other for stem, others in fitting for other in others if stem + other in keys]

@@ -98,10 +98,9 @@ def part_regions(quantized: QuantizedTensor, region: Region) -> dict[str, Region
         grid = coarsened(region, quantized.block)
         # A column of scales may be stored without its axis.
         regions["scale"] = Region(grid.offset[: len(scale)], grid.shape[: len(scale)])
-    overall = quantized.parts.get("global_scale")
-    if overall is not None and math.prod(overall.shape) > 1:
-        rest = len(overall.shape) - 1
-        regions["global_scale"] = Region((region.offset[0], *(0,) * rest), (region.shape[0], *(1,) * rest))
+    overall = regions.get("global_scale")
+    if overall and overall.num_elements > 1:
+        regions["global_scale"] = Region((region.offset[0], *overall.offset[1:]), (region.shape[0], *overall.shape[1:]))
     return regions
 
 
@@ -129,8 +128,9 @@ def decode(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor], region
     lowest, highest = scales.abs().aminmax()
     is_moderate = float(highest) < _LARGE if number.factor >= 1 else float(lowest) > 1 / _LARGE
     scales = scales_of_rows(quantized, scales * number.factor if is_moderate else scales, region).reshape(*lead, -1)
-    num_rows = max(1, _CACHED_ELEMENTS // columns)
-    bits = scratch("bits", (num_rows, codes.shape[-1] * number.per_byte), torch.int16)
+    width = codes.shape[-1] * number.per_byte
+    num_rows = min(lead[-1], max(1, _CACHED_ELEMENTS // width))
+    bits = scratch("bits", (num_rows, width), torch.int16)
     unpacked, bits_array = bits.view(number.dtype)[:, skipped : skipped + columns], bits.numpy()
     values = scratch("values", (num_rows, columns), torch.float32)
     # Half the bytes go over a bus, or to memory in another order, in the dtype of the target.
