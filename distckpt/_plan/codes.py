@@ -38,7 +38,7 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
         why = f"its {config['file']} says that it is quantised"
     elif is_named_as_codes(plain):
         why = "no other tensors have such names"
-    elif others and name in SMALL_CODES:
+    elif others and name in SMALL_CODES and requested.is_floating_point:
         why = f"tensors beside it are, {others.removesuffix(AS_STORED)!r} holds scales"
     else:
         return

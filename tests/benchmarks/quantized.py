@@ -3,8 +3,8 @@
     python tests/benchmarks/quantized.py [--mib 512] [--runs 5] [--dir DIR]
 
 All load the same number of bf16 values into tensors that are there, from files in the page cache and from disk (cold);
-contestants take turns, and a round before the first is not counted. Prints medians, the speed in values, and by how
-much the resident memory grew at most.
+contestants take turns, and a round before the first is not counted. Prints medians, the speed in values, the CPU time
+of all threads, and by how much the resident memory grew at most.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,7 @@ def main() -> None:
     if hasattr(torch.distributed.checkpoint, "quantized_hf_storage"):
         contestants["fp8_block, torch's reader"] = (fp8_block, load_with_torch)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    processor: dict[str, list[float]] = {name: [] for name in contestants}
     cold: dict[str, list[float]] = {name: [] for name in contestants}
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir=arguments.dir) as base, warnings.catch_warnings():
@@ -106,7 +108,9 @@ def main() -> None:
         for number in range(arguments.runs + 1):
             for name, (make, load) in contestants.items():
                 folder = Path(base) / make.__name__
+                started = time.process_time()
                 _, taken = timed(lambda load=load, folder=folder: load(folder, state))
+                processor[name] += [time.process_time() - started] if number else []
                 seconds[name] += [taken] if number else []
                 empty_cache(str(folder))
                 cold[name].append(timed(lambda load=load, folder=folder: load(folder, state))[1])
@@ -121,13 +125,26 @@ def main() -> None:
             f"{median:.3f}",
             f"{size / median / 1e9:.2f}",
             f"{medians['plain'] / median:.2f}",
+            f"{statistics.median(processor[name]) / (size / 2) * 1e9:.2f}",
+            f"{statistics.median(processor['plain']) / statistics.median(processor[name]):.2f}",
             f"{statistics.median(cold[name]):.3f}",
             f"{statistics.median(cold['plain']) / statistics.median(cold[name]):.2f}",
             f"{peaks[name] / 2**20:.0f}",
         ]
         for name, median in medians.items()
     ]
-    print(markdown_table(["directory", "s", "GB/s of values", "of plain", "cold s", "of plain", "peak MiB"], rows))
+    columns = [
+        "directory",
+        "s",
+        "GB/s of values",
+        "of plain",
+        "CPU ns/value",
+        "of plain",
+        "cold s",
+        "of plain",
+        "peak MiB",
+    ]
+    print(markdown_table(columns, rows))
 
 
 if __name__ == "__main__":

@@ -146,6 +146,13 @@ def test_numbers_that_are_no_codes_are_converted_as_ever(tmp_path):
         assert torch.equal(loaded, tensor.float())
 
 
+def test_integers_beside_quantised_tensors_are_integers(tmp_path):
+    tensors = {"mask": BYTES.view(torch.uint8), "l.weight": CODES, "l.weight_scale": SCALES}
+    write_plain(tmp_path / "model" / "model.safetensors", tensors)
+    loaded = distckpt.load(request("mask", BYTES, torch.int64), tmp_path / "model")["it"]
+    assert torch.equal(loaded, tensors["mask"].long())
+
+
 def test_a_damaged_config_is_named(tmp_path):
     write_plain(tmp_path / "model" / "model.safetensors", {"count": BYTES})
     (tmp_path / "model" / "config.json").write_text("{")
