@@ -39,7 +39,8 @@ def separate(
         if copy.request in concerned:
             place = stored.path_of(copy.chunk), int(stored.manifest.first_bytes[copy.chunk])
             sources[copy.request].add((*place, copy.source, copy.target))
-    pairs = [(a, b) for b, a in shared if sources[a] != sources[b] or _layout(targets[a]) != _layout(targets[b])]
+    places = {n: (targets[n].dtype, _as_array(targets[n]).__array_interface__) for n in concerned}
+    pairs = [(a, b) for b, a in shared if (sources[a], places[a]) != (sources[b], places[b])]
     separated = list(targets)
     for second in {second for _, second in pairs}:
         separated[second] = torch.empty(targets[second].shape, dtype=targets[second].dtype)
@@ -87,11 +88,6 @@ def _num_bytes_spanned(target: torch.Tensor) -> int:
         return target.nbytes
     steps = sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True))
     return (steps + 1) * target.element_size()
-
-
-def _layout(target: torch.Tensor) -> Any:
-    shape = target.nbytes if target.is_contiguous() else (target.shape, target.stride())
-    return target.data_ptr(), target.dtype, shape
 
 
 def _as_array(target: torch.Tensor) -> Any:

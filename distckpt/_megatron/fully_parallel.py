@@ -28,12 +28,8 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
     Args:
         strategy: does the work; None for the default one.
         parallelization_group: process group to share within; None for all ranks that save.
-        do_cache_distribution: accepted and not needed: plans of saves are always kept.
-        backend: accepted, and that of `strategy` used.
-        version: accepted, and that of `strategy` used.
-        validate_access_integrity: accepted: that of `distckpt.save` decides.
-        pg_cache_path: accepted and not needed: nothing of a distribution is kept in files.
-        pg_cache_create: accepted and not needed.
+        do_cache_distribution: accepted, as all that follow: plans of saves are always kept, in memory alone, and
+            `distckpt.save` decides about checks.
     """
 
     def __init__(
@@ -48,12 +44,9 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         pg_cache_create: bool = False,
     ) -> None:
         del backend, version, validate_access_integrity, pg_cache_path, pg_cache_create
-        strategy = save_strategy(strategy)
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-        self.backend = strategy.backend
-        self.version = strategy.version
+        self.base_strategy = save_strategy(strategy)
+        self.parallelization_group, self.do_cache_distribution = parallelization_group, do_cache_distribution
+        self.backend, self.version = self.base_strategy.backend, self.base_strategy.version
 
     def configure(self, options: Options) -> FullyParallelSaveStrategyWrapper:
         return _configured(self, options)
@@ -75,9 +68,7 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
 
         `distckpt.save` does not need it: it divides replicas among the ranks that hold them.
         """
-        theirs = installed("strategies.fully_parallel", "FullyParallelSaveStrategyWrapper")
-        refuse_own_objects(sharded_state_dict, "apply_saving_parallelization")
-        theirs(None, self.parallelization_group).apply_saving_parallelization(sharded_state_dict)
+        _theirs(self, sharded_state_dict, None).apply_saving_parallelization(sharded_state_dict)
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
@@ -88,11 +79,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Args:
         strategy: does the work.
         parallelization_group: process group whose ranks may share reads; None for all ranks that load.
-        do_cache_distribution: accepted and not needed: planning is cheap.
-        exchange_algo: accepted and not needed: ranks send each other the data they have read.
-        per_rank_object_load: accepted and not needed: each rank reads the objects that it requests.
-        pg_cache_path: accepted and not needed: nothing of a distribution is kept in files.
-        pg_cache_create: accepted and not needed.
+        do_cache_distribution: accepted, as all that follow: planning is cheap, ranks send each other what they have
+            read, and each reads the objects that it requests.
     """
 
     def __init__(
@@ -106,12 +94,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         pg_cache_create: bool = False,
     ) -> None:
         del per_rank_object_load, pg_cache_path, pg_cache_create
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-        self.exchange_algo = exchange_algo
-        self.backend = strategy.backend
-        self.version = strategy.version
+        self.base_strategy, self.exchange_algo = strategy, exchange_algo
+        self.parallelization_group, self.do_cache_distribution = parallelization_group, do_cache_distribution
+        self.backend, self.version = strategy.backend, strategy.version
 
     def configure(self, options: Options) -> FullyParallelLoadStrategyWrapper:
         return _configured(self, options)
@@ -124,9 +109,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
         `distckpt.load` does not need it: it decides itself which rank reads what several need.
         """
-        theirs = installed("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper")
-        refuse_own_objects(sharded_state_dict, "apply_loading_parallelization")
-        return theirs(self.base_strategy, self.parallelization_group).apply_loading_parallelization(sharded_state_dict)
+        theirs = _theirs(self, sharded_state_dict, self.base_strategy)
+        return theirs.apply_loading_parallelization(sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor]:
         return self.base_strategy.load_tensors_metadata(os.fspath(checkpoint_dir))
@@ -147,3 +131,11 @@ def _configured(wrapper: _Wrapper, options: Options) -> _Wrapper:
     options = replace(options, exchange_group=wrapper.parallelization_group)
     configured.base_strategy = wrapper.base_strategy.configure(options)
     return configured
+
+
+def _theirs(wrapper: Any, sharded_state_dict: ShardedStateDict, strategy: Any) -> Any:
+    """Return Megatron's own wrapper of the same group, for a state dict of Megatron's objects."""
+    name = type(wrapper).__name__
+    theirs = installed("strategies.fully_parallel", name)
+    refuse_own_objects(sharded_state_dict, name)
+    return theirs(strategy, wrapper.parallelization_group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -37,13 +36,14 @@ def _as_megatron(state_dict: Any) -> Any:
     theirs = importlib.import_module("megatron.core.dist_checkpointing.mapping")
 
     def convert(value: Any) -> Any:
-        if isinstance(value, LocalNonpersistentObject):
-            return theirs.LocalNonpersistentObject(value.unwrap())
-        if type(value) is ShardedObject or (type(value) is ShardedTensor and value.flattened_range is None):
-            cls = getattr(theirs, type(value).__name__)
-            fields = [field.name for field in dataclasses.fields(cls) if field.init]
-            return cls(**{name: getattr(value, name) for name in fields if hasattr(value, name)})
-        return value
+        kind = type(value)
+        if kind not in (LocalNonpersistentObject, ShardedObject, ShardedTensor) or getattr(
+            value, "flattened_range", None
+        ):
+            return value
+        made = object.__new__(getattr(theirs, kind.__name__))
+        vars(made).update(vars(value))
+        return made
 
     converted = dict_list_map_outplace(convert, state_dict)
     refuse_own_objects(converted, "MCoreTensorAwareStateDict")

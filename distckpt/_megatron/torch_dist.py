@@ -28,11 +28,8 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
     Args:
         backend: "torch_dist" or "safetensors".
         version: 1.
-        keep_only_main_replica: accepted: every byte is written once.
-        thread_count: accepted: `max_inflight_bytes` of `save` limits threads and memory.
-        cached_metadata: accepted: plans are kept while the structure stays the same.
-        separation_hint: accepted: `remove_sharded_tensors` needs no files of their own.
-        cpu_shm_mode: accepted: no process is started.
+        keep_only_main_replica: accepted, as all that follow: every byte is written once, `max_inflight_bytes` of `save`
+            limits threads and memory, plans are kept while the structure stays the same, and no process is started.
     """
 
     def __init__(
@@ -49,12 +46,9 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         self.backend, self.version = self._strategy.backend, self._strategy.version
         if backend not in ("torch_dist", self.backend) or version != 1:
             raise CheckpointingException(f"There is no strategy that saves {backend!r} version {version}.")
-        self.keep_only_main_replica = keep_only_main_replica
-        self.thread_count = thread_count
-        self.use_cached_ckpt_structure = cached_metadata
-        self.separation_hint = separation_hint
-        self.cpu_shm_mode = cpu_shm_mode
-        self.cached_global_metadata = None
+        self.keep_only_main_replica, self.thread_count = keep_only_main_replica, thread_count
+        self.use_cached_ckpt_structure, self.cached_global_metadata = cached_metadata, None
+        self.separation_hint, self.cpu_shm_mode = separation_hint, cpu_shm_mode
 
     def configure(self, options: Options) -> SafetensorsSaveStrategy:  # type: ignore[override]
         return self._strategy.configure(options)
@@ -71,23 +65,15 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
-    """Load a checkpoint of any format that distckpt reads. The arguments are Megatron's, and none is needed.
-
-    Args:
-        cache_metadata: accepted: a manifest is read once for each load.
-        stream_ckpt_dequant: accepted: tensors are read one by one into those of the request.
-        checkpoint_name: accepted, and not needed.
-    """
+    """Load a checkpoint of any format that distckpt reads. The arguments are Megatron's, and none is needed."""
 
     def __init__(
         self, cache_metadata: bool = False, stream_ckpt_dequant: bool = True, checkpoint_name: str | None = None
     ) -> None:
         self._strategy = SafetensorsLoadStrategy()
         self.backend, self.version = self._strategy.backend, self._strategy.version
-        self.cache_metadata = cache_metadata
-        self.stream_ckpt_dequant = stream_ckpt_dequant
-        self.checkpoint_name = checkpoint_name
-        self.cached_global_metadata = None
+        self.cache_metadata, self.stream_ckpt_dequant = cache_metadata, stream_ckpt_dequant
+        self.checkpoint_name, self.cached_global_metadata = checkpoint_name, None
 
     def configure(self, options: Options) -> SafetensorsLoadStrategy:  # type: ignore[override]
         return self._strategy.configure(options)
@@ -139,11 +125,9 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
             f"async_strategy {async_strategy!r} is not supported: use 'nvrx' or 'mcore', which mean the same."
         )
     modules = _AsyncModules(
-        AsyncCallsQueue=AsyncCallsQueue,
-        AsyncRequest=AsyncRequest,
+        AsyncCallsQueue=AsyncCallsQueue, AsyncRequest=AsyncRequest, _results_queue=None,
         get_write_results_queue=get_write_results_queue,
-        _results_queue=None,
-    )
+    )  # fmt: skip
     return "mcore", modules if module is None else modules[module]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ UNIVERSAL_FOLDER = "zero"
 
 _POINTERS = ("latest", "latest_universal")
 _STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_(model|optim)_states\.pt")
-_EXPERTS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*")
-_LAYERS = re.compile(r"layer_\d+-.*")
+_OTHERS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*|layer_\d+-.*")
+"""Files of experts, and of the stages of a pipeline."""
 _MAX_TAG_BYTES = 4096
 
 
@@ -52,30 +52,31 @@ def find_states(location: str) -> States:
     """Find the files of a checkpoint: those in its folder, or in the one that `latest` names."""
     names, folder = locations.list_names(location), ""
     if not any(map(_STATES.fullmatch, names)):
-        folder = f"{_latest(location, names)}/"
+        pointer = join(location, next(name for name in _POINTERS if name in names))
+        tag = read_file(pointer, _MAX_TAG_BYTES).decode(errors="replace").strip()
+        if not locations.is_inner_name(tag, max_parts=1) or not locations.isdir(join(location, tag)):
+            raise CorruptCheckpointError(
+                f"{pointer!r} names {tag!r:.300}, and there is no such folder beside it: restore it from a copy, or "
+                "give the location of another folder with a save."
+            )
+        folder = f"{tag}/"
         names = locations.list_names(join(location, folder[:-1]))
     states = States(folder, UNIVERSAL_FOLDER in names, {}, {}, [])
     path = join(location, folder.rstrip("/"))
     for name in sorted(names):
         match = _STATES.fullmatch(name)
-        is_divided = bool(match and int(match[2])) or bool(_LAYERS.fullmatch(name))
-        if not states.is_universal and _EXPERTS.fullmatch(name):
+        is_divided = bool(match and int(match[2]))
+        if not states.is_universal and (is_divided or _OTHERS.fullmatch(name)):
             raise CheckpointingException(
-                f"{path!r} holds experts ({name!r}), which are not read from DeepSpeed's files."
-            )
-        if not states.is_universal and is_divided:
-            raise CheckpointingException(
-                f"{path!r} holds {name!r}: the model is divided among tensor or pipeline parallel ranks, and the files "
-                "do not say how. Convert it with DeepSpeed (`python -m deepspeed.checkpoint.ds_to_universal "
-                f"--input_folder {path} --output_folder {path}_universal`), and load the result."
+                f"{path!r} holds {name!r}: experts are not read, and the files of a model that is divided among tensor "
+                "or pipeline parallel ranks do not say how. Convert those with DeepSpeed (`python -m deepspeed."
+                f"checkpoint.ds_to_universal --input_folder {path} --output_folder {path}_universal`) before loading."
             )
         if match and is_divided:
             states.others.append(folder + name)
         elif match:
-            first = (states.model if match[3] == "model" else states.optim).setdefault(
-                int(match[1] or 0), folder + name
-            )
-            if first != folder + name:
+            files = states.model if match[3] == "model" else states.optim
+            if (first := files.setdefault(int(match[1] or 0), folder + name)) != folder + name:
                 raise CorruptCheckpointError(
                     f"{path!r} holds {first!r} and {name!r}, of different saves: remove what does not belong here."
                 )
@@ -87,17 +88,6 @@ def find_states(location: str) -> States:
 def join(location: str, name: str) -> str:
     """Return the location of a file or folder of a checkpoint."""
     return locations.join(location, *filter(None, name.split("/")))
-
-
-def _latest(location: str, names: Sequence[str]) -> str:
-    path = join(location, next(name for name in _POINTERS if name in names))
-    tag = read_file(path, _MAX_TAG_BYTES).decode(errors="replace").strip()
-    if locations.is_inner_name(tag, max_parts=1) and locations.isdir(join(location, tag)):
-        return tag
-    raise CorruptCheckpointError(
-        f"{path!r} names {tag!r:.300}, and there is no such folder beside it: restore it from a copy, or give the "
-        "location of another folder with a save."
-    )
 
 
 class StateFile(NamedTuple):

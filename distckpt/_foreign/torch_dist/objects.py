@@ -85,9 +85,8 @@ def read_views(archive: Archive) -> Any:
 
     What is no plain type becomes a `Record`, whose kind is the name of its class.
     """
-    table = _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)})
-    pickled = archive.read("data.pkl")
-    obj = read_pickle(pickled, table, persistent=_storage, set_state=_set_state_of_any)
+    pickled, table = archive.read("data.pkl"), _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)})
+    obj = read_pickle(pickled, table, persistent=_storage, set_state=_set_state)
     check_size(obj, 4 * len(pickled) + _EXTRA_VALUES)
     return obj
 
@@ -307,10 +306,6 @@ class _AnyTable(dict[GlobalName, Any]):
         return Made(full_name, lambda *args: Record(full_name))
 
 
-def _set_state_of_any(obj: Any, state: Any) -> Any:
-    return obj if type(obj) is Record else _set_state(obj, state)
-
-
 def _maker_of(cls: Any) -> Callable[..., Any] | None:
     """Return the function that makes an object of a registered class, as pickles call it; None where they cannot."""
     if issubclass(cls, enum.Enum):
@@ -341,7 +336,7 @@ def _set_state(obj: Any, state: Any) -> Any:
                 # Set by the class itself, as a rule; past any property of that name.
                 vars(obj)[name] = value
         return obj
-    if isinstance(obj, collections.OrderedDict | torch.Tensor):
-        # Notes of torch beside the items: nothing that is stored.
+    if isinstance(obj, collections.OrderedDict | torch.Tensor | Record):
+        # Notes of torch beside the items, or an object that is not built: nothing that is stored.
         return obj
     raise ValueError(f"a state for a {type(obj).__name__}")
