@@ -318,6 +318,22 @@ def test_a_slice_of_a_large_parameter_reads_that_slice(tmp_path):
     assert counts.num_bytes < 300_000
 
 
+def test_a_universal_checkpoint_of_tensor_parallel_ranks(copied, caplog):
+    """Its weights are whole, of which each of the model's files has the shapes of slices."""
+    folder = copied / UNIVERSAL
+    shutil.copy(folder / MODEL, folder / "mp_rank_01_model_states.pt")
+    for rank, rows in enumerate((5, 4)):
+        edit(
+            folder / f"mp_rank_0{rank}_model_states.pt",
+            lambda c, n=rows: c["param_shapes"][0].update({"up.weight": (n, 5)}),
+        )
+    found, expected = distckpt.load_plain_tensors(folder), expected_of(copied / "zero2_universal")
+    left = {"frozen.weight", "frozen.bias", "scale", "count", "head.weight"}
+    assert same(found, {key: tensor for key, tensor in expected.items() if key not in left})
+    assert not left & found.keys()
+    assert all(name in caplog.text for name in left - {"frozen.weight", "frozen.bias"})
+
+
 @pytest.mark.slow
 def test_what_deepspeed_writes_now(tmp_path):
     pytest.importorskip("deepspeed", reason="needs the package deepspeed")
