@@ -111,12 +111,13 @@ def _qwen3_next(config: Config) -> list[Rule]:
     every = config.number_of("full_attention_interval", default=4)
     usual = ["full_attention" if n % every == 0 else "linear_attention" for n in range(1, config.layers + 1)]
     num_linear = config("layer_types", default=usual).count("linear_attention")
+    is_dense = config("model_type") == "qwen3_5_text"
     return [
         *outside_layers(config),
         *norms(config.layers),
         *gated_attention(config, config.layers - num_linear),
-        *gated_delta_net(config, num_linear, by_head=True),
-        *_with_gated_shared_expert(config),
+        *gated_delta_net(config, num_linear, by_head=config("model_type") == "qwen3_next"),
+        *(gated_mlp(config.layers) if is_dense else _with_gated_shared_expert(config)),
     ]
 
 
@@ -270,6 +271,7 @@ def _qwen2_5_vl(config: Config) -> list[Rule]:
 
 
 def _qwen3_vl(config: Config) -> list[Rule]:
+    text = _text(config, {"qwen3_vl": "qwen3"}.get(config("model_type"), f"{config('model_type')}_text"))
     vision = Config(config("vision_config"))
     depth, heads, mergers = vision.number_of("depth"), vision.number_of("num_heads"), "deepstack_merger_list"
     num = len(vision("deepstack_visual_indexes", default=()))
@@ -288,7 +290,7 @@ def _qwen3_vl(config: Config) -> list[Rule]:
         rules.append(Rename(f"{merger}*.patch_norm.*", f"{tower}{mergers}.{{0}}.norm.{{1}}", count=2 * num))
         rules.append(Rename(f"{merger}**", f"{tower}{mergers}.{{0}}", count=4 * num))
     return [
-        *_llama(_text(config, "qwen3")),
+        *FAMILIES[text("model_type")](text),
         Rename("model.**", "model.language_model.{0}"),
         *rules,
         Rename("vision_model.merger.patch_norm.*", f"{tower}merger.norm.{{0}}", count=2),
@@ -352,6 +354,10 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _llama,
+    "qwen3_5": _qwen3_vl,
+    "qwen3_5_moe": _qwen3_vl,
+    "qwen3_5_moe_text": _qwen3_next,
+    "qwen3_5_text": _qwen3_next,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
     "qwen3_vl": _qwen3_vl,

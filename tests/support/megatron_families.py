@@ -158,6 +158,8 @@ SPECS = {
     "gemma3_text": _with_norms_behind_layers,
     "glm_moe_dsa": _with_indexer,
     "minimax_m2": _with_norms_of_all_heads,
+    "qwen3_5_moe_text": _with_linear_attention,
+    "qwen3_5_text": _with_linear_attention,
     "qwen3_next": _with_linear_attention,
 }
 """Changes of the layers that Megatron makes without Transformer Engine."""
@@ -168,7 +170,8 @@ def make_megatron(config, mtp_layers=None):
     c = config
     settings = {
         "num_layers": c.num_hidden_layers, "hidden_size": c.hidden_size, "num_attention_heads": c.num_attention_heads,
-        "num_query_groups": c.num_key_value_heads, "kv_channels": c.head_dim, "ffn_hidden_size": c.intermediate_size,
+        "num_query_groups": c.num_key_value_heads, "kv_channels": c.head_dim,
+        "ffn_hidden_size": getattr(c, "intermediate_size", None) or c.moe_intermediate_size,
         "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
         "normalization": "RMSNorm", "attention_dropout": 0.0,
         "hidden_dropout": 0.0, "use_cpu_initialization": True, "bias_activation_fusion": False,
@@ -244,7 +247,7 @@ def _moe(c):
     return {
         "num_moe_experts": getattr(c, "num_local_experts", None) or c.num_experts,
         "moe_router_topk": c.num_experts_per_tok,
-        "moe_ffn_hidden_size": c.intermediate_size, "moe_grouped_gemm": False,
+        "moe_ffn_hidden_size": getattr(c, "intermediate_size", 0), "moe_grouped_gemm": False,
         "moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
     }, {}  # fmt: skip
 
@@ -264,7 +267,8 @@ def _qwen2_moe(c):
 
 def _qwen3_next(c):
     kinds = [int(kind == "linear_attention") for kind in c.layer_types]
-    return _qwen2_moe(c)[0] | {
+    sparse = {} if c.model_type == "qwen3_5_text" else _qwen2_moe(c)[0]
+    return sparse | {
         "add_qkv_bias": False, "qk_layernorm": True, "attention_output_gate": True, "deterministic_mode": True,
         "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": kinds,
         "linear_conv_kernel_dim": c.linear_conv_kernel_dim, "linear_key_head_dim": c.linear_key_head_dim,
@@ -362,6 +366,8 @@ SETTINGS = {
     "minimax_m2": _minimax_m2,
     "mixtral": _moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_5_moe_text": _qwen3_next,
+    "qwen3_5_text": _qwen3_next,
     "qwen3_next": _qwen3_next,
 }
 

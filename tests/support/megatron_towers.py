@@ -35,7 +35,7 @@ class WithTower(torch.nn.Module):
 def make_with_tower(model):
     """Make the model that Megatron trains in the place of one of transformers."""
     text = copy.deepcopy(model.config.text_config)
-    text.model_type = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}[model.config.model_type]
+    text.model_type = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}.get(model.config.model_type, text.model_type)
     text.tie_word_embeddings = model.config.tie_word_embeddings
     made = WithTower(make_megatron(text))
     if text.model_type == "qwen2":
@@ -43,11 +43,11 @@ def make_with_tower(model):
         return made
     made.vision_model = copy.deepcopy(model.model.visual)
     made.vision_model.merger.patch_norm = made.vision_model.merger.norm
-    mergers = made.vision_model.deepstack_merger_list
+    mergers = made.vision_model.__dict__["_modules"].pop("deepstack_merger_list", torch.nn.ModuleList())
     for part in (made.vision_model.merger, *mergers):
         part.patch_norm = part.norm
         del part.norm
-    del made.vision_model.blocks, made.vision_model.deepstack_merger_list
+    del made.vision_model.blocks
     made.vision_model.decoder = _make_block(model.config.vision_config)
     made.vision_model.decoder.deepstack_merger_list = mergers
     return made.eval()

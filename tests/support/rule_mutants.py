@@ -19,7 +19,7 @@ def mutants(rules, square="model.layers.*.self_attn.o_proj.weight"):
             yield f"without {rule}", rest[0] + rest[1]
         if isinstance(rule, Split) and len(rule.to) > 1:
             yield f"reversed {rule}", [*rest[0], replace(rule, to=rule.to[::-1]), *rest[1]]
-        if isinstance(rule, Concat) and not rule.optional:
+        if isinstance(rule, Concat) and not rule.optional and len(rule.patterns) > 1:
             yield f"reversed {rule}", [*rest[0], replace(rule, patterns=rule.patterns[::-1]), *rest[1]]
         if isinstance(rule, Split | Concat) and rule.groups > 1:
             sizes = {"sizes": tuple(size * rule.groups for size in rule.sizes)} if getattr(rule, "sizes", None) else {}

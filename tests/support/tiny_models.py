@@ -23,6 +23,10 @@ _DEEPSEEK = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 
+_QWEN3_5 = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+_QWEN3_NEXT = _QWEN3_5 | {"num_experts": 4, "shared_expert_intermediate_size": 24}
+
 OVERRIDES = {
     "llama": {},
     "mistral": {},
@@ -31,9 +35,9 @@ OVERRIDES = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {"num_experts": 4, "norm_topk_prob": True},
     "qwen2_moe": {"num_experts": 4, "norm_topk_prob": True, "shared_expert_intermediate_size": 24},
-    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 4,
-                   "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-                   "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_NEXT,
     "deepseek_v3": _DEEPSEEK,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
               "norm_topk_prob": True},
@@ -92,7 +96,8 @@ COMPOSED = {
     ),
     "qwen3_vl": ("qwen3", {"vision_config": _VISION | {"depth": 2, "deepstack_visual_indexes": [0]}}),
     "qwen3_vl_moe": ("qwen3_moe", {"vision_config": _VISION | {"deepstack_visual_indexes": [0]}}),
-    "qwen3_5": ("qwen3_next", {"vision_config": _VISION}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": _VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": _VISION}),
     "llama4": (
         "llama4_text",
         {"vision_config": _CLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},

@@ -28,7 +28,7 @@ def group(tmp_path_factory):
         yield
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"])
 def model(request):
     return make_model(make_config(request.param))
 
@@ -68,7 +68,7 @@ def test_one_mistake_is_found(model, tmp_path):
     rules = distckpt.families.rules(json.loads((tmp_path / "saved/config.json").read_text()), "megatron")
     trained = make_with_tower(model)
     distckpt.save(trained.sharded_state_dict(), tmp_path / "checkpoint")
-    prefix = "model." if model.config.model_type == "qwen3_vl" else ""
+    prefix = "" if model.config.model_type == "qwen2_5_vl" else "model."
     survivors = survivors_of(
         mutants(rules, f"{prefix}visual.blocks.*.attn.proj.weight"),
         rules, trained, tmp_path / "saved", tmp_path / "checkpoint", lambda: agrees(trained, model),
