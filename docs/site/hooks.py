@@ -23,11 +23,10 @@ import distckpt  # noqa: E402
 
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
-CORE = """
-save load async_save SaveHandle SaveReport LoadReport CheckpointManager PreemptionGuard RngState PerRank
-verify VerifyReport diff DiffReport reshard ReshardReport list_checkpoints CheckpointInfo
-load_plain_tensors load_common_state_dict load_tensors_metadata load_sharded_metadata
-""".split()
+CORE = ["save", "load", "async_save", "SaveHandle", "SaveReport", "LoadReport", "CheckpointManager", "PreemptionGuard"]
+CORE += ["RngState", "PerRank", "verify", "VerifyReport", "diff", "DiffReport", "reshard", "ReshardReport"]
+CORE += ["list_checkpoints", "CheckpointInfo", "load_plain_tensors", "load_common_state_dict"]
+CORE += ["load_tensors_metadata", "load_sharded_metadata"]
 MODELS = ["ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"]
 HUGGING_FACE = ["consolidate", "merge", "ExportReport"]
 GROUPS = {
