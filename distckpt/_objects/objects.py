@@ -19,18 +19,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from distckpt._base.errors import LoadMismatchError
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.messages import summarize_keys
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
 from distckpt._format.codec.tree import REGISTERED
+from distckpt._mapping.base import OpenReplicaId
 from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
 from distckpt._models.optimizer_description import OptimizerState, describe_optimizer, fill_gaps, optimizer_targets
 from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._models.optimizer_state import unite
 from distckpt._models.optimizer_view import is_optimizer
 from distckpt._objects.materialize import materialize_module
-from distckpt._objects.per_rank import PerRank, cell_of
+from distckpt._objects.per_rank import PerRank, cell_of, state_of
 from distckpt._ranks.collectives import Ranks
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, StateDict
@@ -113,9 +115,21 @@ def united(ranks: Ranks, described: Described) -> Described:
 
     Collective operation: all ranks must call it.
     """
-    names = ranks.all_gather(json.dumps(described.names).encode())
+    stateful = [place.name for place in described.places if place.kind == STATEFUL]
+    sent = [json.loads(text) for text in ranks.all_gather(json.dumps([described.names, stateful]).encode())]
+    for rank, (_, others) in enumerate(sent):
+        if lost := sorted({*others} - {*sent[0][1]}):
+            raise InvalidShardingError(
+                f"Rank {rank} has {summarize_keys(lost)}, and rank 0, whose states of such objects are saved, "
+                "has not: have the same objects on all ranks, or a distckpt.PerRank."
+            )
     settings = unite(ranks, dict(described.settings))
-    return described._replace(names=sorted(set().union(*map(json.loads, names))), settings=settings)
+    for place in described.places:
+        state = _at(described.state_dict, place.path)
+        if place.kind == OPTIMIZER and "settings" in state:
+            # Rank 0 may have no such optimizer.
+            state["settings"].replica_id = OpenReplicaId((0, ranks.rank))
+    return described._replace(names=sorted({name for names, _ in sent for name in names}), settings=settings)
 
 
 def completed(described: Described) -> Any:
@@ -167,7 +181,7 @@ class _Walk(NamedTuple):
             shard = shard_of_dtensor(place.name, node, (), 0, None) if is_in_mesh(node) else None
             return LocalNonpersistentObject(node) if shard is None else shard
         if kind == STATEFUL:
-            described = self.describe(node.state_dict(), path)
+            described = self.describe(state_of(node, place.name), path)
             return _only_shards(described) if self.loads else described
         return node
 
@@ -246,7 +260,7 @@ def resolve(rank: int, described: Described, stored: Mapping[str, StoredEntry], 
             if key in keys:
                 # Requested once more, by the first with this prefix, as all that is loaded is.
                 keys.remove(key)
-                targets["settings"] = ShardedObject(key, None, (1,), (0,), rank)
+                targets["settings"] = ShardedObject(key, None, (1,), (0,), OpenReplicaId((0, rank)))
             tree = _replaced(tree, path, targets)
     for place in places:
         entry, cell = stored.get(place.name), _at(tree, place.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._ranks.collectives import Ranks
 from distckpt.mapping import ShardedObject
@@ -42,13 +43,25 @@ class PerRank:
             self.value = state_dict
 
 
+def state_of(node: Any, name: str) -> Any:
+    """Return the state of an object; CheckpointingException that names it where it has the method, and no state."""
+    try:
+        return node.state_dict()
+    except AttributeError as error:
+        raise CheckpointingException(
+            f"The state_dict() of the {type(node).__name__} at {name!r} failed ({error}): leave it out of the state "
+            "dict. The data loaders of accelerate have a state with "
+            "DataLoaderConfiguration(use_stateful_dataloader=True) only."
+        ) from error
+
+
 def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -> ShardedObject:
     """Describe the value of this rank, as a cell of the grid of all; for a load, only its layout."""
     grid = node.grid if isinstance(node, PerRank) else None
     axes = grid or {"rank": (ranks.rank, ranks.size)}
     data = {"layout": list(axes) if grid else [*axes, *meshes]}
     if not loads:
-        data["value"] = node.state_dict()
+        data["value"] = state_of(node, key)
     place = zip(*axes.values(), strict=True)
     offset, shape = place
     return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))

@@ -99,7 +99,9 @@ def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
                 raise InvalidShardingError(
                     f"The same key twice: {shard.key!r} is the key of several tensors, at {' and at '.join(names)} of "
                     "the state dict. Give those of one of the modules another beginning, sharded_state_dict(module, "
-                    "prefix='ema.') for example; modules that are in the state dict themselves have the path as prefix."
+                    "prefix='ema.') for example; modules in the state dict themselves have the path as prefix, "
+                    "without positions in lists (pipeline stages may be a list): put other modules into a dict, "
+                    "{'first': module, 'second': other}."
                 )
 
 

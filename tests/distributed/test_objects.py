@@ -203,6 +203,33 @@ def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2"}
 
 
+def resume_own_head(rank: int, path: str) -> bool:
+    """Save and load a module and an optimizer that only rank 1 has."""
+
+    def state(seed: int) -> dict:
+        shared, own = make(DistributedDataParallel, 1), make(plain, seed)
+        return {**shared, "head": {"model": own["model"], "optimizer": own["optimizer"]}} if rank == 1 else shared
+
+    def step(head: dict) -> list[torch.Tensor]:
+        head["optimizer"].zero_grad()
+        head["model"](torch.ones(1, 6)).sum().backward()
+        head["optimizer"].step()
+        return [param.detach().clone() for param in head["model"].parameters()]
+
+    saved, loaded = state(2), state(3)
+    if rank == 1:
+        step(saved["head"])
+    distckpt.save(saved, path)
+    distckpt.load(loaded, path)
+    with pytest.raises(distckpt.InvalidShardingError, match=r"Rank 1 has 'own', and rank 0, whose"):
+        distckpt.save(saved | ({"own": saved["scheduler"]} if rank == 1 else {}), path, overwrite=True)
+    return rank == 0 or all(map(torch.equal, step(loaded["head"]), step(saved["head"])))
+
+
+def test_an_optimizer_that_rank_0_does_not_have(tmp_path):
+    assert run(resume_own_head, 2, str(tmp_path / "saved")) == [True, True]
+
+
 def count_exchanges(rank: int, path: str) -> list[int]:
     state, counts = make(DistributedDataParallel, 1), []
     train(state, range(1))

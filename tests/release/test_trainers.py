@@ -18,6 +18,7 @@ LIBRARIES = {
     "ddp_zero_redundancy": "torch",
     "fsdp2_tensor_parallel": "torch",
     "lightning_fabric": "lightning",
+    "lightning_trainer": "lightning",
     "peft_adapter": "peft",
     "transformers_trainer": "transformers",
 }

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import distckpt
 from distckpt.modules import sharded_state_dict
@@ -466,6 +467,39 @@ def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp
     distckpt.save({"model": net, "optimizer": optimizer}, tmp_path / "saved")
     distckpt.load({"model": new, "optimizer": torch.optim.Adam(new.head.parameters())}, tmp_path / "saved")
     assert "optimizer.state.exp_avg.layers.{0..1}.bias" in caplog.text
+
+
+class LoaderWithoutState:
+    """Looks like a data loader of accelerate, whose wrapped loader keeps no state."""
+
+    def __iter__(self):
+        return iter(())
+
+    def state_dict(self):
+        return self.dl_state_dict
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+def test_an_object_whose_state_dict_fails_is_named(tmp_path):
+    with pytest.raises(distckpt.CheckpointingException, match=r"at 'data.train'.*use_stateful_dataloader=True"):
+        distckpt.save({"data": {"train": LoaderWithoutState()}}, tmp_path / "saved")
+
+
+def test_equal_modules_in_a_list_are_refused_with_the_way_out(tmp_path):
+    with pytest.raises(distckpt.InvalidShardingError, match=r"put other modules into a dict, \{'first'"):
+        distckpt.save({"models": [Net(1), Net(2)]}, tmp_path / "saved")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_plain_names_by_torch(tmp_path):
+    saved, loaded = Net(1), Net(2)
+    torch.distributed.checkpoint.save(saved.state_dict(), checkpoint_id=tmp_path / "saved", no_dist=True)
+    distckpt.load({"model": loaded}, tmp_path / "saved")
+    assert_same(loaded.state_dict(), saved.state_dict())
+    with pytest.raises(distckpt.LoadMismatchError, match=r"stored without 'net\.'"):
+        distckpt.load({"net": loaded}, tmp_path / "saved")
 
 
 def test_plain_tensors_are_named_where_shards_are_requested(tmp_path):
