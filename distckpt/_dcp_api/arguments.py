@@ -9,23 +9,15 @@ from typing import Any
 from distckpt._base.errors import CheckpointingException
 from distckpt._dcp_api.names import TORCH_PACKAGE
 
-_READERS = ("FileSystemReader", "FsspecReader", "HuggingFaceStorageReader")
-_WRITERS = ("FileSystemWriter", "FsspecWriter")
+_CLASSES = {
+    "storage_reader": ("FileSystemReader", "FsspecReader", "HuggingFaceStorageReader"),
+    "storage_writer": ("FileSystemWriter", "FsspecWriter"),
+}
 
 
-def saved_location(checkpoint_id: str | os.PathLike[str] | None, storage_writer: Any) -> str | os.PathLike[str]:
-    """Return the location to save to."""
-    return _location(checkpoint_id, storage_writer, "storage_writer", _WRITERS)
-
-
-def loaded_location(checkpoint_id: str | os.PathLike[str] | None, storage_reader: Any) -> str | os.PathLike[str]:
-    """Return the location to load from."""
-    return _location(checkpoint_id, storage_reader, "storage_reader", _READERS)
-
-
-def _location(
-    checkpoint_id: str | os.PathLike[str] | None, storage: Any, argument: str, classes: Sequence[str]
-) -> str | os.PathLike[str]:
+def location_in(checkpoint_id: str | os.PathLike[str] | None, storage: Any, argument: str) -> str | os.PathLike[str]:
+    """Return the location to save to or load from, given a `storage_writer` or `storage_reader`."""
+    classes = _CLASSES[argument]
     if storage is not None and not _is_of_torch(storage, classes):
         raise CheckpointingException(
             f"{argument} is a {type(storage).__name__}, which distckpt does not follow: it must be None or "

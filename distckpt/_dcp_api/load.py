@@ -70,7 +70,7 @@ def load(
     # 1. Flatten the state dict.
     with ranks.phase("flatten the state dict"):
         arguments.check_planner(planner, "DefaultLoadPlanner")
-        location = locations.normalize(arguments.loaded_location(checkpoint_id, storage_reader))
+        location = locations.normalize(arguments.location_in(checkpoint_id, storage_reader, "storage_reader"))
         target = tree.unwrap_stateful(state_dict, in_order=True)
         leaves = tree.leaves(target)
     # 2. Compare it with the checkpoint; fill the tensors.

@@ -125,7 +125,7 @@ def _save_arguments(
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)
     with ranks.phase("collect the state dicts"):
-        location = arguments.saved_location(checkpoint_id, storage_writer)
+        location = arguments.location_in(checkpoint_id, storage_writer, "storage_writer")
         values = tree.unwrap_stateful(state_dict)
     return {
         "sharded_state_dict": shards.sharded(values, ranks),

@@ -256,10 +256,6 @@ def _date_args(obj: Any) -> tuple[Any, ...]:
     return args
 
 
-def _path_form(encoder: _Encoder, obj: pathlib.PurePath) -> None:
-    encoder.add_call(Call(Global("pathlib", type(obj).__name__), (str(obj),)))
-
-
 _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     type(None): lambda encoder, obj: encoder.parts.append(b"N"),
     bool: lambda encoder, obj: encoder.parts.append(b"\x88" if obj else b"\x89"),
@@ -289,8 +285,10 @@ _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     datetime.datetime: _call("datetime", "datetime", _date_args),
     datetime.timedelta: _call("datetime", "timedelta", lambda obj: (obj.days, obj.seconds, obj.microseconds)),
     datetime.timezone: _call("datetime", "timezone", lambda obj: (obj.utcoffset(None),)),
-    pathlib.PosixPath: _path_form,
-    pathlib.PurePosixPath: _path_form,
+    **{
+        cls: _call("pathlib", cls.__name__, lambda obj: (str(obj),))
+        for cls in (pathlib.PosixPath, pathlib.PurePosixPath)
+    },
     np.ndarray: lambda encoder, obj: encoder.add_call(_numpy_array(obj)),
     torch.dtype: lambda encoder, obj: encoder.add(Global("torch", str(obj).removeprefix("torch."))),
     torch.device: _call("torch", "device", lambda obj: (str(obj),)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,7 +21,7 @@ from distckpt._foreign.torch_dist.encode import (
     record,
     write_object,
     write_tensor,
-)
+)  # fmt: skip
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks_into
@@ -93,12 +92,10 @@ def write_metadata(stored: StoredCheckpoint, written: Sequence[Sequence[Written]
 
 def _metadata(stored: StoredCheckpoint, places: dict[int, tuple[str, int, int]]) -> Call:
     described, storage = {}, []
-    chunks_of: dict[str, list[int]] = defaultdict(list)
     for key in stored.manifest.key_index:
-        chunks_of[key] = [] if key == COMMON_KEY else list(stored.chunks_of(key))
-    for key, chunks in chunks_of.items():
         if key == COMMON_KEY:
             continue
+        chunks = stored.chunks_of(key)
         regions = [stored.manifest.chunk_region(chunk) for chunk in chunks]
         for chunk, region in zip(chunks, regions, strict=True):
             name, offset = key, None
