@@ -67,13 +67,13 @@ class CheckpointManager:
 
     Args:
         root: a path or fsspec URL; it need not exist yet.
-        keep_last: how many of the newest complete checkpoints to keep; None keeps everything.
+        keep_last: number of newest complete checkpoints to keep; None keeps everything.
         keep_every: keep steps that are multiples of this.
         keep: keep steps for which this returns True. Called on rank 0, in the background.
         best_metric: keep the checkpoints with the best values of this metric, see `save`. As long as steps have other
             metrics only, none is removed.
         best_mode: "min" when small values are good, "max" when large ones are.
-        keep_best: how many of the best to keep.
+        keep_best: number of best checkpoints to keep.
         on_failure: "log" lets the job go on when a step cannot be saved, because of a full disk, say: the error is
             logged, is in `failures`, and only the handle of that save raises it. Invalid arguments and shards, and a
             lost rank, are raised always.
@@ -83,7 +83,7 @@ class CheckpointManager:
     Attributes:
         skipped: the problem of each step that the last `latest` or `load` passed over, by step.
         failures: the error of each step that could not be saved, by step.
-        not_removed: why steps that should have been removed are still there, by step, on rank 0.
+        not_removed: the reason why a step could not be removed, by step, on rank 0.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class CheckpointManager:
         An incomplete checkpoint of this step is moved aside, or replaced on an object store, with a warning.
 
         Args:
-            step: from 0.
+            step: number of the step, 0 or more.
             sharded_state_dict: see `distckpt.save`.
             metrics: numbers that belong to the step, such as the loss, kept with the checkpoint. One rank that has them
                 is enough; of several values, that of the lowest rank counts. One that is NaN or infinite does not

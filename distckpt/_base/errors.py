@@ -72,7 +72,7 @@ class RankFailedError(CheckpointingException):
 
     Attributes:
         failures: the exception of each failed rank, by rank number, in ascending order.
-        is_lost_contact: whether a rank died or did not come; the ranks are out of step then.
+        is_lost_contact: whether a rank died or did not answer; the process group is unusable then.
     """
 
     is_lost_contact = False

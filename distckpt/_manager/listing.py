@@ -20,13 +20,13 @@ class CheckpointInfo(NamedTuple):
     """A checkpoint in a directory of checkpoints.
 
     Attributes:
-        name: of its own directory.
+        name: name of its directory.
         location: its path or URL.
-        step: that a manager saved, else the number at the end of the name, if any.
+        step: the step that a manager saved, or the number at the end of the name, if any.
         num_bytes: the size of its files; 0 where that cannot be read.
         saved_at: when it was committed, in seconds since 1970, by the clock of the storage; None where that is unknown.
-        metrics: those that `CheckpointManager.save` was given.
-        pinned: whether a manager keeps it in any case.
+        metrics: the metrics that were given to `CheckpointManager.save`.
+        pinned: whether managers never remove it.
         problem: why it cannot be loaded; None when marker, manifest, and the sizes and headers of all files are right.
         is_newest: whether it has the highest step of those without a problem.
     """

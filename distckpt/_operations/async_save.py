@@ -54,7 +54,7 @@ def async_save(
     Args:
         sharded_strategy: as in `save`. A save that a strategy cannot stage (`PreparedSave.stage`) is finished before
             this returns.
-        max_inflight_bytes: how much memory copies and data on its way to storage may take on each rank, at least two
+        max_inflight_bytes: memory that copies and data on its way to storage may take on each rank, at least two
             windows of 8 MiB; None for as much as this rank writes. With a limit, what does not fit is copied while
             files are being written: wait for `staged` of the handle before changing any tensor.
         progress: as in `save`; called in the background.

@@ -45,7 +45,7 @@ class SaveHandle(background.Task[SaveReport]):
     Not a collective operation: each rank may wait alone and gets the same outcome.
 
     Attributes:
-        location: of the checkpoint.
+        location: location of the checkpoint.
         staged: a `threading.Event`, set when the tensors that are being saved may change. Without
             `max_inflight_bytes` it is set from the beginning.
         was_asked: True once the caller has seen how the save ended; until then the next save raises its error.

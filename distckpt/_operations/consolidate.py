@@ -54,7 +54,7 @@ class ExportReport:
         dtypes: number of tensors of each safetensors dtype.
         overflows: for each tensor with values that did not fit the dtype they were converted to (finite ones that
             became infinite or, in 8-bit floats without infinities, NaN; numbers beyond an integer's range), how many.
-        seconds: that it took.
+        seconds: duration of the call.
     """
 
     num_tensors: int
@@ -121,7 +121,7 @@ def consolidate(
             names -> format; the first that matches counts. `config.json` says what was done.
         tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each ("write").
         unmatched: with rules, a tensor that none of them matches is an error, or keeps name and shape ("keep").
-        max_file_bytes: how much data goes into one file.
+        max_file_bytes: maximum size of the data in one file.
         fqn_to_index_mapping: new name -> number of its file, from 1, instead.
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it. When it is
             quantised, `quantize` with one format is for the same tensors.

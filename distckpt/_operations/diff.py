@@ -91,12 +91,12 @@ class DiffReport:
         b: location of the second.
         only_in_a: keys that the second lacks, with the names that they would have there.
         only_in_b: keys that the first lacks.
-        tensors: those that differ in shape, dtype or value.
-        objects: what differs in objects and common state.
+        tensors: tensors that differ in shape, dtype or value.
+        objects: differences in objects and common state.
         objects_compared: False when one side is a folder of safetensors files, which hold none, or keys were chosen.
         num_compared: tensors whose values were compared.
-        num_bytes: of their values, both sides together.
-        seconds: that it took.
+        num_bytes: bytes of the compared values, of both checkpoints together.
+        seconds: duration of the call.
     """
 
     a: str

@@ -125,7 +125,7 @@ def load(
             that the checkpoint was saved with.
         validate_access_integrity: with several ranks, check first that the main replicas of all ranks cover each
             requested tensor exactly once, which finds mistakes in offsets.
-        strict: what to do about keys that only the checkpoint or only the request has. By default, modules are loaded
+        strict: how to handle keys that only the checkpoint or only the request has. By default, modules are loaded
             whole: one that lacks a part of what was saved for it is an error; "raise_unexpected" loads what it has.
         verify_integrity: the same as `verify="full"`.
         process_group: the ranks that load together; None for the default group, or for this process alone when

@@ -80,7 +80,7 @@ def load_plain_tensors(
 
     Args:
         checkpoint_dir: see `load`.
-        keys: of the tensors to read; None for all.
+        keys: keys of the tensors to read; None for all.
 
     Raises:
         CheckpointNotFoundError: no complete checkpoint is there.
@@ -108,7 +108,7 @@ def load_content_metadata(
     """Return the `content_metadata` that was given to `save`, or None.
 
     Args:
-        checkpoint_dir: of the checkpoint; not read when `preloaded_state_dict` is given.
+        checkpoint_dir: location of the checkpoint; not read when `preloaded_state_dict` is given.
         preloaded_state_dict: common state that was loaded already.
 
     Raises:

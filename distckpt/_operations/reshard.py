@@ -57,14 +57,14 @@ class ReshardReport:
     """The content of a rewritten checkpoint.
 
     Attributes:
-        location: of the new checkpoint.
+        location: location of the new checkpoint.
         num_tensors: stored tensors; tied ones count once.
         num_objects: stored objects, without common state.
         num_chunks: pieces that the tensors are stored in.
-        num_files: files that hold them.
+        num_files: number of files that hold them.
         num_bytes: size of tensors and objects.
         overflows: for each tensor with values that did not fit the dtype they were converted to, how many.
-        seconds: that it took.
+        seconds: duration of the call.
     """
 
     location: str
@@ -106,7 +106,7 @@ def reshard(
 
     Args:
         source_dir: what `load` reads: a checkpoint of distckpt, a Hugging Face directory, and those of others.
-        checkpoint_dir: of the new checkpoint, another one than the source.
+        checkpoint_dir: location of the new checkpoint, not that of the source.
         num_ranks: as many ranks' files are written, each with the same share of the bytes as far as grids allow.
         grids: pattern of new keys -> into how many parts each axis is divided. Part i (row-major) goes to rank i, from
             the first rank again after the last; with more ranks than parts, several share it as replicas do. The first

@@ -60,15 +60,15 @@ class VerifyReport:
     """The state of a checkpoint, as `verify` found it.
 
     Attributes:
-        location: of the checkpoint.
+        location: location of the checkpoint.
         mode: "fast" or "full".
-        problems: everything that is wrong; empty when all is well.
+        problems: everything that is wrong; empty for a whole checkpoint.
         has_checksums: False for formats without checksums: only sizes and headers of their files are checked.
-        num_keys: stored tensors and objects.
-        num_files: files that hold them.
-        num_chunks: pieces that they are stored in.
-        num_bytes: that were read.
-        seconds: that it took.
+        num_keys: number of stored tensors and objects.
+        num_files: number of files that hold them.
+        num_chunks: number of pieces that they are stored in.
+        num_bytes: bytes that were read.
+        seconds: duration of the call.
         strays: on an object store, files that are no part of the checkpoint: of saves that were interrupted, or that go
             on. The next save removes them.
     """
@@ -110,7 +110,7 @@ def verify(
         checkpoint_dir: a path or fsspec URL of a checkpoint, or of a folder of safetensors files that others wrote.
         mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers; "full" also reads
             every byte once and compares all checksums.
-        num_threads: that read at the same time, each with `UNIT_BYTES` of memory.
+        num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
         progress: called with the bytes read so far and the bytes to read, now and then, from one thread.
 
     Returns:

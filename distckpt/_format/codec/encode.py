@@ -228,8 +228,8 @@ class UnknownObject:
     It is saved again as it was stored. Anything else that is done with it is an error that names the class.
 
     Attributes:
-        name: that of the class in the checkpoint.
-        state: what is stored of the object.
+        name: name of the class in the checkpoint.
+        state: the stored state of the object.
     """
 
     def __init__(self, name: str, state: object) -> None:
