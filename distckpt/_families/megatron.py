@@ -198,6 +198,15 @@ def _minimax_m2(config: Config) -> list[Rule]:
     ]
 
 
+def _olmoe(config: Config) -> list[Rule]:
+    return [
+        *outside_layers(config),
+        *norms(config.layers),
+        *attention(config, qk_norm="of all heads"),
+        *experts(config.layers, config.number_of("num_experts", "num_local_experts")),
+    ]
+
+
 def _gpt_oss(config: Config) -> list[Rule]:
     names = {
         "linear_fc1.weight": "mlp.experts.gate_then_up",
@@ -350,6 +359,7 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "mistral": _llama,
     "mixtral": _mixtral,
     "nemotron_h": _nemotron_h,
+    "olmoe": _olmoe,
     "qwen2": _qwen2,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_moe": _qwen2_moe,

@@ -158,6 +158,7 @@ SPECS = {
     "gemma3_text": _with_norms_behind_layers,
     "glm_moe_dsa": _with_indexer,
     "minimax_m2": _with_norms_of_all_heads,
+    "olmoe": _with_norms_of_all_heads,
     "qwen3_5_moe_text": _with_linear_attention,
     "qwen3_5_text": _with_linear_attention,
     "qwen3_next": _with_linear_attention,
@@ -231,6 +232,10 @@ def _gemma3(c):
         "window_size": (c.sliding_window - 1, 0), "softmax_scale": c.query_pre_attn_scalar**-0.5,
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in c.layer_types],
     }, {"rotary_base": c.rope_parameters["full_attention"]["rope_theta"]}  # fmt: skip
+
+
+def _olmoe(c):
+    return _moe(c)[0] | {"qk_layernorm": True, "moe_router_pre_softmax": not c.norm_topk_prob}, {}
 
 
 def _minimax_m2(c):
@@ -355,6 +360,7 @@ SETTINGS = {
     "glm4_moe_lite": _deepseek_v3,
     "glm_moe_dsa": _glm5,
     "llama4_text": _llama4,
+    "olmoe": _olmoe,
     "nemotron_h": _nemotron_h,
     "ministral": _dense,
     "ministral3": _dense,
