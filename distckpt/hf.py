@@ -22,12 +22,14 @@ from distckpt._format.hf_names import (
     output_filenames,
     shard_filename,
 )
-from distckpt._operations.consolidate import open_source, write_export
+from distckpt._operations.consolidate import ExportReport, consolidate, open_source, write_export
 from distckpt._plan.export import plan_files, plan_tensors, select_tensors
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt.strategies.base import ConsolidationStrategy
 
 __all__ = [
+    "HuggingFaceConsolidationStrategy",
     "consolidate_safetensors_files",
     "consolidate_safetensors_files_on_every_rank",
     "derive_base_prefix_from_path",
@@ -40,6 +42,24 @@ __all__ = [
 ]
 
 set_public_home(globals())
+
+
+class HuggingFaceConsolidationStrategy(ConsolidationStrategy):
+    """Consolidation as a strategy, for programs that choose strategies by configuration.
+
+    Args:
+        options: the keyword arguments of `distckpt.consolidate`.
+    """
+
+    backend = "huggingface"
+    version = 1
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def consolidate(self, checkpoint_dir: str, output_dir: str) -> ExportReport:
+        """Do as `distckpt.consolidate` does. Collective operation: all ranks must call it."""
+        return consolidate(checkpoint_dir, output_dir, **self._options)
 
 
 def consolidate_safetensors_files(

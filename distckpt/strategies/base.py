@@ -24,6 +24,7 @@ from distckpt.strategies.async_utils import AsyncRequest
 
 __all__ = [
     "AsyncSaveShardedStrategy",
+    "ConsolidationStrategy",
     "LoadShardedStrategy",
     "LoadStrategyBase",
     "Options",
@@ -223,6 +224,14 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
 
 
 LoadStrategyBase = SaveStrategyBase = StrategyBase
+
+
+class ConsolidationStrategy(StrategyBase):
+    """Merges the shards of a checkpoint into files that hold whole tensors."""
+
+    @abstractmethod
+    def consolidate(self, checkpoint_dir: str, output_dir: str) -> object:
+        """Write the merged files; may return a report."""
 
 
 _registry: dict[StrategyAction, dict[tuple[str, int], StrategyBase]] = defaultdict(dict)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import distckpt
 from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatchError, ShardedObject, ShardedTensor
 from distckpt.core import CheckpointingException
-from distckpt.hf import consolidate_safetensors_files
+from distckpt.hf import HuggingFaceConsolidationStrategy, consolidate_safetensors_files
 from distckpt.rules import Drop, Rename, Split, Trim, Unstack
 from tests.support.disk import header_of, tree_of
 from tests.support.hf_folders import (
@@ -144,6 +144,17 @@ def test_tensors_larger_than_a_window_are_converted(tmp_path, large):
     for dtype in (torch.bfloat16, torch.float64):
         distckpt.consolidate(tmp_path / "in", tmp_path / str(dtype), dtype=dtype)
         assert same_bytes(read_export(tmp_path / str(dtype)), {key: t.to(dtype) for key, t in tensors.items()})
+
+
+def test_consolidation_as_a_strategy(tmp_path):
+    tensors = model()
+    distckpt.save({key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items()}, tmp_path / "c")
+    strategy = HuggingFaceConsolidationStrategy(keys="model.layers.", max_file_bytes=500)
+    report = strategy.consolidate(str(tmp_path / "c"), str(tmp_path / "out"))
+    found = read_export(tmp_path / "out")
+    assert found.keys() == {key for key in tensors if "layers" in key}
+    assert all(torch.equal(found[key], tensors[key]) for key in found)
+    assert len(report.files) > 1
 
 
 def test_integers_become_numbers_of_64_bits(tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, PreemptionGuard, ShardedTensor
+from distckpt.hf import HuggingFaceConsolidationStrategy
 from tests.support.states import numbered
 
 NUMBERS = numbered(3 << 20).view(3, -1)
@@ -38,7 +39,8 @@ CALLS = {
     "load": lambda folder: distckpt.load(state(0), f"{folder}/there"),
     "load_plain_tensors": lambda folder: distckpt.load_plain_tensors(f"{folder}/there"),
     "verify": lambda folder: distckpt.verify(f"{folder}/there"),
-    "consolidate": lambda folder: distckpt.consolidate(f"{folder}/there", f"{folder}/other"),
+    # Through a function of this package.
+    "consolidate": lambda folder: HuggingFaceConsolidationStrategy().consolidate(f"{folder}/there", f"{folder}/other"),
     "CheckpointManager.save": lambda folder: CheckpointManager(f"{folder}/other").save(1, state(7)),
 }
 
