@@ -112,10 +112,10 @@ def _consolidate(
     with ranks.phase("check the arguments"):
         location, target = locations.normalize(input_dir), posix.resolve(output_dir)
     try:
-        source = open_source(ranks, location, target, overwrite=True, verify="full", require_sharding_info=True)
+        source, data = open_source(ranks, location, target, overwrite=True, verify="full", require_sharding_info=True)
         with ranks.phase("plan the export"):
-            outputs = plan_tensors(select_tensors(source.stored.manifest, None, write_tied=False), (), {}, None)
+            outputs = plan_tensors(select_tensors(source.manifest, None, write_tied=False), (), {}, None)
             files = plan_files(outputs, 2**63, file_numbers)
-        write_export(ranks, source.stored, [source], files, target, max(1, num_threads))
+        write_export(ranks, source, [(source, data)], files, target, max(1, num_threads))
     except CorruptCheckpointError as error:
         raise ValueError(str(error)) from error

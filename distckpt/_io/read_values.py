@@ -81,9 +81,10 @@ def _read_merged(view: StoredCheckpoint, request: Request, target: torch.Tensor)
         read_requests(source, [request], [values])
         if is_summed(dtype):
             # Not `total.add_(values, alpha=weight)`, which rounds products or not, depending on where they are.
-            terms = total if index == 0 else scratch("terms", shape, wide)
+            terms = scratch("terms", shape, wide) if index else total
             terms.copy_(values).mul_(weight)
-            total = terms if index == 0 else total.add_(terms)
+            if index:
+                total.add_(terms)
         elif index == 0:
             as_integers(total).copy_(as_integers(values))
         elif not torch.equal(as_integers(values), as_integers(total)):

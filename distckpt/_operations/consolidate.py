@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -182,7 +182,7 @@ def consolidate(
 
         # 2. Plan: everything is checked before a byte is written.
         with ranks.phase("plan the export"):
-            views = [source.stored for source in opened]
+            views = [source for source, _ in opened]
             adapter = None if merge_adapter is None else views.pop(0)
             stored = views[0] if merge is None else merged(views, merge.weights, keys, tied == "write")
             plan = plan_export(stored, selection, ranks.is_coordinator, adapter)
@@ -213,17 +213,10 @@ def consolidate(
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """An opened checkpoint, and its manifest as it was read."""
-
-    stored: StoredCheckpoint
-    data: bytes
-
-
 def open_source(
     ranks: Ranks, location: str, target: str, overwrite: bool, verify: Verify, require_sharding_info: bool = False
-) -> Source:
-    """Open a checkpoint, after checking that an export may be written to the target.
+) -> tuple[StoredCheckpoint, bytes]:
+    """Check that an export may be written to the target; return the opened checkpoint and the bytes of its manifest.
 
     Collective operation: all ranks must call it; rank 0 reads.
     """
@@ -239,7 +232,7 @@ def open_source(
         stored = opening.decode_manifest(location, data, verify)
         own_checksum = f"{checksum(data):016x}" if stored.manifest.has_checksums else None
         opening.check_is_same(ranks.rank, location, own_checksum)
-        return Source(stored, data)
+        return stored, data
 
 
 def _check_target(location: str, target: str, overwrite: bool) -> None:
@@ -262,7 +255,7 @@ def _check_target(location: str, target: str, overwrite: bool) -> None:
 def write_export(
     ranks: Ranks,
     stored: StoredCheckpoint,
-    sources: Sequence[Source],
+    sources: Sequence[tuple[StoredCheckpoint, bytes]],
     files: Sequence[OutputFile],
     target: str,
     num_threads: int,
@@ -272,8 +265,8 @@ def write_export(
 ) -> dict[str, int]:
     """Write an export beside the target, check it and make it visible; return the overflows by tensor.
 
-    Collective operation: all ranks must call it; each writes whole files. `stored` is a view of the sources, `config`
-    has the content of more files by name.
+    Collective operation: all ranks must call it; each writes whole files. `stored` is a view of the sources, which are
+    what `open_source` returned; `config` has the content of more files by name.
     """
     timer = PhaseTimer("consolidate", ranks.rank, target)
     own_bytes = sum(files[index].num_bytes for index in assign_files(files, ranks.size)[ranks.rank])

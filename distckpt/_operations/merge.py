@@ -54,6 +54,8 @@ def merge(
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     with Ranks(options.get("process_group")).phase("check the arguments"):
+        if isinstance(checkpoints, str | os.PathLike):
+            raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
         places = tuple(locations.normalize(checkpoint) for checkpoint in checkpoints)
         what = Merge(places, _weights(len(places), weights, ema))
     return consolidate(what, output_dir, **options)

@@ -258,6 +258,8 @@ def test_weights_that_mean_nothing(tmp_path, options, message):
         distckpt.merge([tmp_path, tmp_path], tmp_path / "out", **options)
     with pytest.raises(ValueError, match="0 checkpoints"):
         distckpt.merge([], tmp_path / "out")
+    with pytest.raises(TypeError, match="a list of checkpoints"):
+        distckpt.merge(str(tmp_path), tmp_path / "out")
 
 
 def test_the_same_checkpoint_twice_and_an_output_in_its_place(tmp_path):
