@@ -191,7 +191,7 @@ def module_pieces(
     location: str, states: States, model: StateFile, trained: Iterable[str]
 ) -> tuple[list[StoredPiece], dict[str, str]]:
     """Describe what of a module is beside the optimizer (buffers, frozen parameters), and the names of tied ones."""
-    is_stage_3 = "zero_pp_rank" in model.name
+    is_stage_3 = model.name.rpartition("/")[2].startswith("zero_pp_rank")
     shapes = {
         name: shape for group in model.shapes("frozen_param_shapes") if is_stage_3 for name, shape in group.items()
     }
@@ -230,11 +230,17 @@ def settings_of(
         options = file.values({name: value for name, value in group.items() if name not in left_out}, "param_groups")
         for number in group["params"]:
             state = states.get(number, {})
-            step = _step(file, {"step": group.get("step"), **state})
             tensors = sorted(name for name, value in state.items() if type(value) is TensorView and value.shape)
-            entry = {"options": options, "tensors": tensors, "has_state": bool(state), "params": list(shapes[number])}
-            entry |= {"values": {}} if step is None else {"values": {"step": step}, "scalars": {"step": torch.float32}}
-            entries.append(entry)
+            values = {n: file.values(v, n) for n, v in {"step": group.get("step"), **state}.items() if n not in tensors}
+            if values["step"] is None:
+                del values["step"]
+            else:
+                # FusedAdam and DeepSpeedCPUAdam count with integers, PyTorch with tensors.
+                values["step"] = torch.tensor(float(values["step"]))
+            scalars = {name: value.dtype for name, value in values.items() if isinstance(value, torch.Tensor)}
+            values |= {name: values[name].item() for name in scalars}
+            entry = {"options": options, "tensors": tensors, "values": values, "scalars": scalars}
+            entries.append({**entry, "has_state": bool(state), "params": list(shapes[number])})
     return entries
 
 

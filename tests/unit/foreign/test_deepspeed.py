@@ -306,6 +306,24 @@ def test_the_optimizer_of_deepspeed(tmp_path):
     assert (optimizer.state[model["b"]]["step"], optimizer.param_groups[0]["betas"]) == (7, (0.9, 0.95))
 
 
+def test_numbers_besides_the_step_are_kept(tmp_path):
+    flat = torch.arange(6.0)
+    trained = torch.nn.Linear(3, 2, bias=False)
+    theirs = torch.optim.NAdam(trained.parameters(), lr=0.1)
+    trained(torch.ones(3)).sum().backward()
+    theirs.step()
+    [state] = theirs.state.values()
+    state = {name: value.flatten() if value.ndim else value for name, value in state.items()}
+    options = [{name: value for name, value in theirs.param_groups[0].items() if name != "params"}]
+    save_zero(tmp_path / "c", OrderedDict(weight=trained.weight.data), [["weight"]], [[flat]], [[state]], options)
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.5)
+    distckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.state[model.weight]["mu_product"] == state["mu_product"]
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"].flatten(), state["exp_avg"])
+
+
 def test_a_slice_of_a_large_parameter_reads_that_slice(tmp_path):
     size = 1 << 20
     flat = torch.arange(float(size))
