@@ -225,7 +225,7 @@ def _tiling_error(
 def look_up_file(location: str, name: str, key: str) -> ShardFile:
     """Describe a file that holds a key, after checking that it is there and inside of the checkpoint."""
     path = locations.join(location, *name.split("/"))
-    if not locations.is_inner_name(name):
+    if not locations.is_inner_name(name, max_parts=4):
         raise CorruptCheckpointError(f"{location!r} places {key!r:.300} in {name!r:.300}, which leads elsewhere.")
     try:
         return ShardFile(name, file_size(path), 0, 0)

@@ -276,8 +276,10 @@ class Manifest:
         _require(keys.issuperset(self.aliases.values()), "an alias has no target")
         _require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
         _require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
+        # Our own files are in a folder at most; those of other programs may lie deeper.
+        max_parts = 2 if self.origin is None else 4
         for file in self.files:
-            _require(locations.is_inner_name(file.name), f"the file name {file.name!r:.300} leads elsewhere")
+            _require(locations.is_inner_name(file.name, max_parts), f"the file name {file.name!r:.300} leads elsewhere")
             fits = 0 <= file.header_bytes <= min(file.num_bytes, 8 + MAX_HEADER_BYTES)
             _require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
         if num_chunks == 0:

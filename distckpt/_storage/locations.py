@@ -63,7 +63,7 @@ def normalize(location: str | os.PathLike[str]) -> str:
         raise FileNotFoundError(errno.ENOENT, "relative to the current directory, which was removed", text) from error
 
 
-def is_inner_name(name: str, max_parts: int = 4) -> bool:
+def is_inner_name(name: str, max_parts: int) -> bool:
     """Tell whether a name that a checkpoint gives can only be that of a file inside of it, on every system."""
     parts = name.split("/")
     return len(parts) <= max_parts and all(_is_plain_part(part) for part in parts)
