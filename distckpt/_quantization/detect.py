@@ -32,7 +32,7 @@ NAMINGS = (
 _UNKNOWN = ("_zero_point", "_zero_points", "_zeros", "_offset", "_g_idx", "_zp")
 _UNKNOWN_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
 """With one of these beside the codes, or in the module, values are more than codes times scales."""
-_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "activation_scale", "output_scale", "k_scale", "v_scale")
 """Scales of a module that belong to none of its weights."""
 _BLOCKS = [128, 32]
 FIELDS = ("quantization_config", "compression_config", "quantization")
@@ -160,7 +160,8 @@ def _describe(parts: Mapping[str, StoredPart], settings: Mapping[str, Any]) -> Q
     widths = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": columns or [32, 64, 128]}
     sizes: list[list[int]] = [[]] * (len(shape) - 2) + [rows or _BLOCKS, widths.get(number, columns or _BLOCKS)]
     block = tuple(_block(*each) for each in zip(shape, grid, sizes[-len(shape) :], strict=True))
-    if 0 in block:
+    # One scale for more than a group: these are no numbers of 4 bits.
+    if 0 in block or (number == "e2m1" and block[-1] > widths["e2m1"][0]):
         return None
     is_divided = overall is not None and overall.key.endswith("_global_scale")
     dtype = _MODEL_DTYPES.get(str(settings.get("dtype")), "BF16")

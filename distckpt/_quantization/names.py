@@ -13,7 +13,7 @@ _SCALES = {
     "": ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".absmax"),
     "_blocks": ("_scales",),
     "_packed": ("_scale", "_global_scale"),
-    "weight": ("scale", "scales", "SCB"),
+    "weight": ("scale", "scales", "SCB", "qscale_weight", "weights_scaling_factor"),
     "absmax": ("nested_absmax",),
     "qweight": ("scales",),
     "qzeros": ("scales",),

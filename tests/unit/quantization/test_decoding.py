@@ -254,6 +254,8 @@ def fp8_values(folder):
         (fp8_tensor, {"l.pre_quant_scale": torch.rand(8)}),
         # Two kinds of scales, one of which divides.
         (fp8_tensor, {"l.weight_scale_inv": torch.tensor(2.0)}),
+        # Integers of 8 bits with a scale that is a power of two, not numbers of 4 bits.
+        (int8_channel, {"l.weight_scale": torch.ones(60, 1).to(torch.float8_e8m0fnu)}),
         # Scales that fit no block that is known.
         (fp8_block, {"l.up.weight_scale_inv": torch.rand(7, 9)}),
         (nvfp4, {"l.weight_scale": torch.rand(40, 6)}),

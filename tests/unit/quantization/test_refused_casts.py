@@ -43,6 +43,7 @@ DIRECTORIES = {
     "hqq without a config": ({"l.W_q": BYTES.view(torch.uint8), "l.zero": torch.rand(4)}, {}, "l.W_q", "'l.W_q'"),
     "awq without a config": ({"l.qweight": WORDS, "l.scales": torch.rand(1, 8).half()}, {}, "l.qweight", "'l.scales'"),
     "awq without scales": ({"l.qweight": WORDS, "norm": torch.rand(8)}, {}, "l.qweight", "'l.qweight'"),
+    "mistral": ({"l.weight": CODES, "l.qscale_weight": torch.rand(1)}, {}, "l.weight", "'l.qscale_weight'"),
     "quanto": ({"l.weight._data": BYTES, "l.weight._scale": torch.rand(4, 1)}, {}, "l.weight._data", "._scale'"),
     "torchao": (
         {"l._weight_qdata": BYTES, "l._weight_scale": torch.rand(4, 1)}, {}, "l._weight_qdata", "'l._weight_scale'",
