@@ -27,6 +27,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 def inspect(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    add_html(parser)
     parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them")
     parser.add_argument("--tree", action="store_true", help="list each module and tensor, layers one by one")
     parser.add_argument("--depth", type=positive, metavar="N", help="show N levels of modules, with their totals")
@@ -79,6 +80,7 @@ def diff(parser: ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help="another checkpoint or Hugging Face directory")
     add_keys(parser)
     add_rename(parser)
+    add_html(parser)
     parser.add_argument(
         "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: %(default)s)"
     )
@@ -234,6 +236,11 @@ def add_keys(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--keys", action="append", metavar="PATTERN", help="prefix of keys, or pattern with *; can be repeated"
     )
+
+
+def add_html(parser: ArgumentParser) -> None:
+    """Declare `--html`."""
+    parser.add_argument("--html", metavar="FILE", help="write one page to look at in a browser, and open offline")
 
 
 def add_rename(parser: ArgumentParser) -> None:

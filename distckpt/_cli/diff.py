@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
+from distckpt._cli.grid import chunks_of
 from distckpt._cli.output import MAX_LISTED, Output, count_text, shape_text, size_text
+from distckpt._cli.page import write_page
 from distckpt._cli.selection import given
+from distckpt._foreign.opening import open_checkpoint
+from distckpt._geometry.region import whole
 from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
+from distckpt._plan.export import matches, renamed
 from distckpt._state.common_state import COMMON_KEY
 
 _SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
@@ -23,6 +28,9 @@ def run(arguments: Namespace, output: Output) -> int:
     tensors = [{**item._asdict(), "relative_difference": item.relative_difference} for item in report.tensors]
     lists = {"tensors": tensors, "objects": [item._asdict() for item in report.objects]}
     output.json({**vars(report), "is_same": report.is_same, **lists})
+    if arguments.html:
+        _write_page(arguments.html, report, arguments.keys, dict(arguments.rename))
+        output.message(f"wrote {arguments.html}")
     for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
         if keys:
             output.line(f"only in {side}: {summarize_keys(keys, limit=MAX_LISTED)}")
@@ -37,6 +45,49 @@ def run(arguments: Namespace, output: Output) -> int:
         output.line(f"... and {num_left} more (all with --json)")
     output.line(summary(report))
     return 0 if report.is_same else 1
+
+
+def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]) -> None:
+    a, b = (open_checkpoint(location) for location in (report.a, report.b))
+    names = {
+        renamed(key, rename): key
+        for key in a.manifest.key_index
+        if not a.is_object(key) and (keys is None or matches(key, keys))
+    }
+    changes = {
+        tensor.key: {
+            "max": tensor.max_difference if tensor.num_elements else None,
+            "rate": tensor.relative_difference if tensor.num_elements else None,
+            "text": _changes([tensor]),
+        }
+        for tensor in report.tensors
+    } | {name: {"max": None, "rate": None, "text": "only in A"} for name in report.only_in_a}
+    only_in_b = {"max": None, "rate": None, "text": "only in B"}
+    others = [
+        [
+            key,
+            b.dtype_name(key),
+            b.global_shape(key),
+            sum(chunk.num_bytes for chunk in chunks_of(b, key)),
+            [],
+            None,
+            only_in_b,
+        ]
+        for key in report.only_in_b
+    ]
+    texts = {
+        "title": f"{report.a} \u2194 {report.b}",
+        "subtitle": summary(report),
+        "common": "\n".join(map(describe_object, report.objects)),
+    }
+    num_different = sum(tensor.shapes[0] == tensor.shapes[1] for tensor in report.tensors)
+    counts = {
+        "compared": report.num_compared,
+        "equal": report.num_compared - num_different,
+        "different": len(report.tensors),
+        "only in one": len(report.only_in_a) + len(report.only_in_b),
+    }
+    write_page(path, a, names, texts, [(f"{count:,}", name) for name, count in counts.items()], changes, others)
 
 
 def group_differences(tensors: Sequence[TensorDifference]) -> list[list[str]]:
@@ -73,8 +124,9 @@ def _changes(members: Sequence[TensorDifference]) -> str:
 
 
 def _place(tensor: TensorDifference) -> str:
-    first = json.dumps(tensor.first_index)
-    return tensor.region if tensor.num_different > 1 and tensor.region else first
+    if tensor.num_different == 1 or not tensor.region:
+        return json.dumps(tensor.first_index)
+    return "" if tensor.region == str(whole(tensor.shapes[0])) else tensor.region
 
 
 def describe_object(difference: ObjectDifference) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from distckpt._cli.output import COLOURS, printable, swatch
+import numpy as np
+
+from distckpt._cli.output import COLOURS, count_text, printable, swatch
+from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 
@@ -36,6 +39,39 @@ def rank_of_file(name: str) -> int | None:
     """Return the rank that wrote a file, from its name; None if that does not contain it."""
     match = re.fullmatch(r"(?:.*/)?(?:shard|rank)-(\d+)(?:-model-\d+-of-\d+)?\.safetensors", name)
     return int(match[1]) - 1 if match else None
+
+
+def list_files(manifest: Manifest) -> list[dict[str, Any]]:
+    """List the files, with the rank in the name of each (None without one) and the bytes of its data."""
+    data_bytes = np.zeros(len(manifest.files), np.int64)
+    np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
+    return [
+        {"name": file.name, "rank": rank_of_file(file.name), "bytes": file.num_bytes, "data_bytes": int(size)}
+        for file, size in zip(manifest.files, data_bytes, strict=True)
+    ]
+
+
+def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sum up files by the rank that wrote them; a file without a rank in its name is listed itself."""
+    writers: dict[Any, dict[str, Any]] = {}
+    for file in files:
+        rank = file["rank"]
+        name = file["name"] if rank is None else None
+        found = writers.setdefault(
+            name if rank is None else rank, {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0}
+        )
+        found["num_files"] += 1
+        found["data_bytes"] += file["data_bytes"]
+    return sorted(writers.values(), key=lambda writer: (writer["rank"] is None, writer["rank"] or 0))
+
+
+def balance_text(writers: Sequence[dict[str, Any]]) -> str:
+    """Compare the bytes of ranks in a sentence; an empty string where no rank is known."""
+    sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
+    if not sum(sizes):
+        return ""
+    ratio = max(sizes) * len(sizes) / sum(sizes)
+    return f"{count_text(len(sizes), 'rank')} wrote; the largest share is {ratio:.3f} x the mean"
 
 
 def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import sys
@@ -17,9 +18,11 @@ from distckpt._base.dtypes import PACKED_PER_ITEM
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, key_pattern, natural_order, without_numbers
 from distckpt._cli import grid
-from distckpt._cli.grid import rank_of_file
+from distckpt._cli.cat import plain
+from distckpt._cli.grid import balance_text, list_files, list_writers, rank_of_file
 from distckpt._cli.ls import time_text
-from distckpt._cli.output import BOLD, Output, count_text, shape_text, size_text
+from distckpt._cli.output import BOLD, Output, count_text, finite, shape_text, size_text
+from distckpt._cli.page import write_page
 from distckpt._cli.verify import strays_text
 from distckpt._commit.conditional_put import stray_files
 from distckpt._foreign.opening import open_checkpoint
@@ -63,7 +66,10 @@ def run(arguments: Namespace, output: Output) -> int:
     strays = stray_files(stored.location, {file.name for file in manifest.files})
     listed = [{**group._asdict(), "ranks": sorted(group.ranks)} for group in groups]
     output.json({**facts, "groups": listed, "files": files, "writers": list_writers(files), "strays": strays})
-    if not output.as_json:
+    if arguments.html:
+        _write_page(arguments.html, stored, facts)
+        output.message(f"wrote {arguments.html}")
+    elif not output.as_json:
         _show(facts, _lines(groups, arguments.depth, arguments.sort == "size"), files, output)
         if strays:
             output.line(strays_text(strays))
@@ -146,35 +152,29 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
     ]
 
 
-def list_files(manifest: Manifest) -> list[dict[str, Any]]:
-    """List the files, with the rank in the name of each (None without one) and the bytes of its data."""
-    data_bytes = np.zeros(len(manifest.files), np.int64)
-    np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
-    return [
-        {"name": file.name, "rank": rank_of_file(file.name), "bytes": file.num_bytes, "data_bytes": int(size)}
-        for file, size in zip(manifest.files, data_bytes, strict=True)
+def _of_save_text(facts: dict[str, Any]) -> str:
+    parts = [time_text(facts["saved_at"]) and f"saved {time_text(facts['saved_at'])}"]
+    parts += ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
+    return ", ".join(filter(None, [*parts, "" if facts["has_checksums"] else "no checksums"]))
+
+
+def _write_page(path: str, stored: StoredCheckpoint, facts: dict[str, Any]) -> None:
+    tiles = [
+        (f"{facts['num_tensors']:,}", "tensors"),
+        (f"{facts['num_elements']:,}", "elements"),
+        (size_text(facts["tensor_bytes"]), "of tensors"),
+        (f"{facts['num_chunks']:,}", f"chunks in {count_text(facts['num_files'], 'file')}"),
     ]
-
-
-def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum up files by the rank that wrote them; a file without a rank in its name is listed itself."""
-    writers: dict[Any, dict[str, Any]] = {}
-    for file in files:
-        rank = file["rank"]
-        name = file["name"] if rank is None else None
-        found = writers.setdefault(
-            name if rank is None else rank, {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0}
-        )
-        found["num_files"] += 1
-        found["data_bytes"] += file["data_bytes"]
-    return sorted(writers.values(), key=lambda writer: (writer["rank"] is None, writer["rank"] or 0))
+    names = {key: key for key in stored.manifest.key_index if not stored.is_object(key)}
+    values = plain(load_common_state(stored)) if facts["common_state"] else {}
+    common = json.dumps(finite(values), indent=2, ensure_ascii=False) if values else ""
+    texts = {"title": facts["location"], "subtitle": _of_save_text(facts), "common": common}
+    write_page(path, stored, names, texts, tiles)
 
 
 def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any, output: Output) -> None:
-    of_save = [time_text(facts["saved_at"]) and f"saved {time_text(facts['saved_at'])}"]
-    of_save += ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
     output.line(facts["location"], BOLD)
-    output.line(", ".join(filter(None, of_save)) + ("" if facts["has_checksums"] else ", no checksums"))
+    output.line(_of_save_text(facts))
     tensors, elements, objects, chunks, num_files = (
         count_text(facts[f"num_{noun}s"], noun) for noun in ("tensor", "element", "object", "chunk", "file")
     )
@@ -213,10 +213,8 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
     output.table(["owner", "share", "files", "data"], shown, num_text=2, drop="files share", swatches=swatches)
     if len(writers) > _MAX_WRITERS:
         output.line(f"... and {len(writers) - _MAX_WRITERS} more (all with --json)")
-    sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
-    if sum(sizes):
-        ratio = max(sizes) * len(sizes) / sum(sizes)
-        output.line(f"{count_text(len(sizes), 'rank')} wrote; the largest share is {ratio:.3f} x the mean")
+    if balance := balance_text(writers):
+        output.line(balance)
 
 
 def _group_cells(group: Group) -> tuple[str, ...]:

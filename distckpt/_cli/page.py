@@ -1,0 +1,72 @@
+"""One page of HTML about a checkpoint, or about the differences of two; `page.html` is its template.
+
+All that comes from a checkpoint is in one compressed block of JSON, which no text in it can leave, and which the page
+shows as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distckpt._base.messages import natural_order
+from distckpt._cli.grid import balance_text, chunks_of, list_files, list_writers
+from distckpt._cli.output import finite
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+
+_MAX_TEXT = 200_000
+
+
+def write_page(
+    path: str,
+    stored: StoredCheckpoint,
+    names: Mapping[str, str],
+    texts: Mapping[str, str],
+    tiles: Sequence[tuple[str, str]],
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    only_in_other: Sequence[Any] = (),
+) -> None:
+    """Write a page.
+
+    Args:
+        path: of the file.
+        stored: the checkpoint.
+        names: the tensors to show, as name on the page -> key.
+        texts: `title`, `subtitle`, and `common`, which stands at the end.
+        tiles: pairs of a number and what it counts.
+        changes: of a comparison the differences by name: `max`, `rate` (None where values were not compared), `text`.
+        only_in_other: tensors that are not in `stored`, as `_describe` does.
+    """
+    files = list_files(stored.manifest)
+    writers = list_writers(files)
+    owners = [writer["file"] if writer["rank"] is None else f"rank {writer['rank']}" for writer in writers]
+    places = {owner: place for place, owner in enumerate(owners)}
+    tensors = [_describe(stored, name, key, places, (changes or {}).get(name)) for name, key in names.items()]
+    content = {
+        **{name: text[:_MAX_TEXT] for name, text in texts.items()},
+        "tiles": tiles,
+        "other": changes is not None,
+        "owners": owners,
+        "files": files,
+        "writers": writers,
+        "balance": balance_text(writers),
+        "tensors": sorted([*tensors, *only_in_other], key=lambda tensor: natural_order(tensor[0])),
+    }
+    data = gzip.compress(json.dumps(finite(content), separators=(",", ":")).encode(), mtime=0)
+    template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(template.replace("@DATA@", base64.b64encode(data).decode()))
+
+
+def _describe(
+    stored: StoredCheckpoint, name: str, key: str, places: Mapping[str, int], change: Mapping[str, Any] | None
+) -> list[Any]:
+    """Return name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor, difference."""
+    chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in chunks_of(stored, key)]
+    size = sum(chunk[3] for chunk in chunks)
+    shape, tied = stored.global_shape(key), stored.manifest.aliases.get(key)
+    return [name, stored.dtype_name(key), shape, size, chunks, tied, change]
