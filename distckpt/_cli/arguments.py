@@ -5,45 +5,32 @@ Nothing here imports torch or numpy, so that help, mistakes in arguments and com
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import math
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
 from typing import Any
 
-QUANTIZED_FORMATS = (
-    "fp8-block",
-    "fp8-block-ue8m0",
-    "fp8-tensor",
-    "fp8-channel",
-    "int8-channel",
-    "mxfp4",
-    "mxfp4-packed",
-    "int4",
-    "nvfp4",
-)
+FORMATS = "fp8-block, fp8-block-ue8m0, fp8-tensor, fp8-channel, int8-channel, mxfp4, mxfp4-packed, int4, nvfp4"
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def inspect(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
     add_html(parser)
     parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them")
     parser.add_argument("--tree", action="store_true", help="list each module and tensor, layers one by one")
     parser.add_argument("--depth", type=positive, metavar="N", help="show N levels of modules, with their totals")
-    parser.add_argument(
-        "--sort", choices=("key", "size"), default="key", help="order of modules (default: %(default)s)"
-    )
-    parser.add_argument("--svg", metavar="FILE", help="also draw these chunks, one colour per rank (needs --key)")
+    parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of modules (default: key)")
 
 
 def ls(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("root", help="a directory that holds checkpoints, such as that of a manager: a path or URL")
 
 
 def cat(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
     parser.add_argument(
         "key",
@@ -55,49 +42,35 @@ def cat(parser: ArgumentParser) -> None:
 
 
 def verify(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint: a path or URL")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--fast", action="store_const", const="fast", dest="mode", help="marker, manifest, file sizes and headers only"
-    )
-    mode.add_argument(
-        "--full", action="store_const", const="full", dest="mode", help="read every byte once (the default)"
-    )
+    mode.add_argument("--fast", action="store_true", help="marker, manifest, file sizes and headers only")
+    mode.add_argument("--full", action="store_true", help="read every byte once (the default)")
     parser.add_argument("--jobs", type=positive, default=8, help="threads (default: %(default)s)")
-    parser.set_defaults(mode="full")
 
 
 def stats(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
     add_keys(parser)
 
 
 def diff(parser: ArgumentParser) -> None:
-    """Declare the arguments: those of `distckpt.diff`."""
     parser.add_argument("a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL")
     parser.add_argument("b", metavar="B", help="another checkpoint or Hugging Face directory")
     add_keys(parser)
     add_rename(parser)
     add_html(parser)
-    parser.add_argument(
-        "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rtol", type=_tolerance, default=0.0, help="tolerated difference relative to B's value (default: %(default)s)"
-    )
+    parser.add_argument("--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: 0)")
+    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="the same relative to B's value (default: 0)")
 
 
 def consolidate(parser: ArgumentParser) -> None:
-    """Declare the arguments: those of `distckpt.consolidate`."""
     parser.add_argument("checkpoint", help="a checkpoint, or a folder of shards: a path or URL")
     _add_export(parser)
     parser.add_argument("--dry-run", action="store_true", help="list what would be exported and from where, and stop")
 
 
 def merge(parser: ArgumentParser) -> None:
-    """Declare the arguments: those of `distckpt.merge`."""
     parser.add_argument("checkpoints", nargs="+", help="checkpoints of any format: paths or URLs")
     _add_export(parser)
     how = parser.add_mutually_exclusive_group()
@@ -115,20 +88,15 @@ def _add_export(parser: ArgumentParser) -> None:
         metavar="auto|PATH",
         help="convert names and shapes of Megatron Core or transformers, by the config.json of --like, or at PATH",
     )
-    parser.add_argument(
-        "--tied",
-        choices=("drop", "write"),
-        default="drop",
-        help="leave out or write tied copies of a tensor (default: %(default)s)",
-    )
+    tied = "leave out or write tied copies of a tensor (default: drop)"
+    parser.add_argument("--tied", choices=("drop", "write"), default="drop", help=tied)
     parser.add_argument("--max-file-bytes", type=parse_size, metavar="SIZE", help="largest size of a file, such as 5GB")
     parser.add_argument(
         "--quantize",
         action="append",
         type=_format,
         metavar="[PATTERN=]FORMAT",
-        help=f"quantise what models usually quantise, or tensors by pattern, to one of {', '.join(QUANTIZED_FORMATS)}; "
-        "can be repeated",
+        help=f"quantise what models usually quantise, or tensors by pattern, to one of {FORMATS}; can be repeated",
     )
     parser.add_argument("--merge-adapter", metavar="DIR", help="add the LoRA that PEFT saved there to the weights")
     parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")
@@ -139,12 +107,10 @@ def _add_export(parser: ArgumentParser) -> None:
 
 
 def completion(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
 
 
 def import_hf(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("hf_dir", help="a Hugging Face directory: a path or URL")
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
     add_keys(parser)
@@ -154,76 +120,44 @@ def import_hf(parser: ArgumentParser) -> None:
 
 
 def convert(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("source", help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory")
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    parser.add_argument(
-        "--to",
-        choices=("distckpt", "torch_dist"),
-        default="distckpt",
-        help="format of the new checkpoint; torch_dist is that of Megatron Core, which PyTorch reads as well",
-    )
+    to = "format of the new checkpoint; torch_dist is that of Megatron Core, which PyTorch reads as well"
+    parser.add_argument("--to", choices=("distckpt", "torch_dist"), default="distckpt", help=to)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
-    parser.add_argument(
-        "--megatron-types", action="store_true", help="import Megatron Core, and register its Enum classes for objects"
-    )
-    parser.add_argument(
-        "--without-common-state", action="store_true", help="leave out common state, the values that are not sharded"
-    )
+    parser.add_argument("--megatron-types", action="store_true", help="import Megatron Core, register its Enum classes")
+    parser.add_argument("--without-common-state", action="store_true", help="leave out values that are not sharded")
 
 
 def reshard(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("source", help="a checkpoint: a path or URL")
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
-    parser.add_argument(
-        "--grid",
-        action="append",
-        metavar="PATTERN=AxB",
-        type=_grid,
-        default=[],
-        help="divide matching tensors into A x B parts, part i written by rank i; can be repeated",
-    )
+    grid = "divide matching tensors into A x B parts, part i written by rank i; can be repeated"
+    parser.add_argument("--grid", action="append", metavar="PATTERN=AxB", type=_grid, default=[], help=grid)
     add_output(parser)
     add_verify(parser)
 
 
 def prune(parser: ArgumentParser) -> None:
-    """Declare the arguments: the retention arguments of `distckpt.CheckpointManager`."""
     parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
-    parser.add_argument(
-        "--keep-last", type=positive, metavar="N", help="keep the newest N complete checkpoints (default: all)"
-    )
+    parser.add_argument("--keep-last", type=positive, metavar="N", help="keep the newest N whole ones (default: all)")
     parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N")
     parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of it")
-    parser.add_argument(
-        "--best-mode", choices=("min", "max"), default="min", help="which values are best (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--keep-best", type=positive, default=1, metavar="N", help="number of best ones to keep (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--abandoned-after",
-        type=positive,
-        default=60,
-        metavar="MINUTES",
-        help="remove leftovers of saves that wrote nothing for this long (default: %(default)s)",
-    )
+    parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="which are best (default: min)")
+    parser.add_argument("--keep-best", type=positive, default=1, metavar="N", help="keep so many best (default: 1)")
+    abandoned = "remove leftovers of saves that wrote nothing for this long (default: 60)"
+    parser.add_argument("--abandoned-after", type=positive, default=60, metavar="MINUTES", help=abandoned)
     parser.add_argument("--dry-run", action="store_true", help="list what would be removed, without removing anything")
 
 
 def bench(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("dir", metavar="DIR", help="directory on the storage, or URL; everything written is removed")
-    parser.add_argument(
-        "--gb", type=positive_number, default=2.0, help="size of the state over all ranks (default: %(default)s)"
-    )
+    parser.add_argument("--gb", type=positive_number, default=2.0, help="size of the whole state (default: 2)")
     parser.add_argument("--ranks", type=positive, default=2, help="number of processes (default: %(default)s)")
     parser.add_argument("--runs", type=positive, default=5, help="rounds to take the median of (default: %(default)s)")
 
 
 def trace(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write")
 
@@ -233,9 +167,8 @@ def trace(parser: ArgumentParser) -> None:
 
 def add_keys(parser: ArgumentParser) -> None:
     """Declare `--keys`."""
-    parser.add_argument(
-        "--keys", action="append", metavar="PATTERN", help="prefix of keys, or pattern with *; can be repeated"
-    )
+    help_text = "prefix of keys, or pattern with *; can be repeated"
+    parser.add_argument("--keys", action="append", metavar="PATTERN", help=help_text)
 
 
 def add_html(parser: ArgumentParser) -> None:
@@ -245,25 +178,14 @@ def add_html(parser: ArgumentParser) -> None:
 
 def add_rename(parser: ArgumentParser) -> None:
     """Declare `--rename`."""
-    parser.add_argument(
-        "--rename",
-        action="append",
-        metavar="OLD=NEW",
-        type=pair,
-        default=[],
-        help="replace a prefix of keys; can be repeated",
-    )
+    help_text = "replace a prefix of keys; can be repeated"
+    parser.add_argument("--rename", action="append", metavar="OLD=NEW", type=pair, default=[], help=help_text)
 
 
 def add_dtype(parser: ArgumentParser) -> None:
     """Declare `--dtype`, see `dtype_option`."""
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        metavar="[PATTERN=]DTYPE",
-        type=_dtype,
-        help="convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated",
-    )
+    help_text = "convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated"
+    parser.add_argument("--dtype", action="append", metavar="[PATTERN=]DTYPE", type=_dtype, help=help_text)
 
 
 def add_writing(parser: ArgumentParser) -> None:
@@ -274,9 +196,8 @@ def add_writing(parser: ArgumentParser) -> None:
 
 def add_verify(parser: ArgumentParser) -> None:
     """Declare `--verify`."""
-    parser.add_argument(
-        "--verify", choices=("none", "read", "full"), default="full", help="checksums to compare (default: %(default)s)"
-    )
+    modes = ("none", "read", "full")
+    parser.add_argument("--verify", choices=modes, default="full", help="checksums to compare (default: full)")
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -288,14 +209,8 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def add_output(parser: ArgumentParser) -> None:
-    """Declare the arguments for writing a checkpoint."""
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="write the files of N ranks, of even size (default: %(default)s)",
-    )
+    help_text = "write the files of N ranks, of even size (default: 1)"
+    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help=help_text)
     add_writing(parser)
 
 
@@ -314,40 +229,29 @@ def parse_size(text: str) -> int:
 
 def positive(text: str) -> int:
     """Convert a positive integer."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ArgumentTypeError(f"{text!r} is not a positive integer")
-    return number
+    return int(_checked(text, int, lambda number: number >= 1, "a positive integer"))
 
 
 def positive_number(text: str) -> float:
     """Convert a positive number."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a positive number")
-    return number
+    return _checked(text, float, lambda number: 0 < number < math.inf, "a positive number")
 
 
 def _tolerance(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a tolerance: use a number of at least 0")
-    return number
+    return _checked(text, float, lambda number: 0 <= number < math.inf, "a tolerance: use a number of at least 0")
+
+
+def _checked(text: str, kind: Callable[[str], float], is_valid: Callable[[float], bool], name: str) -> float:
+    with contextlib.suppress(ValueError):
+        if is_valid(number := kind(text)):
+            return number
+    raise ArgumentTypeError(f"{text!r} is not {name}")
 
 
 def _format(text: str) -> tuple[str, str]:
     pattern, _, name = text.rpartition("=")
-    if name not in QUANTIZED_FORMATS:
-        raise ArgumentTypeError(f"{name!r} is no format: choose from {', '.join(QUANTIZED_FORMATS)}")
+    if name not in FORMATS.split(", "):
+        raise ArgumentTypeError(f"{name!r} is no format: choose from {FORMATS}")
     return pattern, name
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
-from distckpt._cli.grid import chunks_of
 from distckpt._cli.output import MAX_LISTED, Output, count_text, shape_text, size_text
 from distckpt._cli.page import write_page
 from distckpt._cli.selection import given
@@ -54,27 +54,14 @@ def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, renam
         for key in a.manifest.key_index
         if not a.is_object(key) and (keys is None or matches(key, keys))
     }
-    changes = {
-        tensor.key: {
-            "max": tensor.max_difference if tensor.num_elements else None,
-            "rate": tensor.relative_difference if tensor.num_elements else None,
-            "text": _changes([tensor]),
-        }
+    changes: dict[str, dict[str, Any]] = {
+        tensor.key: {"max": tensor.max_difference, "rate": tensor.relative_difference, "text": _changes([tensor])}
         for tensor in report.tensors
-    } | {name: {"max": None, "rate": None, "text": "only in A"} for name in report.only_in_a}
-    only_in_b = {"max": None, "rate": None, "text": "only in B"}
-    others = [
-        [
-            key,
-            b.dtype_name(key),
-            b.global_shape(key),
-            sum(chunk.num_bytes for chunk in chunks_of(b, key)),
-            [],
-            None,
-            only_in_b,
-        ]
-        for key in report.only_in_b
-    ]
+        if tensor.num_elements
+    }
+    rest = {tensor.key: _changes([tensor]) for tensor in report.tensors if not tensor.num_elements}
+    rest |= dict.fromkeys(report.only_in_a, "only in A") | dict.fromkeys(report.only_in_b, "only in B")
+    changes |= {name: {"max": None, "rate": None, "text": text} for name, text in rest.items()}
     texts = {
         "title": f"{report.a} \u2194 {report.b}",
         "subtitle": summary(report),
@@ -87,7 +74,9 @@ def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, renam
         "different": len(report.tensors),
         "only in one": len(report.only_in_a) + len(report.only_in_b),
     }
-    write_page(path, a, names, texts, [(f"{count:,}", name) for name, count in counts.items()], changes, others)
+    write_page(
+        path, a, names, texts, [(f"{count:,}", name) for name, count in counts.items()], changes, (b, report.only_in_b)
+    )
 
 
 def group_differences(tensors: Sequence[TensorDifference]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Draw the chunks of one tensor and the ranks that wrote them, as text and as SVG."""
+"""Draw the chunks of one tensor and the ranks that wrote them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
 import numpy as np
 
 from distckpt._cli.output import COLOURS, count_text, printable, swatch
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region
 
-_LIGHT_COLOURS = ("#f28e2b", "#76b7b2", "#edc948", "#ff9da7", "#86bcb6")
-_INK = "#24292f"
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TEXT_WIDTH, _TEXT_HEIGHT = 64, 16
-_SVG_WIDTH, _SVG_HEIGHT = 640, 400
-_TITLE_WIDTH = 1000  # a letter is about 0.65 of its height wide
 
 
 class Chunk(NamedTuple):
@@ -88,11 +82,6 @@ def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
     return found
 
 
-def region_text(chunk: Chunk) -> str:
-    """Write a region as a slice."""
-    return str(Region(chunk.offset, chunk.shape))
-
-
 def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:
     """Choose the axes of a picture: those that the tensor is divided along; None if there are more than two."""
     if not chunks or math.prod(shape) == 0:
@@ -123,59 +112,6 @@ def text_picture(
         yield f"{_cell(index, in_colour)} {printable(owner)}"
     if len(shape) > 1:
         yield f"down: axis {axes[0]}, across: axis {axes[1]}"
-
-
-def svg_picture(title: str, shape: tuple[int, ...], chunks: Sequence[Chunk], axes: tuple[int, ...]) -> str:
-    """Draw the chunks as rectangles whose colours are the ranks."""
-    owners = _owners(chunks)
-    rows, columns = _extent(shape, axes)
-    # True proportions as far as they can be looked at.
-    width = min(_SVG_WIDTH, max(80, _SVG_HEIGHT * columns / rows))
-    height = min(_SVG_HEIGHT, max(40, width * rows / columns))
-    left, top = 70, 60
-    size = min(15, _TITLE_WIDTH / max(1, len(title)))
-    parts = [f'<text x="{left}" y="24" font-size="{size:.1f}" font-weight="bold">{_xml(title)}</text>']
-    for chunk in chunks:
-        row, column, num_rows, num_columns = _rectangle(chunk, axes)
-        index = owners[chunk.owner]
-        x, y = left + width * column / columns, top + height * row / rows
-        w, h = width * num_columns / columns, height * num_rows / rows
-        parts.append(
-            f'<rect x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}" fill="{_colour(index)}" stroke="#ffffff" '
-            f'stroke-width="1"><title>{_xml(f"{chunk.owner} {region_text(chunk)} {chunk.file}")}</title></rect>'
-        )
-        if w > 16 and h > 14:
-            label = str(chunk.rank) if chunk.rank is not None else ""
-            ink = _INK if _colour(index) in _LIGHT_COLOURS else "#ffffff"
-            parts.append(_label(x + w / 2, y + h / 2 + 4, label, f'text-anchor="middle" fill="{ink}"'))
-    parts.append(_label(left + width, top - 8, f"axis {axes[-1]}: {columns}" if axes else "", 'text-anchor="end"'))
-    if len(axes) > 1:
-        parts.append(_label(left - 8, top + 12, f"axis {axes[0]}:", 'text-anchor="end"'))
-        parts.append(_label(left - 8, top + 28, str(rows), 'text-anchor="end"'))
-    legend_top = top + height + 24
-    is_list = any(chunk.rank is None for chunk in chunks)
-    for place, (owner, index) in enumerate(owners.items()):
-        x, y = left + place % 6 * 100, legend_top + place // 6 * 20
-        if is_list:
-            x, y = left, legend_top + place * 20
-        parts.append(f'<rect x="{x}" y="{y - 10:.2f}" width="12" height="12" fill="{_colour(index)}"/>')
-        parts.append(_label(x + 18, y, owner, ""))
-    lines = len(owners) if is_list else -(-len(owners) // 6)
-    return svg_document(left + 6 * 100 + 70, legend_top + lines * 20, parts)
-
-
-def svg_document(width: float, height: float, parts: Sequence[str]) -> str:
-    """Put drawn parts onto a white page."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif" font-size="12" '
-        f'fill="{_INK}">'
-    )
-    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>", ""])
-
-
-def _label(x: float, y: float, text: str, attributes: str) -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" {attributes}>{_xml(text)}</text>'
 
 
 def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
@@ -216,7 +152,3 @@ def _cell(owner: int | None, in_colour: bool) -> str:
     if not in_colour:
         return letter
     return swatch(owner, letter)
-
-
-def _xml(text: str) -> str:
-    return escape(printable(text))

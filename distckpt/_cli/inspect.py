@@ -30,6 +30,7 @@ from distckpt._foreign.stored_values import holds_objects, load_common_state
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
 
@@ -55,12 +56,10 @@ class Group(NamedTuple):
 
 def run(arguments: Namespace, output: Output) -> int:
     """Print the summary of a checkpoint, or the chunks of one key."""
-    if arguments.svg and arguments.key is None:
-        raise ValueError("--svg draws the chunks of one tensor: name it with --key")
     stored = open_checkpoint(locations.normalize(arguments.path))
     manifest = stored.manifest
     if arguments.key is not None:
-        return _show_key(stored, arguments.key, arguments.svg, output)
+        return _show_key(stored, arguments.key, output)
     groups, files = group_keys(manifest, is_merging=not arguments.tree), list_files(manifest)
     facts = summary(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
@@ -264,7 +263,7 @@ def _segments(pattern: str) -> list[str]:
 # --- One key ----------------------------------------------------------------------------------------------------------
 
 
-def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Output) -> int:
+def _show_key(stored: StoredCheckpoint, key: str, output: Output) -> int:
     known = stored.manifest.key_index
     if key not in known:
         raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{did_you_mean(key, known)}")
@@ -275,7 +274,13 @@ def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Outpu
     tied = "" if stored_key == key else f", tied to {stored_key}"
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
     rows = [
-        [grid.region_text(chunk), chunk.owner, chunk.file, f"{chunk.first_byte:,}", f"{chunk.num_bytes:,}"]
+        [
+            str(Region(chunk.offset, chunk.shape)),
+            chunk.owner,
+            chunk.file,
+            f"{chunk.first_byte:,}",
+            f"{chunk.num_bytes:,}",
+        ]
         for chunk in chunks
     ]
     output.table(["region", "owner", "file", "first byte", "bytes"], rows, num_text=3)
@@ -286,10 +291,4 @@ def _show_key(stored: StoredCheckpoint, key: str, svg: str | None, output: Outpu
         else:
             output.line()
             output.picture(grid.text_picture(shape, chunks, axes, output.in_colour))
-    if svg is not None:
-        if axes is None:
-            raise ValueError(f"key {key!r} is divided along more than two axes or is empty: it cannot be drawn")
-        with open(svg, "w", encoding="utf-8") as file:
-            file.write(grid.svg_picture(f"{key}  {shape_text(shape)} {dtype}", shape, chunks, axes))
-        output.message(f"wrote {svg}")
     return 0

@@ -28,7 +28,7 @@ def write_page(
     texts: Mapping[str, str],
     tiles: Sequence[tuple[str, str]],
     changes: Mapping[str, Mapping[str, Any]] | None = None,
-    only_in_other: Sequence[Any] = (),
+    other: tuple[StoredCheckpoint, Sequence[str]] | None = None,
 ) -> None:
     """Write a page.
 
@@ -39,13 +39,14 @@ def write_page(
         texts: `title`, `subtitle`, and `common`, which stands at the end.
         tiles: pairs of a number and what it counts.
         changes: of a comparison the differences by name: `max`, `rate` (None where values were not compared), `text`.
-        only_in_other: tensors that are not in `stored`, as `_describe` does.
+        other: the checkpoint it is compared with, and the keys that it alone has.
     """
     files = list_files(stored.manifest)
     writers = list_writers(files)
     owners = [writer["file"] if writer["rank"] is None else f"rank {writer['rank']}" for writer in writers]
     places = {owner: place for place, owner in enumerate(owners)}
-    tensors = [_describe(stored, name, key, places, (changes or {}).get(name)) for name, key in names.items()]
+    tensors = [_describe(stored, name, key, places, changes or {}) for name, key in names.items()]
+    tensors += [_describe(other[0], key, key, None, changes or {}) for key in (other[1] if other else ())]
     content = {
         **{name: text[:_MAX_TEXT] for name, text in texts.items()},
         "tiles": tiles,
@@ -54,7 +55,7 @@ def write_page(
         "files": files,
         "writers": writers,
         "balance": balance_text(writers),
-        "tensors": sorted([*tensors, *only_in_other], key=lambda tensor: natural_order(tensor[0])),
+        "tensors": sorted(tensors, key=lambda tensor: natural_order(tensor[0])),
     }
     data = gzip.compress(json.dumps(finite(content), separators=(",", ":")).encode(), mtime=0)
     template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
@@ -63,10 +64,11 @@ def write_page(
 
 
 def _describe(
-    stored: StoredCheckpoint, name: str, key: str, places: Mapping[str, int], change: Mapping[str, Any] | None
+    stored: StoredCheckpoint, name: str, key: str, places: Mapping[str, int] | None, changes: Mapping[str, Any]
 ) -> list[Any]:
     """Return name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor, difference."""
-    chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in chunks_of(stored, key)]
-    size = sum(chunk[3] for chunk in chunks)
+    found = chunks_of(stored, key)
+    chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in found] if places else []
+    size = sum(chunk.num_bytes for chunk in found)
     shape, tied = stored.global_shape(key), stored.manifest.aliases.get(key)
-    return [name, stored.dtype_name(key), shape, size, chunks, tied, change]
+    return [name, stored.dtype_name(key), shape, size, chunks, tied, changes.get(name)]

@@ -1,13 +1,13 @@
 """The verbs of the command line and its parser.
 
-To add a verb, declare its arguments in `arguments.py`, list it in `VERBS`, and define `run(arguments, output)`, which
-returns the exit code, in a module of its name. The module is imported when the verb runs, and torch with it.
+To add a verb, list it in `VERBS`, declare its arguments in `arguments.py`, and define `run(arguments, output)` in its
+module, which is imported when the verb runs, and torch with it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from distckpt import __version__
@@ -27,57 +27,36 @@ class Verb(NamedTuple):
 
     Attributes:
         summary: one line for the help.
-        add_arguments: declares its arguments, beside `--json` and `--debug`.
         module: of `distckpt._cli`, whose `run` returns the exit code; an exception is printed as one line.
+        aliases: further names.
         error_code: the exit code for exceptions; 2 for checks, whose 1 means that the check failed.
+        arguments: the function in `arguments.py` that declares them, if it has another name than the module.
     """
 
     name: str
     summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], object]
     module: str
     aliases: tuple[str, ...] = ()
     error_code: int = 1
+    arguments: str = ""
 
 
 VERBS = (
-    Verb("ls", "List the checkpoints of a run: size, time, metrics, and whether they are whole.", arguments.ls, "ls"),
-    Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", arguments.inspect, "inspect"),
-    Verb("cat", "Print values of a tensor or an object, or save them for numpy.", arguments.cat, "cat"),
-    Verb("verify", "Check that a checkpoint is complete and undamaged.", arguments.verify, "verify", error_code=2),
-    Verb("stats", "Norm, extremes, NaN and zeros of each tensor.", arguments.stats, "stats", error_code=2),
-    Verb(
-        "diff",
-        "Compare two checkpoints: keys, shapes, dtypes, values, objects.",
-        arguments.diff,
-        "diff",
-        error_code=2,
-    ),
-    Verb(
-        "consolidate",
-        "Merge the shards of a checkpoint into a Hugging Face directory.",
-        arguments.consolidate,
-        "consolidate",
-        aliases=("export",),
-    ),
-    Verb("merge", "Average checkpoints into a Hugging Face directory.", arguments.merge, "consolidate"),
-    Verb("import", "Convert a Hugging Face directory to a checkpoint.", arguments.import_hf, "import_hf"),
-    Verb(
-        "convert",
-        "Convert a checkpoint that PyTorch, Megatron Core or DeepSpeed wrote, or make one that the former read.",
-        arguments.convert,
-        "convert",
-    ),
-    Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", arguments.reshard, "reshard"),
-    Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", arguments.prune, "prune"),
-    Verb("bench", "Measure saves and loads beside the raw speed of a storage.", arguments.bench, "bench"),
-    Verb("trace", "Turn a journal of phases into a Chrome trace.", arguments.trace, "trace"),
-    Verb(
-        "completion",
-        "Print a script with which a shell completes this command.",
-        arguments.completion,
-        "completion",
-    ),
+    Verb("ls", "List the checkpoints of a run: size, time, metrics, and whether they are whole.", "ls"),
+    Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", "inspect"),
+    Verb("cat", "Print values of a tensor or an object, or save them for numpy.", "cat"),
+    Verb("verify", "Check that a checkpoint is complete and undamaged.", "verify", error_code=2),
+    Verb("stats", "Norm, extremes, NaN and zeros of each tensor.", "stats", error_code=2),
+    Verb("diff", "Compare two checkpoints: keys, shapes, dtypes, values, objects.", "diff", error_code=2),
+    Verb("consolidate", "Merge the shards of a checkpoint into a Hugging Face directory.", "consolidate", ("export",)),
+    Verb("merge", "Average checkpoints into a Hugging Face directory.", "consolidate", arguments="merge"),
+    Verb("import", "Convert a Hugging Face directory to a checkpoint.", "import_hf"),
+    Verb("convert", "Convert a checkpoint of PyTorch, Megatron Core or DeepSpeed, or make one for these.", "convert"),
+    Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", "reshard"),
+    Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", "prune"),
+    Verb("bench", "Measure saves and loads beside the raw speed of a storage.", "bench"),
+    Verb("trace", "Turn a journal of phases into a Chrome trace.", "trace"),
+    Verb("completion", "Print a script with which a shell completes this command.", "completion"),
 )
 
 
@@ -106,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in VERBS:
         one = verbs.add_parser(verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary)
-        verb.add_arguments(one)
+        getattr(arguments, verb.arguments or verb.module)(one)
         one.add_argument("--json", action="store_true", help="print the result as JSON")
         one.add_argument("--debug", action="store_true", help="show a traceback when something fails")
         one.set_defaults(module=verb.module, error_code=verb.error_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Literal
 
 from distckpt._cli.output import MAX_LISTED, Output, count_text, size_text
 from distckpt._operations.verify import Problem, VerifyReport, verify
@@ -14,8 +15,9 @@ _MAX_NAMED = 3
 
 def run(arguments: Namespace, output: Output) -> int:
     """Verify, list the problems, return 1 if there are any."""
+    mode: Literal["fast", "full"] = "fast" if arguments.fast else "full"
     with output.progress("verifying") as progress:
-        report = verify(arguments.path, arguments.mode, num_threads=arguments.jobs, progress=progress)
+        report = verify(arguments.path, mode, num_threads=arguments.jobs, progress=progress)
     problems = [problem._asdict() for problem in report.problems]
     output.json({**vars(report), "is_whole": report.is_whole, "problems": problems})
     for problem in report.problems[:MAX_LISTED]:

@@ -56,14 +56,9 @@ class TensorStats(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Sums over a window."""
+    """A block of values: its counts of finite, NaN, infinite and zero values, its sum and that of the squares."""
 
-    num_finite: int
-    num_nan: int
-    num_infinite: int
-    num_zero: int
-    total: float
-    squares: float
+    sums: tuple[float, ...]
     low: float
     high: float
     sample: npt.NDArray[np.float64]
@@ -112,24 +107,15 @@ def _batches(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
 
 
 def _join(tensor: StoredTensor, parts: Sequence[_Part]) -> TensorStats:
-    num_finite, num_nan = sum(part.num_finite for part in parts), sum(part.num_nan for part in parts)
-    low = min((part.low for part in parts if part.num_finite), default=math.nan)
-    high = max((part.high for part in parts if part.num_finite), default=math.nan)
-    samples = [part.sample for part in parts]
-    return TensorStats(
-        tensor.key,
-        tensor.dtype,
-        tensor.shape,
-        math.prod(tensor.shape),
-        num_nan,
-        sum(part.num_infinite for part in parts),
-        sum(part.num_zero for part in parts),
-        math.sqrt(sum(part.squares for part in parts)),
-        low,
-        high,
-        sum(part.total for part in parts) / num_finite if num_finite else math.nan,
-        _histogram(np.concatenate(samples), low, high) if num_finite else (),
-    )
+    sums = np.array([(0.0,) * 6, *(part.sums for part in parts)]).sum(axis=0).tolist()
+    num_finite, num_nan, num_infinite, num_zero, total, squares = sums
+    finite = [part for part in parts if part.sums[0]]
+    low, high = min((p.low for p in finite), default=math.nan), max((p.high for p in finite), default=math.nan)
+    histogram = _histogram(np.concatenate([part.sample for part in finite]), low, high) if finite else ()
+    mean = total / num_finite if num_finite else math.nan
+    place = (tensor.key, tensor.dtype, tensor.shape, math.prod(tensor.shape))
+    counts = (int(num_nan), int(num_infinite), int(num_zero))
+    return TensorStats(*place, *counts, math.sqrt(squares), low, high, mean, histogram)
 
 
 def _histogram(values: npt.NDArray[np.float64], low: float, high: float) -> tuple[int, ...]:
@@ -165,17 +151,9 @@ def _part(values: torch.Tensor, stride: int, buffers: threading.local) -> _Part:
     array = values.numpy()
     exact = array if _SAFE[0] < largest < _SAFE[1] else array.astype(np.float64)
     num_finite = values.numel()
-    return _Part(
-        num_finite,
-        num_nan,
-        num_all - num_nan - num_finite,
-        int(np.count_nonzero(array == 0)),
-        float(array.sum()),
-        float(np.dot(exact, exact)),
-        low,
-        high,
-        array[::stride].astype(np.float64),
-    )
+    counts = (num_finite, num_nan, num_all - num_nan - num_finite, int(np.count_nonzero(array == 0)))
+    sums = (*counts, float(array.sum()), float(np.dot(exact, exact)))
+    return _Part(sums, low, high, array[::stride].astype(np.float64))
 
 
 def _extremes(values: torch.Tensor) -> tuple[float, float]:

@@ -34,7 +34,7 @@ def test_bash_completes_verbs_options_choices_and_files(tmp_path, capsys):
     assert complete("verify", "--f") == ["--fast", "--full"]
     assert complete("prune", "root", "--best-mode", "m") == ["min", "max"]
     assert complete("verify", "check") == ["checkpoints"]
-    assert complete("inspect", "x", "--svg", "dist") == ["distckpt.bash"]
+    assert complete("inspect", "x", "--html", "dist") == ["distckpt.bash"]
     assert complete("bench", "check") == ["checkpoints"]
 
 
