@@ -273,16 +273,7 @@ def _show_key(stored: StoredCheckpoint, key: str, output: Output) -> int:
     output.json({**facts, "chunks": [chunk._asdict() for chunk in chunks]})
     tied = "" if stored_key == key else f", tied to {stored_key}"
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
-    rows = [
-        [
-            str(Region(chunk.offset, chunk.shape)),
-            chunk.owner,
-            chunk.file,
-            f"{chunk.first_byte:,}",
-            f"{chunk.num_bytes:,}",
-        ]
-        for chunk in chunks
-    ]
+    rows = [[str(Region(c.offset, c.shape)), c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"] for c in chunks]
     output.table(["region", "owner", "file", "first byte", "bytes"], rows, num_text=3)
     axes = grid.drawn_axes(shape, chunks)
     if not output.as_json:

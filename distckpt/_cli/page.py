@@ -46,7 +46,8 @@ def write_page(
     owners = [writer["file"] if writer["rank"] is None else f"rank {writer['rank']}" for writer in writers]
     places = {owner: place for place, owner in enumerate(owners)}
     tensors = [_describe(stored, name, key, places, changes or {}) for name, key in names.items()]
-    tensors += [_describe(other[0], key, key, None, changes or {}) for key in (other[1] if other else ())]
+    if other is not None:
+        tensors += [_describe(other[0], key, key, None, changes or {}) for key in other[1]]
     content = {
         **{name: text[:_MAX_TEXT] for name, text in texts.items()},
         "tiles": tiles,
