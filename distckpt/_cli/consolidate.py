@@ -63,7 +63,10 @@ def run(arguments: Namespace, output: Output) -> int:
 
 def _show_plan(plan: ExportPlan, output: Output) -> None:
     """Print each tensor of an export, and the regions that it is made of."""
-    sources = {t.name: [f"{part.key} {part.source}" for part in t.mapped.parts] for t in plan.outputs}
+    sources = {
+        t.name: [f"{part.key} {part.source}" + f" + {part.add:g}" * bool(part.add) for part in t.mapped.parts]
+        for t in plan.outputs
+    }
     if output.as_json:
         tensors = [
             {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]} for t in plan.outputs

@@ -150,16 +150,12 @@ def _on_steps(part: Part, common: Region) -> Region:
     return Region(tuple(offset), tuple(shape))
 
 
-def view_of_part(tensor: torch.Tensor, place: Region, part: Part) -> torch.Tensor:
-    """View the memory of a tensor at the place that `resolve` found for a part, as `target_view` does."""
-    return target_view(tensor[place.slices(part.target_step)], part)
+def target_view(tensor: torch.Tensor, place: Region, part: Part) -> torch.Tensor:
+    """View the memory of a tensor at the place that `resolve` found for a part, with the shape and axes of its source.
 
-
-def target_view(view: torch.Tensor, part: Part) -> torch.Tensor:
-    """View the memory of a part's target with the shape and the axes of its source: writing to it writes to `view`.
-
-    `view` has the shape `part.target.shape`, else ValueError.
+    Writing to the view writes to `tensor`. ValueError if `place` is not that of the part, or not inside of the tensor.
     """
+    view = tensor[place.slices(part.target_step)]
     if tuple(view.shape) != part.target.shape:
         raise ValueError(f"a view of shape {tuple(view.shape)} was given for a part of shape {part.target.shape}")
     pairs = _axis_pairs(part)

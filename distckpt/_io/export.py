@@ -15,7 +15,7 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.mapped import resolve, view_of_part
+from distckpt._geometry.mapped import resolve, target_view
 from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
 from distckpt._io.read import read_chunks_into
 from distckpt._io.read_values import read_requests
@@ -147,7 +147,7 @@ def _read_ranges(
 def _read_regions(stored: StoredCheckpoint, wanted: Sequence[tuple[OutputTensor, Region, torch.Tensor]]) -> None:
     """Read regions of tensors, each into a view of its shape."""
     found = [
-        (view_of_part(view, *pair), pair[1])
+        (target_view(view, *pair), pair[1])
         for tensor, region, view in wanted
         for pair in resolve(tensor.mapped, region)
     ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from distckpt._base.dtypes import TO_NAME
-from distckpt._geometry.mapped import MappedTensor, TensorInfo, invert, resolve, resolve_padding, view_of_part
+from distckpt._geometry.mapped import MappedTensor, TensorInfo, invert, resolve, resolve_padding, target_view
 from distckpt._plan.load import Request
 from distckpt.rules import Rule, Tie, apply_rules
 
@@ -54,6 +54,6 @@ def translate(
         for place, part in resolve(mapped[request.key], request.region):
             shape, may_differ = stored[part.key].shape, request.allow_shape_mismatch
             translated.append(Request(part.key, shape, part.source, may_differ, part.source_step))
-            views.append(view_of_part(target, place, part))
+            views.append(target_view(target, place, part))
             adds.append(part.add)
     return translated, views, adds

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._geometry.mapped import permute, reshape, view_of_part
+from distckpt._geometry.mapped import permute, reshape
 from distckpt._geometry.region import Region, whole
 from distckpt.core import InvalidShardingError, LoadMismatchError
 from distckpt.rules import (
@@ -253,7 +253,7 @@ def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, d
     filled = torch.zeros(region.shape, dtype=torch.int64)
     for place, part in parts:
         source = torch.from_numpy(arrays[part.key].copy())[part.source.slices(part.source_step)]
-        view = view_of_part(filled, place, part)
+        view = target_view(filled, place, part)
         assert view.shape == part.source.shape
         view.copy_(source)
     np.testing.assert_array_equal(filled.numpy(), expected)
@@ -304,8 +304,8 @@ def test_regions_and_views_must_fit():
             resolve(mapped, region)
         with pytest.raises(InvalidShardingError, match="does not lie inside"):
             resolve_padding(mapped, region)
-    with pytest.raises(ValueError, match=r"\(3, 2\) was given for a part of shape \(2, 3\)"):
-        target_view(torch.zeros(3, 2), mapped.parts[0])
+    with pytest.raises(ValueError, match=r"\(2, 2\) was given for a part of shape \(2, 3\)"):
+        target_view(torch.zeros(3, 2), *resolve(mapped, Region((0, 0), (2, 3)))[0])
 
 
 # Errors.

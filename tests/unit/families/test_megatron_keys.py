@@ -12,6 +12,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt._families.megatron import FAMILIES
+from distckpt.cli import main
 from distckpt.rules import Rename
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.megatron_families import SETTINGS, logits_of, make_megatron, one_process
@@ -87,6 +88,14 @@ def test_one_mistake_in_a_family_is_found(family, pretrained, tmp_path):
         mutants(rules), rules, trained, saved, checkpoint, lambda: computes(trained, config, expected)
     )
     assert not survivors, "\n".join(survivors)
+
+
+def test_a_dry_run_says_what_is_added(pretrained, tmp_path, capsys):
+    saved, config, _ = pretrained("qwen3_next")
+    distckpt.save(make_megatron(config).sharded_state_dict(), tmp_path / "checkpoint")
+    assert main(["consolidate", str(tmp_path / "checkpoint"), "out", "--family", str(saved), "--dry-run"]) == 0
+    key = "decoder.layers.0.self_attention.out_norm.weight"
+    assert f"model.layers.0.linear_attn.norm.weight  F32 8  <- {key} [0:8] + 1\n" in capsys.readouterr().out
 
 
 def write_with_token_prediction(family, path):
