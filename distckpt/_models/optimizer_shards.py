@@ -11,6 +11,7 @@ import torch
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
 from distckpt._mapping.kinds import is_a
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
+from distckpt._state.stored_form import shard_at
 from distckpt.dict_utils import nested_values
 from distckpt.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -104,17 +105,7 @@ def _reduced(shard: ShardedTensor, tensor: torch.Tensor, prefix: str) -> Sharded
             (size, start, count) if n == local else (count, start // local, count)
             for n, local, size, start, count in zip(shape, shard.local_shape, sizes, offset, parts, strict=True)
         ]
-    prepended = shard.global_shape[:num_prepended]
-    return replace(
-        shard,
-        key=f"{prefix}.{shard.key}",
-        data=tensor,
-        dtype=tensor.dtype,
-        local_shape=shape,
-        global_shape=prepended + tuple(size for size, _, _ in place),
-        global_offset=shard.global_offset[:num_prepended] + tuple(start for _, start, _ in place),
-        axis_fragmentations=prepended + tuple(count for _, _, count in place),
-    )
+    return shard_at(shard, f"{prefix}.{shard.key}", tensor, place)
 
 
 class StoredEntry(NamedTuple):

@@ -24,33 +24,6 @@ class Parts(NamedTuple):
     of_modules: set[str]
     of_optimizers: set[str]
 
-    @property
-    def num_left(self) -> int:
-        """How many keys are left out."""
-        return len(self.of_modules) + len(self.of_optimizers)
-
-
-def parts_of(
-    described: Described,
-    requested: Collection[str],
-    entries: Mapping[str, StoredEntry],
-    wanted: Collection[str],
-    names: Iterable[str],
-) -> Parts:
-    """Find what a rank leaves out of its objects.
-
-    Args:
-        described: the objects of this rank.
-        requested: the keys that this rank requests.
-        entries: all keys of the checkpoint.
-        wanted: those that are not left out on purpose.
-        names: the first names in the keys of the module that was saved at `model`, if they are known.
-    """
-    taken = {*requested, *(part for key in requested if key in entries for part in entries[key].parts)}
-    # What is only computed from its parts is not stored.
-    stored = {key for key, entry in entries.items() if not entry.parts or key in entry.parts}
-    return Parts(taken, *_keys_of_objects(described, stored.intersection(wanted) - taken, requested, names))
-
 
 def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry], location: str) -> None:
     """Refuse a load that leaves out a part of what is stored for a module; warn of one for an optimizer.
@@ -80,14 +53,22 @@ def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry],
             )  # fmt: skip
 
 
-def _keys_of_objects(
-    described: Described, keys: Iterable[str], requested: Iterable[str], names: Iterable[str]
-) -> tuple[set[str], set[str]]:
-    """Return those of the keys that belong to modules and the like, and those that belong to optimizers.
+def parts_of(
+    described: Described,
+    requested: Collection[str],
+    entries: Mapping[str, StoredEntry],
+    wanted: Collection[str],
+    names: Iterable[str],
+) -> Parts:
+    """Find what a rank leaves out of its objects, of the keys that are `wanted`: not left out on purpose.
 
-    They begin with the path of the object. The module at `model` has no path in its keys: those belong to it whose
-    first name it was saved with, or begin like a requested one, as `layers.9.weight` does like `layers.0.weight`.
+    Keys begin with the path of the object. The module at `model` has no path in its keys: those belong to it whose
+    first name is among `names`, those it was saved with, or that begin like a requested one, as `layers.9.weight` does
+    like `layers.0.weight`.
     """
+    taken = {*requested, *(part for key in requested if key in entries for part in entries[key].parts)}
+    # What is only computed from its parts is not stored.
+    left = [key for key in wanted if key not in taken and (not entries[key].parts or key in entries[key].parts)]
     below = {
         kind: tuple(f"{place.prefix}." for place in described.places if place.kind == kind and place.prefix)
         for kind in (MODULE, STATEFUL, OPTIMIZER)
@@ -96,7 +77,6 @@ def _keys_of_objects(
     beginnings: set[str] = set()
     if any(place.kind == MODULE and not place.prefix for place in described.places):
         beginnings = {*names, *(first_name(key) for key in requested if not key.startswith(with_path))}
-    keys = list(keys)
-    of_optimizers = {key for key in keys if key.startswith(below[OPTIMIZER])}
-    own = {key for key in keys if key.startswith(with_path) or first_name(key) in beginnings}
-    return own - of_optimizers, of_optimizers
+    of_optimizers = {key for key in left if key.startswith(below[OPTIMIZER])}
+    own = {key for key in left if key.startswith(with_path) or first_name(key) in beginnings}
+    return Parts(taken, own - of_optimizers, of_optimizers)

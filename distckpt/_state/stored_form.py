@@ -7,7 +7,7 @@ tensor that is made of others (those with `__tensor_flatten__`, such as torchao'
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,13 +111,21 @@ def _inner_shard(shard: ShardedTensor, data: Any, name: str) -> ShardedTensor:
         place = [(size // n, start // n, count) for (size, start, n), count in zip(cuts, parts, strict=True)]
     else:
         raise _unknown_place(shard, data, name)
+    return shard_at(shard, f"{shard.key}.{name}", inner, place)
+
+
+def shard_at(
+    shard: ShardedTensor, key: str, data: torch.Tensor, place: Sequence[tuple[int, int, int]]
+) -> ShardedTensor:
+    """Give a shard other data: along each axis, it begins somewhere in a size that is divided into so many parts."""
+    prepended = shard.prepend_axis_num
     lead = shard.global_shape[:prepended]
     return replace(
         shard,
-        key=f"{shard.key}.{name}",
-        data=inner,
-        dtype=inner.dtype,
-        local_shape=shape,
+        key=key,
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
         global_shape=lead + tuple(size for size, _, _ in place),
         global_offset=shard.global_offset[:prepended] + tuple(start for _, start, _ in place),
         axis_fragmentations=shard.axis_fragmentations and lead + tuple(parts for _, _, parts in place),

@@ -305,9 +305,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         described = {}
         for key in stored.manifest.key_index:
             if not stored.is_object(key):
-                shape, dtype = stored.global_shape(key), FROM_NAME[stored.dtype_name(key)]
-                zeros, ones = (0,) * len(shape), (1,) * len(shape)
-                described[key] = ShardedTensor(key, None, dtype, shape, shape, zeros, ones)
+                described[key] = _whole(key, stored.dtype_name(key), stored.global_shape(key))
         return described
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
@@ -323,13 +321,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
     def load_quantized_metadata(
         self, checkpoint_dir: str | os.PathLike[str]
     ) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
-        described = {}
-        for key, quantized in find(self._open(locations.normalize(checkpoint_dir))).items():
-            shape = quantized.model_shape
-            zeros, ones = (0,) * len(shape), (1,) * len(shape)
-            shard = ShardedTensor(key, None, FROM_NAME[quantized.dtype], shape, shape, zeros, ones)
-            described[key] = shard, quantized.keys
-        return described
+        found = find(self._open(locations.normalize(checkpoint_dir)))
+        return {key: (_whole(key, each.dtype, each.model_shape), each.keys) for key, each in found.items()}
 
     def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
         checkpoint_dir = locations.normalize(checkpoint_dir)
@@ -362,6 +355,10 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
         data = self.ranks.decide("read the manifest", read)
         return opening.decode_manifest(checkpoint_dir, data, self.options.verify)
+
+
+def _whole(key: str, dtype: str, shape: tuple[int, ...]) -> ShardedTensor:
+    return ShardedTensor(key, None, FROM_NAME[dtype], shape, shape, (0,) * len(shape), (1,) * len(shape))
 
 
 def _settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
