@@ -100,6 +100,7 @@ class CheckpointManager:
         async_save: bool = True,
         process_group: Any = None,
         sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+        validate_replicas: bool | None = None,
         max_inflight_bytes: int | None = None,
         durable: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
@@ -116,6 +117,7 @@ class CheckpointManager:
         self._settings = SaveSettings(
             process_group=process_group,
             sharded_strategy=sharded_strategy,
+            validate_replicas=validate_replicas,
             durable=durable,
             background_bytes=max_inflight_bytes,
             timeout=timeout,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError, UnsupportedObjectError
 from distckpt._base.messages import summarize_keys
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
@@ -166,6 +166,11 @@ class _Walk(NamedTuple):
         if isinstance(node, list | tuple):
             return _rebuilt(node, [self.describe(value, (*path, i)) for i, value in enumerate(node)])
         kind = _kind_of(node)
+        if isinstance(node, torch.utils.data.DataLoader) and kind is None:
+            raise UnsupportedObjectError(
+                f"{'.'.join(map(str, path))!r} is a torch.utils.data.DataLoader, which has no state: leave it out, or "
+                "use torchdata's StatefulDataLoader, which goes on where it was."
+            )
         if kind is None:
             return node
         place = Place(path, kind, node)

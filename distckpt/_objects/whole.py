@@ -40,11 +40,14 @@ def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry],
         is_taken, *is_own = np.unpackbits(of_all, count=bits.size).reshape(bits.shape).astype(np.bool_)
         missing, without = ([keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own)
         if missing:
+            absent = sorted(parts.taken - entries.keys())
+            others = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
             raise LoadMismatchError(
                 f"The checkpoint {location!r} holds {summarize_keys(missing)}, which the objects of the state dict "
-                "do not have: was a larger model saved? Make the objects that were saved; to leave the rest out, pass "
-                "strict='raise_unexpected'.",
-                missing=missing,
+                f"do not have{others}: was a larger model saved? Make the objects that were saved; to leave the rest "
+                "out, pass strict='raise_unexpected'.",
+                missing,
+                absent,
             )
         if without:
             logger.warning(

@@ -175,6 +175,8 @@ def save_what_drifts_apart(rank: int, path: str) -> tuple[list[str], bool]:
     net = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Linear(300, 40).to(torch.bfloat16))
     shards = distckpt.modules.sharded_state_dict(Net(1), "part.")
     texts = [str(error_of(distckpt.save, {"model": net, "part": shards}, f"{path}_0"))]
+    with distckpt.CheckpointManager(f"{path}_run", validate_replicas=False) as manager:
+        manager.save(1, {"model": net})
     with torch.no_grad():
         for param in net.parameters():
             param.fill_(float("nan"))
@@ -200,7 +202,7 @@ def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
         assert "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1" in last
         assert "validate_replicas=False" in last
         assert "'0." not in last
-    assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2"}
+    assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2", "saved_run"}
 
 
 def resume_own_head(rank: int, path: str) -> bool:

@@ -487,6 +487,19 @@ def test_an_object_whose_state_dict_fails_is_named(tmp_path):
         distckpt.save({"data": {"train": LoaderWithoutState()}}, tmp_path / "saved")
 
 
+def test_a_data_loader_without_a_state_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(distckpt.UnsupportedObjectError, match=r"'data\.train' is .* StatefulDataLoader"):
+        distckpt.save({"data": {"train": torch.utils.data.DataLoader([1])}}, tmp_path / "saved")
+
+
+def test_a_child_with_another_name_is_told_from_both_sides(tmp_path):
+    distckpt.save({"model": torch.nn.ModuleDict({"a": Net(1), "b": Net(1)})}, tmp_path / "saved")
+    with pytest.raises(distckpt.LoadMismatchError, match=r"holds 'b\..*, and does not hold 'c\..*") as caught:
+        distckpt.load({"model": torch.nn.ModuleDict({"a": Net(1), "c": Net(1)})}, tmp_path / "saved")
+    assert {key[0] for key in caught.value.missing} == {"b"}
+    assert {key[0] for key in caught.value.unexpected} == {"c"}
+
+
 def test_equal_modules_in_a_list_are_refused_with_the_way_out(tmp_path):
     with pytest.raises(distckpt.InvalidShardingError, match=r"put other modules into a dict, \{'first'"):
         distckpt.save({"models": [Net(1), Net(2)]}, tmp_path / "saved")
