@@ -44,6 +44,8 @@ _MODEL_DTYPES = {
 }
 """What a configuration may name: looking any other name up in torch could import a module of it."""
 _MAX_ELEMENTS = 1 << 62
+_MAX_AXES = 4
+"""Of scales with fewer axes than the tensor: there may be very many ways in which they fit more."""
 
 
 def find_quantized(
@@ -174,8 +176,10 @@ def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) 
     Scales with fewer axes than the tensor are for its first ones. Where they fit others as well (a square matrix), a
     configuration without blocks must say that there is one for each channel.
     """
-    if math.prod(scales) == 1 or len(scales) >= len(shape):
-        return (1,) * len(shape) if math.prod(scales) == 1 else scales
+    if math.prod(scales) == 1:
+        return (1,) * len(shape)
+    if len(scales) >= len(shape) or len(shape) > _MAX_AXES:
+        return scales
     while scales[-1] == 1:
         scales = scales[:-1]
     num_fits = sum(sizes == scales for sizes in itertools.combinations(shape, len(scales)))

@@ -330,6 +330,13 @@ def test_scales_with_fewer_axes_are_for_rows_or_refused(tmp_path):
             distckpt.load(state, tmp_path / "model")
 
 
+def test_scales_of_many_axes_are_refused_at_once(tmp_path):
+    codes, scales = torch.zeros(*[1] * 50, 2, dtype=torch.int8), torch.rand(*[1] * 25, 2)
+    Model({"l.weight": codes, "l.weight_scale": scales}, {}, {}).write(tmp_path / "model")
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+        distckpt.load({"l.weight": request("l.weight", codes.shape)}, tmp_path / "model")
+
+
 def test_a_tensor_that_is_stored_as_values_too_is_that_tensor(tmp_path):
     made = int4()
     made.tensors["e.0.up_proj.weight"] = torch.ones(40, 96, dtype=torch.bfloat16)
