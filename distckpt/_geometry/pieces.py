@@ -152,8 +152,8 @@ class Concat(Rule):
     groups: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.patterns, str) or not self.patterns:
-            raise ValueError(f"{self}: give a tuple of one pattern or more")
+        if isinstance(self.patterns, str) or not self.patterns or self.groups < 1:
+            raise ValueError(f"{self}: give a tuple of one pattern or more, and one group or more")
         check_names(self, (self.to,))
         if len({count_wildcards(pattern) for pattern in self.patterns}) != 1:
             raise ValueError(f"{self}: all patterns must have the same number of wildcards")

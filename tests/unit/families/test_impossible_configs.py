@@ -42,6 +42,18 @@ IMPOSSIBLE = [
     {"model_type": "deepseek_v3", "mlp_layer_types": 1.5},
     {"model_type": "llama4_text", "moe_layers": True},
     {"model_type": ["llama"]},
+    {"model_type": "qwen3_vl"},
+    {"model_type": "qwen3_vl", "vision_config": {"depth": 1, "num_heads": 0}},
+    {"model_type": "qwen3_vl", "vision_config": {"depth": "1", "num_heads": 1}},
+    {"model_type": "qwen3_5", "vision_config": [1]},
+    {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, "text_config": [1]},
+    {"model_type": "qwen3_next", "full_attention_interval": 0},
+    {"model_type": "qwen3_next", "linear_num_key_heads": 0},
+    {"model_type": "qwen3_next", "layer_types": 3},
+    {"model_type": "nemotron_h", "layers_block_type": 3},
+    {"model_type": "nemotron_h"},
+    {"model_type": "glm_moe_dsa", "indexer_types": 3},
+    {"model_type": "minimax_m2", "num_local_experts": "4"},
 ]
 
 
