@@ -14,7 +14,7 @@ from typing import Any
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import estimate_available_memory
-from distckpt._cli.output import Output, count_text
+from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.storage_speed import TENSOR_BYTES, Task, measure
 from distckpt._ranks.processes import run_ranks
 from distckpt._storage import locations
@@ -43,7 +43,7 @@ def run(arguments: Namespace, output: Output) -> int:
     figures = [_figure(case, titles[case], task.num_bytes, seconds[case]) for case in titles if case in seconds]
     output.json({"location": folder, "num_bytes": task.num_bytes, "num_ranks": task.num_ranks, "figures": figures})
     ranks, rounds = count_text(task.num_ranks, "rank"), count_text(task.num_runs, "round")
-    output.line(f"{task.num_bytes / 1e9:.2f} GB in tensors of 16 MiB on {ranks}, median of {rounds}")
+    output.line(f"{size_text(task.num_bytes)} in tensors of 16 MiB on {ranks}, median of {rounds}")
     output.line()
     columns = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")
     rows = [[figure["title"], *(f"{figure[column]:.3f}" for column in columns)] for figure in figures]

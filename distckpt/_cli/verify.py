@@ -50,7 +50,7 @@ def strays_text(strays: Sequence[str]) -> str:
 def summary(report: VerifyReport) -> str:
     """Format the outcome as one line."""
     verdict = "OK" if report.is_whole else f"DAMAGED ({count_text(len(report.problems), 'problem')})"
-    rate = f", {report.num_bytes / 1e9 / report.seconds:.2f} GB/s" if report.mode == "full" else ""
+    rate = f", {size_text(report.num_bytes / report.seconds)}/s" if report.mode == "full" else ""
     note = "" if report.has_checksums else "; these files have no checksums: only their structure was checked"
     keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (

@@ -94,7 +94,7 @@ def test_a_local_storage(fork, storage, capsys):
 
 def test_the_table(fork, storage, capsys):
     output = call(capsys, "bench", storage, "--gb", "0.001", "--runs", "1", "--ranks", "1")
-    assert output.startswith("0.02 GB in tensors of 16 MiB on 1 rank, median of 1 round\n")
+    assert output.startswith("16.78 MB in tensors of 16 MiB on 1 rank, median of 1 round\n")
     assert re.search(r"^ +seconds +GB/s +raw GB/s +of raw$", output, re.M)
     assert re.search(r"^durable save +(\d+\.\d+ *){4}$", output, re.M)
 

@@ -119,7 +119,8 @@ def output_of(line: str) -> str:
 def timeless(text: str) -> str:
     """Return a text without the times of one run."""
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", text)
-    return re.sub(r"\d+\.\d+ (s\b|[kMGT]?B/s)", r"# \1", text)
+    text = re.sub(r"\d+(\.\d+)? [kMGT]?B/s", "RATE", text)
+    return re.sub(r"\d+\.\d+ s\b", "TIME", text)
 
 
 COMMAND_LINE = [*blocks("sh", "console", page="command-line"), *blocks("sh", page="quantized")]
