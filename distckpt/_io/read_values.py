@@ -77,7 +77,10 @@ def _read_merged(view: StoredCheckpoint, request: Request, target: torch.Tensor)
     is_direct = target.dtype == wide and target.is_contiguous()
     total = target if is_direct else scratch("sum", shape, wide)
     for index, (source, weight) in enumerate(view.sources):
-        values = scratch("to merge", shape, FROM_NAME[source.dtype_name(request.key)])
+        # Values of codes are more precise than the dtype in which the model has them.
+        is_quantized = any(chunk in source.quantized for chunk in source.chunks_of(request.key)[:1])
+        term_dtype = torch.float32 if is_quantized else FROM_NAME[source.dtype_name(request.key)]
+        values = scratch("to merge", shape, term_dtype)
         read_requests(source, [request], [values])
         if is_summed(dtype):
             # Not `total.add_(values, alpha=weight)`, which rounds products or not, depending on where they are.
