@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 
@@ -49,7 +49,40 @@ _STRICT_MODES = (
 """Those in which nothing that is requested may be left out."""
 
 
-@operation
+@overload
+def load(  # type: ignore[overload-overlap]
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    strict: Literal["return_unexpected", "return_all", StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL],
+    **options: Any,
+) -> tuple[StateDict, set[str], set[str]]: ...
+
+
+@overload
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: Any = None,
+    *,
+    common_strategy: tuple[str, int] | None = None,
+    verify: Verify = "read",
+    allow_dtype_cast: bool = False,
+    parallel_load: ParallelLoad = "auto",
+    rules: Sequence[Rule] = (),
+    materialize: str | torch.device | None = None,
+    family: str | os.PathLike[str] | None = None,
+    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+    progress: Callable[[int], None] | None = None,
+    on_report: Callable[[LoadReport], None] | None = None,
+) -> StateDict: ...
+
+
+@operation  # type: ignore[misc]
 @take_common_strategy
 @paused_garbage_collection()
 def load(
@@ -71,7 +104,7 @@ def load(
     max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
     progress: Callable[[int], None] | None = None,
     on_report: Callable[[LoadReport], None] | None = None,
-) -> Any:
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint under the layout that a sharded state dict describes, whatever layout it was saved under.
 
         state = distckpt.load({"model": model, "optimizer": optimizer}, "checkpoints/step_100")

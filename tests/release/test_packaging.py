@@ -228,6 +228,8 @@ shard: ShardedTensor = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0
 report: distckpt.SaveReport | None = None
 loaded = distckpt.load({"w": shard, **sharded_state_dict(torch.nn.Linear(2, 2))}, "checkpoint")
 reveal_type(distckpt.CheckpointManager("checkpoints").latest())
+reveal_type(loaded)
+reveal_type(distckpt.load({}, "checkpoint", strict="return_all")[1])
 distckpt.sav({}, "checkpoint")
 distckpt.save({})
 """
@@ -242,8 +244,10 @@ def test_type_checkers_know_the_installed_package(installed, tmp_path):
     findings = re.findall(r"^program.py:(\d+): (?:error|note): (.*)$", done.stdout, re.M)
     assert [(int(line), text.split("  [")[0]) for line, text in findings] == [
         (10, 'Revealed type is "int | None"'),
-        (11, 'Module has no attribute "sav"; maybe "save"?'),
-        (12, 'Missing positional argument "checkpoint_dir" in call to "save"'),
+        (11, 'Revealed type is "dict[str, Any]"'),
+        (12, 'Revealed type is "set[str]"'),
+        (13, 'Module has no attribute "sav"; maybe "save"?'),
+        (14, 'Missing positional argument "checkpoint_dir" in call to "save"'),
     ], done.stdout
 
 
