@@ -19,8 +19,8 @@ from distckpt._plan.cache import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view, shard_regions
 from distckpt.mapping import ShardedObject, ShardedTensor
 
-NUM_BLOCKS = 4
-BLOCK_BYTES = 256
+NUM_BLOCKS = 16
+BLOCK_BYTES = 64
 """So many blocks of a tensor are a sample of it, the first and the last among them; small tensors are hashed whole."""
 
 

@@ -188,12 +188,16 @@ def save_what_drifts_apart(rank: int, path: str) -> tuple[list[str], bool]:
             net[1].weight[-1, -1] = change
         state = {"model": net, "part": shards}
         texts.append(str(error_of(distckpt.save, state, f"{path}_{number + 1}", on_report=reused.append)))
+    with torch.no_grad():
+        net[1].weight.fill_(1.0)
+        net[1].weight.view(-1)[6200:7200] += rank  # A twelfth of it.
+    texts.append(str(error_of(distckpt.save, state, f"{path}_4")))
     return texts, [report.plan_reused for report in reused]
 
 
 def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
     for texts, reused in run(save_what_drifts_apart, 2, str(tmp_path / "saved")):
-        first, *fine, last = texts
+        first, *fine, last, range_of_elements = texts
         assert "'{0..1}.bias' (2 keys), '{0..1}.weight' (2 keys)" in first
         assert "differs between rank 0 and rank 1" in first
         assert "'part." not in first
@@ -202,6 +206,7 @@ def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
         assert "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1" in last
         assert "validate_replicas=False" in last
         assert "'0." not in last
+        assert "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1" in range_of_elements
     assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2", "saved_run"}
 
 
