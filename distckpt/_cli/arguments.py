@@ -74,8 +74,9 @@ def merge(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoints", nargs="+", help="checkpoints of any format: paths or URLs")
     _add_export(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--weights", nargs="+", type=float, metavar="W", help="one for each checkpoint (default: equal)")
-    how.add_argument("--ema", type=float, metavar="DECAY", help="moving average, from the oldest to the newest")
+    each = "one for each checkpoint, behind all paths (default: equal)"
+    how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=each)
+    how.add_argument("--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest")
 
 
 def _add_export(parser: ArgumentParser) -> None:
@@ -246,6 +247,14 @@ def _checked(text: str, kind: Callable[[str], float], is_valid: Callable[[float]
         if is_valid(number := kind(text)):
             return number
     raise ArgumentTypeError(f"{text!r} is not {name}")
+
+
+def _weight(text: str) -> float:
+    return _checked(text, float, math.isfinite, "a finite number; --weights comes behind OUTPUT_DIR")
+
+
+def _decay(text: str) -> float:
+    return _checked(text, float, lambda decay: 0 <= decay <= 1, "a number from 0 to 1")
 
 
 def _format(text: str) -> tuple[str, str]:

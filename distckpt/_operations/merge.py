@@ -7,7 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.interrupts import operation
+from distckpt._commit import posix
+from distckpt._commit.target import holds_checkpoint
 from distckpt._operations.consolidate import ExportReport, consolidate
 from distckpt._plan.merged import Merge
 from distckpt._ranks.collectives import Ranks
@@ -34,9 +37,10 @@ def merge(
     Collective operation: all ranks must call it; each writes whole files. Works in one process as well.
 
     Args:
-        checkpoints: what `consolidate` reads. Those tensors that `keys` selects must be in all of them, with the same
-            shapes; tensors without floating point numbers must be equal. Quantised ones become values first.
-        output_dir: see `consolidate`.
+        checkpoints: two or more, of what `consolidate` reads. Those tensors that `keys` selects must be in all of them,
+            with the same shapes; tensors without floating point numbers must be equal. Quantised ones become values
+            first.
+        output_dir: see `consolidate`; neither a checkpoint nor inside one of those.
         weights: one for each checkpoint; any numbers, whatever their sum: (1, 1, -1) adds the difference of two. None
             for 1 / number of checkpoints.
         ema: instead, an exponential moving average of checkpoints from the oldest to the newest: it begins with the
@@ -50,24 +54,38 @@ def merge(
     Raises:
         LoadMismatchError: a tensor is missing in one of the checkpoints, or has another shape there.
         CheckpointingException: integers differ.
-        ValueError: weights are not finite, or not one for each checkpoint.
+        CheckpointExistsError: `output_dir` is a checkpoint, or holds an export and `overwrite` is False.
+        ValueError: weights are not finite, or not one for each checkpoint, or there are less than two.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
-    with Ranks(options.get("process_group")).phase("check the arguments"):
+    ranks = Ranks(options.get("process_group"))
+    with ranks.phase("check the arguments"):
         if isinstance(checkpoints, str | os.PathLike):
             raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
         places = tuple(locations.normalize(checkpoint) for checkpoint in checkpoints)
+        if len(places) < 2:
+            found = f"with the output {os.fspath(output_dir)!r}, got {list(places)}"
+            raise ValueError(f"merge takes two checkpoints or more, {found}: `consolidate` exports one.")
         what = Merge(places, _weights(len(places), weights, ema))
+        for place in places:
+            if f"{posix.resolve(output_dir)}/".startswith(f"{posix.resolve(place)}/"):
+                raise CheckpointingException(f"The export cannot replace its own source {place!r}, nor be inside it.")
+        # A command whose output was forgotten has the last checkpoint in its place.
+        if ranks.is_coordinator and holds_checkpoint(target := posix.resolve(output_dir)):
+            raise CheckpointExistsError(f"{target!r} is a checkpoint: choose a directory of its own for the export.")
     return consolidate(what, output_dir, **options)
 
 
 def _weights(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[float, ...]:
-    if ema is not None and weights is None and 0 <= ema <= 1:
-        return (ema ** (count - 1), *((1 - ema) * ema ** (count - 1 - index) for index in range(1, count)))
-    chosen = tuple(map(float, weights)) if weights is not None else (1 / max(count, 1),) * count
-    if ema is not None or not count or len(chosen) != count or not all(map(math.isfinite, chosen)):
+    try:
+        if ema is not None and weights is None and 0 <= (decay := float(ema)) <= 1 and not isinstance(ema, str):
+            return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - index) for index in range(1, count)))
+        chosen = tuple(map(float, weights)) if weights is not None else (1 / count,) * count
+    except (TypeError, ValueError, OverflowError):
+        chosen = ()
+    if ema is not None or len(chosen) != count or not all(map(math.isfinite, chosen)):
         raise ValueError(
-            f"{count} checkpoints, weights={weights!r}, ema={ema!r}: give at least one checkpoint, and a finite weight "
-            "for each, or an ema from 0 to 1, or neither."
+            f"{count} checkpoints, weights={weights!r:.200}, ema={ema!r:.200}: give a finite weight for each, or an "
+            "ema from 0 to 1, or neither."
         )
     return chosen

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
-from distckpt import CorruptCheckpointError, LoadMismatchError, ShardedTensor
+from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatchError, ShardedTensor, cli
 from distckpt.core import CheckpointingException
 from distckpt.rules import Split
 from tests.support.cli_command import call_json
@@ -246,6 +246,9 @@ def test_what_does_not_agree_is_named(tmp_path):
     ("options", "message"),
     [
         ({"weights": (1,)}, "2 checkpoints, .* a finite weight for each"),
+        ({"weights": (None, 1j)}, r"weights=\(None, 1j\).* a finite weight"),
+        ({"weights": 2}, "weights=2.* a finite weight"),
+        ({"ema": "0.5"}, "ema='0.5'.* an ema from 0 to 1"),
         ({"weights": (1, math.nan)}, "a finite weight"),
         ({"weights": (1, math.inf)}, "a finite weight"),
         ({"ema": 1.5}, "an ema from 0 to 1"),
@@ -257,8 +260,11 @@ def test_what_does_not_agree_is_named(tmp_path):
 def test_weights_that_mean_nothing(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         distckpt.merge([tmp_path, tmp_path], tmp_path / "out", **options)
-    with pytest.raises(ValueError, match="0 checkpoints"):
-        distckpt.merge([], tmp_path / "out")
+    with pytest.raises(ValueError, match="a finite weight"):
+        distckpt.merge([tmp_path, tmp_path], tmp_path / "out", weights=(10**400, 1))
+    for few in ([], [tmp_path]):
+        with pytest.raises(ValueError, match=r"two checkpoints or more, .*out.*consolidate"):
+            distckpt.merge(few, tmp_path / "out")
     with pytest.raises(TypeError, match="a list of checkpoints"):
         distckpt.merge(str(tmp_path), tmp_path / "out")
 
@@ -268,9 +274,33 @@ def test_the_same_checkpoint_twice_and_an_output_in_its_place(tmp_path):
     other = save_checkpoint(tmp_path / "b", {"w": torch.randn(4, 6)})
     distckpt.merge([path, path, path], tmp_path / "out")
     assert torch.equal(read_export(tmp_path / "out")["w"], distckpt.load_plain_tensors(path)["w"])
-    for place in (other, other / "tensors"):
+    for place in (other, other / "tensors", other / "out", tmp_path / "b" / ".." / "a" / "x" / "out"):
         with pytest.raises(CheckpointingException, match="cannot replace its own source"):
             distckpt.merge([path, other], place, overwrite=True)
+
+
+def test_an_output_that_was_forgotten(tmp_path, capsys):
+    """Then the last checkpoint is in its place."""
+    paths = [str(save_checkpoint(tmp_path / name, {"w": torch.randn(4, 6)})) for name in "abc"]
+    foreign = tmp_path / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=foreign, no_dist=True)
+    for arguments, message in (
+        (paths[:2], "two checkpoints or more"),
+        (paths, "c' is a checkpoint: choose"),
+        ([*paths, foreign], "dcp' is a checkpoint"),
+    ):
+        before = sorted(tmp_path.rglob("*"))
+        assert cli.main(["merge", *map(str, arguments), "--overwrite"]) == 1
+        assert message in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(CheckpointExistsError, match="is a checkpoint"):
+        distckpt.merge(paths[:2], paths[2])
+    for options in (["--weights", "1", "2", *paths], [*paths, "--ema", "2"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["merge", *options])
+        assert "OUTPUT_DIR" in (error := capsys.readouterr().err) or "from 0 to 1" in error
 
 
 def test_load_reads_the_average(tmp_path):
