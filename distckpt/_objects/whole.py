@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -18,15 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class Parts(NamedTuple):
-    """Keys of a checkpoint: those that a rank requests, and those that it leaves out of modules and optimizers."""
+    """Keys of a checkpoint: those that a rank requests, and those that it leaves out of modules and optimizers.
+
+    `of_nobody` are tensors that may be of the module at `model`: the checkpoint does not say what that was saved with.
+    """
 
     taken: set[str]
     of_modules: set[str]
     of_optimizers: set[str]
+    of_nobody: set[str]
 
 
 def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry], location: str) -> None:
-    """Refuse a load that leaves out a part of what is stored for a module; warn of one for an optimizer.
+    """Refuse a load that leaves out a part of what is stored for a module; warn of what else it leaves out.
 
     Collective operation: all ranks must call it. What one rank leaves out another may request.
     """
@@ -38,13 +42,13 @@ def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry],
             return
         of_all = np.bitwise_or.reduce([np.frombuffer(sent, np.uint8) for sent in gathered])
         is_taken, *is_own = np.unpackbits(of_all, count=bits.size).reshape(bits.shape).astype(np.bool_)
-        missing, without = ([keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own)
+        missing, without, others = ([keys[i] for i in np.flatnonzero(has & ~is_taken)] for has in is_own)
         if missing:
             absent = sorted(parts.taken - entries.keys())
-            others = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
+            besides = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
             raise LoadMismatchError(
                 f"The checkpoint {location!r} holds {summarize_keys(missing)}, which the objects of the state dict "
-                f"do not have{others}: was a larger model saved? Make the objects that were saved; to leave the rest "
+                f"do not have{besides}: was a larger model saved? Make the objects that were saved; to leave the rest "
                 "out, pass strict='raise_unexpected'.",
                 missing,
                 absent,
@@ -54,6 +58,11 @@ def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry],
                 "the checkpoint %r holds %s, for parameters that the optimizer does not have: left out",
                 location, summarize_keys(without),
             )  # fmt: skip
+        if others:
+            logger.warning(
+                "the checkpoint %r holds %s, which no module of the state dict has: was a larger model saved?",
+                location, summarize_keys(others),
+            )  # fmt: skip
 
 
 def parts_of(
@@ -61,7 +70,7 @@ def parts_of(
     requested: Collection[str],
     entries: Mapping[str, StoredEntry],
     wanted: Collection[str],
-    names: Iterable[str],
+    names: Collection[str],
 ) -> Parts:
     """Find what a rank leaves out of its objects, of the keys that are `wanted`: not left out on purpose.
 
@@ -78,8 +87,12 @@ def parts_of(
     }
     with_path = (*below[MODULE], *below[STATEFUL], *below[OPTIMIZER])
     beginnings: set[str] = set()
-    if any(place.kind == MODULE and not place.prefix for place in described.places):
+    has_model = any(place.kind == MODULE and not place.prefix for place in described.places)
+    if has_model:
         beginnings = {*names, *(first_name(key) for key in requested if not key.startswith(with_path))}
     of_optimizers = {key for key in left if key.startswith(below[OPTIMIZER])}
     own = {key for key in left if key.startswith(with_path) or first_name(key) in beginnings}
-    return Parts(taken, own - of_optimizers, of_optimizers)
+    of_nobody: set[str] = set()
+    if has_model and not names:
+        of_nobody = {key for key in left if entries[key].dtype is not None and not key.startswith("optim")} - own
+    return Parts(taken, own - of_optimizers, of_optimizers, of_nobody)

@@ -117,7 +117,8 @@ def load(
         sharded_state_dict: describes what to load: objects as in `save`, which are filled and returned;
             `ShardedTensor`s (filled in place, or allocated on CPU when their data is None), `ShardedObject`s and
             `ShardedTensorFactory`s. `LocalNonpersistentObject`s come back unwrapped; for other values the stored ones
-            are returned. The dict itself is not changed.
+            are returned, and an entry for which nothing is stored is an error, unless it is None.
+            The dict itself is not changed.
         checkpoint_dir: a path or fsspec URL of a checkpoint, of a Hugging Face directory, of a folder of shards that
             torch's `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or of what
             `torch.distributed.checkpoint.save`, Megatron Core (`torch_dist`) or DeepSpeed wrote.
@@ -255,7 +256,7 @@ def _load(
                 validate_shards(merge_tables(ShardTable.all_from_bytes(tables)))
             refuses = mode is StrictHandling.ASSUME_OK_UNEXPECTED and needed and not options.rules
             parts = parts_of(resolved, requested, entries, stored if refuses else (), names_of_module(marker))
-            vote.number = len(parts.of_modules | parts.of_optimizers)
+            vote.number = len(parts.of_modules | parts.of_optimizers | parts.of_nobody)
         missing, unexpected = _compare_keys(ranks, mode, requested, stored, location)
         if vote.largest:
             refuse_parts(ranks, parts, entries, location)
@@ -273,6 +274,10 @@ def _load(
         state_dict = flatten.put_together(skeleton, loaded, found_values["common"])
         if mode in _STRICT_MODES:
             _refuse_plain_tensors(values, state_dict, location)
+            # Objects without a value are refused when they are restored; None is for those that may be absent.
+            with_objects = {place.path[0] for place in described.places}
+            asked = [key for key, value in values.items() if value is not None and key not in with_objects]
+            _refuse_absent_values([str(key) for key in asked if key not in state_dict], location)
     return num_bytes, resolved, state_dict, missing, unexpected
 
 
@@ -322,6 +327,15 @@ def _refuse_plain_tensors(values: Any, loaded: StateDict, location: str) -> None
             f"checkpoint {location!r} has none there: nothing can be loaded for them. Give load the module itself, "
             "{'model': model}, or its sharded_state_dict(model), in the place of model.state_dict().",
             unexpected=names,
+        )
+
+
+def _refuse_absent_values(absent: Sequence[str], location: str) -> None:
+    if absent:
+        raise LoadMismatchError(
+            f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the state dict asks for: "
+            "leave that out of the state dict, and set it yourself after the load.",
+            unexpected=absent,
         )
 
 

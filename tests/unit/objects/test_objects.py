@@ -434,7 +434,7 @@ class Tagger(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", ["as saved", "resharded", "of an earlier release"])
-def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_path, way):
+def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_path, way, caplog):
     path = tmp_path / "saved"
     saved, other = Tagger(), distckpt.ShardedTensor.from_rank_offsets("table.rows", torch.ones(2))
     distckpt.save({"model": saved, "table": other, "ema": Tagger()}, path)
@@ -446,6 +446,7 @@ def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_pa
         del marker["module_names"]
         (path / "metadata.json").write_text(json.dumps({**marker, "checksum": None}))
         distckpt.load({"model": Tagger(False)}, path)
+        assert "'head.bias', 'head.weight', 'scale'" in caplog.text
         return
     for request in ({"model": Tagger(False)}, {"model": [Tagger(False)], "ema": Tagger()}):
         with pytest.raises(distckpt.LoadMismatchError, match=r"strict='raise_unexpected'") as caught:
@@ -457,6 +458,41 @@ def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_pa
     with pytest.raises(distckpt.LoadMismatchError) as caught:
         distckpt.load({"model": Tagger()}, tmp_path / "body")
     assert set(caught.value.unexpected) == {"head.weight", "head.bias", "scale"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("way", ["consolidate", "torch"])
+def test_tensors_of_other_formats_that_no_module_takes_are_named(tmp_path, way, caplog):
+    model, path = Tagger(), tmp_path / "other"
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    if way == "torch":
+        state = {**model.state_dict(), "optimizer": {"exp_avg": torch.ones(2)}}
+        torch.distributed.checkpoint.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+        distckpt.consolidate(tmp_path / "saved", path)
+    distckpt.load({"model": Tagger()}, path)
+    distckpt.load({"model": Tagger(False)}, path, strict="raise_unexpected")
+    distckpt.load({"encoder": distckpt.ShardedTensor.from_rank_offsets("scale", torch.ones(1))}, path)
+    assert "no module" not in caplog.text
+    distckpt.load({"model": Tagger(False)}, path)
+    [warned] = [record.getMessage() for record in caplog.records if "no module" in record.getMessage()]
+    assert "holds 'head.bias', 'head.weight', 'scale', which" in warned
+
+
+def test_a_value_that_the_checkpoint_lacks_is_an_error(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    distckpt.save({"model": model, "step": 7}, tmp_path / "saved")
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "other")
+    assert distckpt.load({"model": model, "step": 0}, tmp_path / "saved")["step"] == 7
+    for name, request in (("saved", {"epoch": 0, "step": 0}), ("other", {"epoch": {"of": 1}})):
+        with pytest.raises(distckpt.LoadMismatchError, match="no value for 'epoch'") as caught:
+            distckpt.load({"model": model, **request}, tmp_path / name)
+        assert caught.value.unexpected == {"epoch"}
+        assert "epoch" not in distckpt.load({"model": model, **request}, tmp_path / name, strict="log_unexpected")
+    assert "epoch" not in distckpt.load({"model": model, "epoch": None}, tmp_path / "saved")
 
 
 def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp_path, caplog):
