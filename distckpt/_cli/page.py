@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import natural_order
 from distckpt._cli.grid import balance_text, chunks_of, list_files, list_writers
 from distckpt._cli.output import finite
@@ -60,8 +61,11 @@ def write_page(
     }
     data = gzip.compress(json.dumps(finite(content), separators=(",", ":")).encode(), mtime=0)
     template = importlib.resources.files("distckpt._cli").joinpath("page.html").read_text("utf-8")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(template.replace("@DATA@", base64.b64encode(data).decode()))
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(template.replace("@DATA@", base64.b64encode(data).decode()))
+    except OSError as error:
+        raise CheckpointingException(f"The page cannot be written to {path!r}: {error.strerror}.") from error
 
 
 def _describe(

@@ -28,7 +28,8 @@ class CheckpointInfo(NamedTuple):
         metrics: the metrics that were given to `CheckpointManager.save`.
         pinned: whether managers never remove it.
         problem: why it cannot be loaded; None when marker, manifest, and the sizes and headers of all files are right.
-        is_newest: whether it has the highest step of those without a problem.
+        is_newest: whether it has the highest step of those without a problem, the one that `CheckpointManager.latest`
+            returns; or, where none has a step, whether it was saved last.
     """
 
     name: str
@@ -43,7 +44,7 @@ class CheckpointInfo(NamedTuple):
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the checkpoints in a directory, those of a `CheckpointManager` or others, by step.
+    """List the checkpoints in a directory, those of a `CheckpointManager` or others, by step; those without one first.
 
         newest = next(info for info in distckpt.list_checkpoints("checkpoints") if info.is_newest)
         distckpt.load(state, newest.location)
@@ -60,9 +61,13 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     if not names and not locations.isdir(root):
         raise CheckpointNotFoundError(absence(root))
     found = [info for name in names if (info := _describe(root, name)) is not None]
-    found.sort(key=lambda info: (info.step is not None, info.step or 0, info.name))
+    found.sort(key=lambda info: (info.step is not None, info.step or 0, _time(info), info.name))
     whole = [info for info in found if info.problem is None]
     return [info._replace(is_newest=bool(whole) and info is whole[-1]) for info in found]
+
+
+def _time(info: CheckpointInfo) -> float:
+    return info.saved_at or 0.0 if info.step is None else 0.0
 
 
 def _describe(root: str, name: str) -> CheckpointInfo | None:

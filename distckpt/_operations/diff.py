@@ -259,6 +259,8 @@ def _squares(left: torch.Tensor, right: torch.Tensor) -> npt.NDArray[np.float64]
 def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) -> tuple[npt.NDArray[np.bool_], float]:
     """Return which elements differ, and by how much at most."""
     a, b = to_numpy(left), to_numpy(right)
+    if a.dtype.kind in "iub" and b.dtype.kind in "iub":
+        return _compare_integers(a, b, atol, rtol)
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         # As an array, also where there is one element without axes.
@@ -268,12 +270,22 @@ def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) 
             # NaN on one side or both, or equal infinities.
             x, y = a[unclear], b[unclear]
             distance[unclear] = np.where((x == y) | ((x != x) & (y != y)), 0.0, np.inf)
-        if atol or rtol:
-            differs = (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
-        else:
-            # Large integers may differ by less than a float64 can tell.
-            differs = a != b if a.dtype.kind in "iub" and b.dtype.kind in "iub" else distance > 0
+        differs = (distance > atol + rtol * np.abs(b)) | np.isinf(distance) if atol or rtol else distance > 0
     return np.asarray(differs), float(distance.max(where=differs, initial=0.0))
+
+
+def _compare_integers(
+    a: npt.NDArray[Any], b: npt.NDArray[Any], atol: float, rtol: float
+) -> tuple[npt.NDArray[np.bool_], float]:
+    """Compare exactly: large integers may differ by less than a float64 can tell."""
+    with np.errstate(all="ignore"):
+        x, y = a.astype(np.uint64), b.astype(np.uint64)
+        # Modulo 2**64, which is right for negative numbers, too.
+        distance = np.where(a > b, x - y, y - x)
+        bound = np.asarray(atol + rtol * np.abs(b.astype(np.float64)))
+        is_reachable = bound < 2.0**64
+        differs = (a != b) & is_reachable & (distance > np.where(is_reachable, bound, 0).astype(np.uint64))
+    return np.asarray(differs), float(distance.max(where=differs, initial=0))
 
 
 def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], window: Region) -> list[list[int]]:

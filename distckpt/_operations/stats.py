@@ -56,9 +56,11 @@ class TensorStats(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A block of values: its counts of finite, NaN, infinite and zero values, its sum and that of the squares."""
+    """A block of values: its counts of finite, NaN, infinite and zero values, its mean and norm."""
 
-    sums: tuple[float, ...]
+    counts: tuple[int, int, int, int]
+    mean: float
+    norm: float
     low: float
     high: float
     sample: npt.NDArray[np.float64]
@@ -107,15 +109,17 @@ def _batches(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
 
 
 def _join(tensor: StoredTensor, parts: Sequence[_Part]) -> TensorStats:
-    sums = np.array([(0.0,) * 6, *(part.sums for part in parts)]).sum(axis=0).tolist()
-    num_finite, num_nan, num_infinite, num_zero, total, squares = sums
-    finite = [part for part in parts if part.sums[0]]
+    num_finite, num_nan, num_infinite, num_zero = (
+        np.array([(0,) * 4, *(part.counts for part in parts)]).sum(axis=0).tolist()
+    )
+    finite = [part for part in parts if part.counts[0]]
     low, high = min((p.low for p in finite), default=math.nan), max((p.high for p in finite), default=math.nan)
     histogram = _histogram(np.concatenate([part.sample for part in finite]), low, high) if finite else ()
-    mean = total / num_finite if num_finite else math.nan
+    # Sums of large numbers would overflow.
+    mean = sum(part.mean * (part.counts[0] / num_finite) for part in finite) if finite else math.nan
+    norm = math.hypot(*(part.norm for part in finite))
     place = (tensor.key, tensor.dtype, tensor.shape, math.prod(tensor.shape))
-    counts = (int(num_nan), int(num_infinite), int(num_zero))
-    return TensorStats(*place, *counts, math.sqrt(squares), low, high, mean, histogram)
+    return TensorStats(*place, num_nan, num_infinite, num_zero, norm, low, high, mean, histogram)
 
 
 def _histogram(values: npt.NDArray[np.float64], low: float, high: float) -> tuple[int, ...]:
@@ -149,11 +153,14 @@ def _part(values: torch.Tensor, stride: int, buffers: threading.local) -> _Part:
         low, high = _extremes(values)
     largest = max(abs(low), abs(high))
     array = values.numpy()
-    exact = array if _SAFE[0] < largest < _SAFE[1] else array.astype(np.float64)
+    scale = 1.0
+    if not _SAFE[0] < largest < _SAFE[1] and largest > 0:
+        scale, array = largest, array.astype(np.float64) / largest
     num_finite = values.numel()
     counts = (num_finite, num_nan, num_all - num_nan - num_finite, int(np.count_nonzero(array == 0)))
-    sums = (*counts, float(array.sum()), float(np.dot(exact, exact)))
-    return _Part(sums, low, high, array[::stride].astype(np.float64))
+    mean = scale * (float(array.sum()) / max(1, num_finite))
+    norm = scale * math.sqrt(np.dot(array, array))
+    return _Part(counts, mean, norm, low, high, array[::stride].astype(np.float64) * scale)
 
 
 def _extremes(values: torch.Tensor) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -135,7 +136,24 @@ def test_large_integers_are_compared_exactly(tmp_path, capsys):
     save(tmp_path / "a", {"w": torch.tensor([2**60, 5])})
     save(tmp_path / "b", {"w": torch.tensor([2**60 + 1, 5])})
     (found,) = call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)["tensors"]
-    assert (found["num_different"], found["region"]) == (1, "[0:1]")
+    assert (found["num_different"], found["region"], found["max_difference"]) == (1, "[0:1]", 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int8])
+@pytest.mark.parametrize("tolerance", [(0, 0), (0.5, 0), (100, 0), (0, 1e-20), (1, 2**-53), (1e30, 0), (2.0**63, 0)])
+def test_tolerances_of_integers_are_exact(tmp_path, dtype, tolerance):
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if dtype == torch.int8:
+        pairs = [(low, high), (high, low), (0, 100), (0, 101), (5, 5)]
+    else:
+        pairs = [(2**53, 2**53 + 1), (2**62, 2**62 + 500), (2**62 + 100, 2**62), (low, high), (high, low), (7, 7)]
+    for name, side in (("a", 0), ("b", 1)):
+        save(tmp_path / name, {"n": torch.tensor([pair[side] for pair in pairs], dtype=dtype)})
+    atol, rtol = map(Fraction, tolerance)
+    distances = [abs(x - y) for x, y in pairs if abs(x - y) > atol + rtol * abs(y)]
+    report = distckpt.diff(tmp_path / "a", tmp_path / "b", atol=tolerance[0], rtol=tolerance[1])
+    found = [(item.num_different, item.max_difference) for item in report.tensors]
+    assert found == ([(len(distances), float(max(distances)))] if distances else [])
 
 
 def test_objects_and_common_state(tmp_path, capsys):

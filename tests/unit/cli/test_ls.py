@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -43,6 +44,14 @@ def test_steps_are_listed_with_what_is_known_of_them(tmp_path, capsys):
     text = call(capsys, "ls", tmp_path)
     assert "pinned" in text
     assert "step_00000400: CorruptCheckpointError: " in text
+
+
+def test_of_checkpoints_without_steps_the_newest_was_saved_last(tmp_path):
+    for name, seconds in (("zulu", 1000), ("alpha", 3000), ("mike", 2000)):
+        distckpt.save({"step": 1}, tmp_path / name)
+        os.utime(tmp_path / name / "metadata.json", (seconds, seconds))
+    found = [(info.name, info.saved_at, info.is_newest) for info in list_checkpoints(tmp_path)]
+    assert found == [("zulu", 1000, False), ("mike", 2000, False), ("alpha", 3000, True)]
 
 
 def test_other_directories(tmp_path, capsys):

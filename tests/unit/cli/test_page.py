@@ -13,7 +13,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from tests.support.cli_command import call, call_json
+from tests.support.cli_command import call, call_error, call_json
 
 
 def content_of(path):
@@ -74,3 +74,11 @@ def test_a_page_of_differences(tmp_path, capsys):
     assert (found["x.other"]["max"], found["x.other"]["text"]) == (0.5, "4 of 4")
     assert abs(found["x.other"]["rate"] - 1 / 3) < 1e-12
     assert (found["x.only_a"]["text"], found["x.only_b"]["text"]) == ("only in A", "only in B")
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path, capsys):
+    distckpt.save({"step": 1}, tmp_path / "c")
+    for path in (tmp_path, tmp_path / "nothing" / "c.html"):
+        assert f"The page cannot be written to '{path}': " in call_error(
+            capsys, "inspect", tmp_path / "c", "--html", path
+        )
