@@ -76,7 +76,7 @@ def merge(parser: ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     each = "one for each checkpoint, behind all paths (default: equal)"
     how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=each)
-    how.add_argument("--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest")
+    how.add_argument("--ema", type=float, metavar="DECAY", help="moving average, from the oldest to the newest")
 
 
 def _add_export(parser: ArgumentParser) -> None:
@@ -251,10 +251,6 @@ def _checked(text: str, kind: Callable[[str], float], is_valid: Callable[[float]
 
 def _weight(text: str) -> float:
     return _checked(text, float, math.isfinite, "a finite number; --weights comes behind OUTPUT_DIR")
-
-
-def _decay(text: str) -> float:
-    return _checked(text, float, lambda decay: 0 <= decay <= 1, "a number from 0 to 1")
 
 
 def _format(text: str) -> tuple[str, str]:

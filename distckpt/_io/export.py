@@ -82,14 +82,14 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
         for span in unit:
             memory = filled[begin : begin + span.num_bytes]
             begin += len(memory)
-            tensor, chunk = tensors[span.chunk], chunks[span.chunk]
+            tensor, chunk, dtype = tensors[span.chunk], chunks[span.chunk], FROM_NAME[tensors[span.chunk].dtype]
             if chunk is not None and len(memory) == tensor.num_bytes:
                 plain.append((chunk, memory))
             elif tensor.encoded is not None:
                 quantized = tensor.encoded.quantized
                 maximum = find_maximum(quantized.parts["codes"].key) if needs_maximum(quantized) else 0.0
                 _encode_range(stored, tensor, span, memory, maximum)
-            elif not _loses_values(stored, tensor):
+            elif not _is_computed(stored, tensor) and is_lossless_cast(FROM_NAME[tensor.mapped.dtype], dtype):
                 as_read.append((span, memory))
             elif num_overflows := _read_and_cast(stored, tensor, span, memory):
                 with _counting:
@@ -104,13 +104,14 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
 def _computed_dtype(stored: StoredCheckpoint, tensor: OutputTensor) -> torch.dtype:
     """Return the dtype that a tensor is read in: that of sums, which are rounded once, is not that of their terms."""
     dtype = FROM_NAME[tensor.mapped.dtype]
-    if not dtype.is_floating_point or not is_summed(dtype) or not (stored.sources or tensor.change):
+    if not _is_computed(stored, tensor):
         return dtype
     return torch.float64 if stored.sources or dtype == torch.float64 else torch.float32
 
 
-def _loses_values(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
-    return not is_lossless_cast(_computed_dtype(stored, tensor), FROM_NAME[tensor.dtype])
+def _is_computed(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
+    dtype = FROM_NAME[tensor.mapped.dtype]
+    return dtype.is_floating_point and is_summed(dtype) and bool(stored.sources or tensor.change)
 
 
 def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
@@ -186,7 +187,8 @@ def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, m
     """Read a range, convert it, and count the values that do not fit."""
     source, goal = _computed_dtype(stored, tensor), FROM_NAME[tensor.dtype]
     first, last = span.start // goal.itemsize, span.stop // goal.itemsize
-    step = UNIT_BYTES // source.itemsize
+    is_computed = _is_computed(stored, tensor)
+    step = UNIT_BYTES // (torch.float64.itemsize if is_computed else source.itemsize)
     overflows = 0
     converted = torch.from_numpy(memory).view(goal)
     for begin in range(first, last, step):
@@ -195,12 +197,23 @@ def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, m
         bytes_of = Span(0, begin * source.itemsize, end * source.itemsize)
         _read_ranges(stored, [tensor._replace(dtype=TO_NAME[source])], [(bytes_of, wide)])
         values, target = torch.from_numpy(wide).view(source), converted[begin - first : end - first]
+        if is_computed and not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
+            overflows += _count_overflowed_sums(stored, tensor, begin, values)
         for low in range(0, len(values), _COUNTED_AT_ONCE):
             window, place = values[low : low + _COUNTED_AT_ONCE], target[low : low + _COUNTED_AT_ONCE]
             is_far = source == torch.float64 and goal.is_floating_point and goal.itemsize < 4
             place.copy_(_rounded_to_odd(window) if is_far else window)
             overflows += _count_overflows(window, place)
     return overflows
+
+
+def _count_overflowed_sums(stored: StoredCheckpoint, tensor: OutputTensor, begin: int, values: torch.Tensor) -> int:
+    """Count the results that are not finite though their terms are: smaller ones, in float64, have a finite sum."""
+    sources = tuple((source, max(-1.0, min(weight, 1.0)) / len(stored.sources)) for source, weight in stored.sources)
+    place = Span(0, begin * torch.float64.itemsize, (begin + len(values)) * torch.float64.itemsize)
+    again = bounce_buffer("smaller terms", place.num_bytes)
+    _read_ranges(stored._replace(sources=sources), [tensor._replace(dtype="F64")], [(place, again)])
+    return int((torch.from_numpy(again).view(torch.float64).isfinite() & ~values.isfinite()).sum())
 
 
 def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import summarize_keys
 from distckpt._plan.codes import CONFIG_NAMES
@@ -83,7 +84,7 @@ def adapt_config(
         paths: of the files to copy.
         outputs: tensors of the export.
         quantization: the `quantization_config` of tensors that are quantised now.
-        dtype: of all other tensors, where one was given.
+        dtype: of all other tensors, where one was given; else it follows the tensors, if they have one in common.
 
     Returns:
         The files that are still to copy, and the content of others by name.
@@ -107,6 +108,9 @@ def adapt_config(
     if quantization is not None:
         content["quantization_config"] = quantization
     dtype = dtype.get("*") if isinstance(dtype, Mapping) else dtype
+    floats = {FROM_NAME[output.dtype] for output in outputs if FROM_NAME[output.dtype].is_floating_point}
+    if dtype is None and len(floats) == 1 and quantization is None and not stays_quantized:
+        (dtype,) = floats
     for part in parts if dtype else ():
         for field in ("dtype", "torch_dtype"):
             if field in part:

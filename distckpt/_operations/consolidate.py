@@ -130,7 +130,7 @@ def consolidate(
             `merge_and_unload`. Quantised tensors become values.
         extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
             most 256 MiB, and links to such files inside the directory; with a family, `like` where it is left out. In
-            `config.json` the dtype follows `dtype`, and what it says of quantised tensors the export.
+            `config.json` the dtype follows `dtype`, or that of all tensors; what it says of quantised ones, too.
         extra_code: copy `*.py` files too, which programs that trust the export may run.
         overwrite: replace an export that is there.
         verify: as in `load`; checksums of a distckpt checkpoint are verified by default.

@@ -37,9 +37,8 @@ def merge(
     Collective operation: all ranks must call it; each writes whole files. Works in one process as well.
 
     Args:
-        checkpoints: two or more, of what `consolidate` reads. Those tensors that `keys` selects must be in all of them,
-            with the same shapes; tensors without floating point numbers must be equal. Quantised ones become values
-            first.
+        checkpoints: two or more that `consolidate` reads. Tensors that `keys` selects must be in all, with the same
+            shapes; those without floating point numbers must be equal. Quantised ones become values first.
         output_dir: see `consolidate`; neither a checkpoint nor inside one of those.
         weights: one for each checkpoint; any numbers, whatever their sum: (1, 1, -1) adds the difference of two. None
             for 1 / number of checkpoints.
@@ -64,8 +63,7 @@ def merge(
             raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
         places = tuple(locations.normalize(checkpoint) for checkpoint in checkpoints)
         if len(places) < 2:
-            found = f"with the output {os.fspath(output_dir)!r}, got {list(places)}"
-            raise ValueError(f"merge takes two checkpoints or more, {found}: `consolidate` exports one.")
+            raise ValueError(f"merge takes two checkpoints or more, got {places} only: `consolidate` exports one.")
         what = Merge(places, _weights(len(places), weights, ema))
         for place in places:
             if f"{posix.resolve(output_dir)}/".startswith(f"{posix.resolve(place)}/"):

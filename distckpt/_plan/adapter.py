@@ -21,9 +21,10 @@ _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])((?:\.default)?(?:\.weight)?)")
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which the other weights of the model stay as they are."""
-_OTHER_ARITHMETIC = ("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens")
-
-
+_OTHER_ARITHMETIC = (
+    "use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens", "lora_bias",
+    "trainable_token_indices",
+)  # fmt: skip
 _IN, _OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 
 
@@ -64,6 +65,15 @@ def merge_adapter(
             "merge_and_unload of PEFT."
         )
     changes = _changes(adapter, config)
+    modules = [name.rpartition(".")[0] for name, change in changes.items() if change.b is not None]
+    saved = [name for name, change in changes.items() if change.replacement is not None]
+    # Of modules to save, PEFT adds names for classifiers of which a model has one.
+    for field, names in (("target_modules", modules), ("modules_to_save", saved)):
+        wanted = config.get(field)
+        listed = wanted if isinstance(wanted, list) else []
+        if not changes or (listed and not any(f".{each}." in f".{name}." for each in listed for name in names)):
+            what = f"no tensors for {field}={wanted!r} of its {CONFIG_NAME}"
+            raise CheckpointingException(f"The adapter {adapter.location!r} has {what}: the file is not complete.")
     unmatched = changes.keys() - {output.name for output in outputs}
     if unmatched:
         near = did_you_mean(min(unmatched), [output.name for output in outputs])
@@ -88,16 +98,32 @@ def _changes(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> dict[str, 
             changes[name] = changes.get(name, Change(adapter))._replace(replacement=key)
         elif found[3] == "B":
             module = found[1].removeprefix(_PREFIX)
-            rank = adapter.global_shape(partner)[0]
-            patterns = (config.get("alpha_pattern") or {}).items()
-            alpha = next((v for p, v in patterns if re.match(rf"(.*\.)?({p})$", module)), config["lora_alpha"])
             changes[f"{module}.weight"] = changes.get(f"{module}.weight", Change(adapter))._replace(
                 b=key,
                 a=partner,
-                scaling=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
+                scaling=_scaling(module, adapter.global_shape(partner)[0], adapter, config),
                 transposed=bool(found[2] or config.get("fan_in_fan_out")),
             )
     return changes
+
+
+def _scaling(module: str, rank: int, adapter: StoredCheckpoint, config: Mapping[str, Any]) -> float:
+    """Return the factor of a product: as PEFT does, by the first patterns that the module matches."""
+    fields: dict[str, Any] = {name: config.get(name) for name in ("r", "rank_pattern", "lora_alpha", "alpha_pattern")}
+    try:
+        r, alpha = (
+            next((v for p, v in (fields[patterns] or {}).items() if re.match(rf"(.*\.)?({p})$", module)), fields[name])
+            for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+        )
+        scaling: float = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        if r == rank and math.isfinite(scaling):
+            return scaling
+    except (re.error, AttributeError, TypeError, ArithmeticError):
+        pass
+    raise CheckpointingException(
+        f"The {CONFIG_NAME} of the adapter {adapter.location!r} contradicts its matrices of rank {rank} for "
+        f"{module!r}, or does not say how to scale them: {fields}. Correct it."
+    )
 
 
 def _changed(output: OutputTensor, change: Change | None) -> OutputTensor:

@@ -66,16 +66,17 @@ def _select(source: StoredCheckpoint, keys: str | Sequence[str] | None) -> dict[
 
 
 def _dtype_of_sum(name: str, sources: Sequence[StoredCheckpoint]) -> str:
-    """Return the dtype of a merged tensor: one that holds the values of all, 8-bit floats aside."""
+    """Return the dtype of a merged tensor: one that holds the values of all, 8-bit floats beside others aside."""
     shapes = {source.location: source.global_shape(name) for source in sources}
     if len(set(shapes.values())) > 1:
         raise LoadMismatchError(f"Key {name!r} has different shapes: {shapes}. Leave it out with `keys`.")
     dtypes = {source.location: FROM_NAME[source.dtype_name(name)] for source in sources}
     different = set(dtypes.values())
-    different = {dtype for dtype in different if dtype.itemsize > 1} or different
-    if len(different) > 1 and not all(map(is_summed, dtypes.values())):
+    if len(different) > 1 and not all(map(is_summed, different)):
         raise CheckpointingException(
             f"Key {name!r} has dtypes of which there is no sum: {dtypes}. Leave it out with `keys`, or convert one of "
             "the checkpoints first."
         )
-    return TO_NAME[functools.reduce(torch.promote_types, different)]
+    # Float16 has all values of 8-bit floats.
+    wide = {dtype for dtype in different if dtype.itemsize > 1} or {torch.float16}
+    return TO_NAME[functools.reduce(torch.promote_types, wide if len(different) > 1 else different)]

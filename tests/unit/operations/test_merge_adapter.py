@@ -111,6 +111,16 @@ def test_the_adapter_has_the_names_of_the_export(tmp_path, capsys):
     assert call_json(capsys, *command)["num_tensors"] == 1
 
 
+def test_products_that_overflow_are_counted(tmp_path):
+    write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": torch.zeros(6, 8)})
+    ones = {name: torch.ones_like(tensor) for name, tensor in matrices("up", (6, 8)).items()}
+    for large, dtype in ((1e25, None), (1e25, torch.float16), (1e3, torch.float16), (1e3, None)):
+        write_adapter(tmp_path / "adapter", {name: large * tensor for name, tensor in ones.items()})
+        options = {"merge_adapter": tmp_path / "adapter", "dtype": dtype, "overwrite": True}
+        report = distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
+        assert report.overflows == ({} if (large, dtype) == (1e3, None) else {"up.weight": 48})
+
+
 def test_a_quantised_base_becomes_values(tmp_path):
     base = fp8_block()
     base.write(tmp_path / "base")
@@ -196,6 +206,19 @@ def test_what_cannot_be_merged_is_named(tmp_path):
         "integers": ({"ids": torch.arange(3)}, {}, CheckpointingException, "I64"),
         "DoRA": (plain, {"use_dora": True}, CheckpointingException, r"\{'use_dora': True\}"),
         "PiSSA": (plain, {"init_lora_weights": "pissa"}, CheckpointingException, "pissa"),
+        "rank": (plain, {"r": 8}, CheckpointingException, "contradicts its matrices of rank 4 for 'up'"),
+        "rank of a pattern": (plain, {"rank_pattern": {"up": 7}}, CheckpointingException, "rank 4 for 'up'"),
+        "no rank": (plain, {"r": None}, CheckpointingException, "'up'.*'r': None"),
+        "empty": ({}, {}, CheckpointingException, "no tensors for target_modules=None"),
+        "targets": (plain, {"target_modules": ["p", "down"]}, CheckpointingException, r"target_modules=\['p', 'down"),
+        "saved": (plain, {"modules_to_save": ["norm"]}, CheckpointingException, r"modules_to_save=\['norm'\]"),
+        "bias": (plain, {"lora_bias": True}, CheckpointingException, r"\{'lora_bias': True\}"),
+        "tokens": (plain, {"trainable_token_indices": [1]}, CheckpointingException, "trainable_token_indices"),
+        "NaN": (plain, {"lora_alpha": float("nan")}, CheckpointingException, "'up'.*'lora_alpha': nan"),
+        "no alpha": (plain, {"lora_alpha": None}, CheckpointingException, "'up'.*'lora_alpha': None"),
+        "text": (plain, {"lora_alpha": "4"}, CheckpointingException, "'up'.*'lora_alpha': '4'"),
+        "regex": (plain, {"alpha_pattern": {"(": 3}}, CheckpointingException, r"'alpha_pattern': \{'\('"),
+        "list": (plain, {"alpha_pattern": [1]}, CheckpointingException, r"'alpha_pattern': \[1\]"),
         "IA3": (plain, {"peft_type": "IA3"}, CheckpointingException, "IA3"),
     }
     for name, (tensors, config, error, message) in cases.items():
