@@ -23,7 +23,7 @@ from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, cut_region, whole
 from distckpt._io import background
-from distckpt._plan.export import matches, renamed
+from distckpt._plan.export import check_all_match, matches, renamed
 from distckpt._ranks.report import counting
 from distckpt._storage import locations
 
@@ -154,7 +154,7 @@ def diff(
     Raises:
         CheckpointNotFoundError: there is nothing that can be read.
         CorruptCheckpointError: one of the two is damaged.
-        LoadMismatchError: `keys` matches nothing on either side.
+        LoadMismatchError: a pattern of `keys` matches nothing on either side, or one of `rename` nothing in A.
     """
     started = time.perf_counter()
     back = {new: old for old, new in (rename or {}).items()}
@@ -162,6 +162,9 @@ def diff(
     second, of_b = _open(b, lambda name: keys is None or matches(renamed(name, back), keys), {})
     if keys is not None and not (of_a or of_b):
         raise LoadMismatchError(f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}.")
+    names = {name for name in first.manifest.key_index if not first.is_object(name)}
+    check_all_match(names, rename=rename or {}, where=f" of {first.location!r}")
+    check_all_match(names | {renamed(name, back) for name in of_b}, keys)
     common = sorted(of_a.keys() & of_b.keys(), key=natural_order)
     comparable = [key for key in common if of_a[key].shape == of_b[key].shape]
     num_bytes = sum(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,22 @@ def _fits(key: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(key, pattern) if set(pattern) & set("*?[") else key.startswith(pattern)
 
 
+def check_all_match(
+    names: Collection[str], keys: str | Sequence[str] | None = None, rename: Iterable[str] = (), where: str = ""
+) -> None:
+    """Refuse patterns and old beginnings that match none of the names; what is left out may be absent.
+
+    Raises:
+        LoadMismatchError: one matches nothing.
+    """
+    listed = [keys] if isinstance(keys, str) else keys or ()
+    unused = [old for old in rename if not any(name.startswith(old) for name in names)]
+    unused += [p for p in listed if not p.startswith("!") and not any(_fits(name, p) for name in names)]
+    if unused:
+        there = summarize_keys(names) if names else "none"
+        raise LoadMismatchError(f"No tensor{where} matches {', '.join(map(repr, unused))}; there are {there}.")
+
+
 def renamed(name: str, rename: Mapping[str, str]) -> str:
     """Replace the beginning of a name: by the first of the old beginnings -> new ones that fits."""
     old = next((old for old in rename if name.startswith(old)), "")
@@ -127,6 +143,8 @@ def select_tensors(
         if is_wanted and (write_tied or key_id not in taken):
             chosen[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
             taken.add(key_id)
+    if chosen and keys is not None:
+        check_all_match({name for name, key_id in key_index.items() if manifest.dtypes[key_id] != OBJECT}, keys)
     if not chosen:
         there = summarize_keys(name for name in names if manifest.dtypes[key_index[name]] != OBJECT)
         raise LoadMismatchError(f"No tensor matches {keys!r}; there are {there or 'none'}.")
@@ -151,7 +169,9 @@ def plan_tensors(
     outputs: list[OutputTensor] = []
     used: set[str] = set()
     by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else dict(dtype or {})
-    for original, mapped in _apply_rules(rules, tensors, keep_unmatched).items():
+    ruled = _apply_rules(rules, tensors, keep_unmatched)
+    check_all_match(ruled, rename=rename)
+    for original, mapped in ruled.items():
         name, pattern = renamed(original, rename), None
         if by_pattern:
             pattern = next((p for p in by_pattern if name == p or matches(name, p)), None)

@@ -214,11 +214,23 @@ def test_no_key_matches(tmp_path):
 
 def test_names_are_changed_by_their_beginnings_in_order(tmp_path):
     source = save_folder(tmp_path / "in", model(1))
-    rename = {"model.layers.0.": "first.", "model.": "", "first": "not again"}
+    rename = {"model.layers.0.": "first.", "model.": "", "model.embed": "too late"}
     distckpt.consolidate(source, tmp_path / "out", rename=rename)
     assert set(read_export(tmp_path / "out")) == {"embed.weight", "first.w", "first.norm"}
     distckpt.consolidate(source, tmp_path / "out2", rename={"": "m."})
     assert set(read_export(tmp_path / "out2")) == {f"m.{key}" for key in model(1)}
+
+
+@pytest.mark.parametrize("wrong", [{"keys": ["model.embed", "zzz"]}, {"rename": {"model.": "", "zzz": "y"}}])
+@pytest.mark.parametrize("door", [distckpt.consolidate, distckpt.reshard, distckpt.merge, distckpt.diff])
+def test_each_name_must_match_something(tmp_path, door, wrong):
+    source = save_checkpoint(tmp_path / "in", model(1))
+    other = save_checkpoint(tmp_path / "other", model(1)) if door in (distckpt.merge, distckpt.diff) else None
+    given = {distckpt.merge: ([source, other], tmp_path / "out"), distckpt.diff: (source, other)}
+    with pytest.raises(LoadMismatchError, match=r"No tensor.* matches 'zzz'; there are 'model\.embed"):
+        door(*given.get(door, (source, tmp_path / "out")), **wrong)
+    assert not (tmp_path / "out").exists()
+    distckpt.consolidate(source, tmp_path / "out", keys="!zzz")
 
 
 def test_two_tensors_cannot_get_one_name(tmp_path):
