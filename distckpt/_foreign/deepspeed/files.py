@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from functools import partial
@@ -20,13 +21,12 @@ from distckpt._storage import locations
 
 Shape = tuple[int, ...]
 
-UNIVERSAL_FOLDER = "zero"
-
 _POINTERS = ("latest", "latest_universal")
 _STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_(model|optim)_states\.pt")
 _OTHERS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*|layer_\d+-.*")
 """Files of experts, and of the stages of a pipeline."""
 _MAX_TAG_BYTES = 4096
+_SAME_IN_A_SAVE = {"global_steps", "global_samples", "skipped_steps", "ds_version"}
 
 
 class States(NamedTuple):
@@ -61,7 +61,7 @@ def find_states(location: str) -> States:
             )
         folder = f"{tag}/"
         names = locations.list_names(join(location, folder[:-1]))
-    states = States(folder, UNIVERSAL_FOLDER in names, {}, {}, [])
+    states = States(folder, "zero" in names, {}, {}, [])
     path = join(location, folder.rstrip("/"))
     for name in sorted(names):
         match = _STATES.fullmatch(name)
@@ -164,6 +164,27 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
 
     run_threads(read, list(found))
     return [file for file in found.values() if file is not None]
+
+
+def read_save(location: str, states: States) -> tuple[list[StateFile], list[StateFile]]:
+    """Read all model states, and the optimizer's or `others`; check that they are of one save, and of all ranks."""
+    rest = states.others if states.is_universal else [states.optim[rank] for rank in sorted(states.optim)]
+    files = read_states(location, [*(states.model[rank] for rank in sorted(states.model)), *rest])
+    for file in files:
+        degrees, num = file.content.get("checkpoint_parallel_dimensions") or {}, 1 + len(states.others)
+        product = math.prod(degrees.get(name) or 1 for name in ("tp_degree", "pp_degree"))
+        if (size := max(file.content.get("mp_world_size") or 1, product)) > num:
+            raise CheckpointingException(
+                f"{file.path!r} is of a model split among {size} tensor or pipeline parallel ranks, of which {num} is "
+                "here: copy the files of all, and convert them with `python -m deepspeed.checkpoint.ds_to_universal`."
+            )
+        for field in file.content.keys() & files[0].content.keys() & _SAME_IN_A_SAVE:
+            if (value := file.content[field]) != (other := files[0].content[field]):
+                raise CorruptCheckpointError(
+                    f"{file.path!r} and {files[0].path!r} are of different saves ({field} is {value!r:.100} and "
+                    f"{other!r:.100}): copy the files of one save again."
+                )
+    return files[: len(states.model)], files[len(states.model) :]
 
 
 def locate_views(views: Iterable[tuple[StateFile, TensorView]]) -> None:

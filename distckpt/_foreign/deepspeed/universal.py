@@ -11,15 +11,7 @@ import torch
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import run_threads
-from distckpt._foreign.deepspeed.files import (
-    UNIVERSAL_FOLDER,
-    Shape,
-    StateFile,
-    States,
-    is_contiguous,
-    join,
-    read_states,
-)  # fmt: skip
+from distckpt._foreign.deepspeed.files import Shape, StateFile, States, is_contiguous, join, read_save, read_states
 from distckpt._foreign.deepspeed.zero import WEIGHT, Described, key_of, module_pieces, pieces_of_view, settings_of
 from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._storage import locations
@@ -31,18 +23,22 @@ _OPTIMIZER_NAME = "optimizer_state.pt"
 
 def describe_universal(location: str, states: States) -> Described:
     """Describe a Universal checkpoint, whatever layout it was made of."""
-    folder = states.folder + UNIVERSAL_FOLDER
-    names = [states.model[min(states.model)], f"{folder}/{_OPTIMIZER_NAME}", *states.others]
-    model, optimizer, *others = read_states(location, names)
+    folder = f"{states.folder}zero"
+    [optimizer] = read_states(location, [f"{folder}/{_OPTIMIZER_NAME}"])
+    models, others = read_save(location, states)
+    model = models[0]
     if any(model.content.get("num_experts") or ()) and not model.content.get("ds_autoep_layers"):
         raise CheckpointingException(f"{model.path!r} is of a model with experts, which its conversion leaves out.")
     shapes = model.shapes("param_shapes")
     for file in others:
-        for group, more in zip(shapes, file.shapes("param_shapes"), strict=True):
+        slices = file.shapes("param_shapes")
+        if len(slices) != len(shapes):
+            raise file.damaged(f"{len(slices)} groups in param_shapes, where {model.path!r} has {len(shapes)}")
+        for group, more in zip(shapes, slices, strict=True):
             group.update(more)
     read: dict[str, tuple[dict[str, tuple[StateFile, TensorView]], Any]] = {}
     run_threads(
-        lambda item: read.update({item[0]: _read_parameter(location, f"{folder}/{item[0]}", item[1])}),
+        lambda item: read.update({item[0]: _read_parameter(location, f"{folder}/{item[0]}", item[1], bool(others))}),
         [item for group in shapes for item in group.items()],
     )
     pieces = [
@@ -53,7 +49,7 @@ def describe_universal(location: str, states: States) -> Described:
     ]
     aliases: dict[str, str] = {}
     if not others:
-        rest, aliases = module_pieces(location, states, model, read)
+        rest, aliases = module_pieces(models, read)
         pieces += rest
     elif left := set(locations.list_names(join(location, folder))) - {_OPTIMIZER_NAME, *read}:
         logger.warning("%s: not trained, and not read, as they may be slices: %s", model.path, summarize_keys(left))
@@ -74,7 +70,7 @@ def describe_universal(location: str, states: States) -> Described:
 
 
 def _read_parameter(
-    location: str, folder: str, shape: Shape
+    location: str, folder: str, shape: Shape, is_slice: bool
 ) -> tuple[dict[str, tuple[StateFile, TensorView]], float | None]:
     """Return the tensors in the folder of a parameter, and the step of its optimizer if it is there."""
     path = join(location, folder)
@@ -92,6 +88,11 @@ def _read_parameter(
         if value.shape == (math.prod(shape),):
             # Those of ZeRO-3 are flat; elsewhere `shape` may be that of a slice.
             value = value._replace(shape=shape, strides=torch.empty(shape, device="meta").stride())
+        expected = next((view.shape for _, view in tensors.values()), value.shape) if is_slice else shape
+        if value.shape != expected:
+            raise file.damaged(
+                f"{folder.rpartition('/')[2]!r} has shape {value.shape} there, elsewhere {tuple(expected)}"
+            )
         file.first_byte(value)
         tensors[name.removesuffix(".pt")] = file, value
     return tensors, step

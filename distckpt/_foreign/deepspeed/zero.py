@@ -18,7 +18,7 @@ import torch
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
 from distckpt._base.messages import summarize_keys
-from distckpt._foreign.deepspeed.files import Shape, StateFile, States, is_contiguous, join, locate_views, read_states
+from distckpt._foreign.deepspeed.files import Shape, StateFile, States, is_contiguous, join, locate_views, read_save
 from distckpt._foreign.pieces import StoredPiece
 from distckpt._foreign.torch_dist.objects import TensorView
 from distckpt._foreign.torch_dist.source import contiguous_runs
@@ -63,17 +63,17 @@ def key_of(state: str, name: str) -> str:
 
 def describe_zero(location: str, states: States) -> Described:
     """Describe a checkpoint of ZeRO-1, 2 or 3; of one without ZeRO what is not the optimizer's."""
-    [model] = read_states(location, [states.model[min(states.model)]])
-    shapes = model.shapes("param_shapes")
+    models, optims = read_save(location, states)
+    shapes = models[0].shapes("param_shapes")
     if not shapes and not states.optim:
-        return Described(*module_pieces(location, states, model, ()), [])
-    parts = [_part(file) for file in read_states(location, [states.optim[rank] for rank in sorted(states.optim)])]
+        return Described(*module_pieces(models, ()), [])
+    parts = [_part(file) for file in optims]
     _check_ranks(states, parts, join(location, states.folder))
     if len(parts[0].vectors) != len(shapes):
         raise parts[0].file.damaged(f"{len(parts[0].vectors)} groups, of which the model has {len(shapes)}")
     locate_views((part.file, view) for part in parts for vectors in part.vectors for view in vectors.values())
     pieces = [piece for number, group in enumerate(shapes) for piece in _pieces_of_group(parts, number, group)]
-    rest, aliases = module_pieces(location, states, model, [name for group in shapes for name in group])
+    rest, aliases = module_pieces(models, [name for group in shapes for name in group])
     return Described([*pieces, *rest], aliases, settings_of(parts[0].file, parts[0].groups, parts[0].states, shapes))
 
 
@@ -132,12 +132,31 @@ def _traits(part: _Part) -> Any:
     return "fp32_flat_groups" in part.fields, [set(vectors) for vectors in part.vectors], steps
 
 
+def _check_slices(parts: Sequence[_Part], number: int, shapes: Mapping[str, Shape]) -> None:
+    """Compare what ZeRO-1 and 2 note of the parameters in each file with what belongs in the file of that rank."""
+    first, ends = 0, list(itertools.accumulate(map(math.prod, shapes.values()), initial=0))
+    for part in parts:
+        last = first + part.vectors[number][WEIGHT].shape[0]
+        spans = [(name, max(a, first), min(b, last)) for name, a, b in zip(shapes, ends, ends[1:], strict=False)]
+        expected = {name: (begin - first, end - begin) for name, begin, end in spans if begin < end}
+        mappings = part.fields.get("param_slice_mappings") or []
+        found = {str(n): (a.get("start"), a.get("numel")) for n, a in dict(*mappings[number : number + 1]).items()}
+        if mappings and {name: address for name, address in found.items() if address[1]} != expected:
+            raise CorruptCheckpointError(
+                f"{part.file.path!r} is not the file of its rank, or of another model (param_slice_mappings[{number}] "
+                f"is {found!s:.150}, its place has {expected!s:.150}): copy the files of one save again."
+            )
+        first = last
+
+
 # ---- pieces
 
 
 def _pieces_of_group(parts: Sequence[_Part], number: int, shapes: Mapping[str, Shape]) -> Iterator[StoredPiece]:
     fields, is_stage_3 = parts[0].fields, "fp32_flat_groups" in parts[0].fields
     paddings = (fields.get("param_alignment_paddings") or {number: [0] * len(shapes)})[number]
+    if len(paddings) != len(shapes):
+        raise parts[0].file.damaged(f"group {number} has {len(paddings)} parameters, param_shapes {len(shapes)}")
     for state in parts[0].vectors[number]:
         runs = [(part.file, part.vectors[number][state], part.vectors[number][WEIGHT].shape[0]) for part in parts]
         vectors = [_vector([run]) for run in runs] if is_stage_3 else [_vector(runs)]
@@ -149,6 +168,10 @@ def _pieces_of_group(parts: Sequence[_Part], number: int, shapes: Mapping[str, S
         slack = 1 if is_stage_3 else 2 * len(parts)
         if not all(at <= vector.ends[-1] < at + slack for vector in vectors):
             raise parts[0].file.damaged(f"group {number} has {vectors[0].ends[-1]} elements, its parameters {at}")
+    # DeepSpeed notes other places than those it uses where it reorders parameters, and did where it pads them.
+    zero = (parts[0].file.content.get("ds_config") or {}).get("zero_optimization") or {}
+    if not is_stage_3 and not any(paddings) and not zero.get("round_robin_gradients"):
+        _check_slices(parts, number, shapes)
 
 
 def _vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> _Vector:
@@ -162,6 +185,8 @@ def _vector(runs: Sequence[tuple[StateFile, TensorView, int]]) -> _Vector:
 def _pieces_in(key: str, shape: Shape, vectors: Sequence[_Vector], at: int) -> Iterator[StoredPiece]:
     """Find a tensor, of which each vector has a share of equal size at one position; the last ones may be cut off."""
     total, dtype = math.prod(shape), vectors[0].dtype
+    if odd := [vector for vector in vectors if vector.dtype != dtype]:
+        raise CorruptCheckpointError(f"{odd[0].runs[0][0]!r} has {key!r} as {odd[0].dtype}, not {dtype}: restore it.")
     if not total:
         yield StoredPiece(key, TO_NAME[dtype], whole(shape), shape, *vectors[0].runs[0], 0)
     share = -(-total // len(vectors))
@@ -187,23 +212,30 @@ def pieces_of_view(key: str, file: StateFile, view: TensorView) -> Iterator[Stor
         yield StoredPiece(key, TO_NAME[view.dtype], region, view.shape, file.name, byte + start * item, num_bytes)
 
 
-def module_pieces(
-    location: str, states: States, model: StateFile, trained: Iterable[str]
-) -> tuple[list[StoredPiece], dict[str, str]]:
+def module_pieces(models: Sequence[StateFile], trained: Iterable[str]) -> tuple[list[StoredPiece], dict[str, str]]:
     """Describe what of a module is beside the optimizer (buffers, frozen parameters), and the names of tied ones."""
+    model = models[0]
     is_stage_3 = model.name.rpartition("/")[2].startswith("zero_pp_rank")
     shapes = {
         name: shape for group in model.shapes("frozen_param_shapes") if is_stage_3 for name, shape in group.items()
     }
-    models = read_states(location, [states.model[rank] for rank in sorted(states.model)]) if shapes else []
-    fragments = [(file, file.content["frozen_param_fragments"]) for file in models]
+    fragments = [(file, file.content.get("frozen_param_fragments") or {}) for file in models if shapes]
+    for file, own in fragments:
+        if missing := shapes.keys() - own.keys():
+            raise file.damaged(f"frozen_param_fragments lacks {summarize_keys(missing)}")
     aliases = {str(alias): str(name) for alias, name in (model.content.get("shared_params") or {}).items()}
     known = {*trained, *shapes}
-    module = {name: v for name, v in (model.content.get("module") or {}).items() if name not in {*known, *aliases}}
+    stored = model.content.get("module") or {}
+    if absent := set(model.content.get("buffer_names") or ()) - stored.keys():
+        raise model.damaged(f"the module lacks {summarize_keys(absent)} of buffer_names")
+    for name, shape in (item for group in model.shapes("param_shapes") for item in group.items()):
+        # ZeRO-3 leaves an empty tensor in the place of each parameter.
+        if type(view := stored.get(name)) is TensorView and view.shape not in ((0,), shape):
+            raise model.damaged(f"{name!r} has shape {view.shape} in the module, {tuple(shape)} in param_shapes")
+    module = {name: v for name, v in stored.items() if name not in {*known, *aliases}}
     views = {name: view for name, view in module.items() if type(view) is TensorView}
     if odd := module.keys() - views.keys():
         logger.warning("%s: %s of the module is not read, as it is no tensor", model.path, summarize_keys(odd))
-    # ZeRO-3 leaves an empty tensor in the place of each parameter.
     lost = [n for n, view in views.items() if view.shape == (0,) and n not in model.content.get("buffer_names", ())]
     if lost:
         raise model.damaged(f"{summarize_keys(lost)}: nothing says where they are")
@@ -213,6 +245,10 @@ def module_pieces(
         vectors = [_vector([(file, own[name], math.prod(own[name].shape))]) for file, own in fragments]
         pieces.extend(_pieces_in(name, shape, vectors, 0))
     known |= views.keys()
+    # Without frozen_param_shapes, frozen parameters were left out of the save, also those that others are tied to.
+    dangling = [alias for alias, name in aliases.items() if name not in known and alias not in known]
+    if dangling and model.content.get("frozen_param_shapes") is not None:
+        raise model.damaged(f"shared_params ties {summarize_keys(dangling)} to tensors that are not there")
     return pieces, {alias: name for alias, name in aliases.items() if alias not in known and name in known}
 
 

@@ -336,7 +336,9 @@ def _set_state(obj: Any, state: Any) -> Any:
                 # Set by the class itself, as a rule; past any property of that name.
                 vars(obj)[name] = value
         return obj
+    if isinstance(obj, Record):
+        obj.state = state
     if isinstance(obj, collections.OrderedDict | torch.Tensor | Record):
-        # Notes of torch beside the items, or an object that is not built: nothing that is stored.
+        # Of the first two: notes of torch beside the items, nothing that is stored.
         return obj
     raise ValueError(f"a state for a {type(obj).__name__}")

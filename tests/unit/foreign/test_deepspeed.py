@@ -24,7 +24,7 @@ from tests.support.read_counts import counted_reads
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "deepspeed_0_19.zip"
 RUNS = ["zero1", "zero2", "zero3", "zero2_universal", "zero3_universal"]
-ZERO_2, ZERO_3 = "zero2/global_step3", "zero3/global_step3"
+ZERO_1, ZERO_2, ZERO_3 = "zero1/global_step3", "zero2/global_step3", "zero3/global_step3"
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,45 @@ def with_a_longer_parameter(root):
     edit(root / ZERO_2 / "mp_rank_00_model_states.pt", change)
 
 
+def changed(name, **fields):
+    """Return a damage that changes fields of one file."""
+    return lambda root: edit(root / name, lambda content: content.update(fields))
+
+
+def with_field(name, field, change):
+    return lambda root: edit(root / name, lambda content: change(content[field]))
+
+
+def swap(name, other):
+    def apply(root):
+        content = (root / name).read_bytes()
+        (root / other).replace(root / name)
+        (root / other).write_bytes(content)
+
+    return apply
+
+
+def reverse(groups):
+    for group in groups:
+        for name in reversed(list(group)):
+            group.move_to_end(name)
+
+
+def transpose(groups):
+    groups[0].update({name: shape[::-1] for name, shape in groups[0].items()})
+
+
+def of_16_bits_on_one_rank(root):
+    def change(content):
+        flat = content["optimizer_state_dict"]["fp32_flat_groups"]
+        flat[0] = flat[0].half()
+
+    edit(root / ZERO_3 / f"bf16_{RANK_1}", change)
+
+
+RANK_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 RANK_1, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+MODEL_1 = f"zero_pp_rank_1_{MODEL}"
 UNIVERSAL = "zero2_universal/global_step3_universal"
 DAMAGES = {
     "rank missing": ("zero2", remove(f"{ZERO_2}/{RANK_1}"), "saved by 3 ranks, but .*zero_pp_rank_2.*restore"),
@@ -209,6 +247,30 @@ DAMAGES = {
     "experts": ("zero2", copy(f"{ZERO_2}/{MODEL}", f"{ZERO_2}/layer_0_expert_1_{MODEL}"), "experts are not read"),
     "no weights": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/fp32.pt"), "up.weight/fp32.pt' is missing"),
     "no state": ("zero2_universal", remove(f"{UNIVERSAL}/zero/up.weight/exp_avg.pt"), "up.weight.*other states"),
+    "a tensor parallel rank": ("zero2", changed(f"{ZERO_2}/{MODEL}", mp_world_size=2), "among 2 .*copy"),
+    "one of two stages": (
+        "zero3", changed(f"{ZERO_3}/{MODEL_1}", checkpoint_parallel_dimensions={"pp_degree": 2}), "among 2 "
+    ),
+    "universal of one of two": ("zero2_universal", changed(f"{UNIVERSAL}/{MODEL}", mp_world_size=2), "among 2 "),
+    "weights of another": (
+        "zero2_universal", copy(f"{UNIVERSAL}/zero/up.bias/fp32.pt", f"{UNIVERSAL}/zero/up.weight/fp32.pt"),
+        r"up.weight/fp32.pt.*'up.weight' has shape \(9,\) there, elsewhere \(9, 5\)",
+    ),
+    "copied rank": ("zero2", copy(f"{ZERO_2}/{RANK_0}", f"{ZERO_2}/{RANK_1}"), f"{RANK_1}' is not the file of its"),
+    "swapped ranks": ("zero1", swap(f"{ZERO_1}/bf16_{RANK_0}", f"{ZERO_1}/bf16_{RANK_1}"), "not the file of its rank"),
+    "other order": ("zero2", with_field(f"{ZERO_2}/{MODEL}", "param_shapes", reverse), "not the file of its rank"),
+    "other model step": ("zero3", changed(f"{ZERO_3}/{MODEL_1}", global_steps=2), "saves .*global_steps is 2 and 3"),
+    "other version": ("zero3", changed(f"{ZERO_3}/bf16_{RANK_1}", ds_version="0.3"), "ds_version is '0.3'"),
+    "transposed": (
+        "zero1", with_field(f"{ZERO_1}/{MODEL}", "param_shapes", transpose), r"'embed.weight' has .*\(7, 5\) in the mod"
+    ),
+    "no buffer": ("zero1", with_field(f"{ZERO_1}/{MODEL}", "module", lambda m: m.pop("scale")), "lacks 'scale'"),
+    "tied to nothing": ("zero2", changed(f"{ZERO_2}/{MODEL}", shared_params={"head.weight": "no"}), "ties 'head.wei"),
+    "no fragment": ("zero3", changed(f"{ZERO_3}/{MODEL_1}", frozen_param_fragments={}), "rank_1.* lacks .*frozen.weig"),
+    "parameter missing": (
+        "zero2", with_field(f"{ZERO_2}/{MODEL}", "param_shapes", lambda s: s[0].popitem()), "has 3 parameters, .* 2"
+    ),
+    "16 bits on a rank": ("zero3", of_16_bits_on_one_rank, "rank_1.*'embed.weight' as torch.float16"),
     "no options": ("zero2_universal", remove(f"{UNIVERSAL}/zero/optimizer_state.pt"), "optimizer_state.pt' is missing"),
 }  # fmt: skip
 
