@@ -88,7 +88,9 @@ def plan_export(
     tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
     directory = None if like is None else locations.normalize(like)
     rules = [*rules, *with_peft_names(rules_for(family, directory, tensors), tensors)]
-    outputs = plan_tensors(tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep")
+    outputs = plan_tensors(
+        tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep", tied=stored.manifest.aliases
+    )
     if family is not None and isinstance(dtype, torch.dtype):
         outputs = [keep_precise(output) for output in outputs]
     if adapter is not None:

@@ -144,7 +144,7 @@ def reshard(
     if keys is not None or any(name != OBJECT for name in manifest.dtypes):
         # Rules may make different tensors of tied ones, which are written one by one then.
         tensors = select_tensors(manifest, keys, bool(rules), hidden_keys(stored))
-        outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True)
+        outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True, tied=manifest.aliases)
         check_codes(stored, outputs)
     aliases = {} if rules else _aliases(stored, keys, rename)
     objects = _read_objects(stored)

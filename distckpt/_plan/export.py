@@ -158,19 +158,20 @@ def plan_tensors(
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     *,
     keep_unmatched: bool = False,
+    tied: Collection[str] = (),
 ) -> list[OutputTensor]:
     """Apply rules to tensors in natural order, then give each its name and dtype in the output.
 
     `rename` maps old beginnings of names to new ones; the first that fits counts. `dtype` is for all floating point
     tensors of 16 bits and more, or by pattern of output names; other tensors (integers, 8-bit floats) are converted
     only by a pattern without wildcards that is their name. Once there are rules, all tensors must match one, except
-    with `keep_unmatched`.
+    with `keep_unmatched`. Of `rename`, each must fit something, if only one of the `tied` names that are not written.
     """
     outputs: list[OutputTensor] = []
     used: set[str] = set()
     by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else dict(dtype or {})
     ruled = _apply_rules(rules, tensors, keep_unmatched)
-    check_all_match(ruled, rename=rename)
+    check_all_match({*ruled, *tied}, rename=rename)
     for original, mapped in ruled.items():
         name, pattern = renamed(original, rename), None
         if by_pattern:

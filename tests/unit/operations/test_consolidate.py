@@ -233,6 +233,16 @@ def test_each_name_must_match_something(tmp_path, door, wrong):
     distckpt.consolidate(source, tmp_path / "out", keys="!zzz")
 
 
+@pytest.mark.parametrize("door", [distckpt.consolidate, distckpt.reshard])
+def test_a_tied_name_can_be_renamed(tmp_path, door):
+    tied = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    distckpt.save({"model": tied}, tmp_path / "in")
+    door(tmp_path / "in", tmp_path / "out", rename={"embed.": "wte.", "head.": "lm_head."})
+    names = distckpt.load_tensors_metadata(tmp_path / "out").keys()
+    assert names == {"wte.weight"} | ({"lm_head.weight"} if door is distckpt.reshard else set())
+
+
 def test_two_tensors_cannot_get_one_name(tmp_path):
     source = save_folder(tmp_path / "in", model(2))
     with pytest.raises(CheckpointingException, match=r"'x\.norm'"):
