@@ -68,7 +68,6 @@ def merge(
         for place in places:
             if f"{posix.resolve(output_dir)}/".startswith(f"{posix.resolve(place)}/"):
                 raise CheckpointingException(f"The export cannot replace its own source {place!r}, nor be inside it.")
-        # A command whose output was forgotten has the last checkpoint in its place.
         if ranks.is_coordinator and holds_checkpoint(target := posix.resolve(output_dir)):
             raise CheckpointExistsError(f"{target!r} is a checkpoint: choose a directory of its own for the export.")
     return consolidate(what, output_dir, **options)

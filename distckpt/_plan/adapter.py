@@ -34,6 +34,8 @@ def with_peft_names(rules: Sequence[Rule], tensors: Mapping[str, TensorInfo]) ->
     pairs = {module: (tensors[module + _IN], tensors[module + _OUT]) for module in modules if module + _IN in tensors}
     if not pairs:
         return rules
+    if unequal := [m + _OUT for m, (a, b) in pairs.items() if a.shape[-2:-1] != b.shape[-1:]]:
+        raise LoadMismatchError(f"The ranks of {summarize_keys(unequal)} differ from those of linear_in.weight.")
     weights = {f"{m}.weight": TensorInfo((*b.shape[:-1], a.shape[-1]), b.dtype) for m, (a, b) in pairs.items()}
     rules = [replace(rule, optional=True, count=None) for rule in rules]
     made: dict[str, MappedTensor] = {}
@@ -65,12 +67,10 @@ def merge_adapter(
             "merge_and_unload of PEFT."
         )
     changes = _changes(adapter, config)
-    modules = [name.rpartition(".")[0] for name, change in changes.items() if change.b is not None]
-    saved = [name for name, change in changes.items() if change.replacement is not None]
     # Of modules to save, PEFT adds names for classifiers of which a model has one.
-    for field, names in (("target_modules", modules), ("modules_to_save", saved)):
-        wanted = config.get(field)
-        listed = wanted if isinstance(wanted, list) else []
+    for field, part in (("target_modules", "b"), ("modules_to_save", "replacement")):
+        names = [name for name, change in changes.items() if getattr(change, part) is not None]
+        listed = wanted if isinstance(wanted := config.get(field), list) else []
         if not changes or (listed and not any(f".{each}." in f".{name}." for each in listed for name in names)):
             what = f"no tensors for {field}={wanted!r} of its {CONFIG_NAME}"
             raise CheckpointingException(f"The adapter {adapter.location!r} has {what}: the file is not complete.")

@@ -177,6 +177,10 @@ def test_lora_of_megatron_becomes_that_of_peft(tmp_path, stacked):
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.allclose(found[key], tensor, rtol=1e-5, atol=1e-5), key
+    lora["0.mlp.linear_fc1.adapter.linear_in.weight"] = torch.ones(3, 16)
+    save_checkpoint(tmp_path / "ranks", {f"decoder.layers.{key}": tensor for key, tensor in lora.items()})
+    with pytest.raises(LoadMismatchError, match=r"ranks of .*layers\.0\.mlp\.linear_fc1\.adapter\.linear_out\.weight"):
+        distckpt.consolidate(tmp_path / "ranks", tmp_path / "half", family=family)
     with pytest.raises(LoadMismatchError):
         distckpt.consolidate(tmp_path / "lora", tmp_path / "half", family=family, keys="*.linear_out.*")
     keys = ["*.adapter.*", "!*linear_fc2.adapter.linear_in.*"]
