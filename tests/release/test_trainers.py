@@ -20,6 +20,7 @@ LIBRARIES = {
     "lightning_fabric": "lightning",
     "lightning_trainer": "lightning",
     "peft_adapter": "peft",
+    "torchtitan_manager": "torchtitan",
     "transformers_trainer": "transformers",
 }
 
