@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/trainers/torchtitan_manager.py --work-dir /tmp/torchtitan
 
 `Checkpoints.Config(enable=True)` is what a program gives as `checkpoint` in the config of torchtitan's Trainer. The
-loop here uses the components of that Trainer in the way it does, but runs on a CPU, too.
+loop here uses optimizers and schedulers of torchtitan, without its Trainer and data loader.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ if not torch.accelerator.is_available():
     torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan asks it when imported, and takes None for CUDA
 
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 import distckpt
@@ -43,7 +42,7 @@ class Checkpoints(BaseCheckpointManager):
             f"{base_folder}/{config.folder}", keep_last=config.keep_latest_k or None
         )
         self.model = {"model": model_parts[0]}
-        others = {"optimizer": list(optimizers), "dataloader": dataloader, "lr_scheduler": lr_schedulers}
+        others = {"optimizer": list(optimizers), "dataloader": dataloader, "lr_scheduler": list(lr_schedulers)}
         self.states = {**states, **self.model, **others}
         if unknown := set(config.exclude_from_loading) - self.states.keys():
             raise ValueError(f"exclude_from_loading names {sorted(unknown)}: the states are {list(self.states)}.")
@@ -78,23 +77,6 @@ class Checkpoints(BaseCheckpointManager):
         self.manager.close()
 
 
-class Steps(BaseDataLoader):
-    """Yield the number of each batch."""
-
-    step = 0
-
-    def __iter__(self):
-        while True:
-            self.step += 1
-            yield self.step - 1
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state) -> None:
-        self.step = state["step"]
-
-
 class TrainState:
     step = 0
 
@@ -110,9 +92,9 @@ dist.init_process_group("gloo")
 model_parts = [fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))]
 optimizers = default_adamw(lr=0.01).build(model_parts=model_parts)
 lr_schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=6)
-train_state, dataloader = TrainState(), Steps()
+train_state = TrainState()
 checkpointer = Checkpoints.Config(enable=True, interval=1, last_save_model_only=False).build(
-    dataloader=dataloader,
+    dataloader=None,
     model_parts=model_parts,
     optimizers=optimizers,
     lr_schedulers=lr_schedulers,
@@ -121,8 +103,8 @@ checkpointer = Checkpoints.Config(enable=True, interval=1, last_save_model_only=
 )
 
 checkpointer.load()
-for batch in dataloader:
-    loss = loss_of(model_parts[0], batch, dist.get_rank(), dist.get_world_size())
+while train_state.step < options.until:
+    loss = loss_of(model_parts[0], train_state.step, dist.get_rank(), dist.get_world_size())
     loss.backward()
     optimizers.step()
     lr_schedulers.step()
@@ -130,7 +112,5 @@ for batch in dataloader:
     report(train_state.step, loss)
     train_state.step += 1
     checkpointer.save(train_state.step, last_step=train_state.step == options.until)
-    if train_state.step == options.until:
-        break
 checkpointer.close()
 dist.destroy_process_group()
