@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args, overload
@@ -16,13 +16,14 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.messages import check_choice, summarize_keys
+from distckpt._base.messages import check_choice
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._format.codec import HOLE
 from distckpt._format.marker import names_of_module
 from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._objects import objects
 from distckpt._objects.whole import parts_of, refuse_parts
+from distckpt._operations.absent_values import refuse_absent_values, tensor_paths
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import LoadReport, PhaseTimer
@@ -273,11 +274,7 @@ def _load(
         details["bytes"] = num_bytes
         state_dict = flatten.put_together(skeleton, loaded, found_values["common"])
         if mode in _STRICT_MODES:
-            _refuse_plain_tensors(values, state_dict, location)
-            # Objects without a value are refused when they are restored; None is for those that may be absent.
-            with_objects = {place.path[0] for place in described.places}
-            asked = [key for key, value in values.items() if value is not None and key not in with_objects]
-            _refuse_absent_values([str(key) for key in asked if key not in state_dict], location)
+            refuse_absent_values(values, {place.path[0] for place in described.places}, state_dict, location)
     return num_bytes, resolved, state_dict, missing, unexpected
 
 
@@ -289,7 +286,7 @@ def _read(ranks: Ranks, strategy: LoadShardedStrategy, wanted: ShardedStateDict,
         if ranks.size > 1 and not ranks.is_known_to_all(error):
             raise
         common = strategy.load({"common": wanted["common"]}, location)["common"]
-        names = {".".join(map(str, path[1:])): str(path[0]) for path in _tensor_paths(common)}
+        names = {".".join(map(str, path[1:])): str(path[0]) for path in tensor_paths(common)}
         place = next((names[key] for key in sorted(error.unexpected) if key in names), None)
         if place is None:
             raise
@@ -315,44 +312,6 @@ def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> 
         there = [i for i in group if shards[i].key in stored]
         absent |= {i: there[0] for i in group if there and shards[i].key not in stored}
     return absent
-
-
-def _refuse_plain_tensors(values: Any, loaded: StateDict, location: str) -> None:
-    """Refuse tensors in the request that are no shards, and for which the common state has nothing."""
-    lost = [path for path in _tensor_paths(values) if _at(loaded, path) is HOLE]
-    if lost:
-        names = [".".join(map(str, path)) for path in lost]
-        raise LoadMismatchError(
-            f"The tensors {summarize_keys(names)} of the state dict are not sharded, and the common state of the "
-            f"checkpoint {location!r} has none there: nothing can be loaded for them. Give load the module itself, "
-            "{'model': model}, or its sharded_state_dict(model), in the place of model.state_dict().",
-            unexpected=names,
-        )
-
-
-def _refuse_absent_values(absent: Sequence[str], location: str) -> None:
-    if absent:
-        raise LoadMismatchError(
-            f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the state dict asks for: "
-            "leave that out of the state dict, and set it yourself after the load.",
-            unexpected=absent,
-        )
-
-
-def _tensor_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    if isinstance(tree, torch.Tensor):
-        yield path
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _tensor_paths(value, (*path, key))
-
-
-def _at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        if not isinstance(tree, dict) or key not in tree:
-            return HOLE
-        tree = tree[key]
-    return tree
 
 
 def _extra_states(shards: Sequence[ShardedTensor | ShardedObject]) -> set[str]:

@@ -1,0 +1,52 @@
+"""Values that a load asks for and the checkpoint does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
+from distckpt._format.codec import HOLE
+from distckpt.mapping import StateDict
+
+
+def refuse_absent_values(values: Any, with_objects: Collection[Any], loaded: StateDict, location: str) -> None:
+    """Refuse tensors in the request that are no shards, and top-level values, for which nothing was loaded.
+
+    Entries `with_objects` that lack a value are refused when they are restored; None is for values that may be absent.
+    """
+    lost = [".".join(map(str, path)) for path in tensor_paths(values) if _at(loaded, path) is HOLE]
+    if lost:
+        raise LoadMismatchError(
+            f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the common state of the "
+            f"checkpoint {location!r} has none there: nothing can be loaded for them. Give load the module itself, "
+            "{'model': model}, or its sharded_state_dict(model), in the place of model.state_dict().",
+            unexpected=lost,
+        )
+    absent = [str(k) for k, v in values.items() if v is not None and k not in with_objects and k not in loaded]
+    if absent:
+        raise LoadMismatchError(
+            f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the state dict asks for: "
+            "leave that out of the state dict, and set it yourself after the load.",
+            unexpected=absent,
+        )
+
+
+def tensor_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to each tensor in nested dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield path
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from tensor_paths(value, (*path, key))
+
+
+def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        if not isinstance(tree, dict) or key not in tree:
+            return HOLE
+        tree = tree[key]
+    return tree
