@@ -17,8 +17,11 @@ from typing import Any, Literal, TypeAlias
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice
 from distckpt._base.public import set_public_home
+from distckpt._families.blocks import Config
 from distckpt._families.megatron import megatron_rules
+from distckpt._families.on_disk import forms_on_disk
 from distckpt._families.transformers_names import transformers_rules
+from distckpt._format.manifest import Manifest
 from distckpt._storage import locations
 from distckpt.rules import Rule
 
@@ -90,13 +93,16 @@ def _decode_float(values: dict[str, Any]) -> Any:
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
-def rules_for(family: str | os.PathLike[str] | None, directory: str | None, keys: Iterable[str]) -> list[Rule]:
+def rules_for(
+    family: str | os.PathLike[str] | None, directory: str | None, keys: Iterable[str], on_disk: Manifest | None = None
+) -> list[Rule]:
     """Return the rules for `family=` of an operation; none without it. The names of the tensors tell the source.
 
     Args:
         family: "auto" for the configuration in `directory`; or where it is; or None.
         directory: a Hugging Face directory.
         keys: of the tensors in memory or in the checkpoint.
+        on_disk: what the directory holds.
     """
     if family is None:
         return []
@@ -113,4 +119,5 @@ def rules_for(family: str | os.PathLike[str] | None, directory: str | None, keys
     if any(map(_MEGATRON_KEY.search, keys)):
         source = "megatron"
     logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)
-    return rules(config, source)
+    shapes = {} if on_disk is None else dict(zip(on_disk.keys, on_disk.global_shapes, strict=True))
+    return [*rules(config, source), *forms_on_disk(Config(config), shapes)]

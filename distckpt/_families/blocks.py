@@ -273,3 +273,19 @@ def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> l
         rules.append(Stack(f"{LAYER}{own}*.{old}", stack, axis=0, size=num_experts, optional=True))
         rules.append(Rename(f"{LAYER}{own}{old}", HF_LAYER + new, count=count))
     return rules
+
+
+def joined_experts(block: str, num_experts: int) -> list[Rule]:
+    """Bring experts that are apart into two tensors for each layer: of gate and up projections, and the others.
+
+    `block` is the pattern of their layers on disk, with one wildcard.
+    """
+    own, to = f"{block}.experts.", f"{block.replace('*', '{0}')}.experts."
+    both = (f"{own}*.gate_proj.weight", f"{own}*.up_proj.weight")
+    return [
+        Concat(both, f"{to}{{1}}.gate_up_proj.weight", optional=True),
+        *(
+            Stack(f"{own}*.{name}.weight", to + name, axis=0, size=num_experts, optional=True)
+            for name in ("gate_up_proj", "down_proj")
+        ),
+    ]

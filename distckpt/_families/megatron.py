@@ -22,13 +22,25 @@ from distckpt._families.blocks import (
     stacked_experts,
     token_prediction,
 )
-from distckpt.rules import Concat, Interleave, Rename, Rule, Split, Transpose
+from distckpt._families.towers import COMPOSED, text_part
+from distckpt.rules import Interleave, Rename, Rule, Transpose
+
+_UNKNOWN = {
+    "jamba": "Megatron Core has no Mamba 1",
+    "llava": "Megatron Core's CLIP has no norm behind its layers, which an export needs",
+    "llava_next": "no model of Megatron has its image_newline",
+    "llava_onevision": "no model of Megatron has its image_newline",
+    "qwen2_vl": "neither Megatron Core nor Megatron Bridge has its tower",
+}
+"""Families without a model to compare with."""
 
 
 def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
     """Make the rules from Megatron Core's keys to those of Hugging Face."""
     values = Config(config)
     family = FAMILIES.get(values("model_type"))
+    if (why := _UNKNOWN.get(values("model_type"))) is not None:
+        raise CheckpointingException(f"The Megatron keys of model_type {values('model_type')!r} are not known: {why}.")
     if family is None:
         raise CheckpointingException(
             f"The Megatron keys of model_type {values('model_type')!r:.99} are not supported; those of "
@@ -267,46 +279,6 @@ def _dots1(config: Config) -> list[Rule]:
     ]
 
 
-def _text(config: Config, model_type: str) -> Config:
-    """Return the configuration of the text part, which older configurations do not separate."""
-    values = config.values.get("text_config") or config.values
-    tied = config("tie_word_embeddings", default=False)
-    return Config({**values, "model_type": model_type, "tie_word_embeddings": tied})
-
-
-def _qwen2_5_vl(config: Config) -> list[Rule]:
-    depth = Config(config("vision_config")).number_of("depth")
-    return [*_qwen2(_text(config, "qwen2")), Rename("visual.**", "visual.{0}", count=12 * depth + 6)]
-
-
-def _qwen3_vl(config: Config) -> list[Rule]:
-    text = _text(config, {"qwen3_vl": "qwen3"}.get(config("model_type"), f"{config('model_type')}_text"))
-    vision = Config(config("vision_config"))
-    depth, heads, mergers = vision.number_of("depth"), vision.number_of("num_heads"), "deepstack_merger_list"
-    num = len(vision("deepstack_visual_indexes", default=()))
-    own, new, tower = "vision_model.decoder.layers.*.", "model.visual.blocks.{0}.", "model.visual."
-    rules: list[Rule] = []
-    for kind in ("weight", "bias"):
-        pieces = tuple(f"{new}attn.{name}.{kind}" for name in "qkv")
-        rules.append(Split(f"{own}self_attention.linear_qkv.{kind}", pieces, groups=heads, count=depth))
-        every = tuple(piece.replace("{0}", "*") for piece in pieces)
-        rules.append(Concat(every, f"{new}attn.qkv.{kind}", count=depth))
-    names = {"self_attention.linear_proj": "attn.proj", "input_layernorm": "norm1", "pre_mlp_layernorm": "norm2"}
-    rules += [Rename(f"{own}{old}.*", f"{new}{name}.{{1}}", count=2 * depth) for old, name in names.items()]
-    rules.append(Rename(f"{own}mlp.**", f"{new}mlp.{{1}}", count=4 * depth))
-    if num:
-        merger = f"vision_model.decoder.{mergers}."
-        rules.append(Rename(f"{merger}*.patch_norm.*", f"{tower}{mergers}.{{0}}.norm.{{1}}", count=2 * num))
-        rules.append(Rename(f"{merger}**", f"{tower}{mergers}.{{0}}", count=4 * num))
-    return [
-        *FAMILIES[text("model_type")](text),
-        Rename("model.**", "model.language_model.{0}"),
-        *rules,
-        Rename("vision_model.merger.patch_norm.*", f"{tower}merger.norm.{{0}}", count=2),
-        Rename("vision_model.**", f"{tower}{{0}}", count=7),
-    ]
-
-
 _NEMOTRON_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_KINDS |= {"linear_attention": "mamba", "full_attention": "attention"}
 
@@ -361,16 +333,20 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "nemotron_h": _nemotron_h,
     "olmoe": _olmoe,
     "qwen2": _qwen2,
-    "qwen2_5_vl": _qwen2_5_vl,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _llama,
-    "qwen3_5": _qwen3_vl,
-    "qwen3_5_moe": _qwen3_vl,
     "qwen3_5_moe_text": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
-    "qwen3_vl": _qwen3_vl,
     "seed_oss": _qwen2,
     "smollm3": _llama,
 }
+
+
+def _with_tower(config: Config) -> list[Rule]:
+    model_type, tower = COMPOSED[config("model_type")]
+    return [*FAMILIES[model_type](text_part(config, model_type)), *tower(config)]
+
+
+FAMILIES |= dict.fromkeys(COMPOSED, _with_tower)

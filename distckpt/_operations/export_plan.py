@@ -86,8 +86,12 @@ def plan_export(
     if rules or family is not None or formats or is_for_all(dtype) or adapter is not None:
         stored = decoded(stored)
     tensors = select_tensors(stored.manifest, keys, tied == "write", hidden_keys(stored))
-    directory = None if like is None else locations.normalize(like)
-    rules = [*rules, *with_peft_names(rules_for(family, directory, tensors), tensors)]
+    reference, directory = None, None
+    if like is not None:
+        directory = locations.normalize(like)
+        reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
+    made = rules_for(family, directory, tensors, reference and reference.manifest)
+    rules = [*rules, *with_peft_names(made, tensors)]
     outputs = plan_tensors(
         tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep", tied=stored.manifest.aliases
     )
@@ -96,9 +100,7 @@ def plan_export(
     if adapter is not None:
         outputs = merge_adapter(outputs, adapter, read_config(locations.join(adapter.location, CONFIG_NAME)))
     quantization: Mapping[str, Any] | None = None
-    reference, values = None, outputs
-    if directory is not None:
-        reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
+    values = outputs
     if formats:
         outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
     check_codes(stored, outputs)

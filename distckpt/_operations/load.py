@@ -226,7 +226,8 @@ def _load(
             request = flatten.split(described.state_dict)
             if family is not None:
                 keys = [shard.key for shard in request.shards if isinstance(shard, ShardedTensor)]
-                options = replace(options, rules=(*options.rules, *rules_for(family, location, keys)))
+                on_disk = opened and opened.manifest
+                options = replace(options, rules=(*options.rules, *rules_for(family, location, keys, on_disk)))
             strategy = load_strategy(sharded_strategy, marker, location).configure(replace(options, stored=opened))
             compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
             has_ties = not options.rules and _has_ties(request.shards)

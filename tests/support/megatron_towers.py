@@ -8,7 +8,7 @@ import functools
 import torch
 
 from distckpt import ShardedTensor
-from tests.support.megatron_families import make_megatron
+from tests.support.megatron_families import ZeroCenteredNorm, make_megatron
 from tests.support.megatron_gpt import megatron
 
 
@@ -24,7 +24,9 @@ class WithTower(torch.nn.Module):
 
     def sharded_state_dict(self, metadata=None):
         own = ("language_model.", "vision_model.decoder.layers.")
-        plain = {key: tensor for key, tensor in self.state_dict().items() if not key.startswith(own)}
+        plain = {
+            key: tensor for key, tensor in self.state_dict().items() if tensor is not None and not key.startswith(own)
+        }
         state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in plain.items()}
         state |= self.language_model.sharded_state_dict(prefix="language_model.", metadata=metadata)
         if hasattr(self, "vision_model"):
@@ -32,15 +34,39 @@ class WithTower(torch.nn.Module):
         return {key: state[key] for key in state if state[key].key.split(".")[-1] != "_extra_state"}
 
 
+_TEXT_TYPES = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+
+
+class _GemmaProjector(torch.nn.Module):
+    """What Megatron Bridge puts between tower and text of Gemma 3, without the pooling."""
+
+    def __init__(self, c):
+        super().__init__()
+        sizes = c.vision_config.hidden_size, c.text_config.hidden_size
+        self.mm_soft_embed_norm = ZeroCenteredNorm(sizes[0], eps=c.vision_config.layer_norm_eps)
+        config = megatron(".transformer.transformer_config").TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+        )
+        linear = megatron(".tensor_parallel.layers").ColumnParallelLinear
+        self.proj = linear(*sizes, config=config, init_method=torch.nn.init.normal_, bias=False, gather_output=True)
+
+    def forward(self, values):
+        return self.proj(self.mm_soft_embed_norm(values))[0]
+
+
 def make_with_tower(model):
     """Make the model that Megatron trains in the place of one of transformers."""
     text = copy.deepcopy(model.config.text_config)
-    text.model_type = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}.get(model.config.model_type, text.model_type)
+    text.model_type = _TEXT_TYPES.get(model.config.model_type, text.model_type)
     text.tie_word_embeddings = model.config.tie_word_embeddings
     made = WithTower(make_megatron(text))
     if text.model_type == "qwen2":
         made.visual = copy.deepcopy(model.model.visual)
         return made
+    if text.model_type == "gemma3_text":
+        made.vision_tower = copy.deepcopy(model.model.vision_tower)
+        made.multi_modal_projector = _GemmaProjector(model.config)
+        return made.eval()
     made.vision_model = copy.deepcopy(model.model.visual)
     made.vision_model.merger.patch_norm = made.vision_model.merger.norm
     mergers = made.vision_model.__dict__["_modules"].pop("deepstack_merger_list", torch.nn.ModuleList())
@@ -69,12 +95,26 @@ def _make_block(c):
 
 
 def tower_of(model, values):
-    """Compute what the blocks of a tower make of values, without positions."""
+    """Compute what the blocks of a tower make of values, without positions; of Gemma's, what its projector does."""
+    owner = getattr(model, "model", model)
+    if hasattr(owner, "multi_modal_projector"):
+        return owner.multi_modal_projector(values.reshape(3, 4, 16))
     if hasattr(model, "vision_model"):
         return model.vision_model.decoder(values.unsqueeze(1), None).squeeze(1)
-    blocks = model.model.visual.blocks if hasattr(model, "model") else model.visual.blocks
+    blocks = owner.visual.blocks
     size = values.shape[-1] // blocks[0].attn.num_heads
     nothing = torch.ones(len(values), size), torch.zeros(len(values), size)
     for block in blocks:
         values = block(values, torch.tensor([0, len(values)]), position_embeddings=nothing)
     return values
+
+
+def other_tensors(trained, model):
+    """Return pairs of tensors that the tower has beside its blocks, in both models."""
+    own = {key.split(".", 1)[1].removeprefix("decoder."): t for key, t in trained.state_dict().items()}
+    if hasattr(trained, "vision_tower"):
+        return [(own[key], tensor) for key, tensor in model.model.vision_tower.state_dict().items()]
+    visual = model.model.visual.state_dict()
+    patch_norm = "patch_norm." if hasattr(trained, "vision_model") else "norm."
+    named = {name.replace("norm.", patch_norm): tensor for name, tensor in visual.items()}
+    return [(own[key], tensor) for key, tensor in named.items() if key in own and not key.startswith("layers.")]

@@ -27,12 +27,11 @@ def mutants(rules, square="model.layers.*.self_attn.o_proj.weight"):
         if isinstance(rule, Interleave | Transpose):
             yield f"not {rule}", [*rest[0], Rename(rule.pattern, rule.to), *rest[1]]
         if isinstance(rule, Stack):
-            rename = rules[number + 1]
-            pieces = tuple(f"{rename.to}.{n}" for n in range(rule.size))
+            pieces = tuple(f"{rule.to}.{n}" for n in range(rule.size))
             patterns = [piece.replace("{0}", "*") for piece in pieces]
             swapped = tuple([patterns[1], patterns[0], *patterns[2:]])
-            swap = [Split(rename.to.replace("{0}", "*"), pieces), Concat(swapped, rename.to)]
-            yield f"exchanged {rule}", [*rules[: number + 2], *swap, *rules[number + 2 :]]
+            swap = [Split(rule.to.replace("{0}", "*"), pieces), Concat(swapped, rule.to)]
+            yield f"exchanged {rule}", [*rules[: number + 1], *swap, *rules[number + 1 :]]
     yield "transposed", [*rules, Transpose(square, square.replace("*", "{0}"))]
     for block in [rule.to for rule in rules if isinstance(rule, Rename) and ".experts.{1}." in rule.to]:
         one, two, aside = (block.replace("{0}", "0").replace("{1}", name) for name in ("0", "1", "x"))

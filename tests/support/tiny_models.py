@@ -95,9 +95,24 @@ COMPOSED = {
         },
     ),
     "qwen3_vl": ("qwen3", {"vision_config": _VISION | {"depth": 2, "deepstack_visual_indexes": [0]}}),
-    "qwen3_vl_moe": ("qwen3_moe", {"vision_config": _VISION | {"deepstack_visual_indexes": [0]}}),
+    "qwen3_vl_moe": (
+        "qwen3_moe",
+        {"vision_config": _VISION | {"deepstack_visual_indexes": [0]}, "text": {"moe_intermediate_size": 24}},
+    ),
     "qwen3_5": ("qwen3_5_text", {"vision_config": _VISION}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": _VISION}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "vision_use_head": False,
+                "hidden_act": "gelu_pytorch_tanh",
+            }
+            | _CLIP,
+            "mm_tokens_per_image": 4,
+        },
+    ),
     "llama4": (
         "llama4_text",
         {"vision_config": _CLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},

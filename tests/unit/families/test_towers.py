@@ -9,16 +9,21 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException
-from tests.support.hf_folders import read_export, same_bytes
+from distckpt._families.towers import COMPOSED
+from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.megatron_families import logits_of, one_process
 from tests.support.megatron_gpt import needs_megatron
-from tests.support.megatron_towers import make_with_tower, tower_of
+from tests.support.megatron_towers import make_with_tower, other_tensors, tower_of
 from tests.support.rule_mutants import mutants, survivors_of
 from tests.support.tiny_models import make_config, make_model
 
 pytestmark = needs_megatron
 
 TOKENS = torch.tensor([[3, 1, 39, 7, 20, 11, 0, 5]])
+SQUARES = {
+    "gemma3": "vision_tower.encoder.layers.*.self_attn.out_proj.weight",
+    "qwen2_5_vl": "visual.blocks.*.attn.proj.weight",
+}
 PATCHES = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -28,7 +33,7 @@ def group(tmp_path_factory):
         yield
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(params=sorted(COMPOSED))
 def model(request):
     return make_model(make_config(request.param))
 
@@ -38,12 +43,7 @@ def agrees(trained, model):
     with torch.no_grad():
         pairs = [(logits_of(trained, TOKENS, 40), model(TOKENS).logits)]
         pairs.append((tower_of(trained, PATCHES), tower_of(model, PATCHES)))
-    visual = model.model.visual.state_dict()
-    other = {
-        name.replace("norm.", "patch_norm.") if hasattr(trained, "vision_model") else name: name for name in visual
-    }
-    own = {key.split(".", 1)[1].removeprefix("decoder."): t for key, t in trained.state_dict().items()}
-    pairs += [(own[key], visual[name]) for key, name in other.items() if key in own and not key.startswith("layers.")]
+    pairs += other_tensors(trained, model)
     assert len(pairs) >= 10
     return all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
 
@@ -68,9 +68,9 @@ def test_one_mistake_is_found(model, tmp_path):
     rules = distckpt.families.rules(json.loads((tmp_path / "saved/config.json").read_text()), "megatron")
     trained = make_with_tower(model)
     distckpt.save(trained.sharded_state_dict(), tmp_path / "checkpoint")
-    prefix = "" if model.config.model_type == "qwen2_5_vl" else "model."
+    square = SQUARES.get(model.config.model_type, "model.visual.blocks.*.attn.proj.weight")
     survivors = survivors_of(
-        mutants(rules, f"{prefix}visual.blocks.*.attn.proj.weight"),
+        mutants(rules, square),
         rules, trained, tmp_path / "saved", tmp_path / "checkpoint", lambda: agrees(trained, model),
     )  # fmt: skip
     assert not survivors, "\n".join(survivors)
@@ -79,7 +79,48 @@ def test_one_mistake_is_found(model, tmp_path):
 def test_an_incomplete_tower_is_refused(model, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     state = make_with_tower(model).sharded_state_dict()
-    left_out = next(key for key in state if key.endswith("patch_embed.proj.weight"))
+    left_out = next(key for key in state if "patch_embed" in key and key.endswith("weight"))
     distckpt.save({key: shard for key, shard in state.items() if key != left_out}, tmp_path / "checkpoint")
     with pytest.raises(CheckpointingException, match=r"should match \d+ times"):
         distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", family="auto", like=tmp_path / "saved")
+
+
+def as_published(model_type, tensors):
+    """Return tensors as the first release of a model has them, not as `save_pretrained` writes them."""
+    if model_type == "gemma3":
+        return {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in tensors.items()}
+    if model_type == "qwen3_vl_moe":
+        return {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in tensors.items()}
+    published = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        block = f"model.language_model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors[f"{block}{n}.{name}_proj.weight"] for n in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        published |= {f"{block}gate_up_proj": torch.cat([gate, up], 1), f"{block}down_proj": down}
+    return published
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5_moe", "qwen3_vl_moe"])
+def test_directories_as_they_were_published(name, tmp_path):
+    model, empty = make_model(make_config(name)), make_model(make_config(name), seed=1)
+    model.save_pretrained(tmp_path / "saved")
+    published = as_published(name, read_export(tmp_path / "saved"))
+    write_plain(tmp_path / "hub" / "model.safetensors", published)
+    (tmp_path / "hub/config.json").write_text((tmp_path / "saved/config.json").read_text())
+    opened = type(model).from_pretrained(tmp_path / "hub").state_dict()
+    assert same_bytes(opened, model.state_dict())
+
+    distckpt.load({"model": empty}, tmp_path / "hub", family="auto")
+    assert same_bytes(empty.state_dict(), model.state_dict())
+    trained = make_with_tower(model)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.zero_()
+    distckpt.load(trained.sharded_state_dict(), tmp_path / "hub", family="auto")
+    assert agrees(trained, model)
+    for source, state in (("transformers", {"model": model}), ("megatron", trained.sharded_state_dict())):
+        distckpt.save(state, tmp_path / source)
+        distckpt.consolidate(tmp_path / source, tmp_path / f"{source}_out", family="auto", like=tmp_path / "hub")
+        assert same_bytes(read_export(tmp_path / f"{source}_out"), published)

@@ -101,6 +101,14 @@ def test_configurations_that_say_too_little(tmp_path):
         distckpt.families.rules({}, "megatron")
     with pytest.raises(CheckpointingException, match=r"model_type 'nonsense' are not supported; those of .*llama"):
         distckpt.families.rules({"model_type": "nonsense"}, "megatron")
+    for model_type, why in (
+        ("jamba", "no Mamba 1"),
+        ("llava", "CLIP"),
+        ("llava_next", "image_newline"),
+        ("qwen2_vl", "tower"),
+    ):
+        with pytest.raises(CheckpointingException, match=f"model_type '{model_type}' are not known: .*{why}"):
+            distckpt.families.rules({"model_type": model_type}, "megatron")
     with pytest.raises(CheckpointingException, match="makes no model of type 'nonsense'"):
         distckpt.families.rules({"model_type": "nonsense"}, "transformers")
     with pytest.raises(CheckpointingException, match="does not say 'num_hidden_layers'"):
