@@ -109,23 +109,27 @@ def _group_replicas(
     if aliases:
         stored &= ~np.isin(table.key_ids, np.fromiter(aliases, np.int64))
     identity = row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
-    main_rows = np.flatnonzero(stored & table.is_main)
-    _, first = np.unique(identity[main_rows], return_index=True)
-    # np.unique sorts by hash; back to the order in which the ranks named them.
-    rows = main_rows[np.sort(first)]
-    by_hash = np.argsort(identity[rows])
-    slot = np.searchsorted(identity[rows][by_hash], identity)
-    slot = np.minimum(slot, max(len(rows) - 1, 0))
-    group = by_hash[slot] if len(rows) else np.zeros(len(identity), np.int64)
-    belongs = stored & (identity[rows][group] == identity if len(rows) else np.zeros(len(identity), np.bool_))
+    # One sort, and no look-ups in the order of the ranks: those would miss the cache of the processor every time.
+    regions, region = np.unique(identity, return_inverse=True)
+    main_rows = np.flatnonzero(stored & table.is_main)[::-1]
+    first = np.full(len(regions), -1, np.int64)
+    first[region[main_rows]] = main_rows
+    # In the order in which the ranks named them.
+    rows = np.sort(first[first >= 0])
+    group_of_region = np.full(len(regions), -1, np.int64)
+    group_of_region[region[rows]] = np.arange(len(rows))
+    group = group_of_region[region]
+    belongs = stored & (group >= 0)
     # Objects and buffers stay with their main replica: copies need not be equal, and those of objects are not encoded.
     is_object = np.array([dtype == OBJECT for dtype in table.dtypes], np.bool_)
     belongs &= table.is_main | ~(is_object[table.key_ids] | table.is_buffer)
     if exchange_groups is not None:
         group_of_rank = np.asarray(exchange_groups, np.int64)
-        belongs &= group_of_rank[table.ranks] == group_of_rank[table.ranks[rows]][group]
+        # The last item is for regions without a main replica.
+        belongs &= group_of_rank[table.ranks] == np.append(group_of_rank[table.ranks[rows]], -1)[group]
     holders = np.flatnonzero(belongs)
-    holders = holders[np.lexsort((table.ranks[holders], group[holders]))]
+    # The ranks are in ascending order already.
+    holders = holders[np.argsort(group[holders], kind="stable")]
     pair = group[holders] * num_ranks + table.ranks[holders]
     holders = holders[np.diff(pair, prepend=-1) != 0]
     return _Groups(

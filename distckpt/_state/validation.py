@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,7 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
 
     With `allow_gaps`, elements that no rank holds are accepted; they will not be in the checkpoint.
     """
-    found: list[KeyFault] = []
+    faults: list[tuple[int, tuple[int, ...]]] = []
     is_checked = ~_is_trivial(table)
     main = np.flatnonzero(table.is_main & is_checked[table.key_ids])
     _check_sizes(table)
@@ -29,17 +31,14 @@ def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
         renumbered = np.full(len(table.keys), -1, np.int64)
         renumbered[keys] = np.arange(len(keys))
         rows = main[renumbered[table.key_ids[main]] >= 0]
-        faults = find_tiling_faults(
+        wrong = find_tiling_faults(
             renumbered[table.key_ids[rows]],
             table.offsets[rows, :ndim],
             table.shapes[rows, :ndim],
             table.global_shapes[keys, :ndim],
         )
-        for fault in faults:
-            key_id = int(keys[fault.tensor])
-            if text := _explain_fault(table, key_id, fault.element, allow_gaps):
-                found.append(KeyFault(table.keys[key_id], text, text))
-    found = found or _replica_differences(table)
+        faults.extend((int(keys[fault.tensor]), fault.element) for fault in wrong)
+    found = _explain_faults(table, faults, allow_gaps) or _replica_differences(table)
     if found:
         raise InvalidShardingError("Invalid sharding:\n- " + "\n- ".join(summarize_faults(found)))
 
@@ -62,8 +61,24 @@ def _check_sizes(table: GlobalTable) -> None:
         )
 
 
-def _explain_fault(table: GlobalTable, key_id: int, element: tuple[int, ...], allow_gaps: bool) -> str:
-    rows = np.flatnonzero(table.key_ids == key_id)
+def _explain_faults(
+    table: GlobalTable, faults: Sequence[tuple[int, tuple[int, ...]]], allow_gaps: bool
+) -> list[KeyFault]:
+    """Say what is wrong with some keys, at an element of each."""
+    if not faults:
+        return []
+    # One sort: where a rank is missing, there may be a fault in every key.
+    by_key = np.argsort(table.key_ids, kind="stable")
+    starts = np.searchsorted(table.key_ids[by_key], np.arange(len(table.keys) + 1))
+    texts = [
+        (key_id, _explain_fault(table, key_id, by_key[starts[key_id] : starts[key_id + 1]], element, allow_gaps))
+        for key_id, element in faults
+    ]
+    return [KeyFault(table.keys[key_id], text, text) for key_id, text in texts if text]
+
+
+def _explain_fault(table: GlobalTable, key_id: int, rows: IntArray, element: tuple[int, ...], allow_gaps: bool) -> str:
+    """Say what is wrong with a key, whose shards are in `rows`; nothing where it is a gap, and these are allowed."""
     ndim = int(table.ndims[key_id])
     point = np.array(element, np.int64)
     low, high = table.offsets[rows, :ndim], table.offsets[rows, :ndim] + table.shapes[rows, :ndim]

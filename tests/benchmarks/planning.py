@@ -1,39 +1,53 @@
-"""How long the coordinator thinks: validate and plan a save for thousands of ranks, write and open a huge manifest.
+"""What planning costs at scale: seconds, memory and bytes of rank 0 and of others, by layout and number of ranks.
 
-    python tests/benchmarks/planning.py [--ranks 1024] [--tensors 1000] [--chunks 1000000] [--profile] [--json FILE]
+    python tests/benchmarks/planning.py [--layouts 3d fsdp2 ep] [--ranks 256 512 1024] [--tensors 1000]
+        [--chunks 1000000] [--profile] [--json FILE]
 
-One process, made-up descriptions, no tensor data. The layout is TP8 x PP16, and as many data-parallel replicas as it
-takes to use all ranks; norms are replicated over TP as well, and the embedding is on the first and the last stage.
+One process makes up the descriptions of all ranks, without tensor data, and calls what rank 0 calls between gathering
+them and sending plans. Seconds are of CPU time, so that other programs hardly matter. With several numbers of ranks,
+the last column is the exponent e of the power law N**e that fits best.
+
+- 3d: TP8 x PP16, and as many replicas as it takes; norms are replicated over TP too, embeddings are on two stages.
+- fsdp2: every rank has a part of the rows of every tensor, none of some where there are not enough.
+- ep: experts, each under keys of its own, divided over 64 ranks; their rows over the others, other tensors as in fsdp2.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import hashlib
 import json
 import pstats
 import tempfile
-from collections.abc import Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from measure import machine_facts, markdown_table, timed
+from measure import machine_facts, markdown_table, peak_memory_bytes, timed
 
-from distckpt import ShardedTensor
+from distckpt import InvalidShardingError, ShardedTensor
 from distckpt._base.memory import paused_garbage_collection
+from distckpt._format.columns import pack
 from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region
+from distckpt._geometry.region import Region, row_hashes
+from distckpt._plan.layout import lay_out_files
 from distckpt._plan.load import Request, plan_load
-from distckpt._plan.save import find_aliases, plan_owners
+from distckpt._plan.save import Pieces, find_aliases, plan_owners
 from distckpt._state.shards import ShardTable, describe, merge_tables
-from distckpt._state.validation import validate_shards
+from distckpt._state.validation import replica_weights, validate_shards
 from distckpt._storage import locations
 
-TP, PP = 8, 16
+_T = TypeVar("_T")
+
+TP, PP, EP = 8, 16, 64
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
+EXPERTS_PER_RANK = 2
 # Name, axis that tensor parallelism divides (None: replicated), global shape: one layer of a Llama.
 LAYER: list[tuple[str, int | None, tuple[int, ...]]] = [
     ("self_attn.q_proj.weight", 0, (HIDDEN, HIDDEN)),
@@ -50,71 +64,153 @@ STATES = [("model.", torch.bfloat16), ("optimizer.exp_avg.", torch.float32), ("o
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1024, help=f"a multiple of TP x PP = {TP * PP}")
+    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=sorted(LAYOUTS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024], help=f"multiples of TP x PP = {TP * PP}")
     parser.add_argument("--tensors", type=int, default=1000, help="per rank")
-    parser.add_argument("--chunks", type=int, default=1_000_000, help="in the manifest")
+    parser.add_argument("--chunks", type=int, default=1_000_000, help="in the manifest; 0 leaves it out")
     parser.add_argument("--profile", action="store_true", help="print where the time of planning goes")
     parser.add_argument("--json", help="also write the figures here")
     arguments = parser.parse_args()
-    if arguments.ranks % (TP * PP):
-        parser.error(f"--ranks must be a multiple of {TP * PP}")
+    if any(num_ranks % (TP * PP) for num_ranks in arguments.ranks):
+        parser.error(f"--ranks must be multiples of {TP * PP}")
     print(machine_facts(None), end="\n\n")
     profiler = cProfile.Profile()
-    planning = plan_a_save(arguments.ranks, arguments.tensors, profiler if arguments.profile else None)
-    print(f"Planning a save of {arguments.ranks} ranks x {arguments.tensors} tensors:\n\n{_table(planning)}\n")
-    manifest = write_and_open_a_manifest(arguments.chunks)
-    print(f"A manifest of {arguments.chunks:,} chunks:\n\n{_table(manifest)}")
+    figures: dict[str, Any] = {}
+    for layout in arguments.layouts:
+        found = []
+        for num_ranks in arguments.ranks:
+            tables = list(LAYOUTS[layout](num_ranks, arguments.tensors))
+            with paused_garbage_collection():  # as `save` does
+                found.append(plan_a_save(tables, profiler if arguments.profile else None))
+        figures[layout] = dict(zip(map(str, arguments.ranks), found, strict=True))
+        print(f"Planning a save of {layout}, {arguments.tensors} tensors on each rank:\n")
+        print(_compared(arguments.ranks, found), end="\n\n")
+    if arguments.chunks:
+        figures["manifest"] = write_and_open_a_manifest(arguments.chunks)
+        print(f"A manifest of {arguments.chunks:,} chunks:\n\n{_table(figures['manifest'])}")
     if arguments.profile:
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(30)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"planning": planning, "manifest": manifest}, indent=1))
+        Path(arguments.json).write_text(json.dumps(figures, indent=1))
 
 
-def plan_a_save(num_ranks: int, num_tensors: int, profiler: cProfile.Profile | None) -> dict[str, Any]:
-    """Time what rank 0 does between gathering descriptions and scattering plans."""
-    messages = [table.to_bytes() for table in rank_tables(num_ranks, num_tensors)]
+def plan_a_save(tables: list[ShardTable], profiler: cProfile.Profile | None) -> dict[str, Any]:
+    """Return what the ranks spend on the plan of a save, see `distckpt._io.save.make_plan`."""
     figures: dict[str, Any] = {}
-    if profiler:
-        profiler.enable()
-    tables, figures["decode descriptions, s"] = timed(lambda: ShardTable.all_from_bytes(messages))
-    merged, figures["merge, s"] = timed(lambda: merge_tables(tables))
-    _, figures["validate, s"] = timed(lambda: validate_shards(merged))
-    aliases, figures["find tied tensors, s"] = timed(lambda: find_aliases(merged))
-    pieces, figures["give owners, s"] = timed(lambda: plan_owners(merged, num_ranks, aliases, [0] * num_ranks))
-    plans, figures["encode plans, s"] = timed(lambda: [piece.to_bytes() for piece in pieces])
-    if profiler:
-        profiler.disable()
-    figures["merge to owners, s (bar: 10)"] = sum(
-        figures[f"{step}, s"] for step in ("merge", "validate", "find tied tensors", "give owners")
+    planned: list[tuple[list[Pieces], list[bytes]]] = []
+    messages, sent_bytes = sent(tables)
+    other = len(tables) // 2
+
+    def on_rank_0() -> None:
+        if profiler:
+            profiler.enable()
+        planned.append(plan_for_all(messages, len(tables), figures))
+        if profiler:
+            profiler.disable()
+
+    peak_0 = peak_memory_bytes(on_rank_0)
+    ((pieces, plans),) = planned
+    peak_other = peak_memory_bytes(lambda: lay_out_files(other, tables[other], pieces[other]))
+    _, figures["another rank: describe and lay out, s"] = cpu_timed(
+        lambda: (sent([tables[other]]), lay_out_files(other, tables[other], pieces[other]))
     )
-    item_bytes = np.array([2 if dtype == "BF16" else 4 for dtype in merged.dtypes])
-    loads = []
-    for rank, piece in enumerate(pieces):
-        table = tables[rank]
-        key_of_shard = np.searchsorted(table.shard_ids, piece.shard_ids)
-        itemsizes = np.array([2 if d == "BF16" else 4 for d in table.dtypes])[table.key_ids[key_of_shard]]
-        loads.append(int((np.prod(piece.shapes, axis=1) * itemsizes).sum()))
-    stored = np.prod(merged.global_shapes.astype(np.int64), axis=1) * item_bytes
-    assert sum(loads) == stored.sum(), "not every byte has one owner"
-    figures["keys"] = len(merged.keys)
-    figures["shards of all ranks"] = len(merged.ranks)
-    figures["bytes of descriptions, MB"] = sum(map(len, messages)) / 1e6
-    figures["bytes of plans, MB"] = sum(map(len, plans)) / 1e6
-    figures["pieces to write"] = sum(len(piece.shard_ids) for piece in pieces)
-    figures["bytes per rank, max / mean"] = max(loads) / (sum(loads) / num_ranks)
+    figures["rank 0: the error of a missing rank, s"] = seconds_to_refuse(tables[:other] + tables[other + 1 :])
+    figures["rank 0: receives, MB"] = sum(sent_bytes) / 1e6
+    figures["another rank: sends at most, MB"] = max(sent_bytes) / 1e6
+    figures["rank 0: sends, MB"] = sum(map(len, plans)) / 1e6
+    figures["another rank: receives at most, MB"] = max(map(len, plans)) / 1e6
+    figures["rank 0: memory, messages included, MB"] = (peak_0 + sum(sent_bytes)) / 1e6
+    figures["another rank: memory, MB"] = peak_other / 1e6
+    figures.update(check(tables, pieces))
+    digest = hashlib.sha256(b"".join(column.tobytes() for piece in pieces for column in piece))
+    figures["digest of the plan"] = digest.hexdigest()[:16]
     return figures
 
 
-def rank_tables(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
+def sent(tables: list[ShardTable]) -> tuple[Any, list[int]]:
+    """Return what rank 0 gets, and how many bytes of it each rank sends."""
+    messages = [table.to_bytes() for table in tables]
+    return messages, [len(message) for message in messages]
+
+
+def received(messages: Any) -> list[ShardTable]:
+    """Return the tables that `sent` has sent."""
+    return ShardTable.all_from_bytes(messages)
+
+
+def plan_for_all(messages: Any, num_ranks: int, figures: dict[str, Any]) -> tuple[list[Pieces], list[bytes]]:
+    """Do what rank 0 does, and note the seconds of each step."""
+    steps: dict[str, float] = {}
+
+    def step(name: str, function: Callable[[], _T]) -> _T:
+        result, steps[f"rank 0: {name}, s"] = cpu_timed(function)
+        return result
+
+    tables = step("decode descriptions", lambda: received(messages))
+    merged = step("merge", lambda: merge_tables(tables))
+    step("validate", lambda: validate_shards(merged))
+    aliases = step("find tied tensors", lambda: find_aliases(merged))
+    pieces = step("give owners", lambda: plan_owners(merged, num_ranks, aliases, [0] * num_ranks))
+    weights = step("find replicas", lambda: replica_weights(merged))
+    ends = np.cumsum([len(table.key_ids) for table in tables])[:-1]
+    pairs = list(zip(np.split(weights, ends), pieces, strict=True))
+    plans = step("encode plans", lambda: [pack([1, True], {"weights": w, **p._asdict()}) for w, p in pairs])
+    figures.update(steps)
+    figures["rank 0: all of it, s"] = sum(steps.values())
+    return pieces, plans
+
+
+def seconds_to_refuse(tables: list[ShardTable]) -> float:
+    """Return how long the error about missing shards takes."""
+    merged = merge_tables(tables)
+    started = time.process_time()
+    try:
+        validate_shards(merged)
+    except InvalidShardingError:
+        return time.process_time() - started
+    return float("nan")
+
+
+def check(tables: list[ShardTable], pieces: list[Pieces]) -> dict[str, Any]:
+    """Check that every byte has one owner; return what the plan is like."""
+    merged = merge_tables(tables)
+    item_bytes = np.array([2 if dtype == "BF16" else 4 for dtype in merged.dtypes])
+    index = {key: i for i, key in enumerate(merged.keys)}
+    loads = []
+    for table, piece in zip(tables, pieces, strict=True):
+        kinds = item_bytes[[index[key] for key in table.keys]]
+        key_of_shard = np.searchsorted(table.shard_ids, piece.shard_ids)
+        loads.append(int((np.prod(piece.shapes, axis=1) * kinds[table.key_ids[key_of_shard]]).sum()))
+    stored = np.prod(merged.global_shapes.astype(np.int64), axis=1) * item_bytes
+    assert sum(loads) == stored.sum(), "not every byte has one owner"
+    return {
+        "keys": len(merged.keys),
+        "shards of all ranks": len(merged.ranks),
+        "pieces to write": sum(len(piece.shard_ids) for piece in pieces),
+        "bytes to write per rank, max / mean": max(loads) / (sum(loads) / len(tables)),
+    }
+
+
+def cpu_timed(function: Callable[[], _T]) -> tuple[_T, float]:
+    """Call a function; return its result and the seconds of CPU time."""
+    started = time.process_time()
+    result = function()
+    return result, time.process_time() - started
+
+
+# --- Layouts ----------------------------------------------------------------------------------------------------------
+
+
+def three_dimensional(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
     """Describe the shards of every rank. Data-parallel replicas differ in `is_main` only."""
     num_replicas = num_ranks // (TP * PP)
     by_place: dict[tuple[int, int], ShardTable] = {}
     for rank in range(num_ranks):
         place, replica = (rank % TP, rank // TP // num_replicas), rank // TP % num_replicas
         if place not in by_place:
-            by_place[place] = describe(list(_shards(*place, num_tensors)))
+            by_place[place] = _sampled(describe(list(_shards(*place, num_tensors))))
         table = by_place[place]
         yield table if replica == 0 else table._replace(is_main=np.zeros_like(table.is_main))
 
@@ -135,6 +231,65 @@ def _shards(tp_rank: int, pp_rank: int, num_tensors: int) -> Iterator[ShardedTen
         offsets = () if axis is None else ((axis, tp_rank, TP),)
         replica_id = (copy, 0 if axis is not None else tp_rank)
         yield ShardedTensor.from_rank_offsets(prefix + name, data, *offsets, replica_id=replica_id)
+
+
+def fully_sharded(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
+    """Describe the shards of every rank, where each has rows of every tensor."""
+    whole = _whole([("embed_tokens.weight", (VOCABULARY, HIDDEN))], LAYER, num_tensors)
+    for rank in range(num_ranks):
+        yield _rows_of(whole, np.full(len(whole.keys), rank), np.full(len(whole.keys), num_ranks))
+
+
+def expert_parallel(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
+    """Describe the shards of every rank, where each has rows of a few experts, and of every other tensor."""
+    others = [layer for layer in LAYER if not layer[0].startswith("mlp.")] + [("mlp.gate.weight", 0, (128, HIDDEN))]
+    for rank in range(num_ranks):
+        expert_rank, part = rank % EP, rank // EP
+        if part == 0:
+            experts = [
+                (f"mlp.experts.{expert_rank * EXPERTS_PER_RANK + i}.{name}", axis, shape)
+                for i in range(EXPERTS_PER_RANK)
+                for name, axis, shape in (("up_proj", 0, (3072, HIDDEN)), ("down_proj", 0, (HIDDEN, 1536)))
+            ]
+            wholes = [] if rank == 0 else wholes  # noqa: F821 - one for each expert rank, made in the first round
+            wholes.append(_whole([], others + experts, num_tensors))
+        whole = wholes[expert_rank]
+        is_expert = np.array([".experts." in key for key in whole.keys])
+        counts = np.where(is_expert, num_ranks // EP, num_ranks)
+        yield _rows_of(whole, np.where(is_expert, part, rank), counts)
+
+
+def _whole(first: list[Any], layer: list[Any], num_tensors: int) -> ShardTable:
+    """Describe `num_tensors` whole tensors: some, and then layers, each as weight and two moments."""
+    num_weights = -(-num_tensors // len(STATES))
+    weights = list(first)
+    for index in range(num_weights - len(weights)):
+        name, _, shape = layer[index % len(layer)]
+        weights.append((f"layers.{index // len(layer)}.{name}", shape))
+    kinds = [(prefix + name, dtype, shape) for prefix, dtype in STATES for name, shape in weights][:num_tensors]
+    shards = [ShardedTensor.from_rank_offsets(k, torch.empty(s, dtype=d, device="meta")) for k, d, s in kinds]
+    return describe(shards)
+
+
+def _rows_of(whole: ShardTable, parts: Any, counts: Any) -> ShardTable:
+    """Take one of `counts` parts of the rows of each tensor, as `torch.chunk` divides them."""
+    offsets, shapes = whole.offsets.copy(), whole.shapes.copy()
+    step = -(-shapes[:, 0] // counts)
+    offsets[:, 0] = np.minimum(parts * step, shapes[:, 0])
+    shapes[:, 0] = np.minimum(offsets[:, 0] + step, shapes[:, 0]) - offsets[:, 0]
+    return _sampled(whole._replace(offsets=offsets, shapes=shapes))
+
+
+def _sampled(table: ShardTable) -> ShardTable:
+    """Give each region of a key the hash of made-up contents."""
+    names = np.array([zlib.crc32(key.encode()) for key in table.keys])[table.key_ids]
+    return table._replace(digests=row_hashes([names, *table.offsets.T, *table.shapes.T]))
+
+
+LAYOUTS = {"3d": three_dimensional, "fsdp2": fully_sharded, "ep": expert_parallel}
+
+
+# --- The manifest -----------------------------------------------------------------------------------------------------
 
 
 def write_and_open_a_manifest(num_chunks: int) -> dict[str, Any]:
@@ -195,9 +350,24 @@ def made_up_manifest(num_chunks: int) -> Manifest:
     )
 
 
+def _compared(num_ranks: list[int], found: list[dict[str, Any]]) -> str:
+    """Make a table with a column for each number of ranks, and the exponents of growth."""
+    rows = []
+    for name in found[0]:
+        values = [figures[name] for figures in found]
+        exponent = ""
+        if len(found) > 1 and not isinstance(values[0], str) and all(value > 0 for value in values):
+            exponent = f"{np.polyfit(np.log(num_ranks), np.log(values), 1)[0]:.2f}"
+        rows.append([name, *map(_text, values), exponent])
+    return markdown_table(["", *(f"{count} ranks" for count in num_ranks), "exponent"], rows)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+
+
 def _table(figures: dict[str, Any]) -> str:
-    rows = [[name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"] for name, value in figures.items()]
-    return markdown_table(["", ""], rows)
+    return markdown_table(["", ""], [[name, _text(value)] for name, value in figures.items()])
 
 
 if __name__ == "__main__":

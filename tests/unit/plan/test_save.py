@@ -184,6 +184,9 @@ def test_copies_of_objects_write_nothing():
 def test_nothing_to_write_is_a_plan_too():
     pieces_of_ranks = plan([[], []])
     assert [len(pieces.shard_ids) for pieces in pieces_of_ranks] == [0, 0]
+    # As gaps are allowed, what has no main replica on any rank is in no plan.
+    table = merge_tables([describe([shard("w", Region((0,), (4,)), (4,), replica_id=1)]), describe([])])
+    assert [len(pieces.shard_ids) for pieces in plan_owners(table, 2, {}, [0, 0])] == [0, 0]
 
 
 # ---- tied tensors
