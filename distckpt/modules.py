@@ -34,7 +34,7 @@ from distckpt._models.layers import (
     make_tp_sharded_tensor_for_checkpoint,
     prepended_axes,
 )
-from distckpt._ranks.collectives import own_rank
+from distckpt._ranks.exchanges import own_rank
 from distckpt.dict_utils import dict_list_map_outplace
 from distckpt.mapping import ReplicaId, ShardedStateDict, StateDict, is_main_replica
 

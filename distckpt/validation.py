@@ -15,7 +15,7 @@ from distckpt._commit.presence import READER_VERSION, check_marker
 from distckpt._format.marker import read_marker
 from distckpt._mapping.kinds import is_a
 from distckpt._operations.verify import verify
-from distckpt._ranks import collectives
+from distckpt._ranks.collectives import Ranks
 from distckpt._state.megatron_shards import adopt
 from distckpt._state.shards import Shard, describe, merge_tables
 from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
@@ -72,7 +72,7 @@ def determine_global_metadata(
         `(mine, all)`: the shards of this rank without data, and those of every rank by rank.
     """
     mine = [shard.without_data() for shard in _sharded_leaves(sharded_state_dict)]
-    texts = collectives.Ranks(process_group).all_gather(json.dumps([_to_json(shard) for shard in mine]).encode())
+    texts = Ranks(process_group).all_gather(json.dumps([_to_json(shard) for shard in mine]).encode())
     return mine, [[_from_json(fields) for fields in json.loads(text)] for text in texts]
 
 
@@ -183,7 +183,7 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         CorruptCheckpointError: on every rank, when anything differs.
         CheckpointingException: the checkpoint has no checksums.
     """
-    ranks = collectives.Ranks()
+    ranks = Ranks()
     with ranks.phase("verify the checkpoint", decision=True):
         if ranks.is_coordinator:
             save_integrity_manifest(checkpoint_dir)

@@ -19,7 +19,8 @@ from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._models.dtensor import local_part
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
 from distckpt._operations.load import stored_entries
-from distckpt._ranks.collectives import Ranks, lone_group
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import lone_group
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations

@@ -11,7 +11,8 @@ from distckpt import serialization
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._dcp_api import arguments, shards, tree
-from distckpt._ranks.collectives import Ranks, lone_group
+from distckpt._ranks.collectives import Ranks
+from distckpt._ranks.exchanges import lone_group
 from distckpt.serialization import SaveReport
 
 

@@ -11,7 +11,7 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._models.dtensor import is_dtensor, shard_of_dtensor
-from distckpt._ranks.collectives import own_rank
+from distckpt._ranks.exchanges import own_rank
 from distckpt.mapping import ReplicaId, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 
 Offsets: TypeAlias = Iterable[tuple[int, int, int]]

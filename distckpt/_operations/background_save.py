@@ -27,7 +27,7 @@ from distckpt._base.interrupts import run_operation
 from distckpt._io import background
 from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
-from distckpt._ranks import collectives
+from distckpt._ranks import exchanges
 from distckpt._ranks.attendance import ABANDONED
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import SaveReport
@@ -145,7 +145,7 @@ if hasattr(os, "register_at_fork"):
 
 def _owner_of(process_group: Any) -> Any:
     # The class stands for this process without a group.
-    return collectives.group_of(process_group) or _GroupSaves
+    return exchanges.group_of(process_group) or _GroupSaves
 
 
 def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:

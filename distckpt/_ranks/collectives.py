@@ -1,63 +1,22 @@
-"""Collective operations on byte strings, numbers and outcomes, over gloo. Only this module imports torch.distributed.
-
-No payload is pickled, and no phase ends before every rank has the outcome of every other one.
-"""
+"""Phases of several ranks: no phase ends before every rank has the outcome of every other one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import math
-import os
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.distributed as dist
+from typing import Any, NoReturn, TypeAlias
 
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
-from distckpt._geometry.region import IntArray
-from distckpt._ranks.attendance import ABANDONED, AttendanceLog, lost_contact
-from distckpt._ranks.lent_tensors import lent
+from distckpt._ranks.exchanges import Exchanges, mark_known
 from distckpt._ranks.outcomes import describe_call, describe_difference, describe_error, error_to_raise, number_of
 
 logger = logging.getLogger(__name__)
 
 _Settings: TypeAlias = Mapping[str, object] | None
-
-WAITING_LOG_SECONDS = 30.0
-"""How long a rank waits for others before it logs whom it waits for."""
-
-_POLL = timedelta(seconds=0.5)
-"""How long a wait may keep Python from handling signals."""
-
-_cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
-
-_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-"""By process group of the caller: held by the thread that uses it. Exchanges of two threads could not be told apart."""
-
-_lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Default group -> the group of this process alone."""
-
-_attendance_logs: weakref.WeakKeyDictionary[Any, AttendanceLog] = weakref.WeakKeyDictionary()
-"""By gloo group: later calls with the same group continue the count."""
-
-
-class Transfer(NamedTuple):
-    """Memory on its way to or from another rank; holding this keeps the memory alive."""
-
-    work: Any
-    memory: torch.Tensor
 
 
 @dataclass
@@ -69,35 +28,8 @@ class Vote:
     are_equal: bool = True
 
 
-class Ranks:
-    """The processes that save or load together; a process without a process group is one rank of one.
-
-    `process_group` None is the default group, or this process alone when torch.distributed is not initialised. A thread
-    that waits for others gives up when `stop` is set.
-    """
-
-    def __init__(self, process_group: Any = None) -> None:
-        self._group: Any = None
-        self.stop = threading.Event()
-        self.rank, self.size = 0, 1
-        if not (dist.is_available() and dist.is_initialized()):
-            if process_group is not None:
-                raise CheckpointingException(
-                    "A process_group was given but torch.distributed is not initialised here: "
-                    "call torch.distributed.init_process_group() first, or leave process_group out."
-                )
-            return
-        group = dist.group.WORLD if process_group is None else process_group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise CheckpointingException(
-                f"Global rank {dist.get_rank()} is not a member of the given process_group: only its members may call."
-            )
-        if self.size > 1:
-            # From here on the others wait for this rank.
-            interrupts.defer_signals()
-            interrupts.hold(_turns.setdefault(group, threading.Lock()))
-            self._group = _cpu_group(group)
+class Ranks(Exchanges):
+    """The processes that save or load together, and raise the same errors."""
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -114,19 +46,11 @@ class Ranks:
         """
         ranks = cls(process_group)
         if ranks.size > 1:
-            members = dist.get_process_group_ranks(dist.group.WORLD if process_group is None else process_group)
-            limit = timedelta(seconds=timeout)
             # Making a group waits for all, and does not notice that one of them is dead.
             with ranks.phase("meet to save in the background"):
                 pass
-            with _contact(ranks._group, "make a process group"):
-                ranks._group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
+            ranks.use_new_group(timeout)
         return ranks
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Return True on the rank that plans and commits for all, rank 0 of the group."""
-        return self.rank == 0
 
     @contextlib.contextmanager
     def phase(self, name: str, *, decision: bool = False, same: _Settings = None) -> Iterator[Vote]:
@@ -170,11 +94,8 @@ class Ranks:
             return True, number
         call = describe_call(interrupts.running_operation(), name, same or {})
         code = number_of(call)
-        with _contact(self._group, name):
-            figures = torch.tensor([error is not None, number, -number, code, -code], dtype=torch.int64)
-            work = dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            self._complete(work, name, [figures])
-        has_failed, largest, negated_smallest, last, negated_first = figures.tolist()
+        figures = [error is not None, number, -number, code, -code]
+        has_failed, largest, negated_smallest, last, negated_first = self.all_reduce_max(figures, name)
         if not has_failed and last == -negated_first:
             return largest == -negated_smallest, largest
         told = self.all_gather(json.dumps([call, describe_error(error)]).encode())
@@ -182,7 +103,7 @@ class Ranks:
         agreed: BaseException = CheckpointingException(describe_difference(calls))
         if has_failed and len({each["call"] for each in calls}) == 1:
             agreed = error_to_raise(error, self.rank, outcomes, name, decision)
-        _raise(_mark_known(agreed, self._group), error)
+        self._raise_together(agreed, error)
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
         """Call a function on the coordinator, as a decision (see `phase`); return its result on every rank.
@@ -213,219 +134,17 @@ class Ranks:
         if received[:1] == b"+":
             return received[1:]
         outcomes = [json.loads(received), *[None] * (self.size - 1)]
-        _raise(_mark_known(error_to_raise(error, self.rank, outcomes, name, True), self._group), error)
+        self._raise_together(error_to_raise(error, self.rank, outcomes, name, True), error)
 
     def decide_json(self, name: str, function: Callable[[], Any]) -> Any:
         """Do as `decide` does, for what JSON can hold."""
         return json.loads(self.decide(name, lambda: json.dumps(function()).encode()))
 
-    def is_known_to_all(self, error: BaseException) -> bool:
-        """Return True when all ranks have raised this error, or one of the same cause, together."""
-        return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
-
-    def are_in_step_after(self, error: BaseException) -> bool:
-        """Return True when ranks may go on together after an error: all have raised it, and none was lost."""
-        return self.size == 1 or (self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False))
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Send a payload to the coordinator; return all of them by rank there, an empty list elsewhere."""
-        if self.size == 1:
-            return [payload]
-        with _contact(self._group, "gather"):
-            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "gather")).tolist()
-            if not self.is_coordinator:
-                self._send(payload, 0)
-                return []
-            return [payload, *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1))]
-
-    def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
-        """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
-        if self.size == 1:
-            return payloads[0]
-        with _contact(self._group, name):
-            sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
-            self._broadcast(sizes, 0, name)
-            if not self.is_coordinator:
-                return self._receive(int(sizes[self.rank]), 0)
-            for rank, payload in enumerate(payloads[1:], start=1):
-                self._send(payload, rank)
-            return payloads[0]
-
-    def broadcast(self, payload: bytes, name: str = "broadcast") -> bytes:
-        """Return the coordinator's payload on every rank (the argument is ignored elsewhere)."""
-        if self.size == 1:
-            return payload
-        with _contact(self._group, name):
-            size = torch.tensor([len(payload)])
-            self._broadcast(size, 0, name)
-            content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
-            if len(content):
-                self._broadcast(content, 0, name)
-            return payload if self.is_coordinator else content.numpy().tobytes()
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank, on every rank."""
-        if self.size == 1:
-            return [payload]
-        with _contact(self._group, "all_gather"):
-            sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "all_gather")).tolist()
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
-            padded[: len(payload)] = _as_tensor(payload)
-            gathered = self._all_gather(padded, "all_gather") if max(sizes) else [padded] * self.size
-            return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
-
     def all_equal(self, number: int) -> bool:
         """Return True when every rank gave the same number, which must be below 2**62 in size."""
         return self._agree(None, "compare a number", number=number)[0]
 
-    def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
-        """Return every rank's numbers, as many from each, on every rank; of shape (ranks, numbers)."""
-        own = torch.tensor(numbers, dtype=torch.int64)
-        if self.size == 1:
-            return own[None].numpy()
-        with _contact(self._group, "all_gather_numbers"):
-            return torch.stack(self._all_gather(own, "all_gather_numbers")).numpy()
-
-    def start_transfer(self, memory: torch.Tensor, peer: int, tag: int, is_sent: bool) -> Transfer:
-        """Start to send contiguous bytes, or to fill them with what a rank sends under the same tag; see `finish`."""
-        with _contact(self._group, "exchange of tensors", of_all=False):
-            start = dist.isend if is_sent else dist.irecv
-            work = start(memory, dist.get_global_rank(self._group, peer), group=self._group, tag=tag)
-            return Transfer(work, memory)
-
-    def finish(self, transfer: Transfer) -> None:
-        """Wait for a transfer to end; until then its memory must not change."""
-        with _contact(self._group, "exchange of tensors", of_all=False):
-            transfer.work.wait()
-
-    def broadcast_into(self, memory: npt.NDArray[np.uint8], src: int) -> None:
-        """Fill memory, of the same size on every rank, with what it holds on rank `src`."""
-        if self.size > 1 and len(memory):
-            with _contact(self._group, "broadcast of a tensor"):
-                self._broadcast(torch.from_numpy(memory), src, "broadcast of a tensor")
-
-    def _send(self, payload: bytes, to: int) -> None:
-        if payload:
-            dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, to), group=self._group)
-
-    def _receive(self, size: int, source: int) -> bytes:
-        received = torch.empty(size, dtype=torch.uint8)
-        if size:
-            dist.recv(received, src=dist.get_global_rank(self._group, source), group=self._group)
-        return received.numpy().tobytes()
-
-    def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
-        source = dist.get_global_rank(self._group, src)
-        self._complete(dist.broadcast(tensor, src=source, group=self._group, async_op=True), name, [tensor])
-
-    def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
-        self._complete(work, name, [tensor, *gathered])
-        return gathered
-
-    def _complete(self, work: Any, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait for a collective; log once which ranks have not come to it for long."""
-        log_at: float = time.monotonic() + WAITING_LOG_SECONDS
-        with lent(self._group, work, tensors):
-            while not work.is_completed():
-                with contextlib.suppress(RuntimeError):
-                    work.wait(min(_POLL, timedelta(seconds=WAITING_LOG_SECONDS)))
-                if self.stop.is_set():
-                    raise _mark_known(lost_contact({}, ABANDONED), self._group)
-                if time.monotonic() >= log_at:
-                    log_at = math.inf
-                    logger.warning("rank %d: %s", self.rank, _attendance_log_of(self._group).describe_wait(name))
-            work.wait()  # raises the error of a collective that has failed
-
-
-@contextlib.contextmanager
-def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
-    """Turn a broken exchange, when a rank died or timed out, into an error that names the rank.
-
-    Of what all ranks exchange (`of_all`), each keeps count.
-    """
-    log = _attendance_log_of(group)
-    if of_all:
-        log.record(interrupts.running_operation())
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        # torch says by a ValueError that it does not know the group, now.
-        lost = log.lost_contact(name, error) if isinstance(error, RuntimeError) else log.group_destroyed(name, error)
-        raise _mark_known(lost, group) from error
-
-
-def _raise(agreed: BaseException, error: BaseException | None) -> NoReturn:
-    if agreed is error:
-        raise agreed
-    raise agreed from error
-
-
-def _mark_known(error: BaseException, group: Any) -> BaseException:
-    """Note that the ranks of a group have raised an error together, or cannot any more."""
-    error.known_in = group.group_name  # type: ignore[attr-defined]
-    return error
-
-
-@contextlib.contextmanager
-def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
-    """Make the default process group of processes of this machine that meet in the file `rendezvous`."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the name of this machine resolves to
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def group_of(process_group: Any) -> Any:
-    """Return the process group, or the default one for None; None where torch.distributed is not initialised."""
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return process_group
-
-
-def own_rank() -> int:
-    """Return the rank of this process in the default group; 0 where there is none."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def group_number(process_group: Any) -> int:
-    """Return a number that identifies a group among disjoint ones, its lowest global rank; 0 for None."""
-    return 0 if process_group is None else min(dist.get_process_group_ranks(process_group))
-
-
-def lone_group() -> Any:
-    """Return a process group of this process alone; None where torch.distributed is not initialised.
-
-    Not a collective operation.
-    """
-    world = group_of(None)
-    if world is not None and world not in _lone_groups:
-        _lone_groups[world] = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return world and _lone_groups[world]
-
-
-def _cpu_group(group: Any) -> Any:
-    # Such as "cpu:gloo,cuda:nccl"; what serves other devices does not matter.
-    if "cpu:gloo" in str(dist.get_backend_config(group)).split(","):
-        return group
-    if group not in _cpu_groups:
-        ranks = dist.get_process_group_ranks(group)
-        with _contact(group, "make a process group"):
-            _attendance_log_of(group).wait_for_all()
-            _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _cpu_groups[group]
-
-
-def _attendance_log_of(group: Any) -> AttendanceLog:
-    if group not in _attendance_logs:
-        store = group.get_group_store() if hasattr(group, "get_group_store") else None
-        shared = store and dist.PrefixStore("distckpt", store)  # type: ignore[attr-defined]
-        _attendance_logs[group] = AttendanceLog(shared, group.rank(), group.size())
-    return _attendance_logs[group]
-
-
-def _as_tensor(payload: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(payload), dtype=np.uint8))
+    def _raise_together(self, agreed: BaseException, error: BaseException | None) -> NoReturn:
+        if mark_known(agreed, self._group) is error:
+            raise agreed
+        raise agreed from error

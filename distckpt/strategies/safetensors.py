@@ -43,7 +43,7 @@ from distckpt._plan.decoded import decoded, find, name_in_view
 from distckpt._plan.layout import chunk_table
 from distckpt._plan.load import Copy, Request, check_dtype, check_keys, plan_load
 from distckpt._plan.translate import translate
-from distckpt._ranks import collectives
+from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import ShardTable, describe, region_view, shard_regions
@@ -111,7 +111,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
 
         with ranks.phase("describe the shards") as vote:
             shards = [ready_to_save(shard, options.validate_replicas is True) for shard in sharded_state_dict.values()]
-            group = collectives.group_number(options.exchange_group)
+            group = exchanges.group_number(options.exchange_group)
             structure = structure_of(shards, ranks, options.validate_access_integrity, group)
             # Comparing the whole content of replicas takes an exchange each time.
             known = None if options.validate_replicas else self._plans.find(structure)
@@ -233,7 +233,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             filled, requests, copies, targets, adds = self._plan_tensors(stored, tensors)
             apart = [number for number, request in enumerate(requests) if request.step]
             separated = aliases.separate(stored, requests, copies, targets)
-            group = collectives.group_number(options.exchange_group)
+            group = exchanges.group_number(options.exchange_group)
             vote.number = sum(target.nbytes for target in separated.targets)
         is_local = locations.is_local(stored.location)
         is_little = options.parallel_load == "auto" and vote.largest < MIN_REQUESTED_BYTES

@@ -19,7 +19,7 @@ import pytest
 import distckpt
 from distckpt import CheckpointManager, RankFailedError
 from distckpt._base import interrupts
-from distckpt._ranks import collectives
+from distckpt._ranks import exchanges
 from tests.support.exchanges import watching_exchanges
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.states import state_of, value_of
@@ -180,7 +180,7 @@ def wait_for_the_others(rank, folder):
     log = NoteOf("still waiting")
     logging.getLogger("distckpt").addHandler(log)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(collectives, "WAITING_LOG_SECONDS", 0.1)
+        monkeypatch.setattr(exchanges, "WAITING_LOG_SECONDS", 0.1)
         monkeypatch.setattr(interrupts, "INSISTING_SECONDS", 0.0)
 
         def interrupt_twice():

@@ -15,7 +15,7 @@ import pytest
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, RankFailedError
 from distckpt._commit import staging
-from distckpt._ranks.collectives import lone_group
+from distckpt._ranks.exchanges import lone_group
 from distckpt.strategies.safetensors import SafetensorsSave
 from tests.support.harness import error_of, run, sum_over_ranks
 from tests.support.states import state_of, value_of

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from distckpt._ranks import collectives
+from distckpt._ranks import exchanges
 
 
 @contextlib.contextmanager
 def watching_exchanges(arrive) -> Iterator[None]:
     """Call `arrive(name)` whenever this rank is about to begin an exchange."""
-    plain = collectives._contact
+    plain = exchanges._contact
 
     def watched(group, name, **options):
         arrive(name)
         return plain(group, name, **options)
 
-    collectives._contact = watched
+    exchanges._contact = watched
     try:
         yield
     finally:
-        collectives._contact = plain
+        exchanges._contact = plain

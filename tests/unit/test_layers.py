@@ -66,7 +66,7 @@ LAYERS = [
 
 # What one module alone imports, so that it is known in one place.
 SOLE_IMPORTERS = {
-    "torch.distributed": "_ranks.collectives",
+    "torch.distributed": "_ranks.exchanges",
     "fsspec": "_storage.fsspec_urls",
     "obstore": "_storage.cloud",
     "safetensors": "_format.columns",
