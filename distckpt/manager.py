@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -20,7 +19,6 @@ from distckpt._base.messages import check_choice
 from distckpt._base.public import set_public_home
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
-from distckpt._format.marker import CONFIG_FNAME
 from distckpt._io import background
 from distckpt._manager import failures, retention, steps
 from distckpt._manager.listing import CheckpointInfo, list_checkpoints
@@ -208,7 +206,7 @@ class CheckpointManager:
                     names.update(of_rank)
                 name = self._looks.begin_save(self.root, step, names, self._policy.best_metric)
                 note = {"step": step, "save": name, "metrics": finite, "pinned": any(pin for *_, pin in given)}
-                settings = replace(settings, overwrite=settings.overwrite or self._must_replace(step))
+                settings = replace(settings, overwrite=settings.overwrite or steps.must_replace(self.root, step))
         settings = replace(settings, notes={steps.NOTE: note})
         plan = partial(plan_save, ranks, sharded_state_dict, location)
         write = partial(self._write, step)
@@ -352,27 +350,6 @@ class CheckpointManager:
 
     def _ranks(self) -> Ranks:
         return Ranks(self._settings.process_group)
-
-    def _must_replace(self, step: int) -> bool:
-        """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object store."""
-        location = self.location(step)
-        if not locations.exists(locations.join(location, CONFIG_FNAME)):
-            return False
-        problem = steps.problem_with(self.root, step)
-        if problem is None:
-            return False
-        if not locations.is_local(location):
-            logger.warning("%s is incomplete (%s): it is replaced when the new one is complete", location, problem)
-            return True
-        aside = locations.join(self.root, f".{steps.step_name(step)}.damaged-{secrets.token_hex(8)}")
-        with contextlib.suppress(FileNotFoundError):  # another program has removed it
-            locations.rename(location, aside)
-            if steps.problem_at(aside, step) is None:
-                # Another program has saved the step since we looked: back with it.
-                locations.rename(aside, location)
-            else:
-                logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
-        return False
 
     def _after_commit(self, step: int) -> None:
         """Update the tracker file and remove what is not kept. An error here does not fail the save."""

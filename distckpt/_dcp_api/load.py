@@ -18,7 +18,7 @@ from distckpt._dcp_api import arguments, shards, tree
 from distckpt._format.codec import HOLE, refuse_unknown
 from distckpt._models.dtensor import local_part
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
-from distckpt._operations.load import stored_entries
+from distckpt._operations.load_request import stored_entries
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import lone_group
 from distckpt._state import flatten

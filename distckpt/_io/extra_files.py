@@ -7,7 +7,8 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +25,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 256 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+class ExtraFiles(NamedTuple):
+    """Locations of files to copy, and the content of others by name."""
+
+    copied: Sequence[str] = ()
+    written: Mapping[str, bytes] = MappingProxyType({})
 
 
 def list_extra_files(directory: str, with_code: bool) -> list[str]:
@@ -55,9 +63,9 @@ def _check(path: str, directory: str) -> None:
         raise CheckpointingException(f"{path!r} has {num_bytes} bytes, more than the {_MAX_BYTES} of an extra file.")
 
 
-def copy_extra_files(paths: Sequence[str], target: str) -> None:
-    """Copy files into a new directory; on local disks with their modes."""
-    for path in paths:
+def write_extra_files(files: ExtraFiles, target: str) -> None:
+    """Copy and write files into a new directory; copies on local disks have the modes of the originals."""
+    for path in files.copied:
         copy = locations.join(target, locations.split(path)[1])
         data = locations.read_bytes(path, _MAX_BYTES)
         if not (locations.is_local(path) and locations.is_local(copy)):
@@ -69,6 +77,8 @@ def copy_extra_files(paths: Sequence[str], target: str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+    for name, content in files.written.items():
+        locations.write_bytes(locations.join(target, name), content)
     locations.sync_directory(target)
 
 
@@ -77,7 +87,7 @@ def adapt_config(
     outputs: Sequence[OutputTensor],
     quantization: Mapping[str, Any] | None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
-) -> tuple[list[str], dict[str, bytes]]:
+) -> ExtraFiles:
     """Let the configuration say what is exported.
 
     Args:
@@ -85,9 +95,6 @@ def adapt_config(
         outputs: tensors of the export.
         quantization: the `quantization_config` of tensors that are quantised now.
         dtype: of all other tensors, where one was given; else it follows the tensors, if they have one in common.
-
-    Returns:
-        The files that are still to copy, and the content of others by name.
     """
     by_name = {locations.split(path)[1]: path for path in paths}
     name = CONFIG_NAMES[0]
@@ -95,7 +102,7 @@ def adapt_config(
         content = dict(json.loads(locations.read_bytes(by_name[name], _MAX_BYTES))) if name in by_name else {}
     except (ValueError, TypeError) as error:
         if quantization is None:
-            return list(paths), {}
+            return ExtraFiles(paths)
         raise CheckpointingException(f"{by_name[name]!r} is no JSON object ({error}): correct it.") from error
     before = json.dumps(content)
     parts = parts_of(content)
@@ -116,6 +123,7 @@ def adapt_config(
             if field in part:
                 part[field] = str(dtype).removeprefix("torch.")
     if json.dumps(content) == before:
-        return list(by_name.values()), {}
+        return ExtraFiles([*by_name.values()])
     by_name.pop(name, None)
-    return list(by_name.values()), {name: json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"}
+    changed = json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+    return ExtraFiles([*by_name.values()], {name: changed})

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -147,6 +148,28 @@ def problem_at(location: str, step: int | None) -> str | None:
         return None
     more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
     return f"{problems[0].file}: {problems[0].message}{more}"
+
+
+def must_replace(root: str, step: int) -> bool:
+    """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object store."""
+    location = locations.join(root, step_name(step))
+    if not locations.exists(locations.join(location, CONFIG_FNAME)):
+        return False
+    problem = problem_with(root, step)
+    if problem is None:
+        return False
+    if not locations.is_local(location):
+        logger.warning("%s is incomplete (%s): it is replaced when the new one is complete", location, problem)
+        return True
+    aside = locations.join(root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
+    with contextlib.suppress(FileNotFoundError):  # another program has removed it
+        locations.rename(location, aside)
+        if problem_at(aside, step) is None:
+            # Another program has saved the step since we looked: back with it.
+            locations.rename(aside, location)
+        else:
+            logger.warning("%s is incomplete (%s): moved to %s", location, problem, aside)
+    return False
 
 
 def newest_complete_step(root: str, known_problems: Mapping[int, str]) -> tuple[int | None, dict[int, str]]:

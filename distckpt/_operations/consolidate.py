@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,11 +27,10 @@ from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._io.export import num_export_threads, write_output_file
-from distckpt._io.extra_files import adapt_config, copy_extra_files, list_extra_files
-from distckpt._operations.export_plan import Selection, plan_export
-from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES, OutputFile, assign_files, plan_files
+from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files, write_extra_files
+from distckpt._operations.export_plan import ExportPlan, Selection, plan_export
+from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES, OutputFile, OutputTensor, assign_files, plan_files
 from distckpt._plan.merged import Merge, merged
-from distckpt._quantization.formats import FORMATS
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._storage import locations
@@ -154,22 +152,15 @@ def consolidate(
     started = time.perf_counter()
     ranks = Ranks(process_group)
     selection = Selection(keys, rules, family, rename, dtype, quantize, tied, unmatched, like)
+    weights = checkpoint.weights if isinstance(checkpoint, Merge) else None
+    paths = [] if merge_adapter is None else [merge_adapter]
+    paths.extend(checkpoint.locations if isinstance(checkpoint, Merge) else [checkpoint])
     # Paths may differ between nodes.
     same: dict[str, object] = selection._replace(family=None, like=None)._asdict()
     same |= {"overwrite": overwrite, "max_file_bytes": max_file_bytes, "verify": verify}
-    same["merge_adapter"] = merge_adapter is not None
-    paths = [] if merge_adapter is None else [merge_adapter]
-    merge = checkpoint if isinstance(checkpoint, Merge) else None
-    if isinstance(checkpoint, Merge):
-        paths.extend(checkpoint.locations)
-        same["weights"] = checkpoint.weights
-    else:
-        paths.append(checkpoint)
+    same |= {"merge_adapter": merge_adapter is not None, "weights": weights}
     with ranks.phase("check the arguments", same=same):
-        check_choice("tied", tied, ("drop", "write"))
-        check_choice("unmatched", unmatched, ("error", "keep"))
-        for name in selection.formats.values():
-            check_choice("quantize", name, tuple(FORMATS))
+        selection.check()
         check_choice("verify", verify, get_args(Verify))
         sources = [locations.normalize(path) for path in paths]
         target = posix.resolve(output_dir)
@@ -184,33 +175,44 @@ def consolidate(
         with ranks.phase("plan the export"):
             views = [source for source, _ in opened]
             adapter = None if merge_adapter is None else views.pop(0)
-            stored = views[0] if merge is None else merged(views, merge.weights, keys, tied == "write")
+            stored = views[0] if weights is None else merged(views, weights, keys, tied == "write")
             plan = plan_export(stored, selection, ranks.is_coordinator, adapter)
             files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
-            extra_files: list[str] = []
-            if family is not None and extra_files_from is None:
-                extra_files_from = like
-            if extra_files_from is not None and ranks.is_coordinator:
-                extra_files = list_extra_files(locations.normalize(extra_files_from), extra_code)
-            config: dict[str, bytes] = {}
-            if ranks.is_coordinator:
-                extra_files, config = adapt_config(extra_files, plan.outputs, plan.quantization, dtype)
+            extra_from = like if family is not None and extra_files_from is None else extra_files_from
+            extra_files = _choose_extra_files(plan, extra_from, extra_code, dtype) if ranks.is_coordinator else None
 
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)
-    overflows = write_export(ranks, plan.stored, opened, files, target, num_threads, progress, extra_files, config)
-    return ExportReport(
-        len(plan.outputs),
-        sum(tensor.num_bytes for tensor in plan.outputs),
-        sum(tensor.num_elements for tensor in plan.outputs),
-        tuple(file.name for file in files),
-        dict(Counter(tensor.dtype for tensor in plan.outputs)),
-        overflows,
-        time.perf_counter() - started,
-    )
+    overflows = write_export(ranks, plan.stored, opened, files, target, num_threads, progress, extra_files)
+    return _report(plan.outputs, files, overflows, time.perf_counter() - started)
 
 
 # --- Steps ------------------------------------------------------------------------------------------------------------
+
+
+def _choose_extra_files(
+    plan: ExportPlan,
+    directory: str | os.PathLike[str] | None,
+    extra_code: bool,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+) -> ExtraFiles:
+    """Choose the files that go beside the tensors: those of a directory, with a configuration that fits the export."""
+    taken = [] if directory is None else list_extra_files(locations.normalize(directory), extra_code)
+    return adapt_config(taken, plan.outputs, plan.quantization, dtype)
+
+
+def _report(
+    outputs: Sequence[OutputTensor], files: Sequence[OutputFile], overflows: dict[str, int], seconds: float
+) -> ExportReport:
+    return ExportReport(
+        len(outputs),
+        sum(tensor.num_bytes for tensor in outputs),
+        sum(tensor.num_elements for tensor in outputs),
+        tuple(file.name for file in files),
+        dict(Counter(tensor.dtype for tensor in outputs)),
+        overflows,
+        seconds,
+    )
 
 
 def open_source(
@@ -260,26 +262,25 @@ def write_export(
     target: str,
     num_threads: int,
     progress: Callable[[int, int], object] | None = None,
-    extra_files: Sequence[str] = (),
-    config: Mapping[str, bytes] = MappingProxyType({}),
+    extra_files: ExtraFiles | None = None,
 ) -> dict[str, int]:
     """Write an export beside the target, check it and make it visible; return the overflows by tensor.
 
     Collective operation: all ranks must call it; each writes whole files. `stored` is a view of the sources, which are
-    what `open_source` returned; `config` has the content of more files by name.
+    what `open_source` returned.
     """
     timer = PhaseTimer("consolidate", ranks.rank, target)
-    own_bytes = sum(files[index].num_bytes for index in assign_files(files, ranks.size)[ranks.rank])
+    mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
+    own_bytes = sum(file.num_bytes for file in mine)
     place, held = choose_staging(ranks, target, own_bytes), contextlib.ExitStack()
     staging = place.location
     try:
         with timer.phase("write") as details:
-            mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
-            details["bytes"] = sum(file.num_bytes for file in mine)
+            details["bytes"] = own_bytes
             make_staging(ranks, place, held, names=())
             overflows: dict[str, int] = {}
             with ranks.phase("write output files"):
-                count = counting(progress, details["bytes"])
+                count = counting(progress, own_bytes)
                 for file in mine:
                     path = locations.join(staging, file.name)
                     overflows |= write_output_file(stored, file, path, num_threads, count)
@@ -288,17 +289,10 @@ def write_export(
                 overflows |= json.loads(other)
         with timer.phase("commit"), ranks.phase("commit the export", decision=True):
             if ranks.is_coordinator:
-                for source, data in sources:
-                    if opening.manifest_bytes(source.location, opening.identify(source.location)) != data:
-                        raise CheckpointingException(
-                            f"{source.location!r} was overwritten while it was exported: nothing was exported, try "
-                            "again."
-                        )
+                _check_unchanged(sources)
                 for file in files:
                     _check_written(locations.join(staging, file.name), file)
-                copy_extra_files(extra_files, staging)
-                for name, content in config.items():
-                    locations.write_bytes(locations.join(staging, name), content)
+                write_extra_files(extra_files or ExtraFiles(), staging)
                 _write_index(staging, files)
                 posix.commit_beside_others(staging, target, belongs_to_export)
     except BaseException:
@@ -328,6 +322,15 @@ def _abandon(staging: str, target: str, files: Sequence[OutputFile]) -> None:
     # On an object store the files are in their final place; the index was not written.
     for file in files:
         locations.remove_file(locations.join(target, file.name))
+
+
+def _check_unchanged(sources: Sequence[tuple[StoredCheckpoint, bytes]]) -> None:
+    """Compare the manifests of the sources with what they were when the export began."""
+    for source, data in sources:
+        if opening.manifest_bytes(source.location, opening.identify(source.location)) != data:
+            raise CheckpointingException(
+                f"{source.location!r} was overwritten while it was exported: nothing was exported, try again."
+            )
 
 
 def _check_written(path: str, file: OutputFile) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.messages import summarize_keys
+from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._foreign import hugging_face
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.adapter import CONFIG_NAME, merge_adapter, with_peft_names
@@ -24,6 +24,7 @@ from distckpt._plan.export import (
     quantize_outputs,
     select_tensors,
 )
+from distckpt._quantization.formats import FORMATS
 from distckpt._storage import locations
 from distckpt.families import read_config, rules_for
 from distckpt.rules import Rule, TensorInfo
@@ -48,6 +49,13 @@ class Selection(NamedTuple):
     def formats(self) -> dict[str, str]:
         """Formats of quantised tensors by pattern; the empty one is for what models usually quantise."""
         return {"": self.quantize} if isinstance(self.quantize, str) else dict(self.quantize or {})
+
+    def check(self) -> None:
+        """Raise ValueError for an argument that is none of its choices."""
+        check_choice("tied", self.tied, ("drop", "write"))
+        check_choice("unmatched", self.unmatched, ("error", "keep"))
+        for name in self.formats.values():
+            check_choice("quantize", name, tuple(FORMATS))
 
 
 class ExportPlan(NamedTuple):

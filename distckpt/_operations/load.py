@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args, overload
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._format.codec import HOLE
-from distckpt._format.marker import names_of_module
-from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._objects import objects
-from distckpt._objects.whole import parts_of, refuse_parts
 from distckpt._operations.absent_values import refuse_absent_values, tensor_paths
 from distckpt._operations.consistent_read import find_checkpoint, noticing_removal, read_unchanged
+from distckpt._operations.load_request import check_request, describe_request
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import LoadReport, PhaseTimer
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, check_common_strategy, take_common_strategy
-from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge_tables
-from distckpt._state.strictness import StrictHandling, handle_mismatch, parse_strict_flag
-from distckpt._state.validation import validate_shards
+from distckpt._state.strictness import StrictHandling, parse_strict_flag
 from distckpt._storage import locations
-from distckpt.families import rules_for
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
-from distckpt.strategies.defaults import load_strategy
-from distckpt.strategies.safetensors import SafetensorsLoadStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -218,65 +209,33 @@ def _load(
 
     `found` is the marker on rank 0.
     """
-    # 1. Find the checkpoint and the strategy that reads it.
     with timer.phase("plan"):
+        # 1. Find the checkpoint and the strategy that reads it.
         marker, opened = find_checkpoint(ranks, location, found, options.verify)
-        with ranks.phase("flatten the state dict") as vote:
-            described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
-            request = flatten.split(described.state_dict)
-            if family is not None:
-                keys = [shard.key for shard in request.shards if isinstance(shard, ShardedTensor)]
-                on_disk = opened and opened.manifest
-                options = replace(options, rules=(*options.rules, *rules_for(family, location, keys, on_disk)))
-            strategy = load_strategy(sharded_strategy, marker, location).configure(replace(options, stored=opened))
-            compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-            has_ties = not options.rules and _has_ties(request.shards)
-            vote.number = objects.needs_stored(described) or compares or has_ties
-        needed = vote.largest
-        entries = stored_entries(ranks, strategy, location) if needed else {}
-        settings: StateDict = {}
-        if needed > 1:
-            with ranks.phase("read the settings of optimizers"):
-                settings = strategy.load(objects.settings_of(described, entries), location)
-        with ranks.phase("describe the targets"):
-            resolved = objects.resolve(ranks.rank, described, entries, settings)
-            # A state of another number of ranks is neither loaded nor missing.
-            skipped = {p.name for p in described.places} - {p.name for p in resolved.places}
-            stored = {key: entry for key, entry in entries.items() if key not in skipped}
-            if resolved.state_dict is not described.state_dict:
-                request = flatten.split(resolved.state_dict)
-            shards, values, skeleton = request
-            table = describe(shards)
-            ties = _absent_ties(shards, stored) if not options.rules else {}
-            requested = {shard.key for i, shard in enumerate(shards) if i not in ties}
+        request = describe_request(
+            ranks, sharded_state_dict, location, marker, sharded_strategy, mode, materialize,
+            replace(options, stored=opened), family,
+        )  # fmt: skip
 
         # 2. Compare the requests of the ranks with each other and with the checkpoint.
-        validates = options.validate_access_integrity and ranks.size > 1
-        tables = ranks.gather(table.to_bytes()) if validates else []
-        with ranks.phase("check the requested shards", decision=True) as vote:
-            if tables:
-                validate_shards(merge_tables(ShardTable.all_from_bytes(tables)))
-            refuses = mode is StrictHandling.ASSUME_OK_UNEXPECTED and needed and not options.rules
-            parts = parts_of(resolved, requested, entries, stored if refuses else (), names_of_module(marker))
-            vote.number = len(parts.of_modules | parts.of_optimizers | parts.of_nobody)
-        missing, unexpected = _compare_keys(ranks, mode, requested, stored, location)
-        if vote.largest:
-            refuse_parts(ranks, parts, entries, location)
+        missing, unexpected = check_request(ranks, request, mode, options.validate_access_integrity, marker, location)
 
     # 3. Read.
+    shards, values, skeleton = request.split
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):
         left_out = unexpected | _extra_states(shards) if family is not None else unexpected
-        wanted = {str(i): s for i, s in enumerate(shards) if s.key not in left_out and i not in ties}
-        wanted["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
-        found_values = _read(ranks, strategy, wanted, location)
+        sharded = {str(i): s for i, s in enumerate(shards) if s.key not in left_out and i not in request.ties}
+        sharded["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
+        found_values = _read(ranks, request.strategy, sharded, location)
         absent = [None if shard.key in left_out - unexpected else HOLE for shard in shards]
-        loaded = [found_values.get(str(ties.get(i, i)), absent[i]) for i in range(len(shards))]
+        loaded = [found_values.get(str(request.ties.get(i, i)), absent[i]) for i in range(len(shards))]
         num_bytes = sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor))
         details["bytes"] = num_bytes
         state_dict = flatten.put_together(skeleton, loaded, found_values["common"])
         if mode in _STRICT_MODES:
-            refuse_absent_values(values, {place.path[0] for place in described.places}, state_dict, location)
-    return num_bytes, resolved, state_dict, missing, unexpected
+            objects_at = {place.path[0] for place in request.described.places}
+            refuse_absent_values(values, objects_at, state_dict, location)
+    return num_bytes, request.resolved, state_dict, missing, unexpected
 
 
 def _read(ranks: Ranks, strategy: LoadShardedStrategy, wanted: ShardedStateDict, location: str) -> StateDict:
@@ -299,75 +258,6 @@ def _read(ranks: Ranks, strategy: LoadShardedStrategy, wanted: ShardedStateDict,
         ) from error
 
 
-def _has_ties(shards: Sequence[Shard]) -> bool:
-    return any(shards[tie].key != shards[first].key for tie, first in find_ties(shards).items())
-
-
-def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:
-    """Return the shards that are not stored but tied to one that is, whose number is the value: export stores one."""
-    by_first: dict[int, list[int]] = {}
-    for tie, first in (find_ties(shards) if stored else {}).items():
-        by_first.setdefault(first, [first]).append(tie)
-    absent: dict[int, int] = {}
-    for group in by_first.values():
-        there = [i for i in group if shards[i].key in stored]
-        absent |= {i: there[0] for i in group if there and shards[i].key not in stored}
-    return absent
-
-
 def _extra_states(shards: Sequence[ShardedTensor | ShardedObject]) -> set[str]:
     """Find the objects of Transformer Engine that no Hugging Face directory holds; modules accept None for them."""
     return {s.key for s in shards if isinstance(s, ShardedObject) and s.key.endswith("_extra_state")}
-
-
-def _compare_keys(
-    ranks: Ranks, mode: StrictHandling, requested: set[str], entries: Mapping[str, StoredEntry], location: str
-) -> tuple[set[str], set[str]]:
-    """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the mode says."""
-    if not StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
-        return set(), set()
-    stored = set(entries)
-    requested_by_all = [set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(requested)).encode())]
-    unexpected = requested - stored
-    # Every rank compares the keys of all, so that all raise the same error.
-    of_all = set().union(*requested_by_all)
-    unexpected_of_all = of_all - stored
-    missing: set[str] = set()
-    if StrictHandling.requires_global_app_metadata(mode):
-        missing = stored - of_all - {part for key in of_all & stored for part in entries[key].parts}
-        # What is only computed is not missing: its parts are.
-        missing -= {key for key, entry in entries.items() if entry.parts and key not in entry.parts}
-    handle_mismatch(mode, missing, unexpected_of_all, stored, location)
-    return missing, unexpected
-
-
-def stored_entries(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -> dict[str, StoredEntry]:
-    """Return dtypes and shapes of the tensors and objects in a checkpoint, without common state, by key.
-
-    Collective operation: all ranks must call it; rank 0 reads.
-    """
-
-    def read() -> list[tuple[str, str | None, tuple[int, ...], tuple[str, ...]]]:
-        shards = {shard.key: shard for shard in strategy.load_sharded_metadata(location).values()}
-        parts = strategy.load_quantized_metadata(location)
-        shards.update((key, shard) for key, (shard, _) in parts.items())
-        return [
-            (
-                key,
-                TO_NAME[shard.dtype] if isinstance(shard, ShardedTensor) else None,
-                tuple(shard.global_shape),
-                parts[key][1] if key in parts else (),
-            )
-            for key, shard in shards.items()
-            if key != COMMON_KEY
-        ]
-
-    if isinstance(strategy, SafetensorsLoadStrategy) and strategy.options.stored is not None:
-        with ranks.phase("read the keys of the checkpoint"):
-            found = read()
-    else:
-        found = ranks.decide_json("read the keys of the checkpoint", read)
-    return {
-        key: StoredEntry(None if dtype is None else FROM_NAME[dtype], tuple(shape), tuple(parts))
-        for key, dtype, shape, parts in found
-    }

@@ -139,14 +139,8 @@ def reshard(
     stored = open_checkpoint(location, verify)
     if rules or is_for_all(dtype):
         stored = decoded(stored)
-    manifest, rename = stored.manifest, rename or {}
-    outputs: list[OutputTensor] = []
-    if keys is not None or any(name != OBJECT for name in manifest.dtypes):
-        # Rules may make different tensors of tied ones, which are written one by one then.
-        tensors = select_tensors(manifest, keys, bool(rules), hidden_keys(stored))
-        outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True, tied=manifest.aliases)
-        check_codes(stored, outputs)
-    aliases = {} if rules else _aliases(stored, keys, rename)
+    outputs = _outputs(stored, keys, rules, rename or {}, dtype)
+    aliases = {} if rules else _aliases(stored, keys, rename or {})
     objects = _read_objects(stored)
 
     # 2. Who writes it.
@@ -173,6 +167,24 @@ def reshard(
 
 
 # --- What is written --------------------------------------------------------------------------------------------------
+
+
+def _outputs(
+    stored: StoredCheckpoint,
+    keys: str | Sequence[str] | None,
+    rules: Sequence[Rule],
+    rename: Mapping[str, str],
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+) -> list[OutputTensor]:
+    """Return the tensors of the new checkpoint; one of objects alone has none."""
+    manifest = stored.manifest
+    if keys is None and all(name == OBJECT for name in manifest.dtypes):
+        return []
+    # Rules may make different tensors of tied ones, which are written one by one then.
+    tensors = select_tensors(manifest, keys, bool(rules), hidden_keys(stored))
+    outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True, tied=manifest.aliases)
+    check_codes(stored, outputs)
+    return outputs
 
 
 def _aliases(stored: StoredCheckpoint, keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> dict[str, str]:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from distckpt._base.dtypes import FROM_NAME
-from distckpt._format.manifest import OBJECT, Manifest
+from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import TensorInfo
-from distckpt._geometry.region import IntArray, Region, cut_region
+from distckpt._geometry.region import Region, cut_region
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.detect import find_quantized
@@ -44,27 +44,11 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         return stored
     manifest, tensors = stored.manifest, list(found.values())
     names = {key: key + AS_STORED for each in tensors for key in each.keys}
-    chunks, ndim, first_key = manifest.chunks, manifest.offsets.shape[1], len(manifest.keys)
-    shapes = np.ones((len(tensors), ndim), np.int64)
-    for row, quantized in enumerate(tensors):
-        shapes[row, : len(quantized.shape)] = quantized.model_shape
-    zeros: IntArray = np.zeros(len(tensors), np.int64)
-    num_bytes = np.prod(shapes, axis=1) * np.array([FROM_NAME[each.dtype].itemsize for each in tensors])
-    added: dict[str, Any] = {
-        "key_ids": np.arange(first_key, first_key + len(tensors)),
-        "file_ids": zeros,
-        # Nowhere, and each elsewhere.
-        "first_bytes": np.arange(-len(tensors), 0),
-        "num_bytes": num_bytes,
-        "offsets": np.zeros((len(tensors), ndim), np.int64),
-        "shapes": shapes,
-    }
-    added = {name: np.concatenate([getattr(chunks, name), more]) for name, more in added.items()}
     view = Manifest(
         [*(names.get(key, key) for key in manifest.keys), *found],
         [*manifest.dtypes, *(each.dtype for each in tensors)],
         [*manifest.global_shapes, *(each.model_shape for each in tensors)],
-        chunks._replace(**added),
+        _with_chunks(manifest, tensors),
         {
             **{alias: key for alias, key in manifest.aliases.items() if key in found or key not in names},
             **{alias + AS_STORED: names[key] for alias, key in manifest.aliases.items() if key in names},
@@ -81,7 +65,26 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         )
         for each in tensors
     ]
-    return stored._replace(manifest=view, quantized=dict(enumerate(renamed, len(chunks.key_ids))))
+    return stored._replace(manifest=view, quantized=dict(enumerate(renamed, len(manifest.chunks.key_ids))))
+
+
+def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable:
+    """Add a chunk for each tensor, whose key follows those of the manifest."""
+    chunks, ndim, first_key = manifest.chunks, manifest.offsets.shape[1], len(manifest.keys)
+    shapes = np.ones((len(tensors), ndim), np.int64)
+    for row, quantized in enumerate(tensors):
+        shapes[row, : len(quantized.shape)] = quantized.model_shape
+    added = {
+        "key_ids": np.arange(first_key, first_key + len(tensors)),
+        "file_ids": np.zeros(len(tensors), np.int64),
+        # Nowhere, and each elsewhere.
+        "first_bytes": np.arange(-len(tensors), 0),
+        "num_bytes": np.prod(shapes, axis=1) * np.array([FROM_NAME[each.dtype].itemsize for each in tensors]),
+        "offsets": np.zeros((len(tensors), ndim), np.int64),
+        "shapes": shapes,
+    }
+    columns: dict[str, Any] = {name: np.concatenate([getattr(chunks, name), more]) for name, more in added.items()}
+    return chunks._replace(**columns)
 
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:

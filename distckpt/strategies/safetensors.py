@@ -46,7 +46,7 @@ from distckpt._plan.translate import translate
 from distckpt._ranks import exchanges
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
-from distckpt._state.shards import ShardTable, describe, region_view, shard_regions
+from distckpt._state.shards import Shard, ShardTable, describe, region_view, shard_regions
 from distckpt._storage import locations
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
@@ -100,7 +100,21 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             InvalidShardingError: shards overlap, leave gaps or disagree.
         """
         options = self.options
-        ranks = Ranks(options.process_group)
+        shards, plan, is_known = self._plan(Ranks(options.process_group), sharded_state_dict)
+        settings = WriteSettings(
+            durable=options.durable,
+            direct=self.direct_io,
+            num_threads=num_threads_within(options.max_inflight_bytes),
+            num_requests=num_requests_within(options.max_inflight_bytes),
+            progress=options.progress,
+        )
+        encoded = encoded_objects(plan.objects, shards)
+        num_bytes = sum(sum(file.chunk_bytes) for file in plan.files) + sum(map(len, encoded.values()))
+        return SafetensorsSave(tensor_files_of(plan.files, shards), plan, encoded, settings, num_bytes, is_known)
+
+    def _plan(self, ranks: Ranks, sharded_state_dict: ShardedStateDict) -> tuple[list[Shard], SavePlan, bool]:
+        """Return the shards ready to save, their plan, and whether that was kept from an earlier save."""
+        options = self.options
         known = table = None
 
         def described() -> ShardTable:
@@ -130,16 +144,7 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
             assert table is not None
             plan = make_plan(ranks, table, not options.validate_access_integrity)
         self._plans.keep(structure, plan)
-        settings = WriteSettings(
-            durable=options.durable,
-            direct=self.direct_io,
-            num_threads=num_threads_within(options.max_inflight_bytes),
-            num_requests=num_requests_within(options.max_inflight_bytes),
-            progress=options.progress,
-        )
-        encoded = encoded_objects(plan.objects, shards)
-        num_bytes = sum(sum(file.chunk_bytes) for file in plan.files) + sum(map(len, encoded.values()))
-        return SafetensorsSave(tensor_files_of(plan.files, shards), plan, encoded, settings, num_bytes, plan is known)
+        return shards, plan, plan is known
 
 
 @dataclass
