@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -21,14 +22,12 @@ from distckpt._foreign.opening import open_checkpoint
 from distckpt._foreign.stored_values import StoredTensor, holds_objects, object_keys, read_encoded
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.region import Region, cut_region, whole
+from distckpt._geometry.region import Region
 from distckpt._io import background
+from distckpt._operations.windows import Window, blocks_of, map_windows, norm, real_numbers, window_regions
 from distckpt._plan.export import check_all_match, matches, renamed
 from distckpt._ranks.report import counting
 from distckpt._storage import locations
-
-WINDOW_ELEMENTS = 4 << 20
-"""So many elements of each side are in memory at a time, a few times over while they are compared."""
 
 
 class TensorDifference(NamedTuple):
@@ -173,14 +172,17 @@ def diff(
         for tensor in (of_a[key], of_b[key])
     )
     count = counting(progress, num_bytes)
-    found = [_diff_tensor(key, of_a[key], of_b[key], atol, rtol, count) for key in common]
+    compute = functools.partial(_compare_window, atol=atol, rtol=rtol)
+    found = map_windows([[of[key] for key in comparable] for of in (of_a, of_b)], compute, count)
+    windows: dict[str, list[_Change | None]] = dict(zip(comparable, found, strict=True))
+    differences = [_join(key, of_a[key], of_b[key], windows.get(key)) for key in common]
     objects_compared = keys is None and holds_objects(first) and holds_objects(second)
     return DiffReport(
         first.location,
         second.location,
         tuple(sorted(of_a.keys() - of_b.keys(), key=natural_order)),
         tuple(sorted(of_b.keys() - of_a.keys(), key=natural_order)),
-        tuple(difference for difference in found if difference is not None),
+        tuple(difference for difference in differences if difference is not None),
         tuple(_diff_objects(first, second)) if objects_compared else (),
         objects_compared,
         len(comparable),
@@ -210,96 +212,116 @@ def _open(
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _diff_tensor(
-    key: str, a: StoredTensor, b: StoredTensor, atol: float, rtol: float, count: Callable[[int], None] | None
+class _Change(NamedTuple):
+    """A window whose bytes differ.
+
+    Attributes:
+        first_index: of the first element whose value differs, none when all are equal.
+        spans: along each axis, the first index of such elements and the one behind the last.
+        norms: of A, of B and of the difference.
+    """
+
+    num_different: int
+    max_difference: float
+    first_index: tuple[int, ...]
+    spans: list[tuple[int, int]]
+    norms: tuple[float, ...]
+
+
+def _join(
+    key: str, a: StoredTensor, b: StoredTensor, windows: Sequence[_Change | None] | None
 ) -> TensorDifference | None:
+    """Join what was found in the windows of a tensor; they are None when the shapes differ."""
     shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
-    if shapes[0] != shapes[1]:
+    if windows is None:
         return TensorDifference(key, shapes, dtypes, 0, 0, 0.0, None, None)
-    num_different, max_difference = 0, 0.0
-    first_index: tuple[int, ...] | None = None
-    spans: list[list[int]] = []
-    squares = np.zeros(3)
-    equal: list[Region] = []
-    for window in cut_region(whole(shapes[0]), WINDOW_ELEMENTS):
-        left, right = a.read(window), b.read(window)
-        if count is not None:
-            count(left.nbytes + right.nbytes)
-        if left.dtype == right.dtype and torch.equal(as_integers(left), as_integers(right)):
-            equal.append(window)
-            continue
-        squares += _squares(left, right)
-        differs, distance = _compare(left, right, atol, rtol)
-        if not differs.any():
-            continue
-        if first_index is None:
-            inside = np.unravel_index(int(differs.argmax()), differs.shape)
-            first_index = tuple(int(i) + o for i, o in zip(inside, window.offset, strict=True))
-        num_different += int(differs.sum())
-        max_difference = max(max_difference, distance)
-        spans = _extend(spans, differs, window)
-    if num_different == 0 and dtypes[0] == dtypes[1]:
-        return None
-    region = str(Region(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans))) if num_different else None
-    num_elements = math.prod(shapes[0])
-    for window in equal if num_different else ():
-        values = a.read(window)
-        squares += _squares(values, values)
-    found = (num_different, max_difference, first_index, region)
-    norm_a, norm_b, distance = np.sqrt(squares).tolist() if num_different else (0.0, 0.0, 0.0)
+    num_elements = math.prod(a.shape)
+    changes = [change for change in windows if change is not None and change.num_different]
+    if not changes:
+        cast = TensorDifference(key, shapes, dtypes, num_elements, 0, 0.0, None, None)
+        return None if a.dtype == b.dtype else cast
+    spans = [(min(axis)[0], max(stop for _, stop in axis)) for axis in zip(*(c.spans for c in changes), strict=True)]
+    region = Region(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+    norms = [change.norms for change in windows if change is not None]
+    for change, equal in zip(windows, window_regions(a.shape), strict=True):
+        if change is None:
+            size = math.hypot(*(norm(real_numbers(block)) for block in blocks_of(a.read(equal))))
+            norms.append((size, size, 0.0))
+    norm_a, norm_b, distance = (math.hypot(*column) for column in zip(*norms, strict=True))
+    num_different = sum(change.num_different for change in changes)
+    largest = max(change.max_difference for change in changes)
+    found = (num_different, largest, changes[0].first_index, str(region))
     return TensorDifference(key, shapes, dtypes, num_elements, *found, (norm_a, norm_b), distance)
 
 
-def _squares(left: torch.Tensor, right: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Return the sums of the squares of two parts of tensors and of their difference."""
-    a, b = (to_numpy(part).ravel() for part in (left, right))
-    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-    a, b = a.astype(wide), b.astype(wide)
-    with np.errstate(all="ignore"):
-        return np.array([np.vdot(part, part).real for part in (a, b, a - b)])
+def _compare_window(
+    window: Window, left: torch.Tensor, right: torch.Tensor, *, atol: float, rtol: float
+) -> _Change | None:
+    """Compare a window of both sides, block by block; None when the bytes are equal."""
+    blocks = list(zip(blocks_of(left), blocks_of(right), strict=True))
+    if left.dtype == right.dtype and all(_has_equal_bytes(*block) for block in blocks):
+        return None
+    places, norms, largest = [], [], []
+    for block in blocks:
+        a, b = map(to_numpy, block)
+        differs, distance = _compare(a, b, atol, rtol)
+        places.append(differs)
+        norms.append([norm(real_numbers(torch.from_numpy(values))) for values in (a, b, distance)])
+        # numpy takes longer where it is told where to look.
+        largest.append(distance.max(initial=0, where=differs) if atol or rtol else distance.max(initial=0))
+    first_index, spans = _place(np.concatenate(places).reshape(left.shape), window.region.offset)
+    num_different = sum(int(np.count_nonzero(differs)) for differs in places)
+    lengths = tuple(math.hypot(*column) for column in zip(*norms, strict=True))
+    return _Change(num_different, float(max(largest)), first_index, spans, lengths)
 
 
-def _compare(left: torch.Tensor, right: torch.Tensor, atol: float, rtol: float) -> tuple[npt.NDArray[np.bool_], float]:
-    """Return which elements differ, and by how much at most."""
-    a, b = to_numpy(left), to_numpy(right)
+def _has_equal_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    # numpy takes a fifth of torch's time.
+    return np.array_equal(as_integers(left).numpy(), as_integers(right).numpy())
+
+
+def _compare(
+    a: npt.NDArray[Any], b: npt.NDArray[Any], atol: float, rtol: float
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[Any]]:
+    """Return which elements differ, and how far all are apart."""
     if a.dtype.kind in "iub" and b.dtype.kind in "iub":
         return _compare_integers(a, b, atol, rtol)
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
-        # As an array, also where there is one element without axes.
-        distance = np.asarray(np.abs(np.subtract(a, b, dtype=wide)))
+        distance = np.abs(np.subtract(a, b, dtype=wide))
         unclear = np.isnan(distance)
         if unclear.any():
             # NaN on one side or both, or equal infinities.
             x, y = a[unclear], b[unclear]
             distance[unclear] = np.where((x == y) | ((x != x) & (y != y)), 0.0, np.inf)
         differs = (distance > atol + rtol * np.abs(b)) | np.isinf(distance) if atol or rtol else distance > 0
-    return np.asarray(differs), float(distance.max(where=differs, initial=0.0))
+    return differs, distance
 
 
 def _compare_integers(
     a: npt.NDArray[Any], b: npt.NDArray[Any], atol: float, rtol: float
-) -> tuple[npt.NDArray[np.bool_], float]:
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
     """Compare exactly: large integers may differ by less than a float64 can tell."""
     with np.errstate(all="ignore"):
         x, y = a.astype(np.uint64), b.astype(np.uint64)
         # Modulo 2**64, which is right for negative numbers, too.
         distance = np.where(a > b, x - y, y - x)
-        bound = np.asarray(atol + rtol * np.abs(b.astype(np.float64)))
+        bound = atol + rtol * np.abs(b.astype(np.float64))
         is_reachable = bound < 2.0**64
         differs = (a != b) & is_reachable & (distance > np.where(is_reachable, bound, 0).astype(np.uint64))
-    return np.asarray(differs), float(distance.max(where=differs, initial=0))
+    return differs, distance
 
 
-def _extend(spans: list[list[int]], differs: npt.NDArray[np.bool_], window: Region) -> list[list[int]]:
-    """Widen the ranges of indices along each axis to the elements of a window that differ."""
-    extended = []
-    for axis, offset in enumerate(window.offset):
-        others = tuple(other for other in range(differs.ndim) if other != axis)
-        hits = np.flatnonzero(differs.any(axis=others)) + offset
-        lo, hi = int(hits[0]), int(hits[-1]) + 1
-        extended.append([min(lo, spans[axis][0]), max(hi, spans[axis][1])] if spans else [lo, hi])
-    return extended
+def _place(differs: npt.NDArray[np.bool_], offset: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """Return where the first element of a window is that differs, and along each axis the span of all of them."""
+    if not differs.any():
+        return (), []
+    first = np.unravel_index(int(differs.argmax()), differs.shape)
+    spans = []
+    for axis, start in enumerate(offset):
+        hits = np.flatnonzero(differs.any(axis=tuple(other for other in range(differs.ndim) if other != axis)))
+        spans.append((start + int(hits[0]), start + int(hits[-1]) + 1))
+    return tuple(int(i) + o for i, o in zip(first, offset, strict=True)), spans
 
 
 # --- Objects ----------------------------------------------------------------------------------------------------------

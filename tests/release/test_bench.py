@@ -186,6 +186,15 @@ def test_the_comparison_runs(storage, tmp_path, run_script):
     assert all(f"| {figure['name']} " in printed for figure in figures)
 
 
+def test_the_script_for_stats_and_diff_runs(tmp_path, run_script):
+    printed = run_script("values.py", "--dir", tmp_path, "--gigabytes", "0.001", "--kib", "64", "--runs", "1")
+    assert {line.split("|")[2].strip() for line in printed.splitlines() if line.startswith("| warm")} == {
+        "raw reads",
+        "stats",
+        "diff (two checkpoints)",
+    }
+
+
 def test_the_pictures_and_the_page_are_those_of_the_scripts_and_figures(tmp_path, run_script):
     docs = ROOT / "docs"
     (tmp_path / "figures").mkdir()

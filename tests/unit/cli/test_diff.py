@@ -13,7 +13,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
-from distckpt._operations import diff
+from distckpt._operations import windows
 from tests.support.cli_command import call, call_error, call_json, call_usage_error, interrupt_at_first_progress
 
 
@@ -56,7 +56,7 @@ def test_the_same_under_other_layouts(tmp_path, capsys):
 
 @pytest.mark.parametrize("window", [1 << 22, 7, 50])
 def test_values_that_differ_are_counted_and_placed(tmp_path, capsys, monkeypatch, window):
-    monkeypatch.setattr(diff, "WINDOW_ELEMENTS", window)
+    monkeypatch.setattr(windows, "WINDOW_ELEMENTS", window)
     changed = tensors()
     changed["model.up"][17, 5:9] += torch.tensor([0.5, -3.0, 0.25, 1.0])
     changed["model.up"][30, 2] = 9.0
@@ -130,6 +130,30 @@ def test_special_numbers_and_tolerances(tmp_path, capsys):
     assert call_json(capsys, "diff", tmp_path / "d", tmp_path / "e")["is_same"]
     (found,) = call_json(capsys, "diff", tmp_path / "d", tmp_path / "f", code=1)["tensors"]
     assert (found["max_difference"], found["first_index"]) == ("Infinity", [])
+
+
+@pytest.mark.parametrize("block", [1 << 18, 100])
+def test_norms_of_every_dtype_are_those_of_numpy(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(windows, "WINDOW_ELEMENTS", 250)
+    monkeypatch.setattr(windows, "_BLOCK_ELEMENTS", block)
+    dtypes = [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int32]
+    old = {str(dtype): (torch.randn(600) * 50).to(dtype) for dtype in dtypes}
+    old["huge"] = torch.full((600,), 1e200, dtype=torch.float64)
+    new = {key: value.clone() for key, value in old.items()}
+    for value in new.values():
+        value[400:] = value[100:300].clone()
+    new["huge"][7] = -1e200
+    found = distckpt.diff(save(tmp_path / "a", old), save(tmp_path / "b", new, num_parts=3)).tensors
+    assert {item.key for item in found} == old.keys()
+    for item in found:
+        a, b = (
+            (v.float() if v.itemsize < 4 else v).numpy().astype(np.complex128) for v in (old[item.key], new[item.key])
+        )
+        assert item.num_different == np.count_nonzero(a != b)
+        assert item.max_difference == pytest.approx(abs(a - b).max())
+        scale = abs(a).max()
+        norms = [scale * np.linalg.norm(v / scale) for v in (a, b, a - b)]
+        assert [*item.norms, item.difference_norm] == pytest.approx(norms, rel=1e-6)
 
 
 def test_large_integers_are_compared_exactly(tmp_path, capsys):

@@ -11,7 +11,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt._foreign.opening import open_checkpoint
-from distckpt._operations import stats
+from distckpt._operations import stats, windows
 from tests.support.cli_command import call, call_error, call_json
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -19,9 +19,14 @@ VALUES = {
     "wide": torch.randn(300, 40, generator=GENERATOR),
     "half": torch.randn(50, 8, generator=GENERATOR).bfloat16(),
     "fp8": torch.randn(16, 8, generator=GENERATOR).to(torch.float8_e4m3fn),
+    "codes": torch.arange(256).to(torch.uint8).view(torch.float8_e5m2),
+    "scales": torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu),
+    "int8": torch.arange(-128, 128).to(torch.int8),
+    "constant": torch.full((1 << 16,), 0.1),
     "tiny": torch.full((6,), 1e-25),
     "huge": torch.full((6,), 1e25),
     "large": torch.tensor([1e300, -1e300, 0.0, 5e299], dtype=torch.float64),
+    "extreme": torch.tensor([-1.2e308, 1.2e308], dtype=torch.float64),
     "small": torch.tensor([1e-300, 3e-300], dtype=torch.float64),
     "count": torch.arange(-3, 2**40, 2**37),
     "mask": torch.tensor([True, False, False]),
@@ -40,24 +45,25 @@ def checkpoint(tmp_path):
     return tmp_path / "c"
 
 
-@pytest.mark.parametrize("window", [1 << 21, 64])
-def test_statistics_are_those_of_numpy(checkpoint, capsys, monkeypatch, window):
-    monkeypatch.setattr(stats, "WINDOW_ELEMENTS", window)
+@pytest.mark.parametrize(("window", "block"), [(1 << 22, 1 << 18), (1024, 1024), (4096, 100)])
+def test_statistics_are_those_of_numpy(checkpoint, capsys, monkeypatch, window, block):
+    monkeypatch.setattr(windows, "WINDOW_ELEMENTS", window)
+    monkeypatch.setattr(windows, "_BLOCK_ELEMENTS", block)
     found = {item["key"]: item for item in call_json(capsys, "stats", checkpoint, code=1)["tensors"]}
     assert list(found) == sorted(VALUES)
     for key, value in VALUES.items():
         flat = torch.view_as_real(value) if value.is_complex() else value
-        numbers = (flat.double() if flat.dtype != torch.float8_e4m3fn else flat.float().double()).numpy().ravel()
+        numbers = (flat.float() if flat.itemsize == 1 else flat).double().numpy().ravel()
         finite, item = numbers[np.isfinite(numbers)], found[key]
         assert (item["num_elements"], item["shape"]) == (value.numel(), list(value.shape))
         assert item["num_nan"] == np.isnan(numbers).sum()
         assert item["num_infinite"] == np.isinf(numbers).sum()
         assert item["num_zero"] == (finite == 0).sum()
-        assert item["norm"] == pytest.approx(math.hypot(*finite), rel=1e-5, abs=0)
+        assert item["norm"] == pytest.approx(math.hypot(*finite), rel=1e-6, abs=0)
         assert sum(item["histogram"]) == (len(finite) if len(finite) < 2000 else sum(item["histogram"]))
         if len(finite):
             assert (item["min"], item["max"]) == (finite.min(), finite.max())
-            assert item["mean"] == pytest.approx(finite.mean(), rel=1e-5, abs=1e-7)
+            assert item["mean"] == pytest.approx(finite.mean(), rel=1e-6, abs=1e-7)
     assert 1000 <= sum(found["wide"]["histogram"]) <= 2000
 
 
@@ -70,9 +76,15 @@ def test_a_histogram_has_bins_of_equal_width(tmp_path, capsys):
 
 def test_the_exit_code_tells_of_nan(checkpoint, capsys):
     text = call(capsys, "stats", checkpoint, code=1)
-    assert "13 tensors, 1 with NaN; " in text
-    assert "12 tensors, 0 with NaN" in call(capsys, "stats", checkpoint, "--keys", "!special")
-    assert "matches ['v']; there are 'complex'" in call_error(capsys, "stats", checkpoint, "--keys", "v", code=2)
+    assert "18 tensors, 3 with NaN; " in text
+    without = [word for key in ("special", "codes", "scales") for word in ("--keys", f"!{key}")]
+    assert "15 tensors, 0 with NaN" in call(capsys, "stats", checkpoint, *without)
+    assert "matches ['v']; there are 'codes'" in call_error(capsys, "stats", checkpoint, "--keys", "v", code=2)
+
+
+def test_a_checkpoint_without_tensors(tmp_path, capsys):
+    distckpt.save({"step": 1}, tmp_path / "c")
+    assert "has no tensors, only common state" in call_error(capsys, "stats", tmp_path / "c", code=2)
 
 
 def test_numbers_beyond_the_squares_of_float32(checkpoint):

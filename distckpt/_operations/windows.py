@@ -1,0 +1,158 @@
+"""Going over the values of tensors: several threads read windows of them, and compute on what is in their caches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from distckpt._base.dtypes import FROM_NAME, item_values
+from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
+from distckpt._foreign.stored_values import StoredTensor
+from distckpt._geometry.region import Region, cut_region, whole
+from distckpt._io.read import read_copies
+from distckpt._plan.load import Request, plan_load
+from distckpt._quantization.numbers import scratch
+from distckpt._storage import locations
+
+WINDOW_ELEMENTS = 1 << 22
+"""A thread reads so many of each side at a time, of one tensor or of many small ones,"""
+_BLOCK_ELEMENTS = 1 << 18
+"""and computes on so many."""
+_BATCH_WINDOWS = 256
+_GROUP_BATCHES = 128
+"""So many batches are in work together, and their results in memory."""
+_ROW = 1024
+"""So many squares are added with the precision of the numbers, sums of them with that of float64."""
+_SAFE = (1e-15, 1e15)
+"""Squares of float32 numbers between these neither vanish nor overflow."""
+
+_Result = TypeVar("_Result")
+
+
+class Window(NamedTuple):
+    """A region of the tensor with this number on its side."""
+
+    tensor: int
+    region: Region
+
+
+def map_windows(
+    sides: Sequence[Sequence[StoredTensor]],
+    compute: Callable[..., _Result],
+    count: Callable[[int], None] | None = None,
+) -> Iterator[list[_Result]]:
+    """Yield for each tensor the results of `compute(window, *values)` for its windows, in order.
+
+    Each side has tensors of one checkpoint, the first of them of the same shape as the first of the other side, and so
+    on. `values`, of each side, are in memory that is used again. `count` is called with numbers of bytes.
+    """
+    windows = (
+        Window(number, region) for number, tensor in enumerate(sides[0]) for region in window_regions(tensor.shape)
+    )
+    results = _results(sides, _batches(windows), compute, count)
+    for _, found in itertools.groupby(results, operator.itemgetter(0)):
+        yield [result for _, result in found]
+
+
+def window_regions(shape: tuple[int, ...]) -> Iterator[Region]:
+    """Return the windows of a tensor."""
+    return cut_region(whole(shape), WINDOW_ELEMENTS)
+
+
+def blocks_of(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut values into blocks."""
+    return torch.split(values.view(-1), _BLOCK_ELEMENTS)
+
+
+def _batches(windows: Iterator[Window]) -> Iterator[list[Window]]:
+    """Put windows together that are read at once."""
+    batch: list[Window] = []
+    room = 0
+    for window in windows:
+        if batch and (window.region.num_elements > room or len(batch) == _BATCH_WINDOWS):
+            yield batch
+            batch = []
+        room = (room if batch else WINDOW_ELEMENTS) - window.region.num_elements
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def _results(
+    sides: Sequence[Sequence[StoredTensor]],
+    batches: Iterator[list[Window]],
+    compute: Callable[..., _Result],
+    count: Callable[[int], None] | None,
+) -> Iterator[tuple[int, _Result]]:
+    while group := list(itertools.islice(batches, _GROUP_BATCHES)):
+        found: dict[int, list[_Result]] = {}
+
+        def work(item: tuple[int, list[Window]], found: dict[int, list[_Result]] = found) -> None:
+            number, batch = item
+            values = [_read(f"side {side}", tensors, batch) for side, tensors in enumerate(sides)]
+            found[number] = [compute(*arguments) for arguments in zip(batch, *values, strict=True)]
+            if count is not None:
+                count(sum(part.nbytes for part in itertools.chain(*values)))
+
+        is_local = all(locations.is_local(tensors[0].stored.location) for tensors in sides)
+        run_threads(work, enumerate(group), NUM_THREADS if is_local else NUM_REQUESTS)
+        for number, batch in enumerate(group):
+            yield from zip((window.tensor for window in batch), found[number], strict=True)
+
+
+def _read(purpose: str, tensors: Sequence[StoredTensor], batch: Sequence[Window]) -> list[torch.Tensor]:
+    """Read windows of a checkpoint into scratch memory of this thread for a purpose."""
+    dtypes = [FROM_NAME[tensors[window.tensor].dtype] for window in batch]
+    sizes = [window.region.num_elements * dtype.itemsize for window, dtype in zip(batch, dtypes, strict=True)]
+    # A multiple of the size of every item, so that each window can be viewed in its dtype.
+    spaces = [-(-size // 16) * 16 for size in sizes]
+    pieces = torch.split(scratch(purpose, (sum(spaces),), torch.uint8), spaces)
+    values = [
+        piece[:size].view(dtype).view(window.region.shape)
+        for piece, size, dtype, window in zip(pieces, sizes, dtypes, batch, strict=True)
+    ]
+    chosen = [(tensors[window.tensor], window.region) for window in batch]
+    requests = [Request(tensor.key, tensor.shape, region) for tensor, region in chosen]
+    stored = tensors[0].stored
+    read_copies(stored, plan_load(stored, requests), values, num_threads=1)
+    return values
+
+
+def real_numbers(values: torch.Tensor) -> torch.Tensor:
+    """Return a block of values as a line of float32 or float64, in scratch memory where those are other ones."""
+    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    if values.dtype in (torch.float32, torch.float64):
+        return values
+    if values.dtype.itemsize == 1:
+        return torch.from_numpy(item_values(values.dtype)[values.view(torch.uint8).numpy()])
+    wide = torch.float64 if values.dtype.itemsize > 2 else torch.float32
+    return scratch("numbers", values.shape, wide).copy_(values)
+
+
+def extremes(numbers: torch.Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest number: NaN if there is one, or no number."""
+    if not numbers.numel():
+        return math.nan, math.nan
+    low, high = torch.aminmax(numbers)
+    return float(low), float(high)
+
+
+def norm(numbers: torch.Tensor, largest: float | None = None) -> float:
+    """Return the L2 norm of a block of real numbers, of which the largest absolute value may be known."""
+    if largest is None:
+        largest = max(map(abs, extremes(numbers)))
+    if not _SAFE[0] < largest < _SAFE[1]:
+        if not 0 < largest < math.inf:
+            return largest if len(numbers) else 0.0
+        return largest * norm(numbers.double() / largest, 1.0)
+    array = numbers.numpy()
+    rows = array[: len(array) // _ROW * _ROW].reshape(-1, 1, _ROW)
+    squares = np.matmul(rows, rows.transpose(0, 2, 1)).sum(dtype=np.float64)
+    rest = array[rows.size :]
+    return math.sqrt(squares + float(np.dot(rest, rest)))
