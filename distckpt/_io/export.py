@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, TO_NAME, is_lossless_cast, is_summed
+from distckpt._base.dtypes import FROM_NAME, is_lossless_cast, is_summed
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
@@ -18,8 +19,8 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import resolve, target_view
 from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
 from distckpt._io.read import read_chunks_into
-from distckpt._io.read_values import read_requests
-from distckpt._io.write import Fill, NewFile, Span, WriteSettings, write_files
+from distckpt._io.sums import read_requests, round_once
+from distckpt._io.write import Fill, NewFile, Span, WriteSettings, units_of, write_files
 from distckpt._plan.export import Change, OutputFile, OutputTensor
 from distckpt._plan.load import Request
 from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode
@@ -77,41 +78,63 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
         filled = memory_of_thread[: sum(span.num_bytes for span in unit)]
         plain: list[tuple[int, Bytes]] = []
-        as_read: list[tuple[Span, Bytes]] = []
+        as_read: list[_Range] = []
+        to_cast: list[_Range] = []
         begin = 0
         for span in unit:
             memory = filled[begin : begin + span.num_bytes]
             begin += len(memory)
-            tensor, chunk, dtype = tensors[span.chunk], chunks[span.chunk], FROM_NAME[tensors[span.chunk].dtype]
+            tensor, chunk = tensors[span.chunk], chunks[span.chunk]
             if chunk is not None and len(memory) == tensor.num_bytes:
                 plain.append((chunk, memory))
             elif tensor.encoded is not None:
                 quantized = tensor.encoded.quantized
                 maximum = find_maximum(quantized.parts["codes"].key) if needs_maximum(quantized) else 0.0
                 _encode_range(stored, tensor, span, memory, maximum)
-            elif not _is_computed(stored, tensor) and is_lossless_cast(FROM_NAME[tensor.mapped.dtype], dtype):
-                as_read.append((span, memory))
-            elif num_overflows := _read_and_cast(stored, tensor, span, memory):
-                with _counting:
-                    overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
+            else:
+                values = torch.from_numpy(memory).view(FROM_NAME[tensor.dtype])
+                ranges = as_read if _can_read_as(stored, tensor) else to_cast
+                ranges.append(_Range(tensor, span.start // values.itemsize, values))
         read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
-        _read_ranges(stored, tensors, as_read)
+        _read_ranges(stored, as_read)
+        if stored.sources:
+            # Sums that overflowed are computed again, to count them.
+            to_cast += [each for each in as_read if _is_sum(stored, each.tensor) and not _is_finite(each.values)]
+        for tensor, num_overflows in _read_and_cast(stored, to_cast):
+            with _counting:
+                overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
         return [filled]
 
     return fill
 
 
+class _Range(NamedTuple):
+    """Flat memory for elements of an output tensor, from the one of index `first` on, in the dtype to read them in."""
+
+    tensor: OutputTensor
+    first: int
+    values: torch.Tensor
+
+
+def _can_read_as(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
+    """Tell whether a tensor can be read in its dtype in the output, with no loss beyond the one rounding of a sum."""
+    dtype, target = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
+    if _is_sum(stored, tensor):
+        is_rounded_last = tensor.change is None and not any(part.add for part in tensor.mapped.parts)
+        return is_rounded_last and (target.is_floating_point or target.is_complex)
+    return tensor.change is None and is_lossless_cast(dtype, target)
+
+
 def _computed_dtype(stored: StoredCheckpoint, tensor: OutputTensor) -> torch.dtype:
     """Return the dtype that a tensor is read in: that of sums, which are rounded once, is not that of their terms."""
     dtype = FROM_NAME[tensor.mapped.dtype]
-    if not _is_computed(stored, tensor):
-        return dtype
-    return torch.float64 if stored.sources or dtype == torch.float64 else torch.float32
+    if _is_sum(stored, tensor):
+        return torch.complex128 if dtype.is_complex else torch.float64
+    return torch.promote_types(dtype, torch.float32) if tensor.change else dtype
 
 
-def _is_computed(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
-    dtype = FROM_NAME[tensor.mapped.dtype]
-    return dtype.is_floating_point and is_summed(dtype) and bool(stored.sources or tensor.change)
+def _is_sum(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
+    return bool(stored.sources) and is_summed(FROM_NAME[tensor.mapped.dtype])
 
 
 def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
@@ -126,22 +149,16 @@ def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | Non
     return chunks[0] if is_whole and has_one and chunks[0] not in stored.quantized else None
 
 
-def _read_ranges(
-    stored: StoredCheckpoint, tensors: Sequence[OutputTensor], ranges: Sequence[tuple[Span, Bytes]]
-) -> None:
-    """Read ranges of output tensors, in their dtypes, into the memory beside each."""
+def _read_ranges(stored: StoredCheckpoint, ranges: Sequence[_Range]) -> None:
     wanted: list[tuple[OutputTensor, Region, torch.Tensor]] = []
-    for span, memory in ranges:
-        mapped, dtype = tensors[span.chunk].mapped, FROM_NAME[tensors[span.chunk].dtype]
-        values = torch.from_numpy(memory).view(dtype)
-        if mapped.padding:
-            memory[:] = 0
-        first, last = span.start // dtype.itemsize, span.stop // dtype.itemsize
+    for tensor, first, values in ranges:
+        if tensor.mapped.padding:
+            values.zero_()
         done = 0
-        for region in flat_range_regions(mapped.shape, first, last):
+        for region in flat_range_regions(tensor.mapped.shape, first, first + len(values)):
             view = values[done : done + region.num_elements].view(region.shape)
             done += region.num_elements
-            wanted.append((tensors[span.chunk], region, view))
+            wanted.append((tensor, region, view))
     _read_regions(stored, wanted)
 
 
@@ -180,40 +197,60 @@ def _apply(change: Change, region: Region, view: torch.Tensor) -> None:
     row, column = region.offset[::-1] if change.transposed else region.offset
     rank = change.adapter.global_shape(change.a)[0]
     b = read(change.b, Region((row, 0), (view.shape[0], rank)))
-    view.add_((b @ read(change.a, Region((0, column), (rank, view.shape[1])))).mul_(change.scaling))
+    view.add_(b.mul_(change.scaling) @ read(change.a, Region((0, column), (rank, view.shape[1]))))
 
 
-def _read_and_cast(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes) -> int:
-    """Read a range, convert it, and count the values that do not fit."""
-    source, goal = _computed_dtype(stored, tensor), FROM_NAME[tensor.dtype]
-    first, last = span.start // goal.itemsize, span.stop // goal.itemsize
-    is_computed = _is_computed(stored, tensor)
-    step = UNIT_BYTES // (torch.float64.itemsize if is_computed else source.itemsize)
+def _read_and_cast(stored: StoredCheckpoint, ranges: Sequence[_Range]) -> Iterator[tuple[OutputTensor, int]]:
+    """Read ranges and convert them; yield numbers of values that do not fit."""
+    dtypes = [_computed_dtype(stored, tensor) for tensor, _, _ in ranges]
+    # Places in memory fit any dtype.
+    sizes = [-(-len(target) * dtype.itemsize // 16) * 16 for (_, _, target), dtype in zip(ranges, dtypes, strict=True)]
+    for unit in units_of(sizes, UNIT_BYTES, 16):
+        memory = torch.from_numpy(bounce_buffer("cast", UNIT_BYTES))
+        wide: list[_Range] = []
+        targets: list[torch.Tensor] = []
+        begin = 0
+        for span in unit:
+            (tensor, first, target), dtype = ranges[span.chunk], dtypes[span.chunk]
+            start, stop = span.start // dtype.itemsize, span.stop // dtype.itemsize
+            targets.append(target[start:stop])
+            values = memory[begin : begin + span.num_bytes].view(dtype)[: len(targets[-1])]
+            wide.append(_Range(tensor, first + start, values))
+            begin += span.num_bytes
+        _read_ranges(stored, wide)
+        for each, target in zip(wide, targets, strict=True):
+            if num_overflows := _count_overflowed_sums(stored, each) + _cast(each.values, target):
+                yield each.tensor, num_overflows
+
+
+def _cast(values: torch.Tensor, target: torch.Tensor) -> int:
+    """Convert values, and count those that do not fit."""
     overflows = 0
-    converted = torch.from_numpy(memory).view(goal)
-    for begin in range(first, last, step):
-        end = min(begin + step, last)
-        wide = bounce_buffer("cast", (end - begin) * source.itemsize)
-        bytes_of = Span(0, begin * source.itemsize, end * source.itemsize)
-        _read_ranges(stored, [tensor._replace(dtype=TO_NAME[source])], [(bytes_of, wide)])
-        values, target = torch.from_numpy(wide).view(source), converted[begin - first : end - first]
-        if is_computed and not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):
-            overflows += _count_overflowed_sums(stored, tensor, begin, values)
-        for low in range(0, len(values), _COUNTED_AT_ONCE):
-            window, place = values[low : low + _COUNTED_AT_ONCE], target[low : low + _COUNTED_AT_ONCE]
-            is_far = source == torch.float64 and goal.is_floating_point and goal.itemsize < 4
-            place.copy_(_rounded_to_odd(window) if is_far else window)
-            overflows += _count_overflows(window, place)
+    for low in range(0, len(values), _COUNTED_AT_ONCE):
+        window, place = values[low : low + _COUNTED_AT_ONCE], target[low : low + _COUNTED_AT_ONCE]
+        round_once(window, place)
+        overflows += _count_overflows(window, place)
     return overflows
 
 
-def _count_overflowed_sums(stored: StoredCheckpoint, tensor: OutputTensor, begin: int, values: torch.Tensor) -> int:
-    """Count the results that are not finite though their terms are: smaller ones, in float64, have a finite sum."""
-    sources = tuple((source, max(-1.0, min(weight, 1.0)) / len(stored.sources)) for source, weight in stored.sources)
-    place = Span(0, begin * torch.float64.itemsize, (begin + len(values)) * torch.float64.itemsize)
-    again = bounce_buffer("smaller terms", place.num_bytes)
-    _read_ranges(stored._replace(sources=sources), [tensor._replace(dtype="F64")], [(place, again)])
-    return int((torch.from_numpy(again).view(torch.float64).isfinite() & ~values.isfinite()).sum())
+def _count_overflowed_sums(stored: StoredCheckpoint, computed: _Range) -> int:
+    """Count the results that are not finite though all of their terms are: these times 0 are 0, and others not."""
+    tensor, first, values = computed
+    if not (tensor.change or _is_sum(stored, tensor)) or _is_finite(values):
+        return 0
+    nothing = stored._replace(sources=tuple((source, 0.0) for source, _ in stored.sources or [(stored, 0.0)]))
+    change = tensor.change and tensor.change._replace(scaling=0.0)
+    zeros = scratch("zeros", values.shape, torch.promote_types(values.dtype, torch.float64))
+    _read_ranges(nothing, [_Range(tensor._replace(change=change), first, zeros)])
+    return int((zeros.isfinite() & ~values.isfinite()).sum())
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if values.dtype.is_complex:
+        values = values.view(values.dtype.to_real())
+    elif values.itemsize == 1:
+        values = values.float()
+    return len(values) == 0 or all(math.isfinite(limit.item()) for limit in values.aminmax())
 
 
 def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region) -> torch.Tensor:
@@ -258,17 +295,6 @@ def _encode_range(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, me
                 target[common.relative_to(wanted.offset).slices()] = part[common.relative_to(place.offset).slices()]
 
 
-def _rounded_to_odd(values: torch.Tensor) -> torch.Tensor:
-    """Shorten float64 values, in place, so that a conversion by way of float32 rounds once to 16 or 8 bits.
-
-    Of the digits that are cut off, the last one that stays says whether there was any (as many as 13 stay).
-    """
-    bits, cut = values.view(torch.int64), (1 << 40) - 1
-    rest = torch.bitwise_and(bits, cut, out=scratch("rest", bits.shape, torch.int64))
-    bits.bitwise_or_(rest.add_(cut)).bitwise_and_(~cut)
-    return values
-
-
 def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
     """Count the values beyond the range of what they were converted to; infinities may stay infinite."""
     dtype = converted.dtype
@@ -287,7 +313,9 @@ def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
         low, high = values.aminmax()
         if -limit < low.item() <= high.item() < limit:
             return 0
+    if values.dtype.is_complex:
+        values, converted = values.view(-1, 1).view(values.dtype.to_real()), converted.view(-1, 1).view(dtype.to_real())
     doubles = values.double()
     beyond = doubles.abs() >= limit
-    kept = doubles.isinf() & (converted.real if dtype.is_complex else converted.float()).isinf()
-    return int((beyond & ~kept).sum())
+    kept = doubles.isinf() & (converted.real if converted.is_complex() else converted.float()).isinf()
+    return int((beyond & ~kept).view(len(values), -1).any(1).sum())

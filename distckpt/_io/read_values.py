@@ -1,4 +1,4 @@
-"""Reading regions of tensors whose values are computed: of quantised tensors, and of merged checkpoints."""
+"""Reading regions of tensors, with the values of quantised ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME, as_integers, is_summed
-from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.threads import NUM_THREADS, run_threads
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, covering, cut_region, whole
@@ -60,43 +60,6 @@ def read_apart(
 
     with torch.no_grad():
         run_threads(read, pieces, num_threads)
-
-
-def read_requests(stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]) -> None:
-    """Fill requested regions in this thread; those of merged checkpoints with sums, rounded to the targets' dtypes."""
-    if stored.sources:
-        for request, target in zip(requests, targets, strict=True):
-            _read_merged(stored, request, target)
-    else:
-        read_values(stored, plan_load(stored, requests), targets, num_threads=1)
-
-
-def _read_merged(view: StoredCheckpoint, request: Request, target: torch.Tensor) -> None:
-    dtype, shape = FROM_NAME[view.dtype_name(request.key)], request.region.shape
-    wide = dtype if not is_summed(dtype) else torch.complex128 if dtype.is_complex else torch.float64
-    is_direct = target.dtype == wide and target.is_contiguous()
-    total = target if is_direct else scratch("sum", shape, wide)
-    for index, (source, weight) in enumerate(view.sources):
-        # Values of codes are more precise than the dtype in which the model has them.
-        is_quantized = any(chunk in source.quantized for chunk in source.chunks_of(request.key)[:1])
-        term_dtype = torch.float32 if is_quantized else FROM_NAME[source.dtype_name(request.key)]
-        values = scratch("to merge", shape, term_dtype)
-        read_requests(source, [request], [values])
-        if is_summed(dtype):
-            # Not `total.add_(values, alpha=weight)`, which rounds products or not, depending on where they are.
-            terms = scratch("terms", shape, wide) if index else total
-            terms.copy_(values).mul_(weight)
-            if index:
-                total.add_(terms)
-        elif index == 0:
-            as_integers(total).copy_(as_integers(values))
-        elif not torch.equal(as_integers(values), as_integers(total)):
-            raise CheckpointingException(
-                f"Key {request.key!r} is {view.dtype_name(request.key)}, of which there is no sum, and its values in "
-                f"{source.location!r} differ from those in {view.location!r}: leave the key out with `keys`."
-            )
-    if not is_direct:
-        target.copy_(total)
 
 
 def _read_piece(

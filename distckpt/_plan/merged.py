@@ -34,7 +34,7 @@ def merged(
     """
     sources = [decoded(source) for source in sources]
     ids = [_select(source, keys) for source in sources]
-    common = [name for name in ids[0] if all(name in others for others in ids)]
+    common = dict.fromkeys(name for name in ids[0] if all(name in others for others in ids))
     for here, source in zip(ids, sources, strict=True):
         held = {here[name] for name in common}
         # A name that is only tied to another one may be absent elsewhere, as in Hugging Face directories.
@@ -72,11 +72,12 @@ def _dtype_of_sum(name: str, sources: Sequence[StoredCheckpoint]) -> str:
         raise LoadMismatchError(f"Key {name!r} has different shapes: {shapes}. Leave it out with `keys`.")
     dtypes = {source.location: FROM_NAME[source.dtype_name(name)] for source in sources}
     different = set(dtypes.values())
-    if len(different) > 1 and not all(map(is_summed, different)):
+    # Float16 has all values of 8-bit floats.
+    wide = {dtype for dtype in different if dtype.itemsize > 1} or {torch.float16}
+    of_sum = functools.reduce(torch.promote_types, wide if len(different) > 1 else different)
+    if len(different) > 1 and not (all(map(is_summed, different)) and of_sum in TO_NAME):
         raise CheckpointingException(
             f"Key {name!r} has dtypes of which there is no sum: {dtypes}. Leave it out with `keys`, or convert one of "
             "the checkpoints first."
         )
-    # Float16 has all values of 8-bit floats.
-    wide = {dtype for dtype in different if dtype.itemsize > 1} or {torch.float16}
-    return TO_NAME[functools.reduce(torch.promote_types, wide if len(different) > 1 else different)]
+    return TO_NAME[of_sum]

@@ -1,10 +1,12 @@
 """Merge checkpoints beside reading and writing as many bytes in the same run.
 
-    python tests/benchmarks/merging.py [--gigabytes 0.5] [--checkpoints 3] [--runs 5] [--dir DIR]
+    python tests/benchmarks/merging.py [--gigabytes 0.5] [--checkpoints 3] [--dtype bfloat16] [--cold] [--runs 5]
+        [--dir DIR]
 
-Inputs are bfloat16, in the page cache. The floor reads all of them and writes as much as one of them, with as many
-threads and the same functions, and does no arithmetic. Every run is a fresh process, whose peak of memory is measured;
-the contestants take turns. A round before the first is not counted. Medians over the runs.
+Inputs are in the page cache, or, with --cold, on disk. The floor reads all of them and writes as much as one of them,
+with as many threads and the same functions, and does no arithmetic. Every run is a fresh process, which has imported
+what it calls, and whose peak of memory is measured; the contestants take turns. A round before the first is not
+counted. Medians over the runs; the processor time is that of all threads, for an element of the output.
 """
 
 from __future__ import annotations
@@ -30,42 +32,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=0.5, help="of each checkpoint")
     parser.add_argument("--checkpoints", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--cold", action="store_true", help="drop the inputs from the page cache before each run")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where files go; they are deleted again")
     arguments = parser.parse_args()
     print(f"{machine_facts(arguments.dir)}, load {os.getloadavg()[0]:.1f}\n")
     contestants = {"read + write": floor, "distckpt.merge": merge, "distckpt.merge, verified": merge_verified}
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
-        paths = [checkpoint(f"{folder}/{i}", i, arguments.gigabytes) for i in range(arguments.checkpoints)]
-        num_bytes = sum(os.path.getsize(file_of(path)) for path in paths)
-        runs: dict[str, list[tuple[float, int]]] = {name: [] for name in contestants}
+        dtype = getattr(torch, arguments.dtype)
+        paths = [checkpoint(f"{folder}/{i}", i, arguments.gigabytes, dtype) for i in range(arguments.checkpoints)]
+        sizes = [os.path.getsize(file_of(path)) for path in paths]
+        runs: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
         for _ in range(arguments.runs + 1):
             for name, function in contestants.items():
                 os.sync()
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-                    runs[name].append(fresh.submit(run_once, function, paths, f"{folder}/out").result())
+                    runs[name].append(fresh.submit(run_once, function, paths, f"{folder}/out", arguments.cold).result())
                 shutil.rmtree(f"{folder}/out")
-    medians = {name: statistics.median(seconds for seconds, _ in all_runs[1:]) for name, all_runs in runs.items()}
+    medians = {name: statistics.median(seconds for seconds, _, _ in all_runs[1:]) for name, all_runs in runs.items()}
+    num_elements = sizes[0] / dtype.itemsize
     rows = [
         [
             name,
             f"{median:.2f}",
-            f"{num_bytes / median / 1e9:.2f}",
+            f"{sum(sizes) / median / 1e9:.2f}",
             f"{medians['read + write'] / median:.2f}",
-            f"{max(peak for _, peak in runs[name]) / 1e6:.0f}",
+            f"{statistics.median(used for _, used, _ in runs[name][1:]) / num_elements * 1e9:.1f}",
+            f"{max(peak for _, _, peak in runs[name]) / 1e6:.0f}",
         ]
         for name, median in medians.items()
     ]
-    print(markdown_table(["", "seconds", "GB/s read", "speed / floor", "extra peak MB"], rows))
+    print(markdown_table(["", "seconds", "GB/s read", "speed / floor", "CPU ns / element", "extra peak MB"], rows))
 
 
-def checkpoint(path: str, seed: int, gigabytes: float) -> str:
-    """Save a checkpoint of bfloat16 matrices."""
+def checkpoint(path: str, seed: int, gigabytes: float, dtype: torch.dtype) -> str:
+    """Save a checkpoint of matrices."""
     draw = torch.Generator().manual_seed(seed)
-    num_matrices = max(1, round(gigabytes * 1e9 / 2**25))
+    num_matrices = max(1, round(gigabytes * 1e9 / 2**24 / dtype.itemsize))
     matrices = {f"layers.{i}.weight": torch.randn(4096, 4096, generator=draw) for i in range(num_matrices)}
-    state = {key: distckpt.ShardedTensor.from_rank_offsets(key, each.bfloat16()) for key, each in matrices.items()}
-    distckpt.save(state, path)
+    distckpt.save(
+        {k: distckpt.ShardedTensor.from_rank_offsets(k, each.to(dtype)) for k, each in matrices.items()}, path
+    )
     return path
 
 
@@ -75,16 +83,20 @@ def file_of(path: str) -> str:
     return f"{path}/tensors/{name}"
 
 
-def run_once(function, paths: list[str], target: str) -> tuple[float, int]:
-    """In a process of its own: seconds and extra peak memory of a call."""
+def run_once(function, paths: list[str], target: str, cold: bool) -> tuple[float, float, int]:
+    """In a process of its own: seconds, processor time and extra peak memory of a call."""
     torch.set_num_threads(1)
+    _ = distckpt.merge  # imports it
     for path in paths:
         with open(file_of(path), "rb") as file:
-            while file.read(UNIT_BYTES):
+            if cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while not cold and file.read(UNIT_BYTES):
                 pass
     seconds: list[float] = []
+    before = sum(os.times()[:2])
     peak = peak_memory_bytes(lambda: seconds.append(timed(lambda: function(paths, target))[1]))
-    return seconds[0], peak
+    return seconds[0], sum(os.times()[:2]) - before, peak
 
 
 def merge(paths: list[str], target: str) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import distckpt
 from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatchError, ShardedTensor, cli
 from distckpt.core import CheckpointingException
-from distckpt.rules import Split
+from distckpt.rules import Split, Transpose
 from tests.support.cli_command import call_json
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.hooked_store import hooked_reads
@@ -128,6 +128,52 @@ def test_no_sum_is_rounded_twice(tmp_path):
             out = tmp_path / f"out {dtype} {number}"
             distckpt.merge([paths[0], paths[number]], out, weights=(1, 1), dtype=dtype)
             assert torch.equal(read_export(out)["w"], nearest.float().to(dtype))
+
+
+def test_sums_of_any_size_and_of_many_tensors(tmp_path):
+    """More than is read, and summed, at a time; tensors that lie in another order in the export; and small ones."""
+    draw = torch.Generator().manual_seed(0)
+    models = [{} for _ in range(3)]
+    for tensors in models:
+        values = torch.randn(1300, 1200, generator=draw) * 10.0 ** torch.randint(-40, 30, (1200,), generator=draw)
+        tensors["large"] = values
+        tensors["turned"] = values[:300, :400].bfloat16()
+        tensors["half"] = torch.randn(70, 1001, generator=draw).half()
+        for index in range(60):
+            dtype = (torch.bfloat16, torch.float32, torch.float64)[index % 3]
+            tensors[f"small.{index:02}"] = torch.randn(index % 7, index % 4 + 1, generator=draw).to(dtype)
+        tensors["n"] = torch.tensor(7)
+    # Ties and what lies next to them, sums that cancel, and the ends of the range.
+    for tensors, value in zip(models, (1.0, 2.0**-8, 2.0**-133), strict=True):
+        tensors["large"][0, :8] = value * torch.tensor([1, -1, 1, -1, 2, 3, 0, 5])
+        tensors["large"][1, :3] = torch.tensor([torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).tiny, 0.0])
+    for name, tensors in zip("abc", models, strict=True):
+        write_plain(tmp_path / name / "model.safetensors", tensors)
+    paths = [tmp_path / name for name in "abc"]
+    dtypes = {"small.05": torch.float16, "large": torch.bfloat16}
+    for weights in ((1 / 3,) * 3, (1, 1, 2.0**-10)):
+        options = {"rules": [Transpose("turned", "turned")], "unmatched": "keep", "dtype": dtypes}
+        distckpt.merge(paths, tmp_path / "out", weights=weights, overwrite=True, **options)
+        terms = {key: [each[key] for each in models] for key in models[0] if key != "n"}
+        sums = {key: expected(each, weights, dtypes.get(key)) for key, each in terms.items()}
+        sums["turned"] = sums["turned"].T.contiguous()
+        assert same_bytes(read_export(tmp_path / "out"), sums | {"n": torch.tensor(7)})
+
+
+def test_complex_numbers_are_summed_part_by_part(tmp_path):
+    big, nan = torch.finfo(torch.float32).max, math.nan
+    a = torch.tensor([1 + 2j, complex(big, 1), complex(big, -big), complex(math.inf, 1), complex(nan, 0)])
+    b = torch.tensor([3 - 1j, complex(big, 0), complex(big, -big), complex(1, 1), complex(0, 0)])
+    paths = [write_plain(tmp_path / name / "model.safetensors", {"w": w}).parent for name, w in (("a", a), ("b", b))]
+    report = distckpt.merge(paths, tmp_path / "out", weights=(1, 0.5))
+    sums = expected([torch.view_as_real(each) for each in (a, b)], (1, 0.5))
+    found = torch.view_as_real(read_export(tmp_path / "out")["w"])
+    assert torch.equal(found.nan_to_num(0.5), sums.nan_to_num(0.5))
+    assert torch.equal(found.isnan(), sums.isnan())
+    assert report.overflows == {"w": 2}
+    double = write_plain(tmp_path / "c" / "model.safetensors", {"w": torch.ones(5, dtype=torch.float64)}).parent
+    with pytest.raises(CheckpointingException, match=r"'w' has dtypes .* no sum"):
+        distckpt.merge([*paths, double], tmp_path / "mixed")
 
 
 def test_what_is_not_a_number_stays_so_and_overflows_are_counted(tmp_path):

@@ -119,6 +119,12 @@ def test_products_that_overflow_are_counted(tmp_path):
         options = {"merge_adapter": tmp_path / "adapter", "dtype": dtype, "overwrite": True}
         report = distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
         assert report.overflows == ({} if (large, dtype) == (1e3, None) else {"up.weight": 48})
+    base = torch.full((6, 8), torch.finfo(torch.float64).max, dtype=torch.float64)
+    base[0, 0] = torch.inf
+    write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": base})
+    write_adapter(tmp_path / "adapter", {name: 1e150 * tensor.double() for name, tensor in ones.items()})
+    report = distckpt.consolidate(tmp_path / "base", tmp_path / "out64", merge_adapter=tmp_path / "adapter")
+    assert report.overflows == {"up.weight": 47}
 
 
 def test_a_quantised_base_becomes_values(tmp_path):
