@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distckpt._base.messages import key_pattern, summarize_keys, without_numbers
+from distckpt._base.messages import key_pattern, without_numbers
 from distckpt._cli.output import MAX_LISTED, Output, count_text, shape_text, size_text
 from distckpt._cli.page import write_page
 from distckpt._cli.selection import given
@@ -17,7 +18,7 @@ from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDiffer
 from distckpt._plan.export import matches, renamed
 from distckpt._state.common_state import COMMON_KEY
 
-_SIDES = {"a": "only in A", "b": "only in B", "both": "differs"}
+_HEADS = ("tensor", "differs", "max", "rel L2", "where")
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -31,20 +32,24 @@ def run(arguments: Namespace, output: Output) -> int:
     if arguments.html:
         _write_page(arguments.html, report, arguments.keys, dict(arguments.rename))
         output.message(f"wrote {arguments.html}")
-    for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
-        if keys:
-            output.line(f"only in {side}: {summarize_keys(keys, limit=MAX_LISTED)}")
-    groups = group_differences(report.tensors)
+    groups = group_differences(report)
     if groups:
-        heads = ["tensor", "differs", "max", "rel L2", "where"]
-        output.table(heads, groups[:MAX_LISTED], num_text=2, drop="where differs")
+        shown = [place for place in range(len(_HEADS)) if any(row[place] for row in groups)]
+        rows = [[row[place] for place in shown] for row in groups[:MAX_LISTED]]
+        output.table([_HEADS[place] for place in shown], rows, num_text=2, drop="where max")
+        output.line()
     for item in report.objects[:MAX_LISTED]:
         output.line(describe_object(item))
     num_left = max(0, len(groups) - MAX_LISTED) + max(0, len(report.objects) - MAX_LISTED)
     if num_left:
         output.line(f"... and {num_left} more (all with --json)")
-    output.line(summary(report))
+    output.line(f"{'SAME' if report.is_same else 'DIFFERENT'}: {outcome(report)}")
+    note = "" if report.objects_compared else "; objects and common state were not compared"
+    output.line(_reading(report) + note)
     return 0 if report.is_same else 1
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
 
 
 def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]) -> None:
@@ -54,47 +59,74 @@ def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, renam
         for key in a.manifest.key_index
         if not a.is_object(key) and (keys is None or matches(key, keys))
     }
-    changes: dict[str, dict[str, Any]] = {
-        tensor.key: {"max": tensor.max_difference, "rate": tensor.relative_difference, "text": _changes([tensor])}
-        for tensor in report.tensors
-        if tensor.num_elements
+    changes = {tensor.key: _change(tensor) for tensor in report.tensors}
+    for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):
+        changes |= {name: {"rate": None, "text": f"only in {side}"} for name in only}
+    counts = {"tensors compared": report.num_compared, **_counts(report)}
+    shown = [(f"{count:,}", name) for name, count in counts.items() if count or name in ("equal", "differ")]
+    note = "" if report.objects_compared else "Objects and common state were not compared."
+    head = {
+        "title": "No differences" if report.is_same else _title(report),
+        "lines": [("A", report.a), ("B", report.b), ("", note)],
+        "tiles": shown,
+        "objects": [[_place_of_object(item), *(value or "" for value in item.values)] for item in report.objects],
+        "same": report.is_same,
     }
-    rest = {tensor.key: _changes([tensor]) for tensor in report.tensors if not tensor.num_elements}
-    rest |= dict.fromkeys(report.only_in_a, "only in A") | dict.fromkeys(report.only_in_b, "only in B")
-    changes |= {name: {"max": None, "rate": None, "text": text} for name, text in rest.items()}
-    texts = {
-        "title": f"{report.a} \u2194 {report.b}",
-        "subtitle": summary(report),
-        "common": "\n".join(map(describe_object, report.objects)),
-    }
-    num_different = sum(tensor.shapes[0] == tensor.shapes[1] for tensor in report.tensors)
-    counts = {
-        "compared": report.num_compared,
-        "equal": report.num_compared - num_different,
-        "different": len(report.tensors),
-        "only in one": len(report.only_in_a) + len(report.only_in_b),
-    }
-    write_page(
-        path, a, names, texts, [(f"{count:,}", name) for name, count in counts.items()], changes, (b, report.only_in_b)
-    )
+    write_page(path, a, names, head, changes, (b, report.only_in_b))
 
 
-def group_differences(tensors: Sequence[TensorDifference]) -> list[list[str]]:
-    """Return a line of a table for tensors whose keys differ in numbers only, with the largest differences."""
+def _title(report: DiffReport) -> str:
+    counts = _counts(report)
+    parts = [f"{count:,} {name}" for name, count in counts.items() if count and name not in ("equal", "differ")]
+    if counts["differ"]:
+        verb = "differs" if counts["differ"] == 1 else "differ"
+        parts.insert(0, f"{counts['differ']:,} of {count_text(report.num_compared, 'tensor')} {verb}")
+    return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
+
+
+def _change(tensor: TensorDifference) -> dict[str, Any]:
+    """Return what a page says of a tensor that is not the same."""
+    if not tensor.num_different:
+        return {"rate": None, "text": _changes([tensor])}
+    counts = {"different": tensor.num_different, "elements": tensor.num_elements}
+    sizes = {"max": tensor.max_difference, "rate": tensor.relative_difference}
+    return {**counts, **sizes, "where": _place(tensor), "text": _changes([tensor])}
+
+
+# --- Texts ------------------------------------------------------------------------------------------------------------
+
+
+def group_differences(report: DiffReport) -> list[list[str]]:
+    """Return a line of a table for tensors whose keys differ in numbers only, the largest relative difference first.
+
+    Tensors whose values are not compared, or on one side only, come last.
+    """
     alike: dict[object, list[TensorDifference]] = {}
-    for tensor in tensors:
+    for tensor in report.tensors:
         kind = (without_numbers(tensor.key), tensor.shapes, tensor.dtypes, tensor.num_different > 0)
         alike.setdefault(kind, []).append(tensor)
-    return [
-        [
-            key_pattern([tensor.key for tensor in members]),
-            _changes(members),
-            f"{max(tensor.max_difference for tensor in members):.1e}" if members[0].num_different else "",
-            f"{max(tensor.relative_difference for tensor in members):.1e}" if members[0].num_different else "",
-            _place(members[0]) if len(members) == 1 and members[0].num_different else "",
+    lines = []
+    for members in alike.values():
+        sizes = [
+            _largest(getattr(tensor, name) for tensor in members) for name in ("max_difference", "relative_difference")
         ]
-        for members in alike.values()
-    ]
+        numbers = [f"{size:.1e}" for size in sizes] if members[0].num_different else ["", ""]
+        place = _place(members[0]) if len(members) == 1 and members[0].num_different else ""
+        rank = -math.inf if not math.isfinite(sizes[1]) else -sizes[1]
+        lines.append((rank, [key_pattern([tensor.key for tensor in members]), _changes(members), *numbers, place]))
+    lines.sort(key=lambda line: line[0])
+    for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
+        patterns: dict[object, list[str]] = {}
+        for key in keys:
+            patterns.setdefault(without_numbers(key), []).append(key)
+        lines += [(0.0, [key_pattern(names), f"only in {side}", "", "", ""]) for names in patterns.values()]
+    return [cells for _, cells in lines]
+
+
+def _largest(numbers: Iterable[float]) -> float:
+    """Return the largest number, or NaN where there is one."""
+    found = list(numbers)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def _changes(members: Sequence[TensorDifference]) -> str:
@@ -120,20 +152,42 @@ def _place(tensor: TensorDifference) -> str:
 
 def describe_object(difference: ObjectDifference) -> str:
     """Format the difference of an object as one line."""
+    place, (a, b) = _place_of_object(difference), difference.values
+    if difference.where != "both":
+        value = a or b
+        return f"{place}: only in {difference.where.upper()}" + (f" ({value})" if value else "")
+    return f"{place} differs" if a == b else f"{place}: {a} -> {b}"
+
+
+def _place_of_object(difference: ObjectDifference) -> str:
     part = "" if difference.offset in (None, (0,)) else f" part {json.dumps(difference.offset)}"
-    path = f" at {difference.path}" if difference.path else ""
     name = "common state" if difference.key == COMMON_KEY else difference.key
-    return f"{name}{part}: {_SIDES[difference.where]}{path}"
+    return f"{name}{part}" + (f": {difference.path}" if difference.path else "")
 
 
-def summary(report: DiffReport) -> str:
-    """Format the outcome as one line."""
-    verdict = "SAME" if report.is_same else "DIFFERENT"
-    note = "" if report.objects_compared else "; objects and common state were not compared"
+def _counts(report: DiffReport) -> dict[str, int]:
+    """Count the tensors by how they compare."""
     num_different = len([tensor for tensor in report.tensors if tensor.shapes[0] == tensor.shapes[1]])
-    verb = "differs" if num_different == 1 else "differ"
-    return (
-        f"{verdict}: {count_text(report.num_compared, 'tensor')} compared: {report.num_compared - num_different:,} "
-        f"equal, {num_different:,} {verb}; {size_text(report.num_bytes)} read in {report.seconds:.2f} s, "
-        f"{size_text(report.num_bytes / report.seconds)}/s{note}"
+    return {
+        "equal": report.num_compared - num_different,
+        "differ": num_different,
+        "of another shape": len(report.tensors) - num_different,
+        "only in A": len(report.only_in_a),
+        "only in B": len(report.only_in_b),
+    }
+
+
+def outcome(report: DiffReport) -> str:
+    """Format how the tensors compare as one line."""
+    counts = _counts(report)
+    compared = f"{counts.pop('equal'):,} equal, {counts['differ']:,} differ{'s' * (counts.pop('differ') == 1)}"
+    rest = [f"{count:,} {name}" for name, count in counts.items() if count]
+    rest += [f"{count_text(len(report.objects), 'difference')} in common state and objects"] if report.objects else []
+    return "; ".join(
+        [f"{count_text(report.num_compared, 'tensor')} compared: {compared}", *filter(None, [", ".join(rest)])]
     )
+
+
+def _reading(report: DiffReport) -> str:
+    rate = size_text(report.num_bytes / report.seconds)
+    return f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s, {rate}/s"

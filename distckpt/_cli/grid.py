@@ -60,9 +60,9 @@ def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def balance_text(writers: Sequence[dict[str, Any]]) -> str:
-    """Compare the bytes of ranks in a sentence; an empty string where no rank is known."""
+    """Compare the bytes of ranks in a sentence; an empty string for fewer than two."""
     sizes = [writer["data_bytes"] for writer in writers if writer["rank"] is not None]
-    if not sum(sizes):
+    if len(sizes) < 2 or not sum(sizes):
         return ""
     ratio = max(sizes) * len(sizes) / sum(sizes)
     return f"{count_text(len(sizes), 'rank')} wrote; the largest share is {ratio:.3f} x the mean"

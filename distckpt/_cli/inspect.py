@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -152,23 +153,35 @@ def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
 
 
 def _of_save_text(facts: dict[str, Any]) -> str:
-    parts = [time_text(facts["saved_at"]) and f"saved {time_text(facts['saved_at'])}"]
-    parts += ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
+    parts = ["" if facts["step"] is None else f"step {facts['step']}", f"format {facts['format']}"]
+    if (written := facts["saved_at"]) is not None:
+        # Of a copy this is when the copy was made, so it is not called the time of the save.
+        zone = time.strftime("UTC%z", time.localtime(written)).removesuffix("+0000")
+        parts.append(f"{CONFIG_FNAME} written {time_text(written)} {zone}")
     return ", ".join(filter(None, [*parts, "" if facts["has_checksums"] else "no checksums"]))
 
 
 def _write_page(path: str, stored: StoredCheckpoint, facts: dict[str, Any]) -> None:
+    ranks = sum(writer["rank"] is not None for writer in list_writers(list_files(stored.manifest)))
+    files = (f"{facts['num_files']:,}", f"files, written by {count_text(ranks, 'rank')}" if ranks else "files")
     tiles = [
         (f"{facts['num_tensors']:,}", "tensors"),
-        (f"{facts['num_elements']:,}", "elements"),
+        (_count_in_words(facts["num_elements"]), "elements"),
         (size_text(facts["tensor_bytes"]), "of tensors"),
-        (f"{facts['num_chunks']:,}", f"chunks in {count_text(facts['num_files'], 'file')}"),
+        files,
     ]
     names = {key: key for key in stored.manifest.key_index if not stored.is_object(key)}
     values = plain(load_common_state(stored)) if facts["common_state"] else {}
     common = json.dumps(finite(values), indent=2, ensure_ascii=False) if values else ""
-    texts = {"title": facts["location"], "subtitle": _of_save_text(facts), "common": common}
-    write_page(path, stored, names, texts, tiles)
+    name, lines = stored.location.rstrip("/").rpartition("/")[2], [("", facts["location"]), ("", _of_save_text(facts))]
+    write_page(path, stored, names, {"title": name, "lines": lines, "common": common, "tiles": tiles})
+
+
+def _count_in_words(number: int) -> str:
+    for name, unit in (("trillion", 10**12), ("billion", 10**9), ("million", 10**6)):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return f"{number:,}"
 
 
 def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any, output: Output) -> None:
@@ -177,13 +190,13 @@ def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any,
     tensors, elements, objects, chunks, num_files = (
         count_text(facts[f"num_{noun}s"], noun) for noun in ("tensor", "element", "object", "chunk", "file")
     )
-    output.line(
-        f"{tensors}, {elements}, {size_text(facts['tensor_bytes'])}; "
-        f"{objects} and common state, {size_text(facts['object_bytes'])}; {chunks} in {num_files}"
-    )
-    if names := facts["common_state"]:
+    output.line(f"{tensors}, {elements}, {size_text(facts['tensor_bytes'])}; {chunks} in {num_files}")
+    if facts["object_bytes"]:
+        names = facts["common_state"]
         more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
-        output.line(f"common state: {', '.join(names[:_MAX_NAMES])}{more}")
+        common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})" if names else ""
+        parts = [objects if facts["num_objects"] else "", common]
+        output.line(f"{' and '.join(filter(None, parts))}, {size_text(facts['object_bytes'])}")
     output.line()
     rows = [[label, *_group_cells(group)] for label, group in lines]
     swatches = [sorted(group.ranks) if group.dtype else [] for _, group in lines]
@@ -196,7 +209,11 @@ def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any,
 
 
 def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
-    """Draw a bar for the bytes of each rank, or of each file whose name contains no rank."""
+    """Draw a bar for the bytes of each rank, or of each file whose name contains no rank; one alone is named."""
+    if len(writers) == 1:
+        rank = writers[0]["rank"]
+        output.line(f"all in {writers[0]['file']}" if rank is None else f"all written by rank {rank}")
+        return
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
     bar = "\u2588" if output.in_colour else "#"
     shown = [

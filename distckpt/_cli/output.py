@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,7 +43,10 @@ class Output:
     def line(self, text: str = "", style: str = "") -> None:
         """Print a line of the result."""
         if not self.as_json:
-            print(self.styled(printable(text), style) if style else printable(text))
+            text = printable(text)
+            if sys.stdout.isatty() and "\n" not in text:
+                text = _wrapped(text, shutil.get_terminal_size().columns)
+            print(self.styled(text, style) if style else text)
 
     def picture(self, lines: Iterable[str]) -> None:
         """Print lines that contain colours and no names."""
@@ -58,17 +63,20 @@ class Output:
     ) -> None:
         """Print a table of the result: the first `num_text` columns hold text, the others numbers, aligned right.
 
-        On a terminal that is too narrow the columns named in `drop` are left out, one after the other. In colour, each
-        row ends with the colours of the ranks in its `swatches`.
+        On a terminal that is too narrow, names in the first column are broken at dots, and when they would have less
+        than 2/5 of the width, the columns named in `drop` are left out, one after the other. In colour, each row ends
+        with the colours of the ranks in its `swatches`.
         """
         if self.as_json:
             return
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        lines = table_lines(heads, [[printable(cell) for cell in row] for row in rows], num_text, drop.split(), width)
-        for line in lines[:2]:
-            print(self.styled(line, DIM))
-        for line, ranks in itertools.zip_longest(lines[2:], swatches if self.in_colour else ()):
-            print(line.ljust(len(lines[1])) + "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES])) if ranks else line)
+        shown = [[printable(cell) for cell in row] for row in rows]
+        head, rule, *lines = table_lines(heads, shown, num_text, drop.split(), width)
+        print(self.styled(head, DIM), self.styled(rule, DIM), sep="\n")
+        for line, ranks in itertools.zip_longest(lines, swatches if self.in_colour else ()):
+            first, *more = line.split("\n")
+            colours = "  " + "".join(map(swatch, ranks[:_MAX_SWATCHES])) if ranks else ""
+            print(first.ljust(len(rule)) + colours if colours else first, *more, sep="\n")
 
     def styled(self, text: str, style: str) -> str:
         """Return text in a style where the result has colours."""
@@ -148,12 +156,22 @@ def table_lines(
     drop: Sequence[str] = (),
     width: int | None = None,
 ) -> list[str]:
-    """Lay out a table as lines whose columns are separated by two spaces; columns in `drop` go where it is too wide."""
+    """Lay out a table as lines whose columns are separated by two spaces; see `Output.table` for a `width`.
+
+    The line of a row whose first cell is broken has several lines.
+    """
     columns = list(zip(heads, *rows, strict=True))
     widths = {column[0]: max(map(len, column)) for column in columns}
-    for head in drop:
-        if width is not None and sum(widths.values()) + 2 * len(widths) - 2 > width:
-            widths.pop(head, None)
+    if width is not None:
+        most = widths[heads[0]]
+        least = min(most, max(2 * width // 5, *(len(line) for cell in columns[0] for line in _broken(cell, 1))))
+        for head in drop:
+            if sum(widths.values()) - most + least + 2 * len(widths) - 2 > width:
+                widths.pop(head, None)
+        room = width - (sum(widths.values()) - most + 2 * len(widths) - 2)
+        widths[heads[0]] = min(most, max(least, room))
+    names = [_broken(cell, widths[heads[0]]) for cell in columns[0][1:]]
+    columns[0] = (heads[0], *(lines[0] for lines in names))
     shown = [
         [
             cell.ljust(widths[head]) if i < num_text else cell.rjust(widths[head])
@@ -162,7 +180,26 @@ def table_lines(
         for i, (head, *cells) in enumerate(columns)
         if head in widths
     ]
-    return ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
+    head, rule, *lines = ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
+    return [head, rule, *("\n".join([line, *name[1:]]) for line, name in zip(lines, names, strict=True))]
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Break a line between words."""
+    if len(text) <= width:
+        return text
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """Break a name after dots into lines of at most this width, or one part; `{0..3}` stays whole."""
+    indent = " " * (len(name) - len(name.lstrip()) + 2)
+    lines = [""]
+    for part in re.split(r"(?<=[^.]\.)(?=[^.])", name):
+        if lines[-1].strip() and len(lines[-1]) + len(part) > width:
+            lines.append(indent)
+        lines[-1] += part
+    return lines
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -26,8 +26,7 @@ def write_page(
     path: str,
     stored: StoredCheckpoint,
     names: Mapping[str, str],
-    texts: Mapping[str, str],
-    tiles: Sequence[tuple[str, str]],
+    head: Mapping[str, Any],
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     other: tuple[StoredCheckpoint, Sequence[str]] | None = None,
 ) -> None:
@@ -37,9 +36,10 @@ def write_page(
         path: of the file.
         stored: the checkpoint.
         names: the tensors to show, as name on the page -> key.
-        texts: `title`, `subtitle`, and `common`, which stands at the end.
-        tiles: pairs of a number and what it counts.
-        changes: of a comparison the differences by name: `max`, `rate` (None where values were not compared), `text`.
+        head: what is said of the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs of a number and
+            what it counts), `common` (a text); of a comparison also `same`, and `objects` (place, value in A, in B).
+        changes: of a comparison the differences by name: `text`, `rate` (rel L2, None where no values differ), and for
+            those `max`, `different`, `elements` and `where`.
         other: the checkpoint it is compared with, and the keys that it alone has.
     """
     files = list_files(stored.manifest)
@@ -50,9 +50,11 @@ def write_page(
     if other is not None:
         tensors += [_describe(other[0], key, key, None, changes or {}) for key in other[1]]
     content = {
-        **{name: text[:_MAX_TEXT] for name, text in texts.items()},
-        "tiles": tiles,
+        **head,
+        "common": head.get("common", "")[:_MAX_TEXT],
+        "name": stored.location.rstrip("/").rpartition("/")[2],
         "other": changes is not None,
+        "chunks": len(stored.manifest.key_ids),
         "owners": owners,
         "files": files,
         "writers": writers,

@@ -29,6 +29,8 @@ from distckpt._plan.export import check_all_match, matches, renamed
 from distckpt._ranks.report import counting
 from distckpt._storage import locations
 
+_NOTHING = ("", None)
+_MAX_TEXT, _MAX_BITS = 60, 128
 
 class TensorDifference(NamedTuple):
     """A tensor that is not the same on both sides.
@@ -73,12 +75,14 @@ class ObjectDifference(NamedTuple):
         offset: of the part of the object, None when the sides have different parts.
         path: inside that part, such as `args.lr` or `rng[2]`; empty for the whole.
         where: "both" when the values differ, "a" or "b" when only one side has something there.
+        values: what A and B have there, as short texts; None for nothing, or for a whole object.
     """
 
     key: str
     offset: tuple[int, ...] | None
     path: str
     where: str
+    values: tuple[str | None, str | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -338,15 +342,26 @@ def _diff_objects(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[ObjectDi
             if (where := _where(offset, cells_a, cells_b)) != "both":
                 yield ObjectDifference(key, offset, "", where)
             elif cells_a[offset] != cells_b[offset]:
-                for path, where in _diff_paths(cells_a[offset], cells_b[offset]):
-                    yield ObjectDifference(key, offset, path, where)
+                yield from _diff_leaves(key, offset, cells_a[offset], cells_b[offset])
 
 
 def _where(name: Any, a: Container[Any], b: Container[Any]) -> str:
     return "both" if name in a and name in b else "a" if name in a else "b"
 
 
-def _diff_paths(left: bytes, right: bytes) -> list[tuple[str, str]]:
-    """Return the paths at which two encoded objects differ, and on which side something is there."""
-    a, b = (codec.fingerprints(codec.decode(blob, placeholders=True)) for blob in (left, right))
-    return [(path, _where(path, a, b)) for path in a | b if a.get(path) != b.get(path)]
+def _diff_leaves(key: str, offset: tuple[int, ...], left: bytes, right: bytes) -> Iterator[ObjectDifference]:
+    """Compare two encoded objects."""
+    a, b = (codec.leaves(codec.decode(blob, placeholders=True)) for blob in (left, right))
+    for path in a | b:
+        if a.get(path, _NOTHING)[0] != b.get(path, _NOTHING)[0]:
+            texts = tuple(_short_text(side[path][1]) if path in side else None for side in (a, b))
+            yield ObjectDifference(key, offset, path, _where(path, a, b), (texts[0], texts[1]))
+
+
+def _short_text(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"an integer of {value.bit_length():,} bits"
+    if value is None or isinstance(value, bool | int | float | str | dict | list):
+        text = repr(value[:_MAX_TEXT] if isinstance(value, str) else value)
+        return f"{text[: _MAX_TEXT - 3]}..." if len(text) > _MAX_TEXT else text
+    return f"<{type(value).__name__}>"

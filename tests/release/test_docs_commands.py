@@ -118,7 +118,7 @@ def output_of(line: str) -> str:
 
 def timeless(text: str) -> str:
     """Return a text without the times of one run."""
-    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", text)
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d( UTC([+-]\d{4})?)?", "DATE", text)
     text = re.sub(r"\d+(\.\d+)? [kMGT]?B/s", "RATE", text)
     return re.sub(r"\d+\.\d+ s\b", "TIME", text)
 

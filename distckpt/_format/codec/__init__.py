@@ -116,13 +116,18 @@ def fingerprints(obj: object) -> dict[str, str]:
     `state.0` (int key) for those of dicts; other keys are encoded: `args["a.b"]`, `args[null]`. Different places
     have different paths, the same on every rank. The path of `obj` itself is `""`.
     """
-    digests: dict[str, str] = {}
+    return {path: digest for path, (digest, _) in leaves(obj).items()}
+
+
+def leaves(obj: object) -> dict[str, tuple[str, object]]:
+    """Return path -> hash and value of each leaf, see `fingerprints`."""
+    found: dict[str, tuple[str, object]] = {}
     writer = Writer()
     try:
-        collect_fingerprints(obj, "", writer, digests)
+        collect_fingerprints(obj, "", writer, found)
     except RecursionError as error:
         raise writer.unsupported(obj, "the call stack is too deep here", "Nest containers less deeply.") from error
-    return digests
+    return found
 
 
 def register_object_type(

@@ -354,14 +354,14 @@ ENCODERS: dict[type, _Encoder] = {
 }
 
 
-def collect_fingerprints(obj: object, name: str, writer: Writer, digests: dict[str, str]) -> None:
-    """Put a hash of each leaf of `obj`, whose path is `name`, into `digests` under the path of the leaf."""
+def collect_fingerprints(obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]) -> None:
+    """Put a hash of each leaf of `obj`, whose path is `name`, and the leaf into `found` under the path of the leaf."""
     if type(obj) not in (dict, list) or not obj:
         writer.entries.clear()
         digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())
         for raw in writer.entries:
             digest.update(raw)
-        digests[name] = digest.hexdigest()
+        found[name] = (digest.hexdigest(), obj)
         return
     items: list[tuple[object, object]]
     if isinstance(obj, dict):
@@ -372,7 +372,7 @@ def collect_fingerprints(obj: object, name: str, writer: Writer, digests: dict[s
     writer.enter(obj)
     for (key, child), suffix in zip(items, suffixes, strict=True):
         writer.path[-1] = (_ITEM, key)
-        collect_fingerprints(child, name + suffix if name else suffix.removeprefix("."), writer, digests)
+        collect_fingerprints(child, name + suffix if name else suffix.removeprefix("."), writer, found)
     writer.leave(obj)
 
 

@@ -31,7 +31,13 @@ def pages(tmp_path, capsys):
     return tmp_path / "a.html", tmp_path / "diff.html"
 
 
-ROWS = "[...document.querySelectorAll('#table tbody tr')].map((row) => row.cells[0].textContent)"
+OF_ROWS = "[...document.querySelectorAll('#table tbody tr')].map((row) => row.cells)"
+ROWS = f"{OF_ROWS}.map((cells) => cells[0].textContent)"
+RATES = f"{OF_ROWS}.map((cells) => [cells[3].textContent, cells[5].textContent])"
+COMMON = (
+    "[...document.querySelectorAll('#common :is(tr, .values div)')]"
+    ".map((row) => [...row.children].map((cell) => cell.textContent))"
+)
 CELLS = "[...document.querySelectorAll('#map .cell')].map((cell) => cell.title)"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
@@ -56,16 +62,27 @@ def test_search_zoom_layouts_and_dark_mode_without_errors(pages, tmp_path):
         # Texts of the checkpoint are texts of the page.
         assert page.evaluate("document.querySelectorAll('img').length") == 0
         assert {HOSTILE, "constructor.__proto__", "model"} < set(page.evaluate(ROWS))
-        assert page.evaluate("document.querySelector('#common pre').textContent") == f'{{\n  "note": "{HOSTILE}"\n}}'
+        assert page.evaluate(COMMON) == [["note", HOSTILE]]
         # Search.
         page.evaluate(search("layers.*.UP"))
-        assert page.evaluate(ROWS) == [f"model.layers.{i}.up.weight" for i in range(4)]
-        assert page.evaluate("document.getElementById('count').textContent") == "4 of 11, 32.77 kB"
+        assert page.evaluate(ROWS) == ["▸model.layers.{0..3}.up.weight\u00a0\u00d7\u00a04"]
+        page.evaluate("document.querySelector('#table tbody tr').click()")
+        layers = [f"model.layers.{i}.up.weight" for i in range(4)]
+        assert page.evaluate(ROWS)[1:] == layers
+        page.evaluate("document.getElementById('group').click()")
+        assert page.evaluate(ROWS) == layers
+        assert page.evaluate("document.getElementById('count').textContent") == "4 of 11 tensors, 32.77 kB"
         # The layout of a tensor: its chunks in the colours of the ranks.
         page.evaluate("document.querySelector('#table tbody tr').click()")
         fills = page.evaluate(FILLS)
         assert len(set(fills)) == len(fills) == 4
-        # Zoom in, and back.
+        page.evaluate("document.querySelector('#detail button').click()")
+        # Layers are read in rows; zoom in, and back.
+        boxes = page.evaluate(
+            "[...document.querySelectorAll('#map .cell')].filter((cell) => /layers.[0-9]+:/.test(cell.title))"
+            ".map((cell) => [cell.offsetTop, cell.offsetLeft, cell.title])"
+        )
+        assert [title.partition(":")[0] for _, _, title in sorted(boxes)] == [f"model.layers.{i}" for i in range(4)]
         before = page.evaluate(CELLS)
         page.evaluate("document.querySelector('#map .cell.group').click()")
         inside = page.evaluate(CELLS)
@@ -75,12 +92,15 @@ def test_search_zoom_layouts_and_dark_mode_without_errors(pages, tmp_path):
         assert page.evaluate(CELLS) == before
         # Differences.
         page.open(pages[1], 1440, "light")
-        page.evaluate(search("layers.2."))
-        rates = "[...document.querySelectorAll('#table tbody tr')].map((row) => row.cells[4].textContent)"
-        assert page.evaluate(rates) == ["", "3.3e-1"]
-        page.evaluate(search("model"))
-        assert "only in A" in page.evaluate(rates)
-        assert "note" in page.evaluate("document.querySelector('#common pre').textContent")
+        assert page.evaluate("document.querySelector('h1').textContent") == "1 of 10 tensors differs, 1 only in A"
+        assert page.evaluate(ROWS)[:2] == ["model.layers.2.up.weight", "model"]
+        assert page.evaluate(RATES)[:3] == [["2,048 of 2,048", "3.3e-1"], ["only in A", ""], ["equal", ""]]
+        assert page.evaluate(COMMON) == [["place", "A", "B"], ["common state: note", repr(HOSTILE), "'b'"]]
+        # A module has the root mean square of its tensors, in a window of any width.
+        for width in (1440, 390):
+            page.open(pages[1], width, "dark")
+            (title,) = [title for title in page.evaluate(CELLS) if title.startswith("model.layers.2:")]
+            assert title == f"model.layers.2: 16.38 kB, 1 of 2 differ; rel L2 {1 / 3 / 2**0.5:.1e}".replace("e-0", "e-")
         said = [event["method"] for event in page.events]
         assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}.isdisjoint(said)
         requests = [event["params"] for event in page.events if event["method"] == "Network.requestWillBeSent"]

@@ -75,7 +75,7 @@ def test_values_that_differ_are_counted_and_placed(tmp_path, capsys, monkeypatch
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
     assert re.search(r"^model\.up +5 of 960  1\.0e\+01  \S+  \[17:31, 2:9\]$", text, re.M)
     assert re.search(r"^model\.count +1 of 6 .*  \[1, 0\]$", text, re.M)
-    assert "DIFFERENT: 6 tensors compared: 4 equal, 2 differ; " in text
+    assert "DIFFERENT: 6 tensors compared: 4 equal, 2 differ\n" in text
     old, new = tensors()["model.up"].double(), changed["model.up"].double()
     assert up["norms"] == pytest.approx([float(old.norm()), float(new.norm())])
     assert up["difference_norm"] == pytest.approx(float((old - new).norm()))
@@ -101,7 +101,8 @@ def test_keys_shapes_and_dtypes(tmp_path, capsys):
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
     assert re.search(r"^model\.up +shape 40x24 / 30x24$", text, re.M)
     assert re.search(r"^model\.scalar +dtype F32 / F64, values equal$", text, re.M)
-    assert "only in A: 'model.half'" in text
+    assert re.search(r"^model\.half +only in A$", text, re.M)
+    assert "3 equal, 1 differs; 1 of another shape, 1 only in A, 1 only in B\n" in text
 
 
 def test_special_numbers_and_tolerances(tmp_path, capsys):
@@ -196,8 +197,10 @@ def test_objects_and_common_state(tmp_path, capsys):
         ("rng", [1], "seed", "both"),
     ]
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
-    assert "common state: only in A at args.gone\n" in text
-    assert "rng part [1]: differs at seed\n" in text
+    assert [item["values"] for item in found[:3]] == [["0.1", "0.2"], ["1", None], [None, "1"]]
+    assert "common state: args.lr: 0.1 -> 0.2\n" in text
+    assert "common state: args.gone: only in A (1)\n" in text
+    assert "rng part [1]: seed: 1 -> 2\n" in text
     distckpt.save({"args": {"lr": 0.1, "gone": 1}, "step": 3}, tmp_path / "c")
     (only,) = call_json(capsys, "diff", tmp_path / "a", tmp_path / "c", code=1)["objects"]
     assert (only["key"], only["offset"], only["where"]) == ("rng", None, "a")
@@ -236,6 +239,20 @@ def test_tensors_that_differ_alike_share_a_line(tmp_path, capsys):
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
     assert re.search(r"^layers\.\{0,1,2,4,5\}\.up  40 of 40  1\.0e-03  1\.0e-03$", text, re.M)
     assert "12 tensors compared: 7 equal, 5 differ" in text
+
+
+def test_the_largest_differences_come_first_and_a_nan_is_not_hidden(tmp_path, capsys):
+    values = {f"layers.{i}.{name}": torch.ones(4) for i in range(3) for name in ("up", "down", "norm")}
+    save(tmp_path / "a", values)
+    factors = {"layers.1.up": 1.001, "layers.2.down": 2.0, "layers.0.norm": 1.5, "layers.1.norm": float("nan")}
+    save(tmp_path / "b", {key: value * factors.get(key, 1.0) for key, value in values.items() if key != "layers.0.up"})
+    lines = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
+    assert [line.split() for line in lines[2:6]] == [
+        ["layers.{0..1}.norm", "8", "of", "8", "inf", "nan"],
+        ["layers.2.down", "4", "of", "4", "1.0e+00", "5.0e-01"],
+        ["layers.1.up", "4", "of", "4", "1.0e-03", "1.0e-03"],
+        ["layers.0.up", "only", "in", "A"],
+    ]
 
 
 def test_errors_have_a_code_of_their_own(tmp_path, capsys):

@@ -30,11 +30,12 @@ def test_the_data_are_those_of_the_checkpoint(tmp_path, capsys):
     distckpt.reshard(tmp_path / "one", tmp_path / "c", num_ranks=2, grids={"a.weight": (2, 1)})
     assert call(capsys, "inspect", tmp_path / "c", "--html", tmp_path / "c.html") == ""
     content, facts = content_of(tmp_path / "c.html"), call_json(capsys, "inspect", tmp_path / "c")
-    assert (content["files"], content["writers"], content["title"]) == (
+    assert (content["files"], content["writers"], content["chunks"]) == (
         facts["files"],
         facts["writers"],
-        facts["location"],
+        facts["num_chunks"],
     )
+    assert (content["title"], content["lines"][0]) == ("c", ["", facts["location"]])
     assert json.loads(content["common"]) == {"step": 3, "big": "NaN"}
     tensors = {key: rest for key, *rest in content["tensors"]}
     assert tensors.keys() == values.keys()
@@ -63,12 +64,19 @@ def test_a_page_of_many_tensors_is_small(tmp_path, capsys):
 
 
 def test_a_page_of_differences(tmp_path, capsys):
-    for name, factor in (("a", 1.0), ("b", 1.5)):
+    for step, (name, factor) in enumerate((("a", 1.0), ("b", 1.5))):
         values = {"x.same": torch.ones(4), "x.other": torch.full((4,), factor), "y": torch.ones(1)}
         values[f"x.only_{name}"] = torch.ones(2)
-        distckpt.save({key: ShardedTensor.from_rank_offsets(key, v) for key, v in values.items()}, tmp_path / name)
+        state = {key: ShardedTensor.from_rank_offsets(key, v) for key, v in values.items()}
+        distckpt.save({**state, "step": step}, tmp_path / name)
+    call(capsys, "diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "d.html", code=1)
+    content = content_of(tmp_path / "d.html")
+    assert content["title"] == "1 of 3 tensors differs, 1 only in A, 1 only in B"
+    assert content["objects"] == [["common state: step", "0", "1"]]
     call(capsys, "diff", tmp_path / "a", tmp_path / "b", "--keys", "x.", "--html", tmp_path / "d.html", code=1)
-    found = {key: change for key, *_, change in content_of(tmp_path / "d.html")["tensors"]}
+    content = content_of(tmp_path / "d.html")
+    assert (content["objects"], content["lines"][-1]) == ([], ["", "Objects and common state were not compared."])
+    found = {key: change for key, *_, change in content["tensors"]}
     assert found.keys() == {"x.same", "x.other", "x.only_a", "x.only_b"}
     assert found["x.same"] is None
     assert (found["x.other"]["max"], found["x.other"]["text"]) == (0.5, "4 of 4")

@@ -136,7 +136,7 @@ def test_internal_names_are_not_shown(root, tmp_path, capsys):
         distckpt.save({"args": Args()}, tmp_path / "c")
     with pytest.raises(distckpt.UnsupportedObjectError, match=r"^The object 'args' cannot be saved"):
         distckpt.save({"args": ShardedObject("args", Args(), (1,), (0,))}, tmp_path / "c")
-    assert "common state: differs at step" in call(
+    assert "common state: step: 100 -> 200\n" in call(
         capsys, "diff", root / "run/step_00000100", root / "run/step_00000200", code=1
     )
     assert "there are 'embed.bias'" in call_error(capsys, "export", root / "bare", tmp_path / "out", "--keys", "modle.")
