@@ -32,6 +32,7 @@ from distckpt._storage import locations
 _NOTHING = ("", None)
 _MAX_TEXT, _MAX_BITS = 60, 128
 
+
 class TensorDifference(NamedTuple):
     """A tensor that is not the same on both sides.
 
