@@ -12,6 +12,7 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
 
 
 class StoredCheckpoint(NamedTuple):
@@ -25,6 +26,7 @@ class StoredCheckpoint(NamedTuple):
         verify: "none"; or "read" and "full", which mean the same: every block of which a byte is used is verified.
         quantized: chunks of a view that are not stored but computed from others, see `_plan.decoded`.
         sources: of a view in which every tensor is the sum of theirs, each times a weight, see `_plan.merged`.
+        files: that stay open from one read to the next; None where every read opens its own.
     """
 
     location: str
@@ -32,6 +34,12 @@ class StoredCheckpoint(NamedTuple):
     verify: str = "read"
     quantized: Mapping[int, QuantizedTensor] = MappingProxyType({})
     sources: tuple[tuple[StoredCheckpoint, float], ...] = ()
+    files: OpenFiles | None = None
+
+    def with_files(self, files: OpenFiles) -> StoredCheckpoint:
+        """Return the checkpoint, and its sources, with files that stay open."""
+        sources = tuple((source.with_files(files), weight) for source, weight in self.sources)
+        return self._replace(files=files, sources=sources)
 
     @property
     def verifies(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -111,7 +112,7 @@ def _read_parts(
     order = np.lexsort((positions, files))
     in_order = [parts[i] for i in order.tolist()]
     units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(stored.location))
-    with OpenFiles() as open_files:
+    with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as open_files:
         reading = _Reading(stored, copier, open_files)
 
         def read_unit(unit: list[ReadPart]) -> None:
@@ -279,6 +280,8 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
     path, expected = stored.path_of_file(file_id), stored.manifest.files[file_id].num_bytes
+    if stored.files and path in stored.files.checked:
+        return
     try:
         actual = file_size(path)
     except FileNotFoundError as error:
@@ -291,3 +294,5 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
             f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says {expected}: the file was cut "
             "off, extended or replaced. Restore it from a copy or load another checkpoint."
         )
+    if stored.files:
+        stored.files.checked.add(path)

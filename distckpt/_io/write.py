@@ -23,6 +23,7 @@ from distckpt._format.checksum import BLOCK_BYTES, block_checksums
 from distckpt._geometry.region import flat_range_regions
 from distckpt._storage import locations
 from distckpt._storage.open_files import allocate
+from distckpt._storage.remote import PART_BYTES
 from distckpt._storage.uploads import OutgoingFile, upload_files
 
 DIRECT_MIN_BYTES = 16 << 20
@@ -73,6 +74,7 @@ class WriteSettings:
         with_checksums: whether to compute checksums, of blocks of `block_bytes`.
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
         num_requests: that are made of an object store at the same time.
+        max_part_bytes: memory that each of them may have for a part of an object.
         progress: called with the number of bytes whenever some have been written, from several threads.
     """
 
@@ -82,6 +84,7 @@ class WriteSettings:
     block_bytes: int = BLOCK_BYTES
     num_threads: int = NUM_THREADS
     num_requests: int = NUM_REQUESTS
+    max_part_bytes: int = PART_BYTES
     progress: Callable[[int], None] | None = None
 
 
@@ -107,7 +110,7 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
             with contextlib.suppress(OSError):
                 output.close()
     remote = [output.outgoing() for output in outputs if not output.is_local]
-    upload_files(remote, settings.num_requests, settings.progress)
+    upload_files(remote, settings.num_requests, settings.progress, settings.max_part_bytes)
     return np.array([digest for output in outputs for unit in output.checksums for digest in unit], np.uint64)
 
 

@@ -34,6 +34,7 @@ from distckpt._plan.merged import Merge, merged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
 from distckpt.rules import Rule
 from distckpt.strategies.base import Verify
 
@@ -281,9 +282,10 @@ def write_export(
             overflows: dict[str, int] = {}
             with ranks.phase("write output files"):
                 count = counting(progress, own_bytes)
+                kept = stored.with_files(held.enter_context(OpenFiles.for_many_reads()))
                 for file in mine:
                     path = locations.join(staging, file.name)
-                    overflows |= write_output_file(stored, file, path, num_threads, count)
+                    overflows |= write_output_file(kept, file, path, num_threads, count)
                 locations.sync_directory(staging)
             for other in ranks.all_gather(json.dumps(overflows).encode()):
                 overflows |= json.loads(other)

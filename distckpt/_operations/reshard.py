@@ -47,6 +47,7 @@ from distckpt._ranks.report import PhaseTimer, counting
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
 from distckpt.mapping import ShardedObject, ShardedTensor
 from distckpt.rules import Rule
 from distckpt.strategies.safetensors import SafetensorsSave
@@ -152,7 +153,8 @@ def reshard(
     num_threads = num_export_threads(max_inflight_bytes)
     settings = WriteSettings(num_threads=num_threads, progress=counting(progress, num_bytes))
     overflows: dict[str, int] = {}
-    files = _files_of(stored, outputs, planned, object_files, overflows)
+    open_files = OpenFiles.for_many_reads()
+    files = _files_of(stored.with_files(open_files), outputs, planned, object_files, overflows)
     chunks = chunk_table(planned)
     new_manifest.check_size([chunks])
     rewrite = SafetensorsSave(lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes)
@@ -160,7 +162,8 @@ def reshard(
     names = [] if rules or rename else names_of_module(read_marker(location) or {})
     save_settings = SaveSettings(overwrite=overwrite, notes=note_of_module(names))
     config = CheckpointingConfig(BACKEND, VERSION)
-    write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, timer))
+    with open_files:
+        write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, timer))
     num_objects = len({shard.key for shard in objects} - {COMMON_KEY})
     num_chunks, seconds = len(chunks.key_ids) - len(objects), time.perf_counter() - started
     return ReshardReport(target, len(outputs), num_objects, num_chunks, len(planned), num_bytes, overflows, seconds)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import http
 import importlib
 import logging
 import os
@@ -19,6 +18,7 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from distckpt._base.memory import Bytes
+from distckpt._storage.cloud_errors import is_temporary, os_error, text_of
 from distckpt._storage.fsspec_urls import settings_of
 from distckpt._storage.remote import PART_BYTES, RETRY_SECONDS, RefusedError, RemoteLocation, Upload, fill, too_large
 
@@ -28,12 +28,11 @@ _PROVIDERS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure",
 CLOUD_SCHEMES = frozenset(_PROVIDERS)
 
 _MAX_PARTS = 10_000
+_MAX_REMOVED = 1000
+"""Objects that one request may remove."""
 _ATTEMPTS = 8
 """Of a request, unless AWS_MAX_ATTEMPTS says otherwise."""
 _REQUEST_LIMIT = timedelta(minutes=2)
-_TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
-_ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
-"""HTTP status -> what it means for a file; EIO for others."""
 
 _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "s3": {
@@ -53,7 +52,6 @@ _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
 """fsspec's settings that decide where data goes, and as whose -> the environment variables that do so here."""
 
 _CONTAINER = re.compile(r"[A-Za-z0-9._-]+(@[A-Za-z0-9.-]+)?")
-_NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 
 
 class CloudLocation(RemoteLocation):
@@ -118,9 +116,11 @@ class CloudLocation(RemoteLocation):
     def write(self, data: bytes) -> None:
         self._request(lambda: self._store.put(self._path, data, chunk_size=PART_BYTES))
 
-    def write_stream(self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int) -> None:
+    def write_stream(
+        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int = PART_BYTES
+    ) -> None:
         streams = self._connection.streams
-        options = {"chunk_size": max(PART_BYTES, -(-num_bytes // _MAX_PARTS)), "max_concurrency": num_requests}
+        options = {"chunk_size": max(part_bytes, -(-num_bytes // _MAX_PARTS)), "max_concurrency": num_requests}
         try:
             # obstore aborts the upload when a part, or the content, fails.
             self._request(lambda: streams.put(self._path, iter(content()), use_multipart=True, **options))
@@ -138,6 +138,15 @@ class CloudLocation(RemoteLocation):
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._request(lambda: self._store.delete(self._path))
+
+    def remove_many(self, locations: Sequence[str]) -> None:
+        if not self.location.startswith(("s3://", "s3a://")):
+            # The requests of other stores for many objects fail when one of them is not there.
+            super().remove_many(locations)
+            return
+        paths = [location.partition("://")[2].partition("/")[2] for location in locations]
+        for first in range(0, len(paths), _MAX_REMOVED):
+            self._request(functools.partial(self._store.delete, paths[first : first + _MAX_REMOVED]))
 
     def version(self) -> Any:
         head = self._head()
@@ -193,13 +202,10 @@ class CloudLocation(RemoteLocation):
             return None
 
     def _is_temporary(self, error: Exception) -> bool:
-        # obstore has repeated the requests of streams already, but for answers that were cut off.
-        status = _status_of(error)
-        is_temporary = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
-        return is_temporary and not re.search(r"after \d+ retries", str(error))
+        return is_temporary(error)
 
     def _translated(self, error: Exception) -> Exception:
-        return _os_error(error, self.location)
+        return os_error(error, self.location)
 
 
 class _Writer:
@@ -218,7 +224,7 @@ class _Writer:
         try:
             function(*arguments)
         except Exception as error:
-            raise _os_error(error, self._location) from error
+            raise os_error(error, self._location) from error
 
 
 # --- Connections ------------------------------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ def _connect(location: str, scheme: str, container: str) -> _Connection:
         raise ImportError(f"{location}: {error}: pip install 'distckpt[{_PROVIDERS[scheme]}]'") from error
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else errno.EINVAL
-        raise OSError(number, f"{type(error).__name__}: {_text_of(error)}", location) from error
+        raise OSError(number, f"{type(error).__name__}: {text_of(error)}", location) from error
 
 
 def _settings_of(provider: str) -> dict[str, Any]:
@@ -349,45 +355,3 @@ def _azure_config(container: str) -> dict[str, str]:
     fields = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
               "BlobEndpoint": "endpoint"}  # fmt: skip
     return {ours: values[theirs] for theirs, ours in fields.items() if theirs in values}
-
-
-# --- Errors -----------------------------------------------------------------------------------------------------------
-
-
-def _os_error(error: Exception, location: str) -> Exception:
-    """Return an error that names the location in place of one of the libraries; others as they are."""
-    if _NO_CONTAINER.search(str(error)) and (_is_of_library(error) or isinstance(error, FileNotFoundError)):
-        # Not FileNotFoundError, which would pass for a bucket without this checkpoint.
-        return OSError(errno.ENXIO, "the bucket or container does not exist", location)
-    if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
-        number = errno.EEXIST
-    elif isinstance(error, FileNotFoundError) and error.errno is None:
-        number = errno.ENOENT
-    elif _is_of_library(error):
-        number = _ERRNOS.get(_status_of(error), errno.EIO)
-    else:
-        return error
-    # It is a FileExistsError, FileNotFoundError or PermissionError by its number.
-    return OSError(number, _text_of(error), location)
-
-
-def _is_of_library(error: Exception) -> bool:
-    return any(kind.__module__.partition(".")[0] in ("obstore", "botocore") for kind in type(error).__mro__)
-
-
-def _status_of(error: Exception) -> int:
-    """Return the HTTP status of an answer, 0 when there was none."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    if "Wanted range starting at" in str(error):
-        # obstore has seen this itself, in an answer without an error.
-        return http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-    # obstore gives it in its message only.
-    match = re.search(r"status code: (\d{3})", str(error))
-    return int(match[1]) if match else 0
-
-
-def _text_of(error: Exception) -> str:
-    """Return what an error says, without obstore's dump of the values inside."""
-    return str(error).partition("\n\nDebug source:")[0]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from distckpt._base.threads import Pool
 from distckpt._storage.cloud import CLOUD_SCHEMES, CloudLocation
 from distckpt._storage.fsspec_urls import FsspecLocation
 from distckpt._storage.remote import RemoteLocation
-
-_NUM_REMOVALS = 10
-"""At the same time."""
 
 
 def at(location: str) -> RemoteLocation:
@@ -20,9 +16,10 @@ def at(location: str) -> RemoteLocation:
 
 
 def remove_all(locations: Iterable[str]) -> None:
-    """Remove objects, several at a time."""
-    with Pool(_NUM_REMOVALS, thread_name_prefix="distckpt-remove") as pool:
-        list(pool.map(lambda location: at(location).remove(), locations))
+    """Remove objects of one store, with as few requests as it takes."""
+    listed = list(locations)
+    if listed:
+        at(listed[0]).remove_many(listed)
 
 
 def abort_uploads(location: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -15,6 +16,7 @@ from distckpt._storage.locations import naming
 
 MAX_OPEN = 16
 """So many unused files are kept open at most; a checkpoint may have more than a process may have open."""
+_MOST_OPEN = 1024
 
 
 class _Opened:
@@ -24,11 +26,22 @@ class _Opened:
 
 
 class OpenFiles:
-    """Local files that several threads read; closed when the context ends."""
+    """Local files that several threads read; closed when the context ends.
 
-    def __init__(self) -> None:
+    `checked` is for the locations, remote ones too, of files whose sizes are right.
+    """
+
+    def __init__(self, max_open: int = MAX_OPEN) -> None:
+        self.checked: set[str] = set()
+        self._max_open = max_open
         self._opened: dict[str, _Opened] = {}
         self._lock = threading.Lock()
+
+    @classmethod
+    def for_many_reads(cls) -> OpenFiles:
+        """Return files for many reads that come back to the same ones: more of them stay open, if the system allows."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return cls(_MOST_OPEN if limit == resource.RLIM_INFINITY else max(MAX_OPEN, min(limit // 4, _MOST_OPEN)))
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -44,7 +57,7 @@ class OpenFiles:
     def open(self, file: str) -> Iterator[int]:
         """Yield a descriptor of a file; errors of the system in the body name the file."""
         with self._lock:
-            opened = self._opened.pop(file, None) or _Opened(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            opened = self._opened.pop(file, None) or _Opened(self._open(file))
             # Those that were used longest ago come first.
             self._opened[file] = opened
             opened.num_users += 1
@@ -54,9 +67,24 @@ class OpenFiles:
         finally:
             with self._lock:
                 opened.num_users -= 1
-                unused = [name for name, other in self._opened.items() if not other.num_users]
-                for name in unused[: max(0, len(self._opened) - MAX_OPEN)]:
-                    os.close(self._opened.pop(name).fd)
+                self._close_unused(max(0, len(self._opened) - self._max_open))
+
+    def _open(self, file: str) -> int:
+        try:
+            return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            # The program may have opened many others meanwhile.
+            if error.errno != errno.EMFILE or not self._close_unused(len(self._opened)):
+                raise
+            return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _close_unused(self, max_closed: int) -> int:
+        """Close files that were used longest ago, and return how many there were."""
+        # Mostly there is nothing to do, and there may be many files.
+        unused = [name for name, other in self._opened.items() if not other.num_users] if max_closed else []
+        for name in unused[:max_closed]:
+            os.close(self._opened.pop(name).fd)
+        return len(unused[:max_closed])
 
 
 def read_into(fd: int, buffers: list[Bytes], position: int) -> int:

@@ -13,11 +13,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from distckpt._base.memory import Bytes
+from distckpt._base.threads import Pool
 
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
-"""Larger objects are put in parts of this size, larger ones when there would be too many."""
+"""Larger objects are put in parts, of this size at least."""
+_MAX_PART_BYTES = 128 << 20
+_NUM_REMOVALS = 10
+"""At the same time."""
 RETRY_SECONDS = 180
 """After which a request is not repeated any more."""
 _FIRST_DELAY = 0.2
@@ -84,11 +88,13 @@ class RemoteLocation(ABC):
         """Put the object, replacing one that is there."""
 
     @abstractmethod
-    def write_stream(self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int) -> None:
+    def write_stream(
+        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int = PART_BYTES
+    ) -> None:
         """Put a large object of `num_bytes` bytes; it becomes visible when it is complete, or not at all.
 
         `content` returns its pieces, and is called again when all of them are to be sent again. What it raises is
-        passed on as it is.
+        passed on as it is. Requests are of `part_bytes`, more when there would be too many, where the store is told.
         """
 
     @abstractmethod
@@ -98,6 +104,11 @@ class RemoteLocation(ABC):
     @abstractmethod
     def remove(self) -> None:
         """Remove the object; one that is not there is fine."""
+
+    def remove_many(self, locations: Sequence[str]) -> None:
+        """Remove objects of the same store, in few requests or several at a time."""
+        with Pool(_NUM_REMOVALS, thread_name_prefix="distckpt-remove") as pool:
+            list(pool.map(lambda location: type(self)(location).remove(), locations))
 
     @abstractmethod
     def version(self) -> Any:
@@ -158,6 +169,14 @@ class RemoteLocation(ABC):
     @abstractmethod
     def _translated(self, error: Exception) -> Exception:
         """Return an OSError that names the location in place of errors of libraries; others as they are."""
+
+
+def part_bytes_of(num_bytes: int, max_part_bytes: int) -> int:
+    """Return the size of the parts of an object: a 64th of it within limits, so that requests are neither many nor few.
+
+    At most `max_part_bytes`, since parts are in memory while they are sent, but never less than `PART_BYTES`.
+    """
+    return max(PART_BYTES, min(num_bytes // 64, _MAX_PART_BYTES, max_part_bytes))
 
 
 def fill(buffers: Sequence[Bytes], data: Any) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from distckpt._base.memory import Bytes
 from distckpt._base.threads import Pool, wait_for_all
 from distckpt._storage import object_store
-from distckpt._storage.remote import PART_BYTES
+from distckpt._storage.remote import PART_BYTES, part_bytes_of
 
 
 class OutgoingFile(NamedTuple):
@@ -29,10 +29,14 @@ class OutgoingFile(NamedTuple):
 
 
 def upload_files(
-    files: Sequence[OutgoingFile], num_requests: int, progress: Callable[[int], None] | None = None
+    files: Sequence[OutgoingFile],
+    num_requests: int,
+    progress: Callable[[int], None] | None = None,
+    max_part_bytes: int = PART_BYTES,
 ) -> None:
     """Upload files, making `num_requests` requests at a time; nothing of a file that failed stays behind.
 
+    For each of them a part of an object, see `part_bytes_of`, and a unit are in memory.
     `progress` is given numbers of bytes as they are handed over, from several threads.
     """
     if not files:
@@ -43,7 +47,8 @@ def upload_files(
         Pool(num_requests, thread_name_prefix="distckpt-io") as readers,
         Pool(num_at_once, thread_name_prefix="distckpt-upload") as uploaders,
     ):
-        uploads = [_Upload(file, num_requests // num_at_once, readers, stop, progress) for file in files]
+        num_of_each = num_requests // num_at_once
+        uploads = [_Upload(file, num_of_each, max_part_bytes, readers, stop, progress) for file in files]
         running = [uploaders.submit(upload.run) for upload in uploads]
         try:
             wait_for_all(running)
@@ -62,10 +67,10 @@ class _Stopped(Exception):
 
 class _Upload:
     def __init__(
-        self, file: OutgoingFile, num_requests: int, readers: Pool, stop: threading.Event,
+        self, file: OutgoingFile, num_requests: int, max_part_bytes: int, readers: Pool, stop: threading.Event,
         progress: Callable[[int], None] | None,
     ) -> None:  # fmt: skip
-        self._file, self._num_requests = file, num_requests
+        self._file, self._num_requests, self._max_part_bytes = file, num_requests, max_part_bytes
         self._readers, self._stop = readers, stop
         self._progress = progress or (lambda num_bytes: None)
         self._num_reported = 0
@@ -79,7 +84,8 @@ class _Upload:
             remote.write(self._file.header + b"".join(self._read(number) for number in range(num_units)))
             self._progress(sum(self._file.unit_bytes))
         else:
-            remote.write_stream(self._pieces, num_bytes, self._num_requests)
+            part_bytes = part_bytes_of(num_bytes, self._max_part_bytes)
+            remote.write_stream(self._pieces, num_bytes, self._num_requests, part_bytes)
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the header and the units; with several requests at a time, further units are read ahead."""

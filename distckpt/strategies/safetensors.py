@@ -14,7 +14,7 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.memory import may_overlap
-from distckpt._base.threads import num_requests_within, num_threads_within
+from distckpt._base.threads import UNIT_BYTES, num_requests_within, num_threads_within
 from distckpt._commit import posix
 from distckpt._foreign import opening
 from distckpt._foreign.opening import BACKEND, VERSION
@@ -101,11 +101,13 @@ class SafetensorsSaveStrategy(SaveShardedStrategy):
         """
         options = self.options
         shards, plan, is_known = self._plan(Ranks(options.process_group), sharded_state_dict)
+        num_requests = num_requests_within(options.max_inflight_bytes)
         settings = WriteSettings(
             durable=options.durable,
             direct=self.direct_io,
             num_threads=num_threads_within(options.max_inflight_bytes),
-            num_requests=num_requests_within(options.max_inflight_bytes),
+            num_requests=num_requests,
+            max_part_bytes=options.max_inflight_bytes // num_requests - UNIT_BYTES,
             progress=options.progress,
         )
         encoded = encoded_objects(plan.objects, shards)

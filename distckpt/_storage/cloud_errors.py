@@ -1,0 +1,59 @@
+"""What exceptions of obstore and boto3 mean, for programs that know errors of files."""
+
+from __future__ import annotations
+
+import errno
+import http
+import re
+
+_TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
+_ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
+"""HTTP status -> what it means for a file; EIO for others."""
+_NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
+
+
+def os_error(error: Exception, location: str) -> Exception:
+    """Return an error that names the location in place of one of the libraries; others as they are."""
+    if _NO_CONTAINER.search(str(error)) and (_is_of_library(error) or isinstance(error, FileNotFoundError)):
+        # Not FileNotFoundError, which would pass for a bucket without this checkpoint.
+        return OSError(errno.ENXIO, "the bucket or container does not exist", location)
+    if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
+        number = errno.EEXIST
+    elif isinstance(error, FileNotFoundError) and error.errno is None:
+        number = errno.ENOENT
+    elif _is_of_library(error):
+        number = _ERRNOS.get(_status_of(error), errno.EIO)
+    else:
+        return error
+    # It is a FileExistsError, FileNotFoundError or PermissionError by its number.
+    return OSError(number, text_of(error), location)
+
+
+def is_temporary(error: Exception) -> bool:
+    """Tell whether a request that failed may succeed when it is made again."""
+    # obstore has repeated the requests of streams already, but for answers that were cut off.
+    status = _status_of(error)
+    may_end = _is_of_library(error) and (status == 0 or status in _TEMPORARY_STATUSES)
+    return may_end and not re.search(r"after \d+ retries", str(error))
+
+
+def _is_of_library(error: Exception) -> bool:
+    return any(kind.__module__.partition(".")[0] in ("obstore", "botocore") for kind in type(error).__mro__)
+
+
+def _status_of(error: Exception) -> int:
+    """Return the HTTP status of an answer, 0 when there was none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if "Wanted range starting at" in str(error):
+        # obstore has seen this itself, in an answer without an error.
+        return http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    # obstore gives it in its message only.
+    match = re.search(r"status code: (\d{3})", str(error))
+    return int(match[1]) if match else 0
+
+
+def text_of(error: Exception) -> str:
+    """Return what an error says, without obstore's dump of the values inside."""
+    return str(error).partition("\n\nDebug source:")[0]
