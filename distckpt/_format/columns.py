@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ import safetensors.numpy
 Column = npt.NDArray[Any]
 
 _JSON = "json"
+_WORD_BYTES = 8
+_MAX_RATIO = 1040
+"""No more bytes come out of zlib for each that went in."""
 
 
 def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
@@ -21,6 +25,27 @@ def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     arrays = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     return safetensors.numpy.save({_JSON: np.frombuffer(text, np.uint8), **arrays})
+
+
+def compress(data: bytes) -> bytes:
+    """Compress bytes for a message: those of equal weight in its numbers of 64 bits, mostly zeros, go side by side."""
+    words = np.frombuffer(data + bytes(-len(data) % _WORD_BYTES), np.uint8).reshape(-1, _WORD_BYTES)
+    return len(data).to_bytes(_WORD_BYTES, "little") + zlib.compress(words.T.tobytes(), level=1)
+
+
+def decompress(data: bytes) -> bytes:
+    """Undo `compress`; a ValueError says that it cannot be undone, whatever size the bytes claim to have."""
+    num_bytes = int.from_bytes(data[:_WORD_BYTES], "little")
+    padded = num_bytes + -num_bytes % _WORD_BYTES
+    if padded > _MAX_RATIO * len(data):
+        raise ValueError(f"not compressed: {len(data)} bytes cannot become {num_bytes}")
+    try:
+        words = zlib.decompressobj().decompress(data[_WORD_BYTES:], padded + 1)
+    except zlib.error as error:
+        raise ValueError(f"not compressed: {error}") from error
+    if len(words) != padded:
+        raise ValueError(f"not compressed: {num_bytes} bytes were announced, there are {len(words)}")
+    return np.frombuffer(words, np.uint8).reshape(_WORD_BYTES, -1).T.tobytes()[:num_bytes]
 
 
 def unpack(data: bytes, parse: Callable[[bytes], Any] = json.loads) -> tuple[Any, dict[str, Column]]:

@@ -64,19 +64,25 @@ def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
     Collective operation: all ranks must call it. Descriptions of shards go to the coordinator, pieces to write come
     back, tables of chunks go to it.
     """
-    described = ShardTable.all_from_bytes(ranks.gather(table.to_bytes()))
+    messages = [ranks.gather_once(message) for message in table.to_messages()]
     manifests: list[Manifest] = []
 
     def plan_for_all() -> list[bytes]:
+        described = ShardTable.all_from_messages(*messages)
+        groups = [each.exchange_group for each in described]
+        ends = np.cumsum([len(each.key_ids) for each in described])[:-1]
         merged = merge_tables(described)
+        # As large as what is made of them.
+        messages.clear()
+        described.clear()
         validate_shards(merged, allow_gaps=allow_gaps)
         aliases = find_aliases(merged)
         manifests.append(manifest_of_keys(merged, aliases))
-        owned = plan_owners(merged, ranks.size, aliases, [each.exchange_group for each in described])
+        owned = plan_owners(merged, ranks.size, aliases, groups)
         weights = replica_weights(merged)
         fields = [1 + secrets.randbits(61), bool(weights.any())]
-        of_ranks = np.split(weights, np.cumsum([len(each.key_ids) for each in described])[:-1])
-        return [pack(fields, {"weights": w, **p._asdict()}) for w, p in zip(of_ranks, owned, strict=True)]
+        pairs = zip(np.split(weights, ends), owned, strict=True)
+        return [pack(fields, {"weights": w, **p._asdict()}) for w, p in pairs]
 
     (number, has_replicas), columns = unpack(ranks.decide_each("plan", plan_for_all))
     weights = columns.pop("weights")

@@ -100,10 +100,11 @@ def check_request(
 ) -> tuple[set[str], set[str]]:
     """Refuse requests that contradict each other or ask for parts of objects; return missing and unexpected keys."""
     requested = {shard.key for i, shard in enumerate(request.split.shards) if i not in request.ties}
-    tables = ranks.gather(request.table.to_bytes()) if validates and ranks.size > 1 else []
+    validates = validates and ranks.size > 1
+    messages = [ranks.gather_once(message) for message in request.table.to_messages()] if validates else []
     with ranks.phase("check the requested shards", decision=True) as vote:
-        if tables:
-            validate_shards(merge_tables(ShardTable.all_from_bytes(tables)))
+        if validates and ranks.is_coordinator:
+            validate_shards(merge_tables(ShardTable.all_from_messages(*messages)))
         refuses = mode is StrictHandling.ASSUME_OK_UNEXPECTED and not request.has_rules
         compared = request.stored if refuses else ()
         parts = parts_of(request.resolved, requested, request.entries, compared, names_of_module(marker))

@@ -6,6 +6,7 @@ No payload is pickled, and an exchange that breaks names the rank that was lost.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -115,6 +116,15 @@ class Exchanges:
                 return []
             return [payload, *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1))]
 
+    def gather_once(self, payload: bytes) -> list[bytes]:
+        """Do as `gather` does; of the ranks that have the same payload, only the first one sends it."""
+        digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
+        digests = self.all_gather_numbers(digest.tolist())
+        _, firsts, same = np.unique(digests, axis=0, return_index=True, return_inverse=True)
+        sender = firsts[same.ravel()]
+        payloads = self.gather(payload if sender[self.rank] == self.rank else b"")
+        return [payloads[rank] for rank in sender.tolist()] if payloads else []
+
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
         """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
         if self.size == 1:
@@ -171,8 +181,8 @@ class Exchanges:
         """Start to send contiguous bytes, or to fill them with what a rank sends under the same tag; see `finish`."""
         with _contact(self._group, "exchange of tensors", of_all=False):
             start = dist.isend if is_sent else dist.irecv
-            work = start(memory, dist.get_global_rank(self._group, peer), group=self._group, tag=tag)
-            return Transfer(work, memory)
+            of_peer = {"group_dst" if is_sent else "group_src": peer}
+            return Transfer(start(memory, group=self._group, tag=tag, **of_peer), memory)
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer to end; until then its memory must not change."""
@@ -187,17 +197,17 @@ class Exchanges:
 
     def _send(self, payload: bytes, to: int) -> None:
         if payload:
-            dist.send(_as_tensor(payload), dst=dist.get_global_rank(self._group, to), group=self._group)
+            dist.send(_as_tensor(payload), group=self._group, group_dst=to)
 
     def _receive(self, size: int, source: int) -> bytes:
         received = torch.empty(size, dtype=torch.uint8)
         if size:
-            dist.recv(received, src=dist.get_global_rank(self._group, source), group=self._group)
+            # Not `recv`, which looks for the global rank among those of all members.
+            dist.irecv(received, group=self._group, group_src=source).wait()  # type: ignore[union-attr]
         return received.numpy().tobytes()
 
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
-        source = dist.get_global_rank(self._group, src)
-        self._complete(dist.broadcast(tensor, src=source, group=self._group, async_op=True), name, [tensor])
+        self._complete(dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), name, [tensor])
 
     def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]

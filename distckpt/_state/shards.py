@@ -20,7 +20,7 @@ import torch
 from distckpt._base.dtypes import TO_NAME
 from distckpt._base.errors import InvalidShardingError, UnsupportedObjectError
 from distckpt._base.messages import KeyFault, summarize_faults
-from distckpt._format.columns import pack, unpack
+from distckpt._format.columns import compress, decompress, pack, unpack
 from distckpt._format.manifest import OBJECT
 from distckpt._geometry.region import (
     IntArray,
@@ -71,28 +71,27 @@ class ShardTable(NamedTuple):
         ndim = len(self.global_shapes[self.key_ids[row]])
         return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
 
-    def to_bytes(self) -> bytes:
-        """Encode for sending."""
-        fields = [self.keys, self.dtypes, self.global_shapes, self.exchange_group]
-        return pack(fields, {name: getattr(self, name) for name in _ROW_COLUMNS})
+    def to_messages(self) -> tuple[bytes, bytes]:
+        """Encode for sending: the keys with their kinds, of which many ranks have the same, and the rows."""
+        kinds = json.dumps([self.keys, self.dtypes, self.global_shapes], separators=(",", ":"))
+        rows = pack(self.exchange_group, {name: getattr(self, name) for name in _ROW_COLUMNS})
+        return compress(kinds.encode()), compress(rows)
 
     @classmethod
-    def all_from_bytes(cls, messages: Sequence[bytes]) -> list[ShardTable]:
-        """Decode what the `to_bytes` of all ranks made.
-
-        Data-parallel replicas send equal lists of keys: those are parsed once, and shared.
-        """
-        parse = functools.cache(_parse_kinds)
+    def all_from_messages(cls, kinds: Sequence[bytes], rows: Sequence[bytes]) -> list[ShardTable]:
+        """Decode what the `to_messages` of all ranks made: equal messages once, so that tables share what they hold."""
+        parse, read = functools.cache(_parse_kinds), functools.cache(lambda data: unpack(decompress(data)))
         tables = []
-        for data in messages:
-            (keys, dtypes, shapes, exchange_group), columns = unpack(data, parse)
+        for of_keys, of_rows in zip(kinds, rows, strict=True):
+            exchange_group, columns = read(of_rows)
+            keys, dtypes, shapes = parse(of_keys)
             tables.append(cls(keys, dtypes, shapes, exchange_group=exchange_group, **columns))
         return tables
 
 
-def _parse_kinds(text: bytes) -> tuple[list[str], list[str], list[tuple[int, ...]], int]:
-    keys, dtypes, shapes, exchange_group = json.loads(text)
-    return keys, dtypes, [tuple(shape) for shape in shapes], exchange_group
+def _parse_kinds(data: bytes) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+    keys, dtypes, shapes = json.loads(decompress(data))
+    return keys, dtypes, [tuple(shape) for shape in shapes]
 
 
 def shard_regions(shard: Shard) -> Iterator[Region]:

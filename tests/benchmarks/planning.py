@@ -130,14 +130,21 @@ def plan_a_save(tables: list[ShardTable], profiler: cProfile.Profile | None) -> 
 
 
 def sent(tables: list[ShardTable]) -> tuple[Any, list[int]]:
-    """Return what rank 0 gets, and how many bytes of it each rank sends."""
-    messages = [table.to_bytes() for table in tables]
-    return messages, [len(message) for message in messages]
+    """Return what rank 0 gets, and how many bytes of it each rank sends: of equal messages the first one."""
+    messages, sent_bytes = [], np.zeros(len(tables), np.int64)
+    for column in zip(*(table.to_messages() for table in tables), strict=True):
+        first: dict[bytes, int] = {}
+        for rank, message in enumerate(column):
+            if first.setdefault(message, rank) == rank:
+                sent_bytes[rank] += len(message)
+        known = {message: message for message in first}
+        messages.append([known[message] for message in column])
+    return messages, sent_bytes.tolist()
 
 
 def received(messages: Any) -> list[ShardTable]:
     """Return the tables that `sent` has sent."""
-    return ShardTable.all_from_bytes(messages)
+    return ShardTable.all_from_messages(*messages)
 
 
 def plan_for_all(messages: Any, num_ranks: int, figures: dict[str, Any]) -> tuple[list[Pieces], list[bytes]]:
@@ -149,12 +156,13 @@ def plan_for_all(messages: Any, num_ranks: int, figures: dict[str, Any]) -> tupl
         return result
 
     tables = step("decode descriptions", lambda: received(messages))
+    ends = np.cumsum([len(table.key_ids) for table in tables])[:-1]
     merged = step("merge", lambda: merge_tables(tables))
+    tables.clear()
     step("validate", lambda: validate_shards(merged))
     aliases = step("find tied tensors", lambda: find_aliases(merged))
     pieces = step("give owners", lambda: plan_owners(merged, num_ranks, aliases, [0] * num_ranks))
     weights = step("find replicas", lambda: replica_weights(merged))
-    ends = np.cumsum([len(table.key_ids) for table in tables])[:-1]
     pairs = list(zip(np.split(weights, ends), pieces, strict=True))
     plans = step("encode plans", lambda: [pack([1, True], {"weights": w, **p._asdict()}) for w, p in pairs])
     figures.update(steps)
