@@ -30,21 +30,22 @@ def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
 def compress(data: bytes) -> bytes:
     """Compress bytes for a message: those of equal weight in its numbers of 64 bits, mostly zeros, go side by side."""
     words = np.frombuffer(data + bytes(-len(data) % _WORD_BYTES), np.uint8).reshape(-1, _WORD_BYTES)
-    return len(data).to_bytes(_WORD_BYTES, "little") + zlib.compress(words.T.tobytes(), level=1)
+    return len(data).to_bytes(_WORD_BYTES, "big") + zlib.compress(words.T.tobytes(), level=1)
 
 
 def decompress(data: bytes) -> bytes:
     """Undo `compress`; a ValueError says that it cannot be undone, whatever size the bytes claim to have."""
-    num_bytes = int.from_bytes(data[:_WORD_BYTES], "little")
+    num_bytes = int.from_bytes(data[:_WORD_BYTES], "big")
     padded = num_bytes + -num_bytes % _WORD_BYTES
     if padded > _MAX_RATIO * len(data):
         raise ValueError(f"not compressed: {len(data)} bytes cannot become {num_bytes}")
+    stream = zlib.decompressobj()
     try:
-        words = zlib.decompressobj().decompress(data[_WORD_BYTES:], padded + 1)
+        words = stream.decompress(data[_WORD_BYTES:], padded + 1)
     except zlib.error as error:
         raise ValueError(f"not compressed: {error}") from error
-    if len(words) != padded:
-        raise ValueError(f"not compressed: {num_bytes} bytes were announced, there are {len(words)}")
+    if len(words) != padded or not stream.eof:
+        raise ValueError(f"not compressed: {num_bytes} bytes were announced, and others came")
     return np.frombuffer(words, np.uint8).reshape(_WORD_BYTES, -1).T.tobytes()[:num_bytes]
 
 

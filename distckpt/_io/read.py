@@ -275,13 +275,17 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
     # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
     file_ids = np.flatnonzero(np.bincount(stored.manifest.file_ids[np.array(chunks, np.int64)])).tolist()
-    run_threads(lambda file_id: _check_file(stored, file_id), file_ids, num_threads)
+    check = _check_file if stored.files is None else _check_file_once
+    run_threads(lambda file_id: check(stored, file_id), file_ids, num_threads)
+
+
+def _check_file_once(stored: StoredCheckpoint, file_id: int) -> None:
+    assert stored.files is not None
+    stored.files.check_once(stored.path_of_file(file_id), lambda: _check_file(stored, file_id))
 
 
 def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
     path, expected = stored.path_of_file(file_id), stored.manifest.files[file_id].num_bytes
-    if stored.files and path in stored.files.checked:
-        return
     try:
         actual = file_size(path)
     except FileNotFoundError as error:
@@ -294,5 +298,3 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
             f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says {expected}: the file was cut "
             "off, extended or replaced. Restore it from a copy or load another checkpoint."
         )
-    if stored.files:
-        stored.files.checked.add(path)

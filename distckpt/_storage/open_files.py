@@ -8,7 +8,7 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from distckpt._base.memory import Bytes
@@ -26,15 +26,13 @@ class _Opened:
 
 
 class OpenFiles:
-    """Local files that several threads read; closed when the context ends.
-
-    `checked` is for the locations, remote ones too, of files whose sizes are right.
-    """
+    """Local files that several threads read; closed when the context ends."""
 
     def __init__(self, max_open: int = MAX_OPEN) -> None:
-        self.checked: set[str] = set()
         self._max_open = max_open
         self._opened: dict[str, _Opened] = {}
+        self._checks: dict[str, threading.Lock] = {}
+        self._checked: set[str] = set()
         self._lock = threading.Lock()
 
     @classmethod
@@ -52,6 +50,15 @@ class OpenFiles:
         for opened in self._opened.values():
             os.close(opened.fd)
         self._opened.clear()
+
+    def check_once(self, file: str, check: Callable[[], None]) -> None:
+        """Check a file, a remote one perhaps, unless that has been done; others wait for the thread that does it."""
+        with self._lock:
+            lock = self._checks.setdefault(file, threading.Lock())
+        with lock:
+            if file not in self._checked:
+                check()
+                self._checked.add(file)
 
     @contextlib.contextmanager
     def open(self, file: str) -> Iterator[int]:

@@ -11,9 +11,22 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor
+from distckpt._ranks.collectives import Ranks
 from tests.support.harness import error_of, run, sum_over_ranks
 
 FULL = torch.arange(24 * 5, dtype=torch.float32).reshape(24, 5)
+
+
+def gather_what_some_have_in_common(rank):
+    members = dist.new_group([3, 1, 2])
+    if rank == 0:
+        return None
+    ranks = Ranks(members)
+    return [ranks.gather_once(payloads[rank]) for payloads in (["", b"same", b"other", b"same"], [b""] * 4)]
+
+
+def test_what_ranks_have_in_common_is_gathered_from_one():
+    assert run(gather_what_some_have_in_common, 4) == [None, [[b"same", b"other", b"same"], [b""] * 3], *[[[], []]] * 2]
 
 
 def rows(index, count, *, blank=False):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import resource
+import sys
 
 import pytest
 import torch
@@ -32,6 +33,26 @@ def test_more_shard_files_than_may_be_open(tmp_path):
     assert len(os.listdir(tmp_path / "in")) == 1100
     assert run(export_with_few_files, 1, str(tmp_path), backend=None) == [True]
     assert same_bytes(read_export(tmp_path / "out"), {"w": tensor})
+
+
+def opens_of_an_export(rank, folder):
+    opened = []
+
+    def note(event, arguments):
+        # Headers are read through `open`, which has a mode.
+        if event == "open" and str(arguments[0]).startswith(f"{folder}/in") and arguments[1] is None:
+            opened.append(arguments[0])
+
+    sys.addaudithook(note)
+    distckpt.consolidate(f"{folder}/in", f"{folder}/out", max_file_bytes=1)
+    return len(opened), len(set(opened))
+
+
+def test_shards_stay_open_from_one_output_to_the_next(tmp_path):
+    tensors = {key: torch.arange(40 * 3, dtype=torch.float32).view(40, 3) + i for i, key in enumerate("abc")}
+    write_folder(tmp_path / "in", tensors, 0, 40)
+    assert run(opens_of_an_export, 1, str(tmp_path), backend=None) == [(40, 40)]
+    assert same_bytes(read_export(tmp_path / "out"), tensors)
 
 
 BUDGETS = [32 << 20, 128 << 20]

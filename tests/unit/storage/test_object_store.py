@@ -17,12 +17,14 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
+from distckpt._storage import locations, object_store
+from distckpt._storage.remote import part_bytes_of
 from distckpt.core import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from distckpt.strategies.base import SaveShardedStrategy
 from distckpt.strategies.defaults import get_default_save_sharded_strategy
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.other_program import as_another_program
-from tests.support.s3_server import FaultyProxy, client, keys_in, new_bucket, reached_at, uploads_in
+from tests.support.s3_server import Fault, FaultyProxy, client, keys_in, new_bucket, reached_at, uploads_in
 
 
 class Store(NamedTuple):
@@ -198,6 +200,50 @@ def test_a_load_makes_the_requests_that_the_documentation_lists(s3):
         f"HEAD /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
         f"GET /{s3.url[5:]}/c/objects-{nonce}/rank-00001.safetensors": 1,
     }
+
+
+def test_an_export_asks_for_the_size_of_each_file_once(s3, tmp_path):
+    location = f"{s3.url}/c"
+    distckpt.save(state(1.0, LARGE), location)
+    proxy = FaultyProxy(s3.server)
+    with proxy.running() as url, reached_at(url):
+        distckpt.consolidate(location, tmp_path / "hf")
+    requests = Counter(request.split("/tensors-")[0] for request in proxy.requests if "/tensors-" in request)
+    # More than one unit of output is read from the file.
+    assert requests[f"GET /{s3.url[5:]}/c"] > 1
+    assert requests[f"HEAD /{s3.url[5:]}/c"] == 1
+
+
+def test_a_request_removes_a_thousand_objects(s3):
+    distckpt.save(state(), f"{s3.url}/c")
+    s3.write("other", b"stays")
+    proxy = FaultyProxy(s3.server)
+    with proxy.running() as url, reached_at(url):
+        locations.remove_tree(f"{s3.url}/c")
+        assert [request.split()[0] for request in proxy.requests].count("POST") == 1
+        assert s3.keys() == ["other"]
+        proxy.requests.clear()
+        object_store.remove_all([f"{s3.url}/absent/{i}" for i in range(1001)] + [f"{s3.url}/other"])
+    assert [request.split()[0] for request in proxy.requests] == ["POST", "POST"]
+    assert s3.keys() == []
+
+
+def test_a_removal_that_is_refused_is_an_error(s3):
+    proxy = FaultyProxy(s3.server, Fault("POST", "delete", "403"))
+    with proxy.running() as url, reached_at(url), pytest.raises(PermissionError):
+        object_store.remove_all([f"{s3.url}/a", f"{s3.url}/b"])
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "max_part_bytes", "expected"),
+    [(20 * MIB, 1 << 40, 16 * MIB), (64 * 40 * MIB, 1 << 40, 40 * MIB), (1 << 40, 1 << 40, 128 * MIB),
+     (1 << 40, 50 * MIB, 50 * MIB), (1 << 40, 0, 16 * MIB)],
+)  # fmt: skip
+def test_parts_grow_with_the_file_within_the_memory_there_is(num_bytes, max_part_bytes, expected):
+    assert part_bytes_of(num_bytes, max_part_bytes) == expected
 
 
 def test_a_marker_of_absurd_size_is_not_read(s3):
