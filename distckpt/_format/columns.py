@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,11 @@ def decompress(data: bytes) -> bytes:
     return np.frombuffer(words, np.uint8).reshape(_WORD_BYTES, -1).T.tobytes()[:num_bytes]
 
 
-def unpack(data: bytes, parse: Callable[[bytes], Any] = json.loads) -> tuple[Any, dict[str, Column]]:
-    """Decode what `pack` made; a ValueError says that it is not such a table. `parse` makes the value of its JSON."""
+def unpack(data: bytes) -> tuple[Any, dict[str, Column]]:
+    """Decode what `pack` made; a ValueError says that it is not such a table."""
     try:
         columns = safetensors.numpy.load(data)
         text = columns.pop(_JSON)
-        return parse(text.tobytes()), columns
+        return json.loads(text.tobytes()), columns
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a table of columns: {type(error).__name__}: {error}") from error

@@ -110,7 +110,7 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
             with contextlib.suppress(OSError):
                 output.close()
     remote = [output.outgoing() for output in outputs if not output.is_local]
-    upload_files(remote, settings.num_requests, settings.progress, settings.max_part_bytes)
+    upload_files(remote, settings.num_requests, settings.max_part_bytes, settings.progress)
     return np.array([digest for output in outputs for unit in output.checksums for digest in unit], np.uint64)
 
 

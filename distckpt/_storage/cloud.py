@@ -117,7 +117,7 @@ class CloudLocation(RemoteLocation):
         self._request(lambda: self._store.put(self._path, data, chunk_size=PART_BYTES))
 
     def write_stream(
-        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int = PART_BYTES
+        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int
     ) -> None:
         streams = self._connection.streams
         options = {"chunk_size": max(part_bytes, -(-num_bytes // _MAX_PARTS)), "max_concurrency": num_requests}

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from distckpt._base.memory import Bytes
-from distckpt._storage.remote import PART_BYTES, RemoteLocation, fill, too_large
+from distckpt._storage.remote import RemoteLocation, fill, too_large
 
 _OVER_HTTP = re.compile(r"(?:^|::)https?://")
 _TEMPORARY_ERRNOS = {
@@ -124,7 +124,7 @@ class FsspecLocation(RemoteLocation):
         self._request(lambda: self._fs.pipe_file(self._path, data))
 
     def write_stream(
-        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int = PART_BYTES
+        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int
     ) -> None:
         self._check_writable()
 

@@ -89,7 +89,7 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def write_stream(
-        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int = PART_BYTES
+        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int
     ) -> None:
         """Put a large object of `num_bytes` bytes; it becomes visible when it is complete, or not at all.
 

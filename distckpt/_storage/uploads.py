@@ -31,8 +31,8 @@ class OutgoingFile(NamedTuple):
 def upload_files(
     files: Sequence[OutgoingFile],
     num_requests: int,
+    max_part_bytes: int,
     progress: Callable[[int], None] | None = None,
-    max_part_bytes: int = PART_BYTES,
 ) -> None:
     """Upload files, making `num_requests` requests at a time; nothing of a file that failed stays behind.
 
