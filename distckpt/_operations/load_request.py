@@ -72,7 +72,8 @@ def describe_request(
         split = flatten.split(described.state_dict)
         if family is not None:
             keys = [shard.key for shard in split.shards if isinstance(shard, ShardedTensor)]
-            options = replace(options, rules=(*options.rules, *rules_for(family, location, keys)))
+            on_disk = options.stored and options.stored.manifest
+            options = replace(options, rules=(*options.rules, *rules_for(family, location, keys, on_disk)))
         strategy = load_strategy(sharded_strategy, marker, location).configure(options)
         compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
         has_ties = not options.rules and _has_ties(split.shards)
