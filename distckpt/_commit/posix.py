@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 SUBDIRECTORIES = ("tensors", "objects")
 
+_NONCE = re.compile("[0-9a-f]{16}")
+
 _State = Literal["free", "incomplete", "complete"]
 
 
@@ -173,11 +175,16 @@ def left_aside(location: str) -> str | None:
     """Return where an overwrite that was interrupted between two renames has left the content of a location, if so."""
     if not locations.is_local(location) or locations.exists(location):
         return None
+    return next(filter(_is_trusted, left_beside(location, "old")), None)
+
+
+def left_beside(location: str, kind: str) -> list[str]:
+    """Return what saves of a location have put beside it: directories of a kind, as "tmp" where they are written."""
     parent, name = locations.split(location)
-    pattern = re.compile(re.escape(f".{name}.old-") + "[0-9a-f]{16}")
-    beside = locations.list_names(parent) if locations.isdir(parent) else []
-    found = [locations.join(parent, other) for other in beside if pattern.fullmatch(other)]
-    return next((path for path in found if _is_trusted(path)), None)
+    prefix = f".{name}.{kind}-"
+    names = locations.list_names(parent) if locations.isdir(parent) else []
+    found = [other for other in names if other.startswith(prefix) and _NONCE.fullmatch(other, len(prefix))]
+    return [locations.join(parent, other) for other in found]
 
 
 def _is_trusted(directory: str) -> bool:

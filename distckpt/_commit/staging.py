@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -88,14 +87,10 @@ def _remove_empty_leftovers(target: str) -> None:
 
     Network file systems keep a removed file as long as a reader has it open, and its directory.
     """
-    parent, name = locations.split(target)
-    pattern = re.compile(re.escape(f".{name}.tmp-") + "[0-9a-f]{16}")
-    for other in locations.list_names(parent) if locations.isdir(parent) else []:
-        path = locations.join(parent, other)
-        if pattern.fullmatch(other):
-            with running.claimed(path) as has_ended:
-                if has_ended and not any(files for _, _, files in os.walk(path)):
-                    locations.remove_tree(path)
+    for path in posix.left_beside(target, "tmp"):
+        with running.claimed(path) as has_ended:
+            if has_ended and not any(files for _, _, files in os.walk(path)):
+                locations.remove_tree(path)
 
 
 def _check_space(directory: str, num_bytes: int) -> None:
