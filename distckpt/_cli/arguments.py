@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -66,21 +66,39 @@ def diff(parser: ArgumentParser) -> None:
 
 def consolidate(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a checkpoint, or a folder of shards: a path or URL")
+    parser.add_argument("output_dir", help="directory for model.safetensors, or several files and their index")
     _add_export(parser)
     parser.add_argument("--dry-run", action="store_true", help="list what would be exported and from where, and stop")
 
 
 def merge(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoints", nargs="+", help="checkpoints of any format: paths or URLs")
+    paths = "checkpoints of any format, then the output directory unless --output names it: paths or URLs"
+    parser.add_argument("checkpoints", nargs="+", metavar="PATH", help=paths)
+    output = "the output directory; --overwrite needs it here, not behind the checkpoints"
+    parser.add_argument("-o", "--output", dest="output_dir", metavar="DIR", help=output)
     _add_export(parser)
     how = parser.add_mutually_exclusive_group()
     each = "one for each checkpoint, behind all paths (default: equal)"
     how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=each)
-    how.add_argument("--ema", type=float, metavar="DECAY", help="moving average, from the oldest to the newest")
+    how.add_argument("--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest")
+
+
+def contradiction(arguments: Namespace) -> str:
+    """Say what is wrong with arguments of which each one is right; an empty text where nothing is."""
+    if "checkpoints" not in arguments:
+        return ""
+    count = len(arguments.checkpoints) - (arguments.output_dir is None)
+    if count < 2:
+        return "merge takes two checkpoints or more, and an output directory"
+    if arguments.weights and len(arguments.weights) != count:
+        return f"--weights has {len(arguments.weights)} numbers for {count} checkpoints"
+    if arguments.overwrite and arguments.output_dir is None:
+        last = arguments.checkpoints[-1]
+        return f"with --overwrite, --output must name the output directory: {last!r} could be a checkpoint to merge"
+    return ""
 
 
 def _add_export(parser: ArgumentParser) -> None:
-    parser.add_argument("output_dir", help="directory for model.safetensors, or several files and their index")
     add_keys(parser)
     add_rename(parser)
     add_dtype(parser)
@@ -250,7 +268,11 @@ def _checked(text: str, kind: Callable[[str], float], is_valid: Callable[[float]
 
 
 def _weight(text: str) -> float:
-    return _checked(text, float, math.isfinite, "a finite number; --weights comes behind OUTPUT_DIR")
+    return _checked(text, float, math.isfinite, "a finite number; --weights comes behind all paths")
+
+
+def _decay(text: str) -> float:
+    return _checked(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
 
 
 def _format(text: str) -> tuple[str, str]:

@@ -29,8 +29,12 @@ def run(arguments: Namespace, output: Output) -> int:
         like=arguments.like,
     )
     function: Callable[..., ExportReport]
+    output_dir = arguments.output_dir
     if "checkpoints" in arguments:
-        function = partial(merge, arguments.checkpoints, weights=arguments.weights, ema=arguments.ema)
+        checkpoints = arguments.checkpoints
+        if output_dir is None:
+            *checkpoints, output_dir = checkpoints
+        function = partial(merge, checkpoints, weights=arguments.weights, ema=arguments.ema)
     elif arguments.dry_run:
         stored = open_checkpoint(locations.normalize(arguments.checkpoint))
         _show_plan(plan_export(stored, selection), output)
@@ -39,7 +43,7 @@ def run(arguments: Namespace, output: Output) -> int:
         function = partial(consolidate, arguments.checkpoint)
     with output.progress("writing") as progress:
         report = function(
-            arguments.output_dir,
+            output_dir,
             **selection._asdict(),
             merge_adapter=arguments.merge_adapter,
             extra_files_from=arguments.extra_files_from,
@@ -50,12 +54,12 @@ def run(arguments: Namespace, output: Output) -> int:
             **given(arguments, "max_file_bytes", "max_inflight_bytes"),
         )
     fields = {**vars(report), "dtypes": dict(report.dtypes), "overflows": dict(report.overflows)}
-    output.json({"output_dir": arguments.output_dir, **fields})
+    output.json({"output_dir": output_dir, **fields})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
     output.line(
         f"{count_text(report.num_tensors, 'tensor')} ({dtypes}), {report.num_parameters:,} parameters, "
         f"{size_text(report.num_bytes)} in {count_text(len(report.files), 'file')} "
-        f"in {arguments.output_dir}, {report.seconds:.2f} s"
+        f"in {output_dir}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
     return 0

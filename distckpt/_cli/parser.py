@@ -70,7 +70,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
     if not words[0].startswith("-") and words[0] not in verbs:
         near = did_you_mean(words[0], verbs) or f": choose from {', '.join(verbs)}"
         parser.error(f"there is no verb {words[0]!r}{near}")
-    return parser.parse_args(words)
+    parsed = parser.parse_args(words)
+    if text := arguments.contradiction(parsed):
+        parser.error(text)
+    return parsed
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -35,11 +35,6 @@ def replaced_names(location: str) -> Callable[[str], bool]:
     return lambda name: _FOLDER.fullmatch(name) is not None or _FILE.fullmatch(name) is not None
 
 
-def holds_checkpoint(location: str) -> bool:
-    """Tell whether a location is a checkpoint of distckpt, Megatron Core or torch."""
-    return locations.exists(locations.join(location, _OF_TORCH)) or "sharded_backend" in (read_marker(location) or ())
-
-
 def others_in(location: str) -> list[str]:
     """Return the names in a local directory that a new checkpoint leaves there."""
     is_replaced = replaced_names(location)

@@ -92,6 +92,17 @@ def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, A
     return check_marker(marker, location)
 
 
+def holds_checkpoint(location: str) -> bool:
+    """Tell whether a location is a checkpoint of any format; Hugging Face directories are exports."""
+    marker = read_marker(location)
+    others = [reader for reader in READERS.values() if not isinstance(reader, HuggingFaceReader)]
+    for reader in others if locations.exists(location) else ():
+        with naming_reader(reader, location):
+            if reader.detect(location, marker):
+                return True
+    return "sharded_backend" in (marker or {})
+
+
 def find_reader(stored: StoredCheckpoint) -> Reader | None:
     """Return the reader of a checkpoint's format, None for distckpt's own."""
     origin = stored.manifest.origin

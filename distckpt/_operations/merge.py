@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
 
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._commit import posix
-from distckpt._commit.target import holds_checkpoint
+from distckpt._foreign.opening import holds_checkpoint
 from distckpt._operations.consolidate import ExportReport, consolidate
+from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES
 from distckpt._plan.merged import Merge
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt.rules import Rule
+from distckpt.strategies.base import Verify
 
 
 @operation
@@ -24,7 +29,25 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
-    **options: Any,
+    keys: str | Sequence[str] | None = None,
+    rules: Sequence[Rule] = (),
+    family: str | os.PathLike[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    tied: Literal["drop", "write"] = "drop",
+    unmatched: Literal["error", "keep"] = "error",
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    quantize: str | Mapping[str, str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    merge_adapter: str | os.PathLike[str] | None = None,
+    extra_files_from: str | os.PathLike[str] | None = None,
+    extra_code: bool = False,
+    overwrite: bool = False,
+    verify: Verify = "full",
+    max_inflight_bytes: int = 256 << 20,
+    process_group: Any = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> ExportReport:
     """Merge the tensors of several checkpoints into a Hugging Face checkpoint: their average, unless weights are given.
 
@@ -44,8 +67,8 @@ def merge(
             for 1 / number of checkpoints.
         ema: instead, an exponential moving average of checkpoints from the oldest to the newest: it begins with the
             first, and each further one makes it `ema * average + (1 - ema) * checkpoint`.
-        options: `keys`, `rules`, `dtype` and all others of `consolidate`. A tensor keeps its dtype without `dtype`; one
-            with different dtypes gets one that holds the values of all.
+        dtype: see `consolidate`, as for all others. Without it a tensor keeps its dtype; one with different dtypes gets
+            one that holds the values of all.
 
     Returns:
         The content of the export, see `consolidate`.
@@ -57,7 +80,7 @@ def merge(
         ValueError: weights are not finite, or not one for each checkpoint, or there are less than two.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
-    ranks = Ranks(options.get("process_group"))
+    ranks = Ranks(process_group)
     with ranks.phase("check the arguments"):
         if isinstance(checkpoints, str | os.PathLike):
             raise TypeError(f"merge takes a list of checkpoints, got {checkpoints!r}.")
@@ -70,7 +93,29 @@ def merge(
                 raise CheckpointingException(f"The export cannot replace its own source {place!r}, nor be inside it.")
         if ranks.is_coordinator and holds_checkpoint(target := posix.resolve(output_dir)):
             raise CheckpointExistsError(f"{target!r} is a checkpoint: choose a directory of its own for the export.")
-    return consolidate(what, output_dir, **options)
+    return consolidate(
+        what,
+        output_dir,
+        keys=keys,
+        rules=rules,
+        family=family,
+        rename=rename,
+        dtype=dtype,
+        tied=tied,
+        unmatched=unmatched,
+        max_file_bytes=max_file_bytes,
+        fqn_to_index_mapping=fqn_to_index_mapping,
+        quantize=quantize,
+        like=like,
+        merge_adapter=merge_adapter,
+        extra_files_from=extra_files_from,
+        extra_code=extra_code,
+        overwrite=overwrite,
+        verify=verify,
+        max_inflight_bytes=max_inflight_bytes,
+        process_group=process_group,
+        progress=progress,
+    )
 
 
 def _weights(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[float, ...]:

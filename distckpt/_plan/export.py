@@ -198,7 +198,9 @@ def plan_tensors(
     unused = set(by_pattern) - used - {"*"}
     if unused:
         raise CheckpointingException(
-            f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches, or an earlier pattern does."
+            f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches"
+            f"{did_you_mean(min(unused), names)}, or an earlier pattern does. Expected are names of the export (after "
+            "rules and rename), beginnings of them, or patterns with *."
         )
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import warnings
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -356,26 +359,59 @@ def test_the_same_checkpoint_twice_and_an_output_in_its_place(tmp_path):
 
 
 def test_an_output_that_was_forgotten(tmp_path, capsys):
-    """Then the last checkpoint is in its place."""
+    """Then the last checkpoint is in its place; an export is replaced only where an option names it."""
     paths = [str(save_checkpoint(tmp_path / name, {"w": torch.randn(4, 6)})) for name in "abc"]
-    foreign = tmp_path / "dcp"
+    exports = [
+        str(write_plain(tmp_path / f"hf_{i}" / "model.safetensors", {"w": torch.ones(4, 6)}).parent) for i in "12"
+    ]
+    torch_dist, deepspeed = tmp_path / "dcp", tmp_path / "zero2"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"w": torch.ones(4)}, checkpoint_id=foreign, no_dist=True)
-    for arguments, message in (
-        (paths[:2], "two checkpoints or more"),
-        (paths, "c' is a checkpoint: choose"),
-        ([*paths, foreign], "dcp' is a checkpoint"),
-    ):
-        before = sorted(tmp_path.rglob("*"))
-        assert cli.main(["merge", *map(str, arguments), "--overwrite"]) == 1
-        assert message in capsys.readouterr().err
-        assert sorted(tmp_path.rglob("*")) == before
-    with pytest.raises(CheckpointExistsError, match="is a checkpoint"):
-        distckpt.merge(paths[:2], paths[2])
+        dcp.save({"w": torch.ones(4)}, checkpoint_id=torch_dist, no_dist=True)
+    with zipfile.ZipFile(Path(__file__).parents[2] / "data" / "deepspeed_0_19.zip") as archive:
+        archive.extractall(tmp_path, [name for name in archive.namelist() if name.startswith("zero2/")])
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    for arguments in (paths, [*paths, *exports]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["merge", *arguments, "--overwrite"])
+        assert f"--output must name the output directory: '{arguments[-1]}' could be" in capsys.readouterr().err
+    assert cli.main(["merge", *paths, *exports]) == 1
+    assert "already holds an export" in capsys.readouterr().err
+    for place in (paths[2], torch_dist, deepspeed):
+        assert cli.main(["merge", *paths[:2], "-o", str(place), "--overwrite"]) == 1
+        assert f"{place}' is a checkpoint: choose" in capsys.readouterr().err
+        with pytest.raises(CheckpointExistsError, match="is a checkpoint"):
+            distckpt.merge(paths[:2], place)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+    assert cli.main(["merge", *paths, "--output", exports[1], "--overwrite"]) == 0
+    mean = expected([distckpt.load_plain_tensors(path)["w"] for path in paths], (1 / 3,) * 3)
+    assert torch.equal(read_export(exports[1])["w"], mean)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "b"], "two checkpoints or more, and an output"),
+        (["a", "-o", "out"], "two checkpoints or more, and an output"),
+        (["a", "b", "out", "--weights", "1"], "--weights has 1 numbers for 2 checkpoints"),
+        (["a", "b", "-o", "out", "--weights", "1", "2", "3"], "--weights has 3 numbers for 2 checkpoints"),
+        (["--weights", "1", "2", "a", "b", "out"], "'a' is not a finite number; --weights comes behind all paths"),
+        (["a", "b", "out", "--ema", "2"], "'2' is not a number from 0 to 1"),
+        (["a", "b", "out", "--ema", "nan"], "'nan' is not a number from 0 to 1"),
+    ],
+    ids=str,
+)
+def test_arguments_that_contradict_each_other(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["merge", "--weights", "1", "2", *paths])
-    assert "OUTPUT_DIR" in capsys.readouterr().err
+        cli.main(["merge", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_the_settings_of_consolidate_are_those_of_merge():
+    """With the same types and defaults."""
+    of_merge, others = (inspect.signature(function).parameters for function in (distckpt.merge, distckpt.consolidate))
+    own = [of_merge[name] for name in of_merge if name not in ("checkpoints", "output_dir", "weights", "ema")]
+    assert own == [others[name] for name in others if name not in ("checkpoint", "output_dir")]
 
 
 def test_load_reads_the_average(tmp_path):
