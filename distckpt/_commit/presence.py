@@ -64,8 +64,12 @@ def absence(location: str) -> str:
     names = _names_in(location)
     if pickles := [name for name in names if name.endswith(_OF_TORCH_SAVE)]:
         return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"
-    state = "a save did not finish here; load another step" if "tensors" in names else "nothing was saved here"
-    return f"{location!r} is not a distributed checkpoint: it has no {CONFIG_FNAME}, so {state}."
+    is_of_torch = any(name.endswith(".distcp") for name in names)
+    lacks = ".metadata" if is_of_torch else CONFIG_FNAME
+    state = "so nothing was saved here" if not names else "nor files of another format at its top level"
+    if is_of_torch or "tensors" in names:
+        state = "so a save did not finish here; load another step"
+    return f"{location!r} is not a distributed checkpoint: it has no {lacks}, {state}."
 
 
 def _names_in(directory: str) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+SINGLE_NAME = "model.safetensors"
 
+_NUMBERED = re.compile(r"(.*-)\d+(-of-0*(\d+)\.safetensors)", re.ASCII)
 _MAX_CONFIG_BYTES = 64 << 20
 _HEADER_GUESS_BYTES = 1 << 17
 _MAX_ELEMENTS = 1 << 62
@@ -76,6 +80,11 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
     else:
         weight_map = _read_index(location)
         names = _safetensors_names(location) if weight_map is None else sorted(set(weight_map.values()))
+        if weight_map and SINGLE_NAME not in names and locations.exists(locations.join(location, SINGLE_NAME)):
+            raise CorruptCheckpointError(
+                f"{location!r} holds {INDEX_NAME} and a {SINGLE_NAME} that is not in it, of two exports: remove one of "
+                f"them, or give the location of {SINGLE_NAME} itself."
+            )
     if not names:
         raise CheckpointNotFoundError(f"{location!r} holds no {SUFFIX} files.")
     files: list[ShardFile] = []
@@ -93,11 +102,24 @@ def read_directory(location: str, *, require_sharding_info: bool = False) -> Man
             f"it has no {safetensors_file.SHARDING_INFO} in its header metadata, so it is no shard of a distributed "
             "save. Remove it from the folder, or name the folder of the shards."
         )
+    if weight_map is None and not fields:
+        _check_all_are_there(location, without_info)
     if weight_map is not None:
         pieces = _indexed(location, pieces, weight_map)
     if any(may_be_codes(piece.dtype) for piece in pieces):
         fields["quantization"] = _read_quantization(location)
     return build_manifest(HuggingFaceReader.name, location, pieces, files, fields)
+
+
+def _check_all_are_there(location: str, names: Sequence[str]) -> None:
+    """Refuse a directory without an index where one of the files that are numbered in their names is missing."""
+    matches = filter(None, map(_NUMBERED.fullmatch, names))
+    for (start, end, total), there in Counter(match.groups() for match in matches).items():
+        if there < int(total):
+            raise CorruptCheckpointError(
+                f"{location!r} holds {there} of the {total} files {f'{start}*{end}'!r}: copy the others, and "
+                f"{INDEX_NAME}, or give the location of one file to read that alone."
+            )
 
 
 def _read_quantization(location: str) -> dict[str, Any] | None:

@@ -56,13 +56,15 @@ def describe_universal(location: str, states: States) -> Described:
     # ZeRO-3 has its steps there, the others beside each parameter.
     stored = optimizer.content.get("optimizer_state_dict", {}).get("state", {})
     state_of: dict[int, dict[str, Any]] = {}
-    for number, group in enumerate(shapes):
-        kinds = {name: (read[name][0].keys(), read[name][1]) for name in group}
-        if differing := [name for name, kind in kinds.items() if kind != kinds[next(iter(group))]]:
+    for options in optimizer.content["param_groups"]:
+        # ZeRO-3 divides the parameters of a group further.
+        kinds = {name: (read[name][0].keys(), read[name][1]) for n in options["params"] for name in shapes[n]}
+        if differing := [name for name, kind in kinds.items() if kind != kinds[next(iter(kinds))]]:
             raise CorruptCheckpointError(
                 f"{join(location, f'{folder}/{differing[0]}')!r} has other states or another step than those of "
-                f"{next(iter(group))!r}, of the same group: convert the checkpoint again."
+                f"{next(iter(kinds))!r}, of the same group: convert the checkpoint again."
             )
+    for number, group in enumerate(shapes):
         tensors, step = read[next(iter(group))] if group else ({}, None)
         state_of[number] = {name: view for name, (_, view) in tensors.items() if name != WEIGHT}
         state_of[number]["step"] = stored.get(number, {}).get("step") if step is None else step
@@ -81,7 +83,10 @@ def _read_parameter(
     for name, file in zip(names, read_states(location, [f"{folder}/{name}" for name in names]), strict=True):
         value = file.content.get("param") if isinstance(file.content, dict) else file.content
         if name == "step.pt":
-            step = float(file.values(value, name))
+            try:
+                step = float(file.values(value, name))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise file.damaged(f"no step: {error}") from error
             continue
         if type(value) is not TensorView or not is_contiguous(value):
             raise file.damaged("no contiguous tensor")

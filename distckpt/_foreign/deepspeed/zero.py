@@ -69,6 +69,11 @@ def describe_zero(location: str, states: States) -> Described:
         return Described(*module_pieces(models, ()), [])
     parts = [_part(file) for file in optims]
     _check_ranks(states, parts, join(location, states.folder))
+    if (num_ranks := models[0].content.get("dp_world_size")) not in (None, len(parts)):
+        raise CorruptCheckpointError(
+            f"{models[0].path!r} was saved by {num_ranks} ranks, and the optimizer states beside it by {len(parts)}: "
+            "copy the files of one save again."
+        )
     if len(parts[0].vectors) != len(shapes):
         raise parts[0].file.damaged(f"{len(parts[0].vectors)} groups, of which the model has {len(shapes)}")
     locate_views((part.file, view) for part in parts for vectors in part.vectors for view in vectors.values())

@@ -271,6 +271,14 @@ DAMAGES = {
         "zero2", with_field(f"{ZERO_2}/{MODEL}", "param_shapes", lambda s: s[0].popitem()), "has 3 parameters, .* 2"
     ),
     "16 bits on a rank": ("zero3", of_16_bits_on_one_rank, "rank_1.*'embed.weight' as torch.float16"),
+    "no state of the only one": (
+        "zero3_universal", remove("zero3_universal/*/zero/down.weight/exp_avg.pt"), "down.weight' has other states"
+    ),
+    "no step": (
+        "zero2_universal", copy(f"{UNIVERSAL}/zero/up.bias/fp32.pt", f"{UNIVERSAL}/zero/up.bias/step.pt"),
+        r"up.bias/step.pt' is damaged or of an unknown form \(no step",
+    ),
+    "model of two ranks": ("zero2", changed(f"{ZERO_2}/{MODEL}", dp_world_size=2), f"{MODEL}' was saved by 2 ranks"),
     "no options": ("zero2_universal", remove(f"{UNIVERSAL}/zero/optimizer_state.pt"), "optimizer_state.pt' is missing"),
 }  # fmt: skip
 

@@ -408,6 +408,28 @@ def test_no_header_makes_reading_fail_in_an_unknown_way(data):
 # ---- what is refused: indexes
 
 
+def test_a_numbered_file_is_missing(tmp_path):
+    files = {f"model-{i:05}-of-00003.safetensors": {f"layers.{i}": ROWS} for i in (1, 2, 3)}
+    write_indexed(tmp_path, files)
+    (tmp_path / INDEX).unlink()
+    assert len(distckpt.load_plain_tensors(tmp_path)) == 3
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    assert "holds 2 of the 3 files 'model-*-of-00003.safetensors'" in distckpt.verify(tmp_path).problems[0].message
+    with pytest.raises(CorruptCheckpointError, match="copy the others"):
+        distckpt.load_plain_tensors(tmp_path)
+    assert set(distckpt.load_plain_tensors(tmp_path / "model-00003-of-00003.safetensors")) == {"layers.3"}
+
+
+def test_an_index_beside_a_single_file(tmp_path):
+    write_indexed(tmp_path, {"model-00001-of-00001.safetensors": {"rows": ROWS}})
+    write_plain(tmp_path / "model.safetensors", {"rows": -ROWS})
+    with pytest.raises(CorruptCheckpointError, match=r"of two exports.*remove one"):
+        distckpt.load_plain_tensors(tmp_path)
+    assert torch.equal(distckpt.load_plain_tensors(tmp_path / "model.safetensors")["rows"], -ROWS)
+    write_indexed(tmp_path, {"model.safetensors": {"rows": ROWS}})
+    assert torch.equal(distckpt.load_plain_tensors(tmp_path)["rows"], ROWS)
+
+
 INDEXES = {
     "no JSON": ("{", "damaged"),
     "a list": ("[]", "damaged"),

@@ -33,6 +33,10 @@ def root(tmp_path_factory):
     (root / "pickles").mkdir()
     torch.save(torch.ones(4), root / "pickles/pytorch_model.bin")
     (root / "unfinished/tensors").mkdir(parents=True)
+    for name in ("torch/__0_0.distcp", "deepspeed/global_step3/mp_rank_00_model_states.pt"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).touch()
+    (root / "empty").mkdir()
     return root
 
 
@@ -46,6 +50,9 @@ LOCATIONS = {
     "pickles": r"holds files of torch\.save \('pytorch_model\.bin'\), .*torch\.load\(path, weights_only=True\)",
     "pickles/pytorch_model.bin": r"is a file of torch\.save, .*torch\.load\(path, weights_only=True\)",
     "unfinished": r"has no metadata\.json, so a save did not finish here",
+    "torch": r"has no \.metadata, so a save did not finish here",
+    "deepspeed": r"has no metadata\.json, nor files of another format at its top level",
+    "empty": r"has no metadata\.json, so nothing was saved here",
 }
 
 
