@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
 from distckpt._foreign.opening import open_checkpoint
@@ -29,7 +29,8 @@ class CheckpointInfo(NamedTuple):
         pinned: whether managers never remove it.
         problem: why it cannot be loaded; None when marker, manifest, and the sizes and headers of all files are right.
         is_newest: whether it has the highest step of those without a problem, the one that `CheckpointManager.latest`
-            returns; or, where none has a step, whether it was saved last.
+            returns; or, where no manager saves, the highest number, or where none has a number, whether it was saved
+            last.
     """
 
     name: str
@@ -53,16 +54,18 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     may call, alone; nothing is changed.
 
     Raises:
-        CheckpointNotFoundError: there is no such directory.
+        CheckpointNotFoundError: there is no such directory, or an unfinished checkpoint.
         CheckpointingException: it is a checkpoint itself.
     """
     root = posix.resolve(root)
     names = [name for name in steps.list_root(root) if not name.startswith(".")]
-    if not names and not locations.isdir(root):
+    if (not names and not locations.isdir(root)) or "tensors" in names:
         raise CheckpointNotFoundError(absence(root))
     found = [info for name in names if (info := _describe(root, name)) is not None]
     found.sort(key=lambda info: (info.step is not None, info.step or 0, _time(info), info.name))
     whole = [info for info in found if info.problem is None]
+    # Others are no steps for a manager, whatever their number.
+    whole = [info for info in whole if steps.parse_step(info.name) is not None] or whole
     return [info._replace(is_newest=bool(whole) and info is whole[-1]) for info in found]
 
 
@@ -79,7 +82,7 @@ def _describe(root: str, name: str) -> CheckpointInfo | None:
         num_bytes, problem = sum(file.num_bytes for file in stored.manifest.files), None
         is_foreign = stored.manifest.origin is not None and marker is None
     except (CheckpointingException, OSError) as error:
-        if marker is None and step is None:
+        if marker is None and step is None and not isinstance(error, CorruptCheckpointError):
             return None
         num_bytes, problem, is_foreign = 0, f"{type(error).__name__}: {error}", False
     note = (marker or {}).get(steps.NOTE)

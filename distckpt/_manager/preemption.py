@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._ranks.collectives import Ranks
 
@@ -51,10 +52,14 @@ class PreemptionGuard:
 
         Collective operation: all ranks must call it. It exchanges one number, so calling it at every step is fine.
         """
+        if not self._before:
+            raise CheckpointingException("No signal is caught: use the PreemptionGuard in a `with` statement.")
         own = int(self.received)
         return not Ranks(self._process_group).all_equal(own) or bool(own)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A handler runs between any two instructions: no logging, whose locks may be held.
-        del number, frame
         self.received = True
+        before = self._before.get(number)
+        if callable(before) and isinstance(getattr(before, "__self__", None), PreemptionGuard):
+            before(number, frame)

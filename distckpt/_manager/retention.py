@@ -38,6 +38,8 @@ class Retention:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         check_choice("best_mode", self.best_mode, ("min", "max"))
+        if self.keep_best != 1 and self.best_metric is None:
+            raise ValueError(f"keep_best={self.keep_best} must be of some metric: give best_metric as well.")
         others = (self.keep_every, self.keep, self.best_metric)
         if self.keep_last is None and any(other is not None for other in others):
             raise ValueError("Without keep_last every checkpoint is kept: give keep_last as well, at least 1.")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._commit import posix
+from distckpt._foreign.hugging_face import INDEX_NAME
 from distckpt._foreign.opening import BACKEND
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
 from distckpt._operations.consistent_read import marker_of
@@ -92,7 +93,7 @@ def list_root(root: str) -> list[str]:
         names = locations.list_names(root)
     except FileNotFoundError:
         return []
-    if CONFIG_FNAME in names:
+    if not {CONFIG_FNAME, ".metadata", INDEX_NAME}.isdisjoint(names):
         raise CheckpointingException(
             f"{root!r} is a checkpoint, not a directory of checkpoints: give the directory above."
         )

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 Path: TypeAlias = tuple[Any, ...]
 DTENSOR, MODULE, OPTIMIZER, PER_RANK, STATEFUL = range(5)
 """Kinds of objects, in the order in which they are filled: schedulers come after what they schedule."""
+_OF_ALL_SCHEDULERS = {"_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "verbose"}
+"""Not the same in all releases of PyTorch."""
 # Looked up first, as these are the most.
 _VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, ShardedTensor, OptimizerState})
 
@@ -92,7 +94,10 @@ def describe(ranks: Ranks, state_dict: Any, *, loads: bool = False, materialize:
     """
     places: list[Place] = []
     settings: dict[str, list[Any]] = {}
-    tree = _Walk(ranks, loads, materialize, places).describe(state_dict, ())
+    try:
+        tree = _Walk(ranks, loads, materialize, places).describe(state_dict, ())
+    except RecursionError as error:
+        raise UnsupportedObjectError("The state dict contains itself, or is nested too deeply.") from error
     meshes = _meshes(places)
     for place in places:
         if place.kind == PER_RANK:
@@ -305,9 +310,26 @@ def restore(described: Described, loaded: StateDict, is_strict: bool) -> StateDi
             else:
                 _warn_of_skipped(cell, f"layout {value['layout']}", f"layout {cell.data['layout']}")
         elif place.kind != DTENSOR:
+            if isinstance(place.value, torch.optim.lr_scheduler.LRScheduler):
+                _check_scheduler(place, value, is_strict)
             place.value.load_state_dict(value)
         loaded = _replaced(loaded, place.path, place.value)
     return loaded
+
+
+def _check_scheduler(place: Place, state: Mapping[str, Any], is_strict: bool) -> None:
+    """Refuse the state of a scheduler of another class, which `load_state_dict` takes; other releases may add to it."""
+    own = place.value.state_dict().keys() - _OF_ALL_SCHEDULERS
+    stored = state.keys() - _OF_ALL_SCHEDULERS
+    if own == stored:
+        return
+    text = (
+        f"the state that was saved at {place.name!r} has {summarize_keys(stored - own) or 'nothing'} in place of "
+        f"{type(place.value).__name__}'s {summarize_keys(own - stored) or 'nothing'}"
+    )
+    if is_strict and own - stored and stored - own:
+        raise LoadMismatchError(f"A scheduler of another kind: {text}. Make the one that was saved, or leave it out.")
+    logger.warning("%s: is it of another scheduler?", text)
 
 
 def _warn_of_skipped(cell: ShardedObject, saved: str, own: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from distckpt._format.codec import HOLE
 from distckpt.mapping import StateDict
 
 
-def refuse_absent_values(values: Any, with_objects: Collection[Any], loaded: StateDict, location: str) -> None:
-    """Refuse tensors in the request that are no shards, and top-level values, for which nothing was loaded.
+def refuse_absent_values(values: Any, objects: Collection[tuple[Any, ...]], loaded: StateDict, location: str) -> None:
+    """Refuse tensors in the request that are no shards, and values, for which nothing was loaded.
 
-    Entries `with_objects` that lack a value are refused when they are restored; None is for values that may be absent.
+    `objects` are the paths of objects: what lacks one of these is refused when they are restored. None is for values
+    that may be absent.
     """
     lost = [".".join(map(str, path)) for path in tensor_paths(values) if _at(loaded, path) is HOLE]
     if lost:
@@ -26,7 +27,7 @@ def refuse_absent_values(values: Any, with_objects: Collection[Any], loaded: Sta
             "{'model': model}, or its sharded_state_dict(model), in the place of model.state_dict().",
             unexpected=lost,
         )
-    absent = [str(k) for k, v in values.items() if v is not None and k not in with_objects and k not in loaded]
+    absent = [".".join(map(str, path)) for path in _value_paths(values, objects) if _at(loaded, path) is HOLE]
     if absent:
         raise LoadMismatchError(
             f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the state dict asks for: "
@@ -42,6 +43,20 @@ def tensor_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from tensor_paths(value, (*path, key))
+
+
+def _value_paths(
+    tree: Mapping[Any, Any], objects: Collection[tuple[Any, ...]], path: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to values that are not None; a dict without objects in it is one value."""
+    for key, value in tree.items():
+        below = (*path, key)
+        if value is None or below in objects:
+            continue
+        if not any(place[: len(below)] == below for place in objects):
+            yield below
+        elif isinstance(value, dict):
+            yield from _value_paths(value, objects, below)
 
 
 def _at(tree: Any, path: tuple[Any, ...]) -> Any:

@@ -233,7 +233,7 @@ def _load(
         details["bytes"] = num_bytes
         state_dict = flatten.put_together(skeleton, loaded, found_values["common"])
         if mode in _STRICT_MODES:
-            objects_at = {place.path[0] for place in request.described.places}
+            objects_at = {place.path for place in request.described.places}
             refuse_absent_values(values, objects_at, state_dict, location)
     return num_bytes, request.resolved, state_dict, missing, unexpected
 

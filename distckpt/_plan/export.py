@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -28,6 +29,8 @@ from distckpt._quantization.formats import (
 from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._quantization.quantized import QuantizedTensor
 from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
@@ -107,14 +110,17 @@ def _fits(key: str, pattern: str) -> bool:
 def check_all_match(
     names: Collection[str], keys: str | Sequence[str] | None = None, rename: Iterable[str] = (), where: str = ""
 ) -> None:
-    """Refuse patterns and old beginnings that match none of the names; what is left out may be absent.
+    """Refuse patterns and old beginnings that match none of the names; of what is to be left out, only warn.
 
     Raises:
         LoadMismatchError: one matches nothing.
     """
     listed = [keys] if isinstance(keys, str) else keys or ()
     unused = [old for old in rename if not any(name.startswith(old) for name in names)]
-    unused += [p for p in listed if not p.startswith("!") and not any(_fits(name, p) for name in names)]
+    unmatched = [p for p in listed if not any(_fits(name, p.removeprefix("!")) for name in names)]
+    unused += [pattern for pattern in unmatched if not pattern.startswith("!")]
+    if absent := [pattern[1:] for pattern in unmatched if pattern.startswith("!")]:
+        logger.warning("no tensor%s matches %s, which is to be left out", where, ", ".join(map(repr, absent)))
     if unused:
         there = summarize_keys(names) if names else "none"
         raise LoadMismatchError(f"No tensor{where} matches {', '.join(map(repr, unused))}; there are {there}.")
@@ -169,7 +175,9 @@ def plan_tensors(
     """
     outputs: list[OutputTensor] = []
     used: set[str] = set()
-    by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else dict(dtype or {})
+    by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else {} if dtype is None else dtype
+    if not isinstance(by_pattern, Mapping) or not all(isinstance(d, torch.dtype) for d in by_pattern.values()):
+        raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, or a dict of them by pattern, got {dtype!r}.")
     ruled = _apply_rules(rules, tensors, keep_unmatched)
     check_all_match({*ruled, *tied}, rename=rename)
     for original, mapped in ruled.items():
@@ -182,14 +190,16 @@ def plan_tensors(
             used.add(pattern)
             is_ordinary = stored.is_floating_point and stored.itemsize > 1
             target = by_pattern[pattern] if is_ordinary or pattern == name else stored
-            if not is_convertible(stored, target):
+            is_cut = is_ordinary and pattern != name and not (target.is_floating_point or target.is_complex)
+            if is_cut or not is_convertible(stored, target):
+                why = " without its fractions, except under a pattern that is its name" if is_cut else ""
                 raise CheckpointingException(
-                    f"Tensor {name!r} is {stored} and cannot be converted to {target}: give another dtype for it."
+                    f"Tensor {name!r} is {stored} and cannot be converted to {target}{why}: give another dtype for it."
                 )
         count = math.prod(mapped.shape)
         outputs.append(OutputTensor(name, TO_NAME[target], count, count * target.itemsize, mapped))
     names = [tensor.name for tensor in outputs]
-    no_text = [name for name in names if name.encode(errors="ignore").decode() != name]
+    no_text = [name for name in names if name.encode(errors="ignore").decode() != name or name == "__metadata__"]
     if no_text:
         raise CheckpointingException(f"No safetensors file can hold the name {no_text[0]!r:.300}: rename it.")
     if len(set(names)) < len(names):

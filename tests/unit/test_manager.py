@@ -632,6 +632,7 @@ def test_directories_that_vanish_meanwhile(tmp_path):
         {"keep_last": 1, "keep_every": 0},
         {"keep_every": 5},
         {"keep_last": 1, "best_mode": "up"},
+        {"keep_last": 1, "keep_best": 2},
         {"timeout": 0},
         {"timeout": float("nan")},
         {"timeout": "60"},
@@ -684,3 +685,12 @@ def test_a_signal_is_noted_and_the_handler_put_back(tmp_path):
     assert manager.latest() == 3
     assert signal.getsignal(signal.SIGTERM) is before
     assert Path(manager.location(3)).is_dir()
+
+
+def test_a_signal_is_noted_by_all_guards_around(tmp_path):
+    with PreemptionGuard() as outer, PreemptionGuard() as inner:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert inner.should_stop()
+        assert outer.should_stop()
+    with pytest.raises(distckpt.CheckpointingException, match="in a `with` statement"):
+        PreemptionGuard().should_stop()

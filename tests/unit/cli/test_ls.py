@@ -54,11 +54,30 @@ def test_of_checkpoints_without_steps_the_newest_was_saved_last(tmp_path):
     assert found == [("zulu", 1000, False), ("mike", 2000, False), ("alpha", 3000, True)]
 
 
+def test_the_newest_is_the_one_that_a_manager_loads(tmp_path):
+    for name in ("step_00000007", "step_9", "final-12"):
+        distckpt.save({"name": name}, tmp_path / name)
+    manager = CheckpointManager(tmp_path)
+    assert [info.step for info in list_checkpoints(tmp_path) if info.is_newest] == [7] == [manager.latest()]
+    assert manager.load({})["name"] == "step_00000007"
+
+
 def test_other_directories(tmp_path, capsys):
     assert call(capsys, "ls", tmp_path) == f"there are no checkpoints in {tmp_path}\n"
     assert "does not exist" in call_error(capsys, "ls", tmp_path / "nothing")
     distckpt.save({"step": 1}, tmp_path / "c")
     assert "is a checkpoint, not a directory of checkpoints" in call_error(capsys, "ls", tmp_path / "c")
+    (tmp_path / "c/metadata.json").unlink()
+    assert "so a save did not finish here" in call_error(capsys, "ls", tmp_path / "c")
+    for name in ("hf/model.safetensors.index.json", "torch/.metadata", "run/checkpoint-5/model.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"damaged")
+    for name in ("hf", "torch"):
+        assert "is a checkpoint, not a directory of checkpoints" in call_error(capsys, "ls", tmp_path / name)
+    (tmp_path / "run/logs").mkdir()
+    [damaged] = list_checkpoints(tmp_path / "run")
+    assert (damaged.name, damaged.step, damaged.is_newest) == ("checkpoint-5", 5, False)
+    assert "is not a complete safetensors file" in damaged.problem
 
 
 @pytest.mark.parametrize("store", ["memory", "s3"])

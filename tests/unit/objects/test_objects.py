@@ -360,6 +360,11 @@ def test_nothing_is_loaded_without_a_word(tmp_path):
         distckpt.load({"other": make(2)["scheduler"]}, tmp_path / "saved")
     with pytest.raises(distckpt.LoadMismatchError, match=r"'optim.state.*stored with 'optimizer\.' in place"):
         distckpt.load({"model": saved["model"], "optim": saved["optimizer"]}, tmp_path / "saved")
+    distckpt.save({"model": saved["model"]}, tmp_path / "weights")
+    for state in (saved, make(2)):
+        request = {name: state[name] for name in ("model", "optimizer")}
+        with pytest.raises(distckpt.LoadMismatchError, match=r"No state of an optimizer is stored there: leave"):
+            distckpt.load(request, tmp_path / "weights")
     with pytest.raises(distckpt.InvalidShardingError, match="put the module that has it there"):
         distckpt.save({"optimizer": saved["optimizer"]}, tmp_path / "other")
 
@@ -493,6 +498,54 @@ def test_a_value_that_the_checkpoint_lacks_is_an_error(tmp_path):
         assert caught.value.unexpected == {"epoch"}
         assert "epoch" not in distckpt.load({"model": model, **request}, tmp_path / name, strict="log_unexpected")
     assert "epoch" not in distckpt.load({"model": model, "epoch": None}, tmp_path / "saved")
+    distckpt.save({"trainer": {"model": model, "step": 7, "best": {"loss": 1.0}}}, tmp_path / "below")
+    parts = {"model": model, "step": 0, "best": {}, "seed": None}
+    assert distckpt.load({"trainer": parts}, tmp_path / "below")["trainer"]["best"] == {"loss": 1.0}
+    with pytest.raises(distckpt.LoadMismatchError, match=r"no value for 'trainer\.epoch', which"):
+        distckpt.load({"trainer": parts | {"epoch": 0}}, tmp_path / "below")
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)], [5]
+    ),
+}
+
+
+@pytest.mark.parametrize("saved", SCHEDULERS)
+def test_a_scheduler_takes_no_state_of_another_kind(tmp_path, saved):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    distckpt.save({"scheduler": SCHEDULERS[saved](optimizer)}, tmp_path / "saved")
+    for name, make_scheduler in SCHEDULERS.items():
+        new = make_scheduler(optimizer)
+        if name == saved:
+            distckpt.load({"scheduler": new}, tmp_path / "saved")
+            continue
+        before = repr(new.state_dict())
+        with pytest.raises(distckpt.LoadMismatchError, match=f"at 'scheduler'.*in place of {type(new).__name__}'s"):
+            distckpt.load({"scheduler": new}, tmp_path / "saved")
+        assert repr(new.state_dict()) == before
+
+
+def test_what_a_scheduler_may_have_got_in_another_release_is_named(tmp_path, caplog):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    distckpt.save({"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}, tmp_path / "saved")
+    new = SCHEDULERS["step"](optimizer)
+    distckpt.load({"scheduler": new}, tmp_path / "saved")
+    assert new.gamma == 0.5
+    assert "'scheduler' has nothing in place of StepLR's 'step_size'" in caplog.text
+
+
+def test_a_state_dict_that_contains_itself_is_refused(tmp_path):
+    state: dict = {}
+    state["again"] = {"state": state}
+    with pytest.raises(distckpt.UnsupportedObjectError, match="contains itself"):
+        distckpt.save(state, tmp_path / "saved")
+    distckpt.save({"step": 1}, tmp_path / "saved")
+    with pytest.raises(distckpt.UnsupportedObjectError, match="contains itself"):
+        distckpt.load(state, tmp_path / "saved")
 
 
 def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp_path, caplog):

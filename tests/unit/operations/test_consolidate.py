@@ -223,7 +223,7 @@ def test_names_are_changed_by_their_beginnings_in_order(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"keys": ["model.embed", "zzz"]}, {"rename": {"model.": "", "zzz": "y"}}])
 @pytest.mark.parametrize("door", [distckpt.consolidate, distckpt.reshard, distckpt.merge, distckpt.diff])
-def test_each_name_must_match_something(tmp_path, door, wrong):
+def test_each_name_must_match_something(tmp_path, door, wrong, caplog):
     source = save_checkpoint(tmp_path / "in", model(1))
     other = save_checkpoint(tmp_path / "other", model(1)) if door in (distckpt.merge, distckpt.diff) else None
     given = {distckpt.merge: ([source, other], tmp_path / "out"), distckpt.diff: (source, other)}
@@ -231,6 +231,26 @@ def test_each_name_must_match_something(tmp_path, door, wrong):
         door(*given.get(door, (source, tmp_path / "out")), **wrong)
     assert not (tmp_path / "out").exists()
     distckpt.consolidate(source, tmp_path / "out", keys="!zzz")
+    assert "no tensor matches 'zzz', which is to be left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dtype": "bf16"}, r"dtype is a torch.dtype.*got 'bf16'"),
+        ({"dtype": {"*": "bf16"}}, r"dtype is a torch.dtype.*got \{"),
+        ({"dtype": torch.int32}, r"'model.embed.weight' is .*fractions"),
+        ({"dtype": {"*.weight": torch.int8}}, r"'model.embed.weight' is .*fractions"),
+        ({"rename": {"model.embed.weight": "__metadata__"}}, r"can hold the name '__metadata__'"),
+    ],
+)
+def test_options_that_make_no_export(tmp_path, options, match):
+    source = save_checkpoint(tmp_path / "in", {"model.embed.weight": torch.ones(2, 3)})
+    with pytest.raises((TypeError, CheckpointingException), match=match):
+        distckpt.consolidate(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    distckpt.consolidate(source, tmp_path / "out", dtype={"model.embed.weight": torch.int8})
+    assert distckpt.load_plain_tensors(tmp_path / "out")["model.embed.weight"].dtype == torch.int8
 
 
 @pytest.mark.parametrize("door", [distckpt.consolidate, distckpt.reshard])
@@ -348,7 +368,10 @@ OVERFLOWS = [
 def test_values_that_overflow_are_counted(tmp_path, caplog, dtype, expected):
     source = save_folder(tmp_path / "in", MIXED)
     with caplog.at_level(logging.WARNING, "distckpt"):
-        report = distckpt.consolidate(source, tmp_path / "out", dtype=dtype)
+        is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        names = [name for name, tensor in MIXED.items() if tensor.is_floating_point() and tensor.itemsize > 1]
+        dtypes = dict.fromkeys(names, dtype) if is_integer else dtype
+        report = distckpt.consolidate(source, tmp_path / "out", dtype=dtypes)
     assert report.overflows == expected
     assert "'w'" in caplog.text
 
