@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         merge,
         release_staging_memory,
         remove_sharded_tensors,
+        reserve_staging_memory,
         save,
     )
     from distckpt.validation import StrictHandling
@@ -100,6 +101,7 @@ __all__ = [
     "register_object_type",
     "release_staging_memory",
     "remove_sharded_tensors",
+    "reserve_staging_memory",
     "reshard",
     "save",
     "verify",

@@ -180,7 +180,7 @@ class CheckpointManager:
         try:
             handle = self._start(ranks, step, sharded_state_dict, own, settings)
         except BaseException as error:
-            if not (self._logs_failures and _all_find(ranks, error, failures.is_of_the_storage)):
+            if not (self._logs_failures and failures.all_find(ranks, error, failures.is_of_the_storage)):
                 raise
             logger.error("step %d is not saved to %s: %s: %s", step, self.root, type(error).__name__, error)
             handle = background_save.finished_handle(location, partial(_raise, error))
@@ -188,6 +188,16 @@ class CheckpointManager:
         handle.add_done_callback(partial(self._note_failure, step))
         self._handles.append(handle)
         return handle
+
+    @operation
+    @paused_garbage_collection()
+    def reserve_staging_memory(self, sharded_state_dict: ShardedStateDict) -> Future[int]:
+        """Prepare the first `save`, see `distckpt.reserve_staging_memory`, with the settings of this manager.
+
+        Collective operation: all ranks must call it. Pointless with `async_save=False`.
+        """
+        ranks = self._ranks()
+        return background_save.reserve(ranks, self._settings, partial(plan_save, ranks, sharded_state_dict, None))
 
     def _start(
         self, ranks: Ranks, step: int, sharded_state_dict: ShardedStateDict, own: bytes, settings: SaveSettings
@@ -286,7 +296,7 @@ class CheckpointManager:
             try:
                 return read(newest)
             except BaseException as error:
-                if not _all_find(ranks, error, partial(failures.is_damage_of, self.location(newest))):
+                if not failures.all_find(ranks, error, partial(failures.is_damage_of, self.location(newest))):
                     raise
                 self.skipped[newest] = f"{type(error).__name__}: {error}"
             advice = " What the given tensors hold now is undefined: some were filled before the damage was found."
@@ -371,10 +381,3 @@ def _only_logging(doing: str) -> Iterator[None]:
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
-
-
-def _all_find(ranks: Ranks, error: BaseException, judge: Callable[[BaseException], bool]) -> bool:
-    """Tell whether all ranks have raised an error together and judge it alike. Collective operation if they have."""
-    # One that was interrupted has an error of its own, and comes too.
-    is_judged = isinstance(error, Exception) and judge(error)
-    return ranks.are_in_step_after(error) and bool(ranks.all_gather_numbers([is_judged]).all())

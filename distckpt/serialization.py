@@ -3,7 +3,7 @@
 from typing import TypeAlias
 
 from distckpt._base.public import set_public_home
-from distckpt._operations.async_save import async_save
+from distckpt._operations.async_save import async_save, reserve_staging_memory
 from distckpt._operations.background_save import SaveHandle, release_staging_memory
 from distckpt._operations.consolidate import ExportReport, consolidate
 from distckpt._operations.load import load
@@ -48,6 +48,7 @@ __all__ = [
     "merge",
     "release_staging_memory",
     "remove_sharded_tensors",
+    "reserve_staging_memory",
     "save",
 ]
 

@@ -202,7 +202,9 @@ def _at_exit() -> None:
     finally:
         abandoned = pending_tasks()
         for task in abandoned:
-            logger.warning("the process ends: %s is abandoned, nothing of it is committed", task.name)
+            # The others are no saves, and nothing is lost with them.
+            if task.exit_timeout > 0 or task.location is not None:
+                logger.warning("the process ends: %s is abandoned, nothing of it is committed", task.name)
             task.is_abandoned.set()
         concurrent.futures.wait(abandoned, STOP_SECONDS)
         # Who waits for 0 s wants it to be abandoned.

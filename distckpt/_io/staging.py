@@ -1,13 +1,15 @@
 """Staging: what a save in the background writes is copied first, so that training may go on with its tensors.
 
 The memory that takes the copies is used again by the next save of the same structure; no page of it is new then, and
-staging costs one copy of the bytes. Without room for everything, the rest is copied while files are being written.
+staging costs one copy of the bytes. Pages that are new cost several times as much, so memory can be reserved before the
+first save. Without room for everything, the rest is copied while files are being written.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import os
 import threading
 import time
@@ -19,7 +21,7 @@ from distckpt._base.device import DeviceLayer
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import run_handlers
 from distckpt._base.memory import Bytes
-from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, run_threads
+from distckpt._base.threads import NUM_THREADS, SIGNAL_SECONDS, UNIT_BYTES, run_threads
 from distckpt._io.write import Fill, NewFile, Span, copy_into, units_of
 
 MAX_SETS = 2
@@ -33,6 +35,8 @@ class StagingMemory:
         self._changed = threading.Condition()
         self._idle: list[list[Bytes]] = []
         self._num_used = 0
+        self._num_waiting = 0
+        self._is_reserving = False
 
     def take(self, sizes: Sequence[int], layer: DeviceLayer | None = None, timeout: float | None = None) -> list[Bytes]:
         """Return a buffer of each size, after waiting up to `timeout` seconds while `MAX_SETS` sets are in use.
@@ -42,7 +46,7 @@ class StagingMemory:
         """
         with self._changed:
             deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-            while not self._changed.wait_for(lambda: self._num_used < MAX_SETS, SIGNAL_SECONDS):
+            while not self._wait_for(lambda: not self._is_reserving and self._num_used < MAX_SETS):
                 run_handlers()
                 if time.monotonic() < deadline:
                     continue
@@ -51,17 +55,41 @@ class StagingMemory:
                     "save less often, or look for what blocks writing."
                 )
             self._num_used += 1
-            fitting = [buffers for buffers in self._idle if [len(buffer) for buffer in buffers] == list(sizes)]
+            fitting = self._fitting(sizes)
             self._idle = fitting[1:]
         if fitting:
             return fitting[0]
         try:
-            if layer is None:
-                return [np.empty(size, np.uint8) for size in sizes]
-            return [layer.pinned_memory(size).numpy() for size in sizes]
+            return _allocate(sizes, layer)
         except BaseException:
             self._end_use()
             raise
+
+    def reserve(self, sizes: Sequence[int], layer: DeviceLayer | None, is_abandoned: threading.Event) -> None:
+        """Keep a buffer of each size, whose pages are there, for the next save; for a thread in the background.
+
+        Nothing is done when the memory of a save is in use, which the next one can have, or is kept and fits. Whoever
+        takes or frees memory meanwhile ends this: buffers are then kept as they are.
+        """
+        with self._changed:
+            if self._num_used or self._num_waiting or self._fitting(sizes):
+                return
+            self._idle = []
+            self._is_reserving = True
+        buffers: list[Bytes] | None = None
+        try:
+            buffers = _allocate(sizes, layer)
+            for buffer in buffers if layer is None else ():
+                for start in range(0, len(buffer), UNIT_BYTES):
+                    if self._num_waiting or is_abandoned.is_set():
+                        return
+                    # The system provides a page when something is written to it.
+                    np.copyto(buffer[start : start + UNIT_BYTES : mmap.PAGESIZE], 0)
+        finally:
+            with self._changed:
+                self._idle = [] if buffers is None else [buffers]
+                self._is_reserving = False
+                self._changed.notify_all()
 
     def give_back(self, buffers: list[Bytes]) -> None:
         """Keep buffers for the next save."""
@@ -72,13 +100,33 @@ class StagingMemory:
     def free(self) -> None:
         """Free what is not in use."""
         with self._changed:
+            while not self._wait_for(lambda: not self._is_reserving):
+                run_handlers()
             self._idle = []
+
+    def _fitting(self, sizes: Sequence[int]) -> list[list[Bytes]]:
+        return [buffers for buffers in self._idle if [len(buffer) for buffer in buffers] == list(sizes)]
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait a moment for something; a reservation ends meanwhile."""
+        self._num_waiting += 1
+        try:
+            return self._changed.wait_for(condition, SIGNAL_SECONDS)
+        finally:
+            self._num_waiting -= 1
 
     def _end_use(self) -> None:
         with self._changed:
             # In a forked process, what its parent uses does not count.
             self._num_used = max(0, self._num_used - 1)
             self._changed.notify_all()
+
+
+def _allocate(sizes: Sequence[int], layer: DeviceLayer | None) -> list[Bytes]:
+    # numpy asks for huge pages, and what is so large is given back to the system when it is freed.
+    if layer is None:
+        return [np.empty(size, np.uint8) for size in sizes]
+    return [layer.pinned_memory(size).numpy() for size in sizes]
 
 
 shared_memory = StagingMemory()
@@ -92,7 +140,8 @@ if hasattr(os, "register_at_fork"):
 class Staging:
     """The copies of one save, made by `num_threads` threads in at most `max_bytes` of `memory`; None is no limit.
 
-    `staged` is set when the tensors are not needed any more.
+    `staged` is set when the tensors are not needed any more. With `only_measures` nothing is copied: `needed` is then
+    what the copies would need, sizes of buffers and what allocates them.
     """
 
     def __init__(
@@ -101,7 +150,10 @@ class Staging:
         max_bytes: int | None = None,
         timeout: float | None = None,
         num_threads: int = NUM_THREADS,
+        only_measures: bool = False,
     ) -> None:
+        self.needed: tuple[list[int], DeviceLayer | None] = [], None
+        self._only_measures = only_measures
         self.staged = threading.Event()
         self._memory, self._max_bytes, self._timeout, self._num_threads = memory, max_bytes, timeout, num_threads
         self._buffers: list[Bytes] | None = None
@@ -116,7 +168,10 @@ class Staging:
         chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
         sizes = [[file.chunk_bytes[i] for i in chunks] for file, chunks in zip(files, chosen, strict=True)]
         device = next((file.device for file in files if file.device is not None), None)
-        self._buffers = self._memory.take([sum(each) for each in sizes], device, self._timeout)
+        self.needed = [sum(each) for each in sizes], device
+        if self._only_measures:
+            return list(files)
+        self._buffers = self._memory.take(*self.needed, self._timeout)
         staged: list[NewFile] = []
         units: list[tuple[Fill, Sequence[Span], Bytes]] = []
         for file, chunks, chunk_bytes, buffer in zip(files, chosen, sizes, self._buffers, strict=True):

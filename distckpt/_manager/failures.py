@@ -10,6 +10,14 @@ from distckpt._base.errors import (
     CorruptCheckpointError,
     RankFailedError,
 )
+from distckpt._ranks.collectives import Ranks
+
+
+def all_find(ranks: Ranks, error: BaseException, judge: Callable[[BaseException], bool]) -> bool:
+    """Tell whether all ranks have raised an error together and judge it alike. Collective operation if they have."""
+    # One that was interrupted has an error of its own, and comes too.
+    is_judged = isinstance(error, Exception) and judge(error)
+    return ranks.are_in_step_after(error) and bool(ranks.all_gather_numbers([is_judged]).all())
 
 
 def is_of_the_storage(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -90,3 +91,49 @@ def async_save(
     save = background_save.prepare(ranks, settings, plan)
     # 2. Copy what this rank writes. 3. In the background: write everything beside the target, and commit.
     return background_save.start(ranks, save)
+
+
+@operation
+@paused_garbage_collection()
+def reserve_staging_memory(
+    sharded_state_dict: ShardedStateDict,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    validate_access_integrity: bool = True,
+    *,
+    process_group: Any = None,
+    validate_replicas: bool | None = None,
+    max_inflight_bytes: int | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Future[int]:
+    """Prepare the first `async_save` of a state dict, which then blocks training no longer than later ones.
+
+    Plans the save, makes the process group of the background, and returns; a thread then allocates the memory for the
+    copies, which takes several times as long as copying. Call it when the state dict has all its tensors: after `load`,
+    or after the first step of a new optimizer.
+
+    Collective operation: all ranks must call it. A save may come before the memory is there: it goes on at once with
+    what there is, though page-locked memory, which an accelerator copies to, is waited for. A state dict whose
+    structure has changed by then is saved as if nothing had been reserved. The memory is kept until a save of another
+    structure, or `release_staging_memory`.
+
+    Args:
+        sharded_state_dict: what will be saved; nothing of it is copied or kept.
+        sharded_strategy: this and the others as in `async_save`, with the values that it will be given.
+
+    Returns:
+        A future: its result is how many bytes the copies of this rank take, when they are there. An error, such as that
+        there is no memory, is logged, and raised by `result`; the save then tries for itself.
+
+    Raises:
+        CheckpointingException: as `async_save` does, for a state dict that cannot be saved.
+    """
+    ranks = Ranks(process_group)
+    settings = SaveSettings(
+        process_group=process_group,
+        validate_access_integrity=validate_access_integrity,
+        validate_replicas=validate_replicas,
+        sharded_strategy=sharded_strategy,
+        background_bytes=max_inflight_bytes,
+        timeout=timeout,
+    )
+    return background_save.reserve(ranks, settings, partial(plan_save, ranks, sharded_state_dict, None))

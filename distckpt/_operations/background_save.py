@@ -18,6 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -235,8 +236,10 @@ class BackgroundSave:
             self.staging.release()
 
 
-def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = write_and_commit) -> BackgroundSave:
-    """Plan a save that is to be written in the background.
+def prepare(
+    ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = write_and_commit, only_measures: bool = False
+) -> BackgroundSave:
+    """Plan a save that is to be written in the background; with `only_measures`, one that is not to be written at all.
 
     Collective operation: all ranks must call it; for the first save it makes the process group of the background.
     """
@@ -249,14 +252,15 @@ def prepare(ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = wri
             settings.progress(num_bytes)
 
     # Half of the memory is for staged data, half for data that is being written.
+    verb = "reserve_staging_memory" if only_measures else "async_save"
     half = None if settings.background_bytes is None else settings.background_bytes // 2
     inflight_bytes = settings.max_inflight_bytes if half is None else half
-    planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes, verb="async_save"))
+    planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes, verb=verb))
     # Now the ranks have the same settings.
     saves = _saves_of_groups.setdefault(_owner_of(settings.process_group), _GroupSaves())
     if settings.timeout not in saves.ranks:
         saves.ranks[settings.timeout] = Ranks.in_background(settings.process_group, settings.timeout)
-    staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size))
+    staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size), only_measures)
     background_ranks = saves.ranks[settings.timeout]
     return BackgroundSave(
         planned.location, settings.exit_timeout, saves, background_ranks, planned, staging, is_abandoned, write
@@ -275,6 +279,31 @@ def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
     save.saves.unreported = [*unreported, handle]
     background.submit(handle)
     return handle
+
+
+def reserve(ranks: Ranks, settings: SaveSettings, plan: Plan) -> Future[int]:
+    """Plan a save, and reserve the memory that its copies take, in the background; the result is how much that is.
+
+    Collective operation: all ranks must call it.
+    """
+    save = prepare(ranks, settings, plan, only_measures=True)
+    assert save.planned is not None
+    with ranks.phase("measure what is to be staged"):
+        save.planned.prepared.stage(save.staging)
+    sizes, device = save.staging.needed
+    is_abandoned = threading.Event()
+
+    def allocate() -> int:
+        try:
+            shared_memory.reserve(sizes, device, is_abandoned)
+        except Exception as error:
+            logger.warning("memory for background saves cannot be reserved: %s: %s", type(error).__name__, error)
+            raise
+        return sum(sizes)
+
+    task = background.Task(allocate, "reserving memory for background saves", None, 0.0, is_abandoned)
+    background.submit(task)
+    return task
 
 
 def release_staging_memory() -> None:

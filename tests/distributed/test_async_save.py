@@ -204,3 +204,27 @@ def stage_in_waves(rank, folder):
 def test_waves(tmp_path):
     for result in run(stage_in_waves, 2, str(tmp_path)):
         assert result == (False, [5], [5])
+
+
+def reserve_before_saving(rank, folder):
+    """Return what each rank reserved, whether the save found its plan, and the error of one whose replicas differ."""
+    state = state_of(1, rank, 2)
+    reserved = distckpt.reserve_staging_memory({**state, "seen": rank})
+    report = distckpt.async_save(state, f"{folder}/c").result(PATIENCE)
+    found = values_in(rank, 2, f"{folder}/c")
+    state["shared"].data.fill_(rank)
+    differing = error_of(distckpt.async_save, state, f"{folder}/d")
+    wrong = error_of(distckpt.reserve_staging_memory, state if rank else {"t": object()})
+    return reserved.result(PATIENCE), report.plan_reused, found, str(differing), type(wrong), sum_over_ranks(1)
+
+
+def test_reserving_memory_plans_the_first_save_and_checks_as_it_does(tmp_path):
+    results = run(reserve_before_saving, 2, str(tmp_path))
+    for num_bytes, plan_reused, found, differing, wrong, num_ranks in results:
+        assert num_bytes >= ROWS * 1024 // 2
+        assert plan_reused
+        assert found == [1]
+        assert "'shared'" in differing
+        assert wrong is RankFailedError
+        assert num_ranks == 2
+    assert os.listdir(tmp_path) == ["c"]

@@ -187,3 +187,59 @@ def test_memory_is_used_again_and_freed(tmp_path):
     [(kept, rest)] = run(save_often, 1, str(tmp_path))
     assert kept > MANY_BYTES * 0.9, "the copy is kept for the next save"
     assert rest < kept - MANY_BYTES * 0.9
+
+
+def reserve_and_save(rank, folder):
+    """Return how much memory is kept when it is reserved, twice, when a save has used it, and when it is freed."""
+    del rank
+    process, kept = psutil.Process(), []
+    state = {"v": ShardedTensor.from_rank_offsets("v", torch.ones(MANY_BYTES // 4))}
+    # What planning needs itself.
+    distckpt.async_save({"v": ShardedTensor.from_rank_offsets("v", torch.ones(4))}, f"{folder}/small").result(PATIENCE)
+    with_tensor = process.memory_info().rss
+
+    def note():
+        gc.collect()
+        kept.append(process.memory_info().rss - with_tensor)
+
+    for _ in range(2):
+        assert distckpt.reserve_staging_memory(state).result(PATIENCE) == MANY_BYTES
+        note()
+    distckpt.async_save(state, f"{folder}/c").result(PATIENCE)
+    note()
+    other = {"v": ShardedTensor.from_rank_offsets("v", torch.ones(4))}
+    assert distckpt.reserve_staging_memory(other).result(PATIENCE) == 16
+    note()
+    assert distckpt.reserve_staging_memory(state, max_inflight_bytes=16 << 20).result(PATIENCE) == 0
+    with CheckpointManager(f"{folder}/run") as manager:
+        assert manager.reserve_staging_memory(state).result(PATIENCE) == MANY_BYTES
+        note()
+    note()
+    return kept
+
+
+def test_memory_is_reserved_once_and_freed_when_it_does_not_fit(tmp_path):
+    [kept] = run(reserve_and_save, 1, str(tmp_path), backend=None)
+    reserved, again, saved, replaced, reserved_by_manager, freed = kept
+    slack = MANY_BYTES // 4
+    assert MANY_BYTES - slack < reserved < MANY_BYTES + slack, "the pages are there before anything is saved"
+    assert abs(again - reserved) < slack
+    # Besides, a thread has a window for what it writes.
+    assert saved < reserved + 2 * slack, "the save has used it"
+    for rest in (replaced, freed):
+        assert rest < saved - MANY_BYTES + slack
+    assert reserved_by_manager > freed + MANY_BYTES - slack
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_process_ends_or_forks_while_memory_is_reserved(forks, tmp_path):
+    fork = """
+child = os.fork()
+if child == 0:
+    distckpt.async_save({"x": 1}, "c").result(200)
+    assert distckpt.reserve_staging_memory(state).result(200) == 48 << 20
+    os._exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+"""
+    done = run_script(f"distckpt.reserve_staging_memory(state)\n{fork if forks else ''}\nsys.exit(3)", tmp_path)
+    assert (done.returncode, done.stderr) == (3, "")

@@ -344,6 +344,77 @@ def test_many_saves_leave_nothing_behind(tmp_path):
     assert stored(tmp_path / "c")["v"].unique().tolist() == [99]
 
 
+# --- Memory that is there before the first save ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("limit", [None, 16 << 20])
+def test_a_save_into_reserved_memory_saves_the_same_bytes(limit, waits, tmp_path):
+    tensors = {"a": torch.arange(6_000_000.0), "b": torch.arange(20.0).view(4, 5)[:, 1:3]}
+    reserved = distckpt.reserve_staging_memory({k: whole(k, t) for k, t in tensors.items()}, max_inflight_bytes=limit)
+    if waits:
+        assert reserved.result(PATIENCE) == (sum(t.nbytes for t in tensors.values()) if limit is None else 32)
+    for attempt in range(2):
+        state = {key: whole(key, tensor + attempt) for key, tensor in tensors.items()}
+        handle = distckpt.async_save(state, tmp_path / f"{attempt}", max_inflight_bytes=limit)
+        assert handle.staged.wait(PATIENCE)
+        for shard in state.values():
+            shard.data.zero_()
+        assert handle.result(PATIENCE).plan_reused
+        found = stored(tmp_path / f"{attempt}")
+        assert {key: bits(t) for key, t in found.items()} == {k: bits(t + attempt) for k, t in tensors.items()}
+
+
+def test_what_changes_after_memory_was_reserved_is_saved_as_it_is(tmp_path):
+    tensor = torch.arange(3000.0)
+    state = {"t": whole("t", tensor), "step": 1}
+    for size in (3000, 7, 5000):
+        distckpt.reserve_staging_memory(state)
+        state = {"t": whole("t", torch.arange(size) + 0.5), "more": whole("more", torch.ones(size)), "step": size}
+        distckpt.async_save(state, tmp_path / "c", overwrite=True).result(PATIENCE)
+        assert torch.equal(stored(tmp_path / "c")["t"], torch.arange(size) + 0.5)
+        assert distckpt.load({}, tmp_path / "c", strict="ignore_all")["step"] == size
+    assert os.listdir(tmp_path) == ["c"], "to reserve memory writes nothing"
+
+
+def test_page_locked_memory_is_reserved_or_else_taken_by_the_save(tmp_path, monkeypatch, caplog):
+    device = SlowDevice()
+    tensor = torch.arange(3_000_000.0)
+    expected = tensor.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        patch.setattr(device, "pinned_memory", lambda num_bytes: 1 / 0)
+        refused = distckpt.reserve_staging_memory({"t": whole("t", tensor)})
+        assert isinstance(refused.exception(PATIENCE), ZeroDivisionError)
+        assert "memory for background saves cannot be reserved: ZeroDivisionError" in caplog.text
+        patch.undo()
+        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        assert distckpt.reserve_staging_memory({"t": whole("t", tensor)}).result(PATIENCE) == tensor.nbytes
+        assert len(device.pinned) == 1
+        assert device.num_copied_bytes == 0
+        handle = distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "c")
+        assert len(device.pinned) == 1
+    tensor.zero_()
+    handle.result(PATIENCE)
+    assert torch.equal(stored(tmp_path / "c")["t"], expected)
+
+
+@pytest.mark.parametrize("verb", [distckpt.reserve_staging_memory, lambda state: distckpt.async_save(state, "unused")])
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"t": whole("t", torch.ones(4, device="meta"))}, "meta"),
+        ({"t": ShardedTensor.from_rank_offsets("t", torch.ones(4), (0, 1, 2))}, "no rank holds element"),
+        ({"o": object()}, "cannot be saved"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_when_memory_is_reserved(state, error, verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointingException, match=error):
+        verb(state)
+    assert os.listdir() == []
+
+
 # --- Errors ---------------------------------------------------------------------------------------------------------
 
 
