@@ -143,7 +143,7 @@ def test_what_the_index_does_not_name_is_left_out_with_a_warning(tmp_path, caplo
 
 
 def test_a_header_longer_than_what_is_read_at_first(tmp_path):
-    tensors = {f"model.layers.{i}.{'long.' * 30}weight": torch.full((2,), float(i)) for i in range(8000)}
+    tensors = {f"model.layers.{i}.{'long.' * 300}weight": torch.full((2,), float(i)) for i in range(1500)}
     (path,) = write_folder(tmp_path, tensors, 0, 1)
     assert struct.unpack("<Q", path.read_bytes()[:8])[0] > 2 << 20
     assert same_bytes(distckpt.load_plain_tensors(tmp_path), tensors)
