@@ -126,6 +126,9 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
         markdown = re.sub(r"^## (\w+\.py)\n(.*?)(?=^## |\Z)", _with_sources, markdown, flags=re.M | re.S)
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
+        # Links in lines of their own are buttons, the first of them in color.
+        markdown = re.sub(r"^(\[.*\]\(docs/[\w-]+\.md\))$", r"\1{ .md-button }", markdown, flags=re.M)
+        markdown = markdown.replace("{ .md-button }", "{ .md-button .md-button--primary }", 1)
     if page.file.src_uri in PAGES.values():
         markdown = markdown.replace("](docs/", "](").replace("](examples/", "](../examples/")
     for source, target in PAGES.items():

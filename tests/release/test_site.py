@@ -55,6 +55,13 @@ def test_every_name_of_the_package_is_in_the_index_and_explained_once(site):
         assert f'id="distckpt.SaveReport.{field}"' in pages["core.html"]
 
 
+def test_the_landing_page_leads_to_the_quickstart_and_its_code_fits_a_phone(site):
+    text = (site / "index.html").read_text()
+    assert re.search(r'<a class="md-button md-button--primary" href="quickstart.html">Get started</a>', text)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert max(map(len, code.splitlines())) <= 50  # characters, see style.css
+
+
 def test_pictures_follow_the_theme_and_can_be_read_on_a_phone(site):
     for page in site.rglob("*.html"):
         text = page.read_text()
