@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 from distckpt._cli.output import Output
 from distckpt._cli.parser import parse
@@ -35,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     output = Output(as_json=parsed.json)
     try:
-        # Here torch is imported, which takes seconds.
-        verb = importlib.import_module(f"distckpt._cli.{parsed.module}")
+        verb = _import_verb(parsed.module)
         with _signals_raise():
             code: int = verb.run(parsed, output)
             sys.stdout.flush()
@@ -58,6 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = str(error).replace("overwrite=True", "--overwrite")
         output.error(f"{text} ({type(error).__name__}; --debug shows where)")
         return int(parsed.error_code)
+
+
+def _import_verb(module: str) -> ModuleType:
+    """Import a verb, and with it torch, which takes seconds: more if the garbage collector went over all of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"distckpt._cli.{module}")
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
