@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice
 from distckpt._base.public import set_public_home
-from distckpt._families.blocks import Config
+from distckpt._families.blocks import MTP_NAMES, Config
 from distckpt._families.megatron import megatron_rules
 from distckpt._families.on_disk import forms_on_disk
 from distckpt._families.transformers_names import transformers_rules
@@ -38,6 +38,8 @@ Source: TypeAlias = Literal["megatron", "transformers"]
 _MEGATRON_KEY = re.compile(
     r"(^|\.)(decoder\.layers\.(\d+\.)?(self_attention|mlp)|mtp\.layers|embedding\.word_embeddings)\."
 )
+
+_MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
 
 set_public_home(globals())
 
@@ -113,11 +115,17 @@ def rules_for(
     config = read_config(directory if family == "auto" and directory is not None else family)
     source: Source = "transformers"
     keys = list(keys)
-    if not any("mtp.layers." in key for key in keys):
-        # Layers for multi-token prediction are often left out of training.
-        config.pop("num_nextn_predict_layers", None)
     if any(map(_MEGATRON_KEY.search, keys)):
         source = "megatron"
+        _count_token_prediction(config, keys)
     logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)
     shapes = {} if on_disk is None else dict(zip(on_disk.keys, on_disk.global_shapes, strict=True))
     return [*rules(config, source), *forms_on_disk(Config(config), shapes)]
+
+
+def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None:
+    """Let the configuration say how many layers for multi-token prediction there are: often they are not trained."""
+    numbers = [int(found[1]) for found in map(_MTP_KEY.search, keys) if found]
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and not (numbers and any(part.get(name) is not None for name in MTP_NAMES)):
+            part[MTP_NAMES[0]] = max(numbers, default=-1) + 1

@@ -23,6 +23,12 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+MTP_NAMES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""What configurations call the number of layers for multi-token prediction."""
+_MTP_LAYERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+"""Families whose layers for multi-token prediction follow the others on disk."""
+_MTP_APART = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families that have such a layer under a name of its own."""
 _MAX_LAYERS = 10_000
 """There are rules for each layer."""
 _MAX_SIZE = 1 << 32
@@ -57,8 +63,8 @@ class Config(NamedTuple):
     @property
     def mtp_layers(self) -> int:
         """Number of layers for multi-token prediction, in families that have them."""
-        known = self("model_type") in ("deepseek_v3", "glm4_moe")
-        return self.number_of("num_nextn_predict_layers", default=0) if known else 0
+        known = self("model_type") in (*_MTP_LAYERS, *_MTP_APART)
+        return self.number_of(*MTP_NAMES, default=0) if known else 0
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -72,17 +78,18 @@ class Config(NamedTuple):
         )
 
 
-def forms(config: Config) -> list[Rule]:
+def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
     """Bring the forms of a Megatron checkpoint into one, and leave its optimizer out."""
     rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
+    if has_tower:
+        rules.append(Rename("language_model.**", "{0}"))
     rules.append(Rename("decoder.final_norm.weight", "decoder.final_layernorm.weight", optional=True))
     if config.mtp_layers:
         number = f"{{0+{config.layers - config.mtp_layers}}}"
         for block in ("transformer_layer", "mtp_model_layer"):
             rules.append(Rename(f"mtp.layers.*.{block}.**", f"decoder.layers.{number}.{{1}}", optional=True))
     roots: dict[str, tuple[str, ...]] = {"decoder.layers.": ("weight",)}
-    if config("vision_config", default=False):
-        rules.append(Rename("language_model.**", "{0}"))
+    if has_tower:
         roots["vision_model.decoder.layers."] = ("weight", "bias")
     for root, kinds in roots.items():
         for part in _STACKS:
@@ -111,10 +118,20 @@ def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
 
 
 def token_prediction(config: Config) -> list[Rule]:
-    """What layers for multi-token prediction (MTP) have beside a layer like the others, after which they come."""
+    """What layers for multi-token prediction (MTP) have beside a layer like the others, and where they are on disk."""
     if not config.mtp_layers:
         return []
     first = config.layers - config.mtp_layers
+    if config("model_type") in _MTP_APART:
+        if config.mtp_layers > 1:
+            raise CheckpointingException(
+                f"The configuration says {config.mtp_layers} layers for multi-token prediction. Megatron has a "
+                "projection for each, and on disk there is one, `mtp.fc`: only one layer is known."
+            )
+        names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+        names["final_layernorm"] = "norm"
+        renamed = [Rename(f"mtp.layers.0.{old}.weight", f"mtp.{new}.weight", count=1) for old, new in names.items()]
+        return [*renamed, Rename(f"model.layers.{first}.**", "mtp.layers.0.{0}")]
     names = {name: name for name in ("enorm", "hnorm", "eh_proj")} | {"final_layernorm": "shared_head.norm"}
     rules: list[Rule] = []
     for old, new in names.items():

@@ -38,19 +38,23 @@ _UNKNOWN = {
 def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
     """Make the rules from Megatron Core's keys to those of Hugging Face."""
     values = Config(config)
-    family = FAMILIES.get(values("model_type"))
-    if (why := _UNKNOWN.get(values("model_type"))) is not None:
-        raise CheckpointingException(f"The Megatron keys of model_type {values('model_type')!r} are not known: {why}.")
-    if family is None:
+    model_type, composed = values("model_type"), COMPOSED.get(values("model_type"))
+    if why := _UNKNOWN.get(model_type):
+        raise CheckpointingException(f"The Megatron keys of model_type {model_type!r} are not known: {why}.")
+    if composed is None and model_type not in FAMILIES:
         raise CheckpointingException(
-            f"The Megatron keys of model_type {values('model_type')!r:.99} are not supported; those of "
-            f"{', '.join(sorted(FAMILIES))} are. Start from the rules of the closest one, and pass yours as `rules`."
+            f"The Megatron keys of model_type {model_type!r:.99} are not supported; those of "
+            f"{', '.join(sorted([*FAMILIES, *COMPOSED]))} are. Start from the rules of the closest one, and pass yours "
+            "as `rules`."
         )
     try:
-        return [*forms(values), *family(values), *token_prediction(values)]
+        text = text_part(values, composed.text) if composed else values
+        family = FAMILIES[text("model_type")]
+        rules = [*forms(text, has_tower=composed is not None), *family(text), *token_prediction(text)]
+        return [*rules, *composed.tower(values)] if composed else rules
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise CheckpointingException(
-            f"The configuration of model_type {values('model_type')!r} is that of no model: {error!s:.300}"
+            f"The configuration of model_type {model_type!r} is that of no model: {error!s:.300}"
         ) from error
 
 
@@ -121,7 +125,8 @@ def _qwen2_moe(config: Config) -> list[Rule]:
 def _qwen3_next(config: Config) -> list[Rule]:
     """Trained with layernorm_zero_centered_gamma, as Hugging Face has its norms."""
     every = config.number_of("full_attention_interval", default=4)
-    usual = ["full_attention" if n % every == 0 else "linear_attention" for n in range(1, config.layers + 1)]
+    num = config.number_of("num_hidden_layers")
+    usual = ["full_attention" if n % every == 0 else "linear_attention" for n in range(1, num + 1)]
     num_linear = config("layer_types", default=usual).count("linear_attention")
     is_dense = config("model_type") == "qwen3_5_text"
     return [
@@ -167,7 +172,8 @@ def _deepseek_v3(config: Config) -> list[Rule]:
 
 def _glm5(config: Config) -> list[Rule]:
     """The layer that selects keys rotates the first numbers of a head, as Megatron Core does since 0.17."""
-    num = list(config("indexer_types", default=["full"] * config.layers)).count("full")
+    kinds = list(config("indexer_types", default=()))
+    num = kinds.count("full") + config.layers - len(kinds)
     indexer = {f"linear_{name}.weight": f"{name}.weight" for name in ("wq_b", "wk", "weights_proj")}
     indexer |= {f"k_norm.{kind}": f"k_norm.{kind}" for kind in ("weight", "bias")}
     own, new = "self_attention.core_attention.indexer.", "self_attn.indexer."
@@ -342,11 +348,3 @@ FAMILIES: dict[str, Callable[[Config], list[Rule]]] = {
     "seed_oss": _qwen2,
     "smollm3": _llama,
 }
-
-
-def _with_tower(config: Config) -> list[Rule]:
-    model_type, tower = COMPOSED[config("model_type")]
-    return [*FAMILIES[model_type](text_part(config, model_type)), *tower(config)]
-
-
-FAMILIES |= dict.fromkeys(COMPOSED, _with_tower)

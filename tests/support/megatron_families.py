@@ -198,7 +198,11 @@ def make_megatron(config, mtp_layers=None):
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
         SPECS[c.model_type](spec, c)
     if mtp_layers:
-        options = options | {"mtp_block_spec": specs.get_gpt_mtp_block_spec(megatron_config, spec, False)}
+        mtp_spec = specs.get_gpt_mtp_block_spec(megatron_config, spec, False)
+        if SPECS.get(c.model_type) is _with_linear_attention:
+            for own in (layer.submodules for layer in mtp_spec.layer_specs):
+                own.enorm = own.hnorm = own.layer_norm = ZeroCenteredNorm
+        options = options | {"mtp_block_spec": mtp_spec}
     model = megatron(".models.gpt.gpt_model").GPTModel(
         megatron_config, spec, vocab_size=c.vocab_size + 8, max_sequence_length=64, position_embedding_type="rope",
         share_embeddings_and_output_weights=c.tie_word_embeddings,

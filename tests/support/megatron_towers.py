@@ -54,12 +54,12 @@ class _GemmaProjector(torch.nn.Module):
         return self.proj(self.mm_soft_embed_norm(values))[0]
 
 
-def make_with_tower(model):
+def make_with_tower(model, mtp_layers=None):
     """Make the model that Megatron trains in the place of one of transformers."""
     text = copy.deepcopy(model.config.text_config)
     text.model_type = _TEXT_TYPES.get(model.config.model_type, text.model_type)
     text.tie_word_embeddings = model.config.tie_word_embeddings
-    made = WithTower(make_megatron(text))
+    made = WithTower(make_megatron(text, mtp_layers))
     if text.model_type == "qwen2":
         made.visual = copy.deepcopy(model.model.visual)
         return made

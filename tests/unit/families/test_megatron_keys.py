@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import distckpt
-from distckpt import ShardedTensor
+from distckpt import CheckpointingException, ShardedTensor
 from distckpt._families.megatron import FAMILIES
 from distckpt._families.towers import COMPOSED
 from distckpt.cli import main
@@ -99,9 +101,15 @@ def test_a_dry_run_says_what_is_added(pretrained, tmp_path, capsys):
     assert f"model.layers.0.linear_attn.norm.weight  F32 8  <- {key} [0:8] + 1\n" in capsys.readouterr().out
 
 
+IS_APART = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Families whose layer for multi-token prediction has a name of its own on disk, and norms that count from 1."""
+
+
 def write_with_token_prediction(family, path):
     """Write a directory whose last layer predicts a further token; return its tensors and what that layer computes."""
     config = make_config(family)
+    if family in IS_APART:
+        config.num_hidden_layers, config.layer_types = 3, [*config.layer_types, "full_attention"]
     model = make_model(config)
     model.save_pretrained(path)
     first, size = config.num_hidden_layers - 1, config.hidden_size
@@ -109,50 +117,81 @@ def write_with_token_prediction(family, path):
     generator = torch.Generator().manual_seed(1)
     extra = {name: torch.randn(size, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
     extra["eh_proj"] = torch.randn(size, 2 * size, generator=generator)
-    tensors = read_export(path) | {f"{prefix}{name}.weight": tensor for name, tensor in extra.items()}
-    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors = read_export(path)
+    values = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": first}
+    if family in IS_APART:
+        tensors = {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+        names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
+        tensors |= {f"mtp.{names.get(name, 'norm')}.weight": tensor for name, tensor in extra.items()}
+        values["layer_types"] = values["layer_types"][:first]
+        if family != "qwen3_next":
+            values["mtp_num_hidden_layers"] = 1
+    else:
+        tensors |= {f"{prefix}{name}.weight": tensor for name, tensor in extra.items()}
+        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        values["num_nextn_predict_layers"] = 1
     write_plain(path / "model.safetensors", tensors)
-    values = json.loads((path / "config.json").read_text())
-    values |= {"num_hidden_layers": first, "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(values))
 
     def norm(values, name):
-        return torch.nn.functional.rms_norm(values, (size,), extra[name], config.rms_norm_eps)
+        return torch.nn.functional.rms_norm(values, (size,), extra[name] + (family in IS_APART), config.rms_norm_eps)
 
     def compute(embedded, hidden):
         joined = torch.cat([norm(embedded, "enorm"), norm(hidden, "hnorm")], -1) @ extra["eh_proj"].T
         mask = torch.full((hidden.shape[1],) * 2, float("-inf")).triu(1)[None, None]
         rope = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
         layer = model.model.layers[first](joined, attention_mask=mask, position_embeddings=rope)
-        return norm(layer, "shared_head.norm")
+        return norm(layer[0] if isinstance(layer, tuple) else layer, "shared_head.norm")
 
     config.num_hidden_layers = first
-    if getattr(config, "mlp_layer_types", None):
-        config.mlp_layer_types = config.mlp_layer_types[:first]
+    for kinds in ("mlp_layer_types", "layer_types"):
+        if getattr(config, kinds, None):
+            setattr(config, kinds, getattr(config, kinds)[:first])
     return tensors, config, compute
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def exchanged(rules):
+    """Yield lists of rules in which two tensors of multi-token prediction take each other's place."""
+    numbers = [n for n, rule in enumerate(rules) if isinstance(rule, Rename) and rule.pattern.endswith("norm.weight")]
+    for one, other in itertools.combinations([n for n in numbers if rules[n].pattern.startswith("mtp.layers")], 2):
+        swapped = list(rules)
+        swapped[one] = replace(rules[one], to=rules[other].to)
+        swapped[other] = replace(rules[other], to=rules[one].to)
+        yield f"exchanged {rules[one]}, {rules[other]}", swapped
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", *IS_APART])
 def test_layers_for_multi_token_prediction(family, tmp_path):
     tensors, config, compute = write_with_token_prediction(family, tmp_path / "saved")
     trained = make_megatron(config, mtp_layers=1)
     trained.load_state_dict(distckpt.load(trained.sharded_state_dict(), tmp_path / "saved", family="auto"))
     embedded, hidden = torch.randn(2, 1, 8, config.hidden_size)
     layer = trained.mtp.layers[0]
-    with torch.no_grad():
-        joined = layer._concat_embeddings(hidden.transpose(0, 1), embedded.transpose(0, 1))
-        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
-        rope = trained.rotary_pos_emb(8) if family == "glm4_moe" else None
-        found, _ = layer.transformer_layer(joined, attention_mask=mask, rotary_pos_emb=rope)
-        found = layer.final_layernorm(found).transpose(0, 1)
-        torch.testing.assert_close(found, compute(embedded, hidden), rtol=1e-4, atol=1e-4)
 
+    def is_right():
+        with torch.no_grad():
+            joined = layer._concat_embeddings(hidden.transpose(0, 1), embedded.transpose(0, 1))
+            mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+            rope = trained.rotary_pos_emb(8) if hasattr(trained, "rotary_pos_emb") else None
+            found, _ = layer.transformer_layer(joined, attention_mask=mask, rotary_pos_emb=rope)
+            found = layer.final_layernorm(found).transpose(0, 1)
+            return torch.allclose(found, compute(embedded, hidden), rtol=1e-4, atol=1e-4)
+
+    assert is_right()
     for number, form in enumerate(FORMS):
         checkpoint, exported = tmp_path / f"checkpoint_{number}", tmp_path / f"exported_{number}"
         distckpt.save(trained.sharded_state_dict(metadata=form), checkpoint)
         distckpt.consolidate(checkpoint, exported, family="auto", like=tmp_path / "saved")
         assert same_bytes(read_export(exported), tensors), form
+    values = json.loads((tmp_path / "saved/config.json").read_text())
+    rules = distckpt.families.rules(values | {"num_nextn_predict_layers": 1}, "megatron")
+    wrong = list(exchanged(rules))
+    assert len(wrong) == 3
+    assert not survivors_of(wrong, rules, trained, tmp_path / "saved", tmp_path / "checkpoint_0", is_right)
+    options = {"keys": ["*", "!mtp.layers.0.enorm.weight"], "family": "auto", "like": tmp_path / "saved"}
+    with pytest.raises(CheckpointingException, match="matches no tensor"):
+        distckpt.consolidate(tmp_path / "checkpoint_0", tmp_path / "out", **options)
 
 
 @pytest.mark.parametrize(

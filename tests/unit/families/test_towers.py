@@ -124,3 +124,28 @@ def test_directories_as_they_were_published(name, tmp_path):
         distckpt.save(state, tmp_path / source)
         distckpt.consolidate(tmp_path / source, tmp_path / f"{source}_out", family="auto", like=tmp_path / "hub")
         assert same_bytes(read_export(tmp_path / f"{source}_out"), published)
+
+
+def test_a_layer_for_multi_token_prediction_beside_a_tower(tmp_path):
+    model = make_model(make_config("qwen3_5"))
+    model.save_pretrained(tmp_path / "saved")
+    values = json.loads((tmp_path / "saved/config.json").read_text())
+    values["text_config"]["mtp_num_hidden_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    trained = make_with_tower(model, mtp_layers=1)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.normal_()
+    distckpt.save(trained.sharded_state_dict(), tmp_path / "checkpoint")
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", family=tmp_path / "config.json")
+    exported = read_export(tmp_path / "out")
+    last, own = "model.language_model.layers.1.", "mtp.layers.0."
+    names = {name.replace(last, own) for name in exported if name.startswith(last)}
+    names |= {f"mtp.{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert {name for name in exported if name.startswith("mtp.")} == names
+    layer = trained.language_model.mtp.layers[0]
+    assert torch.equal(exported["mtp.fc.weight"], layer.eh_proj.weight)
+    assert torch.equal(exported["mtp.norm.weight"], layer.final_layernorm.weight)
+    values["text_config"]["mtp_num_hidden_layers"] = 2
+    with pytest.raises(CheckpointingException, match=r"mtp\.fc"):
+        distckpt.families.rules(values, "megatron")
