@@ -21,7 +21,6 @@ from distckpt._families.blocks import MTP_NAMES, Config
 from distckpt._families.megatron import megatron_rules
 from distckpt._families.on_disk import forms_on_disk
 from distckpt._families.transformers_names import transformers_rules
-from distckpt._format.manifest import Manifest
 from distckpt._storage import locations
 from distckpt.rules import Rule
 
@@ -31,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 Source: TypeAlias = Literal["megatron", "transformers"]
 """Whose names the tensors have in memory, or in the checkpoint."""
@@ -95,32 +96,39 @@ def _decode_float(values: dict[str, Any]) -> Any:
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
-def rules_for(
-    family: str | os.PathLike[str] | None, directory: str | None, keys: Iterable[str], on_disk: Manifest | None = None
-) -> list[Rule]:
-    """Return the rules for `family=` of an operation; none without it. The names of the tensors tell the source.
+def config_for(family: str | os.PathLike[str] | None, directory: str | None) -> dict[str, Any] | None:
+    """Read the configuration that `family=` of an operation names; None without it.
 
     Args:
         family: "auto" for the configuration in `directory`; or where it is; or None.
         directory: a Hugging Face directory.
-        keys: of the tensors in memory or in the checkpoint.
-        on_disk: what the directory holds.
     """
     if family is None:
-        return []
+        return None
     if family == "auto" and directory is None:
         raise ValueError(
             "family='auto' reads the config.json of `like`: give it, or the path of a config.json as family."
         )
-    config = read_config(directory if family == "auto" and directory is not None else family)
+    return read_config(directory if family == "auto" and directory is not None else family)
+
+
+def rules_for(config: dict[str, Any] | None, keys: Iterable[str], on_disk: Shapes | None = None) -> list[Rule]:
+    """Return the rules for `family=` of an operation; none without it. The names of the tensors tell the source.
+
+    Args:
+        config: the configuration; it is changed to fit the checkpoint.
+        keys: of the tensors in memory or in the checkpoint.
+        on_disk: shapes of what the Hugging Face directory holds, by name.
+    """
+    if config is None:
+        return []
     source: Source = "transformers"
     keys = list(keys)
     if any(map(_MEGATRON_KEY.search, keys)):
         source = "megatron"
         _count_token_prediction(config, keys)
     logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)
-    shapes = {} if on_disk is None else dict(zip(on_disk.keys, on_disk.global_shapes, strict=True))
-    return [*rules(config, source), *forms_on_disk(Config(config), shapes)]
+    return [*rules(config, source), *forms_on_disk(Config(config), on_disk or {})]
 
 
 def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None:

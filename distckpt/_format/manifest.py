@@ -184,6 +184,11 @@ class Manifest:
             content = f"{len(self.keys)} keys, {num_chunks} chunks, {num_blocks} blocks of {self.block_bytes} bytes"
             raise _too_large(f"at least {at_least} bytes ({content})")
 
+    @property
+    def shapes_by_key(self) -> dict[str, tuple[int, ...]]:
+        """Global shape of each key."""
+        return dict(zip(self.keys, self.global_shapes, strict=True))
+
     @functools.cached_property
     def key_index(self) -> dict[str, int]:
         """Index of each key, tied keys included (they share the index of the stored one)."""

@@ -195,9 +195,11 @@ def _apply(change: Change, region: Region, view: torch.Tensor) -> None:
         return
     view = view.T if change.transposed else view
     row, column = region.offset[::-1] if change.transposed else region.offset
-    rank = change.adapter.global_shape(change.a)[0]
-    b = read(change.b, Region((row, 0), (view.shape[0], rank)))
-    view.add_(b.mul_(change.scaling) @ read(change.a, Region((0, column), (rank, view.shape[1]))))
+    ranks = change.adapter.global_shape(change.a)[0]
+    num = max(change.num_experts, 1)
+    b = read(change.b, Region((row + change.first_row, 0), (view.shape[0], ranks)))[:, change.expert :: num]
+    a = read(change.a, Region((change.expert * (ranks // num), column), (ranks // num, view.shape[1])))
+    view.add_((b * change.scaling) @ a)
 
 
 def _read_and_cast(stored: StoredCheckpoint, ranges: Sequence[_Range]) -> Iterator[tuple[OutputTensor, int]]:

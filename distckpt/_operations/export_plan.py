@@ -13,7 +13,7 @@ from distckpt._base.errors import CheckpointingException
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._foreign import hugging_face
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._plan.adapter import CONFIG_NAME, merge_adapter, with_peft_names
+from distckpt._plan.adapter import CONFIG_NAME, merge_adapter
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
     OutputTensor,
@@ -24,9 +24,10 @@ from distckpt._plan.export import (
     quantize_outputs,
     select_tensors,
 )
+from distckpt._plan.peft_names import with_peft_names
 from distckpt._quantization.formats import FORMATS
 from distckpt._storage import locations
-from distckpt.families import read_config, rules_for
+from distckpt.families import config_for, read_config, rules_for
 from distckpt.rules import Rule, TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -98,8 +99,9 @@ def plan_export(
     if like is not None:
         directory = locations.normalize(like)
         reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
-    made = rules_for(family, directory, tensors, reference and reference.manifest)
-    rules = [*rules, *with_peft_names(made, tensors)]
+    config = config_for(family, directory)
+    made = rules_for(config, tensors, reference and reference.manifest.shapes_by_key)
+    rules = [*rules, *with_peft_names(made, tensors, config)]
     outputs = plan_tensors(
         tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep", tied=stored.manifest.aliases
     )

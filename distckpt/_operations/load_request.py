@@ -19,7 +19,7 @@ from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge_tables
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
-from distckpt.families import rules_for
+from distckpt.families import config_for, rules_for
 from distckpt.mapping import ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options
 from distckpt.strategies.defaults import load_strategy
@@ -72,8 +72,9 @@ def describe_request(
         split = flatten.split(described.state_dict)
         if family is not None:
             keys = [shard.key for shard in split.shards if isinstance(shard, ShardedTensor)]
-            on_disk = options.stored and options.stored.manifest
-            options = replace(options, rules=(*options.rules, *rules_for(family, location, keys, on_disk)))
+            on_disk = options.stored and options.stored.manifest.shapes_by_key
+            made = rules_for(config_for(family, location), keys, on_disk)
+            options = replace(options, rules=(*options.rules, *made))
         strategy = load_strategy(sharded_strategy, marker, location).configure(options)
         compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
         has_ties = not options.rules and _has_ties(split.shards)

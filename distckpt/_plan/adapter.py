@@ -1,23 +1,21 @@
-"""Adapters: what one of PEFT changes in the tensors of an export, and PEFT's names for those of Megatron Bridge."""
+"""Adapters: what one of PEFT changes in the tensors of an export."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.mapped import MappedTensor, TensorInfo, crop_axis, drop_axis, identity
 from distckpt._plan.export import Change, OutputTensor
-from distckpt.rules import Assemble, Rule, apply_rules
+from distckpt._plan.peft_names import OF_EXPERTS, PREFIX
 
 CONFIG_NAME = "adapter_config.json"
-_PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])((?:\.default)?(?:\.weight)?)")
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which the other weights of the model stay as they are."""
@@ -25,32 +23,6 @@ _OTHER_ARITHMETIC = (
     "use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens", "lora_bias",
     "trainable_token_indices",
 )  # fmt: skip
-_IN, _OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
-
-
-def with_peft_names(rules: Sequence[Rule], tensors: Mapping[str, TensorInfo]) -> Sequence[Rule]:
-    """Return the rules for LoRA of Megatron Bridge, where that is exported, given those for the weights it is for."""
-    modules = [key.removesuffix(_OUT) for key in tensors if key.endswith(_OUT)]
-    pairs = {module: (tensors[module + _IN], tensors[module + _OUT]) for module in modules if module + _IN in tensors}
-    if not pairs:
-        return rules
-    if unequal := [m + _OUT for m, (a, b) in pairs.items() if a.shape[-2:-1] != b.shape[-1:]]:
-        raise LoadMismatchError(f"The ranks of {summarize_keys(unequal)} differ from those of linear_in.weight.")
-    weights = {f"{m}.weight": TensorInfo((*b.shape[:-1], a.shape[-1]), b.dtype) for m, (a, b) in pairs.items()}
-    rules = [replace(rule, optional=True, count=None) for rule in rules]
-    made: dict[str, MappedTensor] = {}
-    for name, weight in apply_rules(rules, weights, strict=True).items():
-        module, stem = weight.parts[0].key.removesuffix(".weight"), _PREFIX + name.removesuffix("weight")
-        a, b = pairs[module]
-        # The rows of the second matrix become those of the weight; of stacked layers, the first is that of the layer.
-        rows = crop_axis(weight, 1, 0, b.shape[-1])
-        parts = tuple(part._replace(key=module + _OUT) for part in rows.parts)
-        made[f"{stem}lora_B.weight"] = replace(rows, parts=parts)
-        matrix = identity(module + _IN, a)
-        for index in weight.parts[0].source.offset[:-2]:
-            matrix = drop_axis(crop_axis(matrix, 0, index, index + 1), 0)
-        made[f"{stem}lora_A.weight"] = matrix
-    return [Assemble(made, {key: tensors[key].shape for module in pairs for key in (module + _IN, module + _OUT)})]
 
 
 def merge_adapter(
@@ -66,7 +38,8 @@ def merge_adapter(
             f"{unknown or {'peft_type': config.get('peft_type')}}: only products of LoRA are added to weights. Use "
             "merge_and_unload of PEFT."
         )
-    changes = _changes(adapter, config)
+    shapes = {output.name: output.shape for output in outputs}
+    changes = _changes(adapter, config, shapes)
     # Of modules to save, PEFT adds names for classifiers of which a model has one.
     for field, part in (("target_modules", "b"), ("modules_to_save", "replacement")):
         names = [name for name, change in changes.items() if getattr(change, part) is not None]
@@ -82,10 +55,19 @@ def merge_adapter(
             "Use `rules`, `family` or `rename` so that the export has the names of the model that the adapter is of.",
             missing=unmatched,
         )
+    for wanted in config.get("target_parameters") or ():
+        first = OF_EXPERTS.get(wanted.rpartition(".")[2], (wanted,))[0]
+        if not any(change.num_experts and f".{first}." in name for name, change in changes.items()):
+            raise CheckpointingException(
+                f"The adapter {adapter.location!r} has no tensors for {wanted!r}, of target_parameters in its "
+                f"{CONFIG_NAME}: it is not complete, or they are no experts that can be merged here."
+            )
     return [_changed(output, changes.get(output.name)) for output in outputs]
 
 
-def _changes(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> dict[str, Change]:
+def _changes(
+    adapter: StoredCheckpoint, config: Mapping[str, Any], exported: Mapping[str, tuple[int, ...]]
+) -> dict[str, Change]:
     """Return the changes by the name of the tensor; a matrix without its partner, or of another kind, is no name."""
     changes: dict[str, Change] = {}
     keys = adapter.manifest.key_index
@@ -94,10 +76,14 @@ def _changes(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> dict[str, 
         partner = found and f"{found[1]}.lora_{found[2] or ''}{'AB'[found[3] == 'A']}{found[4]}"
         if found is None or partner not in keys:
             # PEFT saves the weight itself of an embedding beside its matrices.
-            name = key.removeprefix(_PREFIX).replace(".base_layer.", ".")
+            name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
             changes[name] = changes.get(name, Change(adapter))._replace(replacement=key)
         elif found[3] == "B":
-            module = found[1].removeprefix(_PREFIX)
+            module = found[1].removeprefix(PREFIX)
+            block = module.replace(".base_layer", "")
+            if config.get("target_parameters") and f"{block}.0.down_proj.weight" in exported:
+                changes |= _expert_changes(block, Change(adapter, b=key, a=partner), config, exported)
+                continue
             changes[f"{module}.weight"] = changes.get(f"{module}.weight", Change(adapter))._replace(
                 b=key,
                 a=partner,
@@ -105,6 +91,36 @@ def _changes(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> dict[str, 
                 transposed=bool(found[2] or config.get("fan_in_fan_out")),
             )
     return changes
+
+
+def _expert_changes(
+    block: str, change: Change, config: Mapping[str, Any], exported: Mapping[str, tuple[int, ...]]
+) -> dict[str, Change]:
+    """Return the changes of experts, of which PEFT has the matrices of all in one; their shapes tell for what."""
+    num = next(number for number in itertools.count() if f"{block}.{number}.down_proj.weight" not in exported)
+    b, (inner, columns) = change.adapter.global_shape(change.b or ""), change.adapter.global_shape(change.a)
+    for parameter, names in OF_EXPERTS.items():
+        shape = exported[f"{block}.0.{names[0]}.weight"]
+        if (*b, columns, inner % num) == (shape[0] * len(names), inner, shape[1], 0):
+            version = re.match(r"(\d+)\.(\d+)", str(config.get("peft_version")))
+            if b[0] == columns and (version is None or tuple(map(int, version.groups())) < (0, 19)):
+                raise CheckpointingException(
+                    f"The matrices of {block!r} for {parameter} fit either way, and PEFT before 0.19 had them "
+                    f"transposed. The {CONFIG_NAME} of {change.adapter.location!r} must say a peft_version of 0.19 or "
+                    "newer."
+                )
+            scaling = _scaling(f"{block}.{parameter}", inner // num, change.adapter, config)
+            return {
+                f"{block}.{number}.{name}.weight": change._replace(
+                    scaling=scaling, first_row=index * shape[0], expert=number, num_experts=num
+                )
+                for index, name in enumerate(names)
+                for number in range(num)
+            }
+    raise CheckpointingException(
+        f"The adapter {change.adapter.location!r} has matrices of shapes {b} and {(inner, columns)} for "
+        f"{block!r}, and the export {num} experts with projections of other shapes: it is of another model."
+    )
 
 
 def _scaling(module: str, rank: int, adapter: StoredCheckpoint, config: Mapping[str, Any]) -> float:
@@ -132,7 +148,9 @@ def _changed(output: OutputTensor, change: Change | None) -> OutputTensor:
     shapes = set()
     if change.replacement is not None:
         shapes.add(change.adapter.global_shape(change.replacement))
-    if change.b is not None:
+    if change.num_experts:
+        shapes.add(output.shape)
+    elif change.b is not None:
         (*rows, rank), (inner, *columns) = change.adapter.global_shape(change.b), change.adapter.global_shape(change.a)
         shape = (*rows, *columns) if rank == inner else (*rows, rank, inner, *columns)
         shapes.add(shape[::-1] if change.transposed else shape)

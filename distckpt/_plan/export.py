@@ -48,7 +48,9 @@ class EncodedPart(NamedTuple):
 class Change(NamedTuple):
     """What an adapter changes in a tensor: `replacement` takes its place, and `scaling * b @ a` is added.
 
-    They are keys, None for nothing; the product is perhaps `transposed`.
+    They are keys, None for nothing; the product is perhaps `transposed`. If the matrices are those of `num_experts`, as
+    PEFT has them, the rows of `a` are those of one after another, and the columns of `b` take turns; `first_row` is
+    that of the tensor in `b`.
     """
 
     adapter: StoredCheckpoint
@@ -57,6 +59,9 @@ class Change(NamedTuple):
     a: str = ""
     scaling: float = 1.0
     transposed: bool = False
+    expert: int = 0
+    num_experts: int = 0
+    first_row: int = 0
 
 
 class OutputTensor(NamedTuple):
