@@ -64,7 +64,7 @@ def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
     Collective operation: all ranks must call it. Descriptions of shards go to the coordinator, pieces to write come
     back, tables of chunks go to it.
     """
-    messages = [ranks.gather_once(message) for message in table.to_messages()]
+    messages = ranks.gather_once(table.to_messages())
     manifests: list[Manifest] = []
 
     def plan_for_all() -> list[bytes]:

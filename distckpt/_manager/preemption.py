@@ -52,10 +52,12 @@ class PreemptionGuard:
 
         Collective operation: all ranks must call it. It exchanges one number, so calling it at every step is fine.
         """
+        own = int(self.received)
+        stops = not Ranks(self._process_group).all_equal(own) or bool(own)
+        # Not before the exchange: the others would wait for it.
         if not self._before:
             raise CheckpointingException("No signal is caught: use the PreemptionGuard in a `with` statement.")
-        own = int(self.received)
-        return not Ranks(self._process_group).all_equal(own) or bool(own)
+        return stops
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A handler runs between any two instructions: no logging, whose locks may be held.

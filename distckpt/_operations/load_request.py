@@ -103,7 +103,7 @@ def check_request(
     """Refuse requests that contradict each other or ask for parts of objects; return missing and unexpected keys."""
     requested = {shard.key for i, shard in enumerate(request.split.shards) if i not in request.ties}
     validates = validates and ranks.size > 1
-    messages = [ranks.gather_once(message) for message in request.table.to_messages()] if validates else []
+    messages = ranks.gather_once(request.table.to_messages()) if validates else []
     with ranks.phase("check the requested shards", decision=True) as vote:
         if validates and ranks.is_coordinator:
             validate_shards(merge_tables(ShardTable.all_from_messages(*messages)))

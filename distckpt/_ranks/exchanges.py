@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -111,19 +112,38 @@ class Exchanges:
             return [payload]
         with _contact(self._group, "gather"):
             sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "gather")).tolist()
-            if not self.is_coordinator:
-                self._send(payload, 0)
-                return []
-            return [payload, *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1))]
+            return self._gather(payload, sizes)
 
-    def gather_once(self, payload: bytes) -> list[bytes]:
-        """Do as `gather` does; of the ranks that have the same payload, only the first one sends it."""
-        digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
-        digests = self.all_gather_numbers(digest.tolist())
-        _, firsts, same = np.unique(digests, axis=0, return_index=True, return_inverse=True)
-        sender = firsts[same.ravel()]
-        payloads = self.gather(payload if sender[self.rank] == self.rank else b"")
-        return [payloads[rank] for rank in sender.tolist()] if payloads else []
+    def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
+        """Gather several payloads, as many from each rank; of ranks with the same one, only the first sends it.
+
+        Return for each of them all ranks' payloads on the coordinator, an empty list elsewhere.
+        """
+        if self.size == 1:
+            return [[payload] for payload in payloads]
+        digests = [np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64) for payload in payloads]
+        own = [[*digest.tolist(), len(payload)] for digest, payload in zip(digests, payloads, strict=True)]
+        with _contact(self._group, "gather"):
+            # By rank and payload: two numbers of its digest, and its size.
+            table = torch.stack(self._all_gather(torch.tensor(own), "gather")).numpy()
+            senders = np.stack([_first_of_same(table[:, place]) for place in range(len(payloads))], axis=1)
+            sends = senders == np.arange(self.size)[:, None]
+            sizes = np.where(sends, table[:, :, 2], 0)
+            joined = self._gather(b"".join(itertools.compress(payloads, sends[self.rank])), sizes.sum(axis=1).tolist())
+        if not joined:
+            return [[] for _ in payloads]
+        stops = sizes.cumsum(axis=1)
+        starts = stops - sizes
+        return [
+            [joined[rank][starts[rank, place] : stops[rank, place]] for rank in senders[:, place].tolist()]
+            for place in range(len(payloads))
+        ]
+
+    def _gather(self, payload: bytes, sizes: Sequence[int]) -> list[bytes]:
+        if not self.is_coordinator:
+            self._send(payload, 0)
+            return []
+        return [payload, *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1))]
 
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
         """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
@@ -245,6 +265,12 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
         # torch says by a ValueError that it does not know the group, now.
         lost = log.lost_contact(name, error) if isinstance(error, RuntimeError) else log.group_destroyed(name, error)
         raise mark_known(lost, group) from error
+
+
+def _first_of_same(rows: IntArray) -> IntArray:
+    """Return for each row the index of the first one that equals it."""
+    _, firsts, same = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return firsts[same.ravel()]
 
 
 def mark_known(error: BaseException, group: Any) -> BaseException:

@@ -22,11 +22,13 @@ def gather_what_some_have_in_common(rank):
     if rank == 0:
         return None
     ranks = Ranks(members)
-    return [ranks.gather_once(payloads[rank]) for payloads in (["", b"same", b"other", b"same"], [b""] * 4)]
+    return ranks.gather_once([["", b"same", b"other", b"same"][rank], b"", b"own %d" % rank, b"all"])
 
 
 def test_what_ranks_have_in_common_is_gathered_from_one():
-    assert run(gather_what_some_have_in_common, 4) == [None, [[b"same", b"other", b"same"], [b""] * 3], *[[[], []]] * 2]
+    results = run(gather_what_some_have_in_common, 4)
+    gathered = [[b"same", b"other", b"same"], [b""] * 3, [b"own 1", b"own 2", b"own 3"], [b"all"] * 3]
+    assert results == [None, gathered, *[[[]] * 4] * 2]
 
 
 def rows(index, count, *, blank=False):
