@@ -197,7 +197,9 @@ class CheckpointManager:
         Collective operation: all ranks must call it. Pointless with `async_save=False`.
         """
         ranks = self._ranks()
-        return background_save.reserve(ranks, self._settings, partial(plan_save, ranks, sharded_state_dict, None))
+        return background_save.reserve(
+            ranks, self._settings, partial(plan_save, ranks, sharded_state_dict, "", has_target=False)
+        )
 
     def _start(
         self, ranks: Ranks, step: int, sharded_state_dict: ShardedStateDict, own: bytes, settings: SaveSettings

@@ -136,4 +136,4 @@ def reserve_staging_memory(
         background_bytes=max_inflight_bytes,
         timeout=timeout,
     )
-    return background_save.reserve(ranks, settings, partial(plan_save, ranks, sharded_state_dict, None))
+    return background_save.reserve(ranks, settings, partial(plan_save, ranks, sharded_state_dict, "", has_target=False))

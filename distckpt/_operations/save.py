@@ -137,24 +137,26 @@ def save(
 def plan_save(
     ranks: Ranks,
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: str | os.PathLike[str] | None,
+    checkpoint_dir: str | os.PathLike[str],
     settings: SaveSettings,
+    *,
+    has_target: bool = True,
 ) -> PlannedSave:
     """Decide everything about a save. The result refers to the tensors of the state dict.
 
-    Without a location the save cannot be written, and common state, which may be another by then, is not compared.
+    Without a target the location is not looked at, and common state, which may be another by then, is not compared.
 
     Collective operation: all ranks must call it.
     """
-    timer = PhaseTimer(settings.verb, ranks.rank, "" if checkpoint_dir is None else str(checkpoint_dir))
+    timer = PhaseTimer(settings.verb, ranks.rank, str(checkpoint_dir))
     with timer.phase("describe"):
         with ranks.phase("check the arguments", decision=True, same=settings.of_all_ranks()):
             settings.check()
-            location = timer.location = "" if checkpoint_dir is None else posix.resolve(checkpoint_dir)
+            location = timer.location = posix.resolve(checkpoint_dir) if has_target else ""
             strategy = save_strategy(settings.sharded_strategy).configure(settings)
-            if ranks.is_coordinator and checkpoint_dir is not None:
+            if ranks.is_coordinator and has_target:
                 posix.check_target(location, settings.overwrite, os.fspath(checkpoint_dir))
-        compares = settings.validate_access_integrity and ranks.size > 1 and checkpoint_dir is not None
+        compares = settings.validate_access_integrity and ranks.size > 1 and has_target
 
         def flattened(described: objects.Described) -> tuple[list[Shard], CommonStateDict, StateDict, int]:
             shards, common = _flatten(objects.completed(described), settings.content_metadata)
