@@ -71,7 +71,7 @@ def save(location: str, arguments: argparse.Namespace) -> None:
     num_tensors = max(1, int(arguments.gigabytes * 1e9) // (num_elements * dtype.itemsize))
     values = torch.randn(num_elements, generator=generator).to(dtype)
     keys = [f"layers.{number}" for number in range(num_tensors)]
-    distckpt.save({key: distckpt.ShardedTensor.from_rank_offsets(key, values) for key in keys}, location)
+    distckpt.save({key: distckpt.ShardedTensor.from_rank_offsets(key, values.clone()) for key in keys}, location)
     for name in os.listdir(f"{location}/tensors"):
         sync_file(f"{location}/tensors/{name}")
 
