@@ -17,6 +17,7 @@ from distckpt._format.checksum import BLOCK_BYTES, checksum
 from distckpt._format.columns import pack, unpack
 from distckpt._format.safetensors_file import MAX_HEADER_BYTES
 from distckpt._geometry.region import IntArray, Region, widen
+from distckpt._quantization.detect import are_settings
 from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._storage import locations
 
@@ -134,6 +135,7 @@ class Manifest:
         block_bytes: every chunk is checksummed in blocks of this many bytes, the last one shorter.
         has_checksums: False for files that others wrote; `block_checksums` is empty then.
         origin: None for distckpt's own; else the name of the reader as `format`, and JSON fields for that reader.
+        quantization: what the configuration of another program's files said of quantised tensors, see `settings_of`.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Manifest:
         block_bytes: int = BLOCK_BYTES,
         has_checksums: bool = True,
         origin: Mapping[str, Any] | None = None,
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
         self.keys = list(keys)
         self.dtypes = list(dtypes)
@@ -155,6 +158,7 @@ class Manifest:
         self.block_bytes = block_bytes
         self.has_checksums = has_checksums
         self.origin = origin
+        self.quantization = quantization or (origin or {}).get("quantization")
         self.files = chunks.files
         self.key_ids = chunks.key_ids
         self.file_ids = chunks.file_ids
@@ -170,7 +174,9 @@ class Manifest:
     def with_chunks(self, tables: Sequence[ChunkTable]) -> Manifest:
         """Return the manifest of the same keys with the chunks of all tables, see `ChunkTable.join`."""
         chunks = ChunkTable.join(tables, max(map(len, self.global_shapes), default=0))
-        return Manifest(self.keys, self.dtypes, self.global_shapes, chunks, self.aliases)
+        return Manifest(
+            self.keys, self.dtypes, self.global_shapes, chunks, self.aliases, quantization=self.quantization
+        )
 
     def check_size(self, tables: Sequence[ChunkTable]) -> None:
         """Refuse chunks that make this manifest larger than readers accept, before they are written."""
@@ -222,8 +228,8 @@ class Manifest:
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
         }
-        if self.origin is not None:
-            fields["origin"] = self.origin
+        optional = {"origin": self.origin, "quantization": None if self.origin else self.quantization}
+        fields |= {name: value for name, value in optional.items() if value is not None}
         columns = {
             "key_shapes": self._key_shapes(),
             "key_ndims": np.array([len(shape) for shape in self.global_shapes], np.int64),
@@ -258,6 +264,7 @@ class Manifest:
                 block_bytes=block_bytes,
                 has_checksums=_known_checksum(fields["checksum"]),
                 origin=fields.get("origin"),
+                quantization=fields.get("quantization"),
             )
             manifest._check(key_shapes)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
@@ -281,6 +288,7 @@ class Manifest:
         _require(keys.issuperset(self.aliases.values()), "an alias has no target")
         _require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
         _require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
+        _require(are_settings(self.quantization), "what it says of quantised tensors is none of the settings")
         # Our own files are in a folder at most; those of other programs may lie deeper.
         max_parts = 2 if self.origin is None else 4
         for file in self.files:

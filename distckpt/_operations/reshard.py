@@ -147,6 +147,8 @@ def reshard(
     # 2. Who writes it.
     shards, holders = _divide(outputs, objects, num_ranks, grids or {})
     new_manifest, planned, object_files = _lay_out(shards, holders, num_ranks, aliases)
+    if not stored.quantized:
+        new_manifest.quantization = stored.manifest.quantization
 
     # 3. Write beside the target, and commit.
     num_bytes = sum(output.num_bytes for output in outputs) + sum(len(shard.data) for shard in objects)

@@ -28,7 +28,7 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     if not may_be_codes(name) or FROM_NAME[name] == requested:
         return
     manifest, plain = stored.manifest, key.removesuffix(AS_STORED)
-    config, scales = (manifest.origin or {}).get("quantization"), scales_of(key, manifest.key_index)
+    config, scales = manifest.quantization, scales_of(key, manifest.key_index)
     others = next((each.parts["scale"].key for each in stored.quantized.values()), manifest.scales_key)
     if config and config.get("transformed"):
         why = f"the transform_config of its {config['file']} changes weights besides"

@@ -34,7 +34,7 @@ def find(stored: StoredCheckpoint) -> dict[str, QuantizedTensor]:
         return {}
     columns = zip(manifest.keys, manifest.global_shapes, manifest.dtypes, strict=True)
     tensors = {key: TensorInfo(shape, dtype) for key, shape, dtype in columns if dtype != OBJECT}
-    return find_quantized(tensors, (manifest.origin or {}).get("quantization"))
+    return find_quantized(tensors, manifest.quantization)
 
 
 def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
@@ -56,6 +56,7 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         manifest.block_bytes,
         manifest.has_checksums,
         manifest.origin,
+        manifest.quantization,
     )
     renamed = [
         replace(

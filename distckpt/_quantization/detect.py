@@ -126,6 +126,16 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
     }
 
 
+def are_settings(value: object) -> bool:
+    """Tell whether a value is what `settings_of` returns, or None."""
+    if not isinstance(value, dict):
+        return value is None
+    blocks, bits = value.get("blocks"), value.get("num_bits")
+    if not isinstance(blocks, list) or not isinstance(bits, list) or any(type(number) is not int for number in bits):
+        return False
+    return all(isinstance(each, list) and _block_of({"block_structure": each}) for each in blocks)
+
+
 def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
     block = weights.get("weight_block_size") or weights.get("block_structure") or [1, weights.get("group_size")]
     is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
@@ -161,7 +171,9 @@ def _describe(parts: Mapping[str, StoredPart], settings: Mapping[str, Any]) -> Q
     rows, columns = ([block[axis] for block in blocks] for axis in (0, 1))
     widths = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": columns or [32, 64, 128]}
     sizes: list[list[int]] = [[]] * (len(shape) - 2) + [rows or _BLOCKS, widths.get(number, columns or _BLOCKS)]
-    block = tuple(_block(*each) for each in zip(shape, grid, sizes[-len(shape) :], strict=True))
+    are_known = [True] * (len(shape) - 2) + [bool(rows), bool(columns) or number == "e2m1"]
+    axes = zip(shape, grid, sizes[-len(shape) :], are_known[-len(shape) :], strict=True)
+    block = tuple(_block(*axis) for axis in axes)
     # One scale for more than a group: these are no numbers of 4 bits.
     if 0 in block or (number == "e2m1" and block[-1] > widths["e2m1"][0]):
         return None
@@ -196,11 +208,14 @@ def _number(codes: str, scale: str, has_global: bool) -> str | None:
     return {"F8_E4M3": "e4m3", "I8": "int8", "I32": "int4"}.get(codes)
 
 
-def _block(size: int, count: int, candidates: Iterable[int]) -> int:
-    """Return how many of `size` indices share one of `count` scales; 0 where not one known size fits."""
+def _block(size: int, count: int, candidates: Iterable[int], are_known: bool) -> int:
+    """Return how many of `size` indices share one of `count` scales; 0 where not one known size fits.
+
+    Candidates that no configuration names must divide the size: where the last block is smaller, others fit as well.
+    """
     if count == 1:
         return max(1, size)
     if count == size:
         return 1
-    fitting = {block for block in candidates if -(-size // block) == count}
+    fitting = {block for block in candidates if -(-size // block) == count and (are_known or size % block == 0)}
     return fitting.pop() if len(fitting) == 1 else 0

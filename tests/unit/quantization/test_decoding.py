@@ -27,6 +27,7 @@ from tests.support.quantized_models import (
     int8_channel,
     mxfp4,
     nvfp4,
+    repeated,
 )
 from tests.support.reference import needs_dtypes
 
@@ -277,6 +278,26 @@ def test_blocks_of_the_configuration_that_do_not_fit_the_scales_are_not_passed_o
     made.write(tmp_path / "model")
     with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
         distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
+
+
+def test_blocks_of_another_size_are_not_guessed(tmp_path):
+    """Blocks of 100 give as many scales of 290 rows as blocks of 128: only the configuration knows."""
+    rows, columns, block = 290, 200, [100, 100]
+    codes, scales = fp8_block(rows, columns).tensors["l.up.weight"], torch.rand(3, 2) + 0.1
+    tensors = {"l.up.weight": codes, "l.up.weight_scale_inv": scales}
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    values = {"l.up.weight": codes.float() * repeated(scales, block, (rows, columns))}
+    Model(tensors, config, values).write(tmp_path / "model")
+    Model(tensors, {}, {}).write(tmp_path / "copy")
+    distckpt.reshard(tmp_path / "model", tmp_path / "checkpoint", num_ranks=2)
+    distckpt.reshard(tmp_path / "checkpoint", tmp_path / "again")
+    state = {"l.up.weight": request("l.up.weight", (rows, columns), torch.float32)}
+    for path in ("model", "checkpoint", "again"):
+        assert same_bytes(distckpt.load(state, tmp_path / path), values), path
+    distckpt.reshard(tmp_path / "copy", tmp_path / "bare")
+    for path in ("copy", "bare"):
+        with pytest.raises(LoadMismatchError, match="codes of a quantised tensor"):
+            distckpt.load(state, tmp_path / path)
 
 
 def test_configurations_that_contradict_each_other_are_refused_where_both_fit(tmp_path):
