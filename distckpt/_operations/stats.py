@@ -68,7 +68,7 @@ def compute_stats(
     Raises:
         LoadMismatchError: no tensor matches.
     """
-    names = sorted((key for key in stored.manifest.keys if not stored.is_object(key)), key=natural_order)
+    names = sorted((key for key in stored.manifest.key_index if not stored.is_object(key)), key=natural_order)
     chosen = [name for name in names if keys is None or matches(name, keys)]
     if not names:
         raise LoadMismatchError(f"{stored.location!r} has no tensors, only common state and objects.")

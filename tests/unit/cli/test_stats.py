@@ -91,3 +91,15 @@ def test_numbers_beyond_the_squares_of_float32(checkpoint):
     stored = stats.compute_stats(open_checkpoint(str(checkpoint)), ["tiny", "huge"], None)
     norms = {item.key: item.norm for item in stored}
     assert norms == pytest.approx({"tiny": math.sqrt(6) * 1e-25, "huge": math.sqrt(6) * 1e25})
+
+
+def test_tied_tensors_have_statistics_under_each_name(tmp_path, capsys):
+    model = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 3, bias=False), "head": torch.nn.Linear(2, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
+    distckpt.save({"model": model}, tmp_path / "tied")
+    for arguments in ((), ("--keys", "head.*")):
+        found = call_json(capsys, "stats", tmp_path / "tied", *arguments)["tensors"]
+        norms = {each["key"]: each["norm"] for each in found}
+        assert norms["head.weight"] == pytest.approx(float(model["embed"].weight.detach().norm()), rel=1e-6)
+    names = {each["key"] for each in call_json(capsys, "stats", tmp_path / "tied")["tensors"]}
+    assert names == {"embed.weight", "head.weight"}
