@@ -38,6 +38,12 @@ def merge_adapter(
             f"{unknown or {'peft_type': config.get('peft_type')}}: only products of LoRA are added to weights. Use "
             "merge_and_unload of PEFT."
         )
+    for field in ("use_rslora", "fan_in_fan_out"):
+        if config.get(field) not in (True, False, None):
+            text = (
+                f"The {CONFIG_NAME} of {adapter.location!r} says {field}={config[field]!r}: write true or false there."
+            )
+            raise CheckpointingException(text)
     shapes = {output.name: output.shape for output in outputs}
     changes = _changes(adapter, config, shapes)
     # Of modules to save, PEFT adds names for classifiers of which a model has one.

@@ -106,7 +106,7 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
 
     Returns:
         The "file" that says so, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of weights that are
-        named, and whether weights are "transformed" besides.
+        named, the bits of those that are "asymmetric", and whether weights are "transformed" besides.
     """
     parts = [(file, part) for file, config in configs.items() for part in parts_of(config)]
     found = [(file, part, part[field]) for file, part in parts for field in FIELDS if isinstance(part.get(field), dict)]
@@ -122,6 +122,7 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
         "dtype": next((dtype for dtype in dtypes if isinstance(dtype, str)), None),
         "blocks": [block for block in map(_block_of, weights) if block],
         "num_bits": [each["num_bits"] for each in weights if type(each.get("num_bits")) is int],
+        "asymmetric": [each.get("num_bits") for each in weights if each.get("symmetric") is False],
         "transformed": any(isinstance(each, dict) and each.get("config_groups", each) for each in transforms),
     }
 
@@ -156,6 +157,9 @@ def _describe(parts: Mapping[str, StoredPart], settings: Mapping[str, Any]) -> Q
     blocks = settings.get("blocks", [])
     number = _number(codes.dtype, scale.dtype, overall is not None)
     if number is None or not codes.shape or (number == "int4" and set(settings.get("num_bits", [])) - {4}):
+        return None
+    # The configuration says that there are zero points, and none are stored.
+    if {"int4": 4, "int8": 8}.get(number, 0) in settings.get("asymmetric", []):
         return None
     has_groups = codes.key.endswith("_blocks") and len(codes.shape) > 2
     per_item = NUMBERS[number].per_byte * FROM_NAME[codes.dtype].itemsize

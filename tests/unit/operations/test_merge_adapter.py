@@ -229,6 +229,8 @@ def test_what_cannot_be_merged_is_named(tmp_path):
         "text": (plain, {"lora_alpha": "4"}, CheckpointingException, "'up'.*'lora_alpha': '4'"),
         "regex": (plain, {"alpha_pattern": {"(": 3}}, CheckpointingException, r"'alpha_pattern': \{'\('"),
         "list": (plain, {"alpha_pattern": [1]}, CheckpointingException, r"'alpha_pattern': \[1\]"),
+        "text for true": (plain, {"use_rslora": "false"}, CheckpointingException, "use_rslora='false'"),
+        "text for false": (plain, {"fan_in_fan_out": "no"}, CheckpointingException, "fan_in_fan_out='no'"),
         "IA3": (plain, {"peft_type": "IA3"}, CheckpointingException, "IA3"),
     }
     for name, (tensors, config, error, message) in cases.items():

@@ -272,6 +272,17 @@ def test_forms_that_are_not_known_are_refused(tmp_path, model, changed):
         distckpt.load({"x": request(key, made.tensors[codes].shape)}, tmp_path / "model")
 
 
+@pytest.mark.parametrize(("model", "bits"), [(int4, 4), (int8_channel, 8)])
+def test_codes_without_the_zero_points_of_the_configuration_are_refused(tmp_path, model, bits):
+    made = model()
+    weights = {"num_bits": bits, "type": "int", "symmetric": False}
+    made = made._replace(config={"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}})
+    made.write(tmp_path / "model")
+    key = next(iter(made.values))
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor|Not in the checkpoint"):
+        distckpt.load({key: request(key, made.values[key].shape)}, tmp_path / "model")
+
+
 def test_blocks_of_the_configuration_that_do_not_fit_the_scales_are_not_passed_over(tmp_path):
     made = fp8_block(130, 130)
     made.config["quantization_config"]["weight_block_size"] = [64, 64]
