@@ -48,7 +48,7 @@ class OpenFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for opened in self._opened.values():
-            os.close(opened.fd)
+            _close(opened.fd)
         self._opened.clear()
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:
@@ -90,8 +90,14 @@ class OpenFiles:
         # Mostly there is nothing to do, and there may be many files.
         unused = [name for name, other in self._opened.items() if not other.num_users] if max_closed else []
         for name in unused[:max_closed]:
-            os.close(self._opened.pop(name).fd)
+            _close(self._opened.pop(name).fd)
         return len(unused[:max_closed])
+
+
+def _close(fd: int) -> None:
+    # What was read has been compared already: an error of closing says nothing about it.
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def read_into(fd: int, buffers: list[Bytes], position: int) -> int:
