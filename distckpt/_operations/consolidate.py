@@ -28,7 +28,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
 from distckpt._io.export import num_export_threads, write_output_file
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files, write_extra_files
-from distckpt._operations.export_plan import ExportPlan, Selection, plan_export
+from distckpt._operations.export_plan import ExportPlan, Selection, check_is_adapter, plan_export
 from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES, OutputFile, OutputTensor, assign_files, plan_files
 from distckpt._plan.merged import Merge, merged
 from distckpt._ranks.collectives import Ranks
@@ -170,6 +170,8 @@ def consolidate(
 
     with PhaseTimer("consolidate", ranks.rank, target).phase("plan"):
         # 1. Read the manifests.
+        if merge_adapter is not None:
+            ranks.decide_json("open the adapter", lambda: check_is_adapter(sources[0]))
         opened = [open_source(ranks, location, target, overwrite, verify) for location in sources]
 
         # 2. Plan: everything is checked before a byte is written.

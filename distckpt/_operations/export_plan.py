@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._foreign import hugging_face
+from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.adapter import CONFIG_NAME, merge_adapter
+from distckpt._plan.codes import CONFIG_NAMES
 from distckpt._plan.decoded import decoded, find, hidden_keys
 from distckpt._plan.export import (
     OutputTensor,
@@ -31,6 +33,9 @@ from distckpt.families import config_for, read_config, rules_for
 from distckpt.rules import Rule, TensorInfo
 
 logger = logging.getLogger(__name__)
+
+_MAX_PROBED = 100
+"""So many entries of a directory that is no adapter are looked at, for adapters in them."""
 
 
 class Selection(NamedTuple):
@@ -108,7 +113,8 @@ def plan_export(
     if family is not None and isinstance(dtype, torch.dtype):
         outputs = [keep_precise(output) for output in outputs]
     if adapter is not None:
-        outputs = merge_adapter(outputs, adapter, read_config(locations.join(adapter.location, CONFIG_NAME)))
+        settings = read_config(locations.join(adapter.location, CONFIG_NAME))
+        outputs = merge_adapter(outputs, adapter, settings, config or _config_beside(directory or stored.location))
     quantization: Mapping[str, Any] | None = None
     values = outputs
     if formats:
@@ -116,6 +122,29 @@ def plan_export(
     check_codes(stored, outputs)
     numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
     return ExportPlan(stored, tensors, outputs, numbers, quantization)
+
+
+def check_is_adapter(location: str) -> None:
+    """Refuse what is there and lacks the files of an adapter."""
+    names = locations.list_names(location) if locations.isdir(location) else []
+    has_tensors = CONFIG_FNAME in names or any(name.endswith(hugging_face.SUFFIX) for name in names)
+    if (has_tensors and CONFIG_NAME in names) or not locations.exists(location):
+        return
+    lacks = [] if has_tensors else ["adapter_model.safetensors"]
+    lacks += [] if CONFIG_NAME in names else [CONFIG_NAME]
+    advice = "give the directory that save_pretrained of PEFT wrote"
+    inside = [name for name in names[:_MAX_PROBED] if locations.exists(locations.join(location, name, CONFIG_NAME))]
+    if inside:
+        advice = f"give one of the adapters in it, {', '.join(map(repr, inside))}"
+    elif "adapter_model.bin" in names:
+        advice = "adapter_model.bin is a pickle, which can run code: open it with PEFT and save it as safetensors"
+    raise CheckpointNotFoundError(f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: {advice}.")
+
+
+def _config_beside(directory: str) -> dict[str, Any] | None:
+    """Read the configuration of a model in a directory, None where there is none."""
+    path = locations.join(directory, CONFIG_NAMES[0])
+    return read_config(path) if locations.exists(path) else None
 
 
 def _file_numbers(

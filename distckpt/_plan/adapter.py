@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._plan.adapter_targets import LISTS, check_targets, is_field
 from distckpt._plan.export import Change, OutputTensor
 from distckpt._plan.peft_names import OF_EXPERTS, PREFIX
 
@@ -26,33 +27,19 @@ _OTHER_ARITHMETIC = (
 
 
 def merge_adapter(
-    outputs: Sequence[OutputTensor], adapter: StoredCheckpoint, config: Mapping[str, Any]
+    outputs: Sequence[OutputTensor],
+    adapter: StoredCheckpoint,
+    config: Mapping[str, Any],
+    model: Mapping[str, Any] | None = None,
 ) -> list[OutputTensor]:
-    """Return the outputs with what an adapter, which has their names, changes in them."""
-    unknown = {name: config[name] for name in _OTHER_ARITHMETIC if config.get(name)}
-    if config.get("init_lora_weights") not in _PLAIN_STARTS:
-        unknown["init_lora_weights"] = config["init_lora_weights"]
-    if config.get("peft_type") != "LORA" or unknown:
-        raise CheckpointingException(
-            f"The adapter {adapter.location!r} cannot be merged here, since its {CONFIG_NAME} says "
-            f"{unknown or {'peft_type': config.get('peft_type')}}: only products of LoRA are added to weights. Use "
-            "merge_and_unload of PEFT."
-        )
-    for field in ("use_rslora", "fan_in_fan_out"):
-        if config.get(field) not in (True, False, None):
-            text = (
-                f"The {CONFIG_NAME} of {adapter.location!r} says {field}={config[field]!r}: write true or false there."
-            )
-            raise CheckpointingException(text)
+    """Return the outputs with what an adapter, which has their names, changes in them.
+
+    `config` is the adapter's; `model`, where it is known, that of the model.
+    """
+    _check_config(adapter, config)
     shapes = {output.name: output.shape for output in outputs}
     changes = _changes(adapter, config, shapes)
-    # Of modules to save, PEFT adds names for classifiers of which a model has one.
-    for field, part in (("target_modules", "b"), ("modules_to_save", "replacement")):
-        names = [name for name, change in changes.items() if getattr(change, part) is not None]
-        listed = wanted if isinstance(wanted := config.get(field), list) else []
-        if not changes or (listed and not any(f".{each}." in f".{name}." for each in listed for name in names)):
-            what = f"no tensors for {field}={wanted!r} of its {CONFIG_NAME}"
-            raise CheckpointingException(f"The adapter {adapter.location!r} has {what}: the file is not complete.")
+    _check_saved(adapter, config, changes, shapes)
     unmatched = changes.keys() - {output.name for output in outputs}
     if unmatched:
         near = did_you_mean(min(unmatched), [output.name for output in outputs])
@@ -68,7 +55,58 @@ def merge_adapter(
                 f"The adapter {adapter.location!r} has no tensors for {wanted!r}, of target_parameters in its "
                 f"{CONFIG_NAME}: it is not complete, or they are no experts that can be merged here."
             )
+    adapted = {name.removesuffix(".weight") for name, change in changes.items() if change.b is not None}
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1 and name.endswith(".weight")]
+    check_targets(adapter.location, config, adapted, [name.removesuffix(".weight") for name in matrices], model)
     return [_changed(output, changes.get(output.name)) for output in outputs]
+
+
+def _check_config(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> None:
+    """Refuse configurations of other methods, and fields that are not what PEFT writes."""
+    unknown = {name: config[name] for name in _OTHER_ARITHMETIC if config.get(name)}
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        unknown["init_lora_weights"] = config["init_lora_weights"]
+    if config.get("peft_type") != "LORA" or unknown:
+        raise CheckpointingException(
+            f"The adapter {adapter.location!r} cannot be merged here, since its {CONFIG_NAME} says "
+            f"{unknown or {'peft_type': config.get('peft_type')}}: only products of LoRA are added to weights. Use "
+            "merge_and_unload of PEFT."
+        )
+    for field in ("use_rslora", "fan_in_fan_out"):
+        if config.get(field) not in (True, False, None):
+            text = (
+                f"The {CONFIG_NAME} of {adapter.location!r} says {field}={config[field]!r}: write true or false there."
+            )
+            raise CheckpointingException(text)
+    for field in LISTS:
+        if not is_field(field, config.get(field)):
+            raise CheckpointingException(
+                f"The {CONFIG_NAME} of {adapter.location!r} says {field}={config[field]!r:.200}: write a list of "
+                f"{LISTS[field].__name__} there."
+            )
+
+
+def _check_saved(
+    adapter: StoredCheckpoint,
+    config: Mapping[str, Any],
+    changes: Mapping[str, Change],
+    exported: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Refuse an adapter without tensors, or without those of modules to save that the export has."""
+    listed = config.get("modules_to_save") or ()
+    saved = [name for name, change in changes.items() if change.replacement is not None]
+    absent = [each for each in listed if not _is_in(each, saved)]
+    # PEFT adds names for classifiers, of which a model has one.
+    if not changes or any(_is_in(each, exported) for each in absent) or (listed and len(absent) == len(listed)):
+        field, value = ("modules_to_save", absent) if changes else ("target_modules", config.get("target_modules"))
+        raise CheckpointingException(
+            f"The adapter {adapter.location!r} has no tensors for {field}={value!r} of its {CONFIG_NAME}: the file is "
+            "not complete."
+        )
+
+
+def _is_in(module: str, names: Iterable[str]) -> bool:
+    return any(f".{module}." in f".{name}" for name in names)
 
 
 def _changes(

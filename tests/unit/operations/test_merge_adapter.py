@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 
 import numpy as np
 import pytest
@@ -243,6 +244,161 @@ def test_what_cannot_be_merged_is_named(tmp_path):
     with pytest.raises(CheckpointingException, match=r"IA3/adapter_config\.json"):
         distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "IA3")
     assert not (tmp_path / "out").exists()
+
+
+ATTENTION = ("self_attn.q_proj", "self_attn.v_proj")
+
+
+def layered(prefix="model.layers", modules=ATTENTION, layers=range(4)):
+    return [f"{prefix}.{layer}.{module}" for layer in layers for module in modules]
+
+
+LAYERS = layered(modules=(*ATTENTION, "mlp.down_proj"))
+EXPERTS = layered(modules=(*ATTENTION, *(f"mlp.experts.{number}.down_proj" for number in range(2))))
+TOWER = layered("visual.blocks", layers=range(2))
+HELD = [name for name in LAYERS if "down" not in name]
+EVERY_Q = layered(modules=ATTENTION[:1])
+QV, QVD = ["q_proj", "v_proj"], ["q_proj", "v_proj", "down_proj"]
+INCOMPLETE, OTHERS = r"has no matrices for .*{}", r"matrices for .*{}.* PEFT would leave them out"
+CONFIGURED = {
+    # name: the model, what the adapter has, its configuration, and what the message says (None: it is merged)
+    "complete": (LAYERS, HELD, {"target_modules": QV}, None),
+    "a layer is missing": (LAYERS, HELD[:6], {"target_modules": QV}, INCOMPLETE.format(r"layers\.3\.self_attn")),
+    "a module of one layer": (LAYERS, HELD[:-1], {"target_modules": QV}, INCOMPLETE.format(r"'model\.layers\.3.*v_p")),
+    "a listed name": (LAYERS, EVERY_Q, {"target_modules": QV}, INCOMPLETE.format(r"\{0\.\.3\}\.self_attn\.v_proj")),
+    "a name of a pattern": (LAYERS, EVERY_Q, {"target_modules": r".*\.[qv]_proj"}, INCOMPLETE.format("v_proj")),
+    "all linear": (LAYERS, HELD[:6], {"target_modules": "all-linear"}, INCOMPLETE.format(r"layers\.3\.self_attn")),
+    "no targets": (LAYERS, HELD[:6], {}, INCOMPLETE.format(r"layers\.3\.self_attn.*every layer")),
+    "all that is linear may be less": (LAYERS, EVERY_Q, {"target_modules": "all-linear"}, None),
+    "names that no module has": (LAYERS, HELD, {"target_modules": [*QV, "w1"]}, None),
+    "full names": (LAYERS, HELD[:6], {"target_modules": HELD[:6]}, None),
+    "a full name": (LAYERS, HELD[:6], {"target_modules": HELD[:7]}, INCOMPLETE.format(r"layers\.3\.self_attn\.q")),
+    "some layers": (LAYERS, HELD[:6], {"target_modules": QV, "layers_to_transform": [0, 1, 2]}, None),
+    "one layer": (LAYERS, HELD[6:], {"target_modules": QV, "layers_to_transform": 3, "layers_pattern": "layers"}, None),
+    "fewer than the layers": (
+        LAYERS, HELD[:4], {"target_modules": QV, "layers_to_transform": [0, 1, 2]}, INCOMPLETE.format("layers.2"),
+    ),
+    "other layers": (LAYERS, HELD, {"target_modules": QV, "layers_to_transform": [0, 1, 2]}, OTHERS.format("layers.3")),
+    "layers of another name": (
+        LAYERS, HELD, {"target_modules": QV, "layers_to_transform": [0, 1, 2, 3], "layers_pattern": ["h"]},
+        OTHERS.format(r"'layers_pattern'|layers_pattern=\['h'\]"),
+    ),
+    "excluded": (LAYERS, HELD[:6], {"target_modules": QV, "exclude_modules": r".*layers\.3\..*"}, None),
+    "excluded names": (LAYERS, EVERY_Q, {"target_modules": QV, "exclude_modules": ["self_attn.v_proj"]}, None),
+    "excluded and there": (LAYERS, HELD, {"target_modules": QV, "exclude_modules": ["v_proj"]}, OTHERS.format("v_p")),
+    "not listed": (LAYERS, HELD, {"target_modules": ["q_proj"]}, OTHERS.format(r"\{0\.\.3\}\.self_attn\.v_proj")),
+    "not in the pattern": (LAYERS, HELD, {"target_modules": r".*\.q_proj"}, OTHERS.format("v_proj")),
+    "nothing": (LAYERS, HELD, {"target_modules": []}, OTHERS.format(r"target_modules=\[\]")),
+    "a tower": (LAYERS + TOWER, HELD, {"target_modules": QV}, None),
+    "half of a tower": (LAYERS + TOWER, HELD + TOWER[:2], {"target_modules": QV}, INCOMPLETE.format("visual")),
+    "prediction of tokens": ([*LAYERS, "mtp.layers.0.self_attn.q_proj", "mtp.fc"], HELD, {"target_modules": QV}, None),
+    "prediction in a layer": (
+        [*LAYERS, *layered(layers=[4]), "model.layers.4.eh_proj"], HELD, {"target_modules": QV}, None,
+    ),
+    "experts in memory": (EXPERTS, HELD, {"target_modules": QVD}, None),
+    "experts one by one": (EXPERTS, EXPERTS, {"target_modules": QVD}, None),
+    "an expert is missing": (EXPERTS, EXPERTS[:-1], {"target_modules": QVD}, INCOMPLETE.format(r"experts\.1\.down")),
+    "text for a list": (LAYERS, HELD, {"target_modules": 3}, "says target_modules=3: write a list of str"),
+    "no numbers": (LAYERS, HELD, {"layers_to_transform": ["3"]}, r"layers_to_transform=\['3'\]: write a list of int"),
+    "no pattern": (LAYERS, HELD, {"target_modules": "(q"}, r"pattern that is none .*target_modules='\(q'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGURED)
+def test_the_matrices_are_those_of_the_configuration(tmp_path, case):
+    modules, adapted, config, message = CONFIGURED[case]
+    base = {f"{module}.weight": torch.randn(3, 5) for module in modules}
+    write_plain(tmp_path / "base" / "model.safetensors", base)
+    tensors = {name: tensor for module in adapted for name, tensor in matrices(module, (3, 5)).items()}
+    write_adapter(tmp_path / "adapter", tensors, **config)
+    options = {"merge_adapter": tmp_path / "adapter"}
+    if message is None:
+        distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
+        found = read_export(tmp_path / "out")
+        assert {name for name in base if not torch.equal(found[name], base[name])} == {f"{a}.weight" for a in adapted}
+    else:
+        with pytest.raises(CheckpointingException, match=message):
+            distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
+
+
+def test_shared_keys_and_values_have_no_matrices(tmp_path):
+    """Published files hold them, and no model that is trained."""
+    write_plain(tmp_path / "base" / "model.safetensors", {f"{module}.weight": torch.randn(3, 5) for module in LAYERS})
+    adapted = [module for module in HELD if module not in ("model.layers.2.self_attn.v_proj", HELD[-1])]
+    tensors = {name: tensor for module in adapted for name, tensor in matrices(module, (3, 5)).items()}
+    write_adapter(tmp_path / "adapter", tensors, target_modules=QV)
+    for shared in (2, 1):
+        config = {"model_type": "gemma3n", "text_config": {"num_hidden_layers": 4, "num_kv_shared_layers": shared}}
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+        options = {"merge_adapter": tmp_path / "adapter"}
+        if shared == 2:
+            distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
+            continue
+        with pytest.raises(LoadMismatchError, match=r"no matrices for 'model\.layers\.2\.self_attn\.v_proj', which"):
+            distckpt.consolidate(tmp_path / "base", tmp_path / "out2", **options)
+
+
+def test_modules_that_were_to_be_saved_and_are_not_there(tmp_path):
+    base = {name: torch.randn(6, 8) for name in ("up.weight", "lm_head.weight", "score.weight")}
+    write_plain(tmp_path / "base" / "model.safetensors", base)
+    tensors = matrices("up", (6, 8)) | {"score.weight": torch.randn(6, 8)}
+    write_adapter(tmp_path / "adapter", tensors, modules_to_save=["classifier", "score"])
+    distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+    write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head", "score"])
+    with pytest.raises(CheckpointingException, match=r"no tensors for modules_to_save=\['lm_head'\]"):
+        distckpt.consolidate(tmp_path / "base", tmp_path / "out2", merge_adapter=tmp_path / "adapter")
+
+
+def test_directories_that_are_no_adapters(tmp_path):
+    write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": torch.zeros(6, 8)})
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+
+    def refusal(location=folder):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=location)
+        return str(caught.value)
+
+    assert "no adapter_model.safetensors and no adapter_config.json: give the directory that save_pre" in refusal()
+    write_adapter(folder / "reviewer", matrices("up", (6, 8)))
+    assert "give one of the adapters in it, 'reviewer'" in refusal()
+    assert "give the directory" in refusal(folder / "reviewer" / "adapter_model.safetensors")
+    (folder / "reviewer" / "adapter_model.safetensors").rename(folder / "reviewer" / "adapter_model.bin")
+    assert "no adapter_model.safetensors: adapter_model.bin is a pickle" in refusal(folder / "reviewer")
+    assert "does not exist" in refusal(folder / "other")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_rule_is_that_of_peft():
+    peft = pytest.importorskip("peft")
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    from distckpt._plan.adapter_targets import is_target
+
+    choose = random.Random(0)
+    modules = [*EXPERTS, *TOWER, "lm_head", "layers.0.q_proj", "h.1.layers.2.c.q_proj", "model.layers.1.q_proj"]
+    names = [*QVD, "self_attn.q_proj", "model.layers.1.q_proj", "lm_head", r"layers", "proj"]
+    patterns = [r".*\.[qv]_proj", r"model\.layers\.[12]\..*", "lm_head", r".*visual.*"]
+
+    def some(items):
+        return choose.sample(items, choose.randrange(1, 4))
+
+    num_targets = 0
+    for _ in range(3000):
+        config = {
+            "target_modules": choose.choice([choose.choice(patterns), some(names)]),
+            "exclude_modules": choose.choice([None, None, choose.choice(patterns), some(names)]),
+            "modules_to_save": choose.choice([None, None, some(["lm_head", "self_attn", "visual", "layers.1"])]),
+        }
+        if isinstance(config["target_modules"], list):
+            config["layers_to_transform"] = choose.choice([None, [], 1, [0, 2]])
+            if config["layers_to_transform"] is not None:
+                config["layers_pattern"] = choose.choice([None, "", [], "layers", ["h", "blocks"]])
+        reference, module = peft.LoraConfig(**config), choose.choice(modules)
+        expected = check_target_module_exists(reference, module)
+        assert is_target(module, config) == bool(expected), (module, config)
+        num_targets += bool(expected)
+    assert 500 < num_targets < 2500
 
 
 KINDS = {
