@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -78,16 +79,26 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-NODES = {
-    name_of(file): list(ast.walk(ast.parse(file.read_text()))) for file in sorted((ROOT / "distckpt").rglob("*.py"))
-}
-"""All nodes of the syntax tree of each module."""
+MODULES = {name_of(file): file for file in sorted((ROOT / "distckpt").rglob("*.py"))}
+
+
+@functools.cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a module."""
+    return list(ast.walk(ast.parse(MODULES[module].read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_nodes():
+    """Keep the many nodes no longer than these tests: they slow down garbage collection."""
+    yield
+    nodes_of.cache_clear()
 
 
 def imports_of(module: str) -> list[tuple[str, int]]:
     """Return what a module imports, as absolute dotted names, with line numbers."""
     found = []
-    for node in NODES[module]:
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -100,7 +111,7 @@ def optional_imports_of(module: str) -> list[str]:
     """Return what a module imports when it is first used: libraries that need not be installed."""
     return [
         node.args[0].value
-        for node in NODES[module]
+        for node in nodes_of(module)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "import_module"
@@ -115,7 +126,7 @@ def own_imports(module: str) -> dict[str, int]:
         head, _, below = name.partition(".")
         if head == "distckpt":
             # The last part may be a name in a module.
-            found[below if below in NODES else below.rpartition(".")[0] or "__init__"] = line
+            found[below if below in MODULES else below.rpartition(".")[0] or "__init__"] = line
     return found
 
 
@@ -132,7 +143,7 @@ def layer_of(module: str) -> int:
 def test_imports_point_down():
     upward = [
         f"distckpt.{module} line {line} imports {other}"
-        for module in NODES
+        for module in MODULES
         for other, line in own_imports(module).items()
         if layer_of(other) > layer_of(module)
     ]
@@ -140,16 +151,16 @@ def test_imports_point_down():
 
 
 def test_no_cycles():
-    graph = {module: set(own_imports(module)) for module in NODES}
+    graph = {module: set(own_imports(module)) for module in MODULES}
     order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert set(order) == set(NODES)
+    assert set(order) == set(MODULES)
 
 
 def test_imports_stand_at_the_top():
     inside = [
         f"distckpt.{module} line {node.lineno}"
-        for module, nodes in NODES.items()
-        for function in nodes
+        for module in MODULES
+        for function in nodes_of(module)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -157,35 +168,36 @@ def test_imports_stand_at_the_top():
     assert inside == []
     called = {
         node.func.id
-        for nodes in NODES.values()
-        for node in nodes
+        for module in MODULES
+        for node in nodes_of(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     assert "__import__" not in called
 
 
-IMPORTED = {module: [*optional_imports_of(module), *(name for name, _ in imports_of(module))] for module in NODES}
+def all_imports_of(module: str) -> list[str]:
+    return [*optional_imports_of(module), *(name for name, _ in imports_of(module))]
 
 
 @pytest.mark.parametrize(("library", "sole_importer"), SOLE_IMPORTERS.items())
 def test_what_is_known_in_one_place_only(library, sole_importer):
     importers = {
-        module for module, names in IMPORTED.items() if any(f"{name}.".startswith(f"{library}.") for name in names)
+        module for module in MODULES if any(f"{name}.".startswith(f"{library}.") for name in all_imports_of(module))
     }
     assert importers == {sole_importer}
 
 
 @pytest.mark.parametrize("library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"])
 def test_no_code_is_ever_loaded(library):
-    importers = [module for module, names in IMPORTED.items() if any(name.split(".")[0] == library for name in names)]
+    importers = [m for m in MODULES if any(name.split(".")[0] == library for name in all_imports_of(m))]
     assert importers == []
 
 
 def test_torch_load_and_save_are_not_used():
-    for module, nodes in NODES.items():
+    for module in MODULES:
         used = [
             node.lineno
-            for node in nodes
+            for node in nodes_of(module)
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and (node.value.id, node.attr) in {("torch", "load"), ("torch", "save"), ("torch", "package")}
@@ -197,8 +209,8 @@ def test_the_byte_layout_of_safetensors_is_known_in_one_place():
     """Its length field is a little-endian 64-bit integer; who writes or reads such a number knows the layout."""
     users = {
         module
-        for module, nodes in NODES.items()
-        for node in nodes
+        for module in MODULES
+        for node in nodes_of(module)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and re.fullmatch("<[a-zA-Z]+|little", node.value)
@@ -224,3 +236,13 @@ def test_no_test_module_imports_another():
         for file in (ROOT / "tests").rglob("test_*.py")
     }
     assert {name: found for name, found in imported.items() if found} == {}
+
+
+def test_tests_of_one_process_need_no_servers_and_no_models_of_others():
+    """What they cost, one does not want to wait for while working on the code: tests/integration has such tests."""
+    heavy = r"\b(tiny_models|megatron_(gpt|families|towers|mamba)|s3_server|cloud_servers|compressed_tensors)\b"
+    fixtures = r"\bdef \w+\(.*\b(server|bucket)\b|getfixturevalue\(.(server|bucket)|^import transformers"
+    files = {file: file.read_text() for file in (ROOT / "tests/unit").rglob("*.py") if file != Path(__file__)}
+    found = [file.name for file, text in files.items() if re.search(f"{heavy}|{fixtures}", text, re.M)]
+    assert len(files) > 50
+    assert found == []

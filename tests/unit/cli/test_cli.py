@@ -18,7 +18,6 @@ from distckpt import CheckpointNotFoundError, ShardedObject, ShardedTensor
 from distckpt._cli import arguments
 from distckpt._cli.output import Output, table_lines
 from distckpt._quantization.formats import FORMATS
-from distckpt._storage import object_store
 from distckpt.cli import main
 from tests.support.cli_command import ROOT, call, call_error, call_json, call_usage_error
 
@@ -342,45 +341,6 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
     assert "torch has no dtype 'bf61'" in call_usage_error(capsys, "export", "a", "b", "--dtype", "bf61")
     assert "is not a size" in call_usage_error(capsys, "export", "a", "b", "--max-file-bytes", "5 apples")
     assert "is not OLD=NEW" in call_usage_error(capsys, "export", "a", "b", "--rename", "model")
-
-
-# --- Object stores ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["memory", "s3"])
-def store(request):
-    return "memory://test_cli" if request.param == "memory" else request.getfixturevalue("bucket")
-
-
-def test_urls_are_taken_everywhere(checkpoint, store, capsys):
-    root = f"{store}/run"
-    call_json(capsys, "reshard", checkpoint, f"{root}/c", "--ranks", 2)
-    local, remote = (call_json(capsys, "inspect", place) for place in (checkpoint, f"{root}/c"))
-    assert (remote["num_tensors"], remote["tensor_bytes"]) == (local["num_tensors"], local["tensor_bytes"])
-    assert call_json(capsys, "inspect", f"{root}/c", "--key", "grid")["shape"] == list(GRID.shape)
-    assert call_json(capsys, "verify", f"{root}/c")["is_whole"]
-    call_json(capsys, "export", f"{root}/c", f"{root}/hf")
-    call_json(capsys, "import", f"{root}/hf", f"{root}/imported")
-    call_json(capsys, "convert", f"{root}/hf", f"{root}/converted")
-    for name in ("imported", "converted"):
-        assert call_json(capsys, "diff", checkpoint, f"{root}/{name}", "--keys", "*")["is_same"]
-    assert call_json(capsys, "cat", f"{root}/c", "grid[0, 0]")["values"] == GRID[0, 0].item()
-
-
-def test_files_that_are_no_part_of_a_checkpoint_are_shown(checkpoint, store, capsys):
-    url = f"{store}/strays"
-    distckpt.reshard(checkpoint, url)
-    assert call_json(capsys, "inspect", url)["strays"] == []
-    assert "note:" not in call(capsys, "inspect", url) + call(capsys, "verify", url)
-    strays = [f"tensors-0123456789abcdef/shard-0000{i}-model-00001-of-00001.safetensors" for i in range(1, 6)]
-    for name in strays:
-        object_store.at(f"{url}/{name}").write(b"")
-    listed = ", ".join(strays[:3])
-    for verb in ("inspect", "verify"):
-        assert call_json(capsys, verb, url)["strays"] == strays
-        (line,) = (line for line in call(capsys, verb, url).splitlines() if line.startswith("note:"))
-        causes = "left by interrupted saves or being written by a save in progress"
-        assert line == f"note: 5 more files, {causes}: {listed}, ..."
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
