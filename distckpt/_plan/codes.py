@@ -8,6 +8,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._quantization.names import SMALL_CODES, is_named_as_codes, may_be_codes, scales_of
 
@@ -70,3 +71,22 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
                 "or give patterns of names that do not match scales.",
                 unexpected=[scales],
             )
+
+
+def undecoded(stored: StoredCheckpoint, key: str) -> str:
+    """Return a sentence on a tensor of which only codes are stored, in a form that is not decoded; "" for others."""
+    known, module = stored.manifest.key_index, key[: key.rfind(".") + 1]
+    names = [f"{key}_packed", f"{key}_blocks", f"{key}._data", *(module + name for name in ("qweight", "W_q"))]
+    codes = next((name for name in names if name in known), None)
+    if codes is None:
+        return ""
+    config = stored.manifest.quantization or {}
+    said = {"asymmetric": "symmetric: false", "transformed": "that a transform_config changes weights besides"}
+    facts = [text for field, text in said.items() if config.get(field)]
+    facts += [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]
+    why = f" ({config['file']} says {' and '.join(facts)})" if facts else ""
+    parts = summarize_keys(name for name in known if name.startswith(module) and name != codes)
+    return (
+        f"{key!r} is stored as {codes!r} with {parts}: codes of a form that distckpt does not decode{why}. Load these "
+        "as they are stored, or decode them with the program that wrote them, and save the result."
+    )

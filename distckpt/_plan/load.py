@@ -23,7 +23,7 @@ from distckpt._geometry.region import (
     regions_to_arrays,
     whole,
 )
-from distckpt._plan.codes import check_cast
+from distckpt._plan.codes import check_cast, undecoded
 from distckpt.mapping import ShardedObject
 
 MAX_PAIRS = 1 << 18
@@ -69,6 +69,8 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
         advice = "Names of another program need rules=, or family='auto' for those of Megatron Core and transformers."
     if all(key.endswith(".settings") or ".state." in key for key in absent) and not _has_optimizer(known):
         hint, advice = "", "No state of an optimizer is stored there: leave the optimizer out of the state dict."
+    if about_codes := next(filter(None, (undecoded(stored, key) for key in absent)), None):
+        hint, advice = "", about_codes
     text = f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{hint}. {advice}"
     raise LoadMismatchError(text, unexpected=absent)
 

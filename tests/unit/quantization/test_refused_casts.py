@@ -192,3 +192,28 @@ def test_codes_are_not_written_without_their_scales(tmp_path, scales, change):
     distckpt.consolidate(tmp_path / "model", tmp_path / "out", keys="l.", rename={"l.": "m."})
     expected = {f"m.{key[2:]}": tensor for key, tensor in tensors.items()}
     assert same_bytes(distckpt.load_plain_tensors(tmp_path / "out"), expected)
+
+
+def packed(**weights):
+    groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "type": "int", **weights}}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+
+
+PACKED = {"l.weight_packed": torch.zeros(4, 8, dtype=torch.int32), "l.weight_scale": torch.rand(4, 2)}
+NOT_DECODED = {
+    "zero points": (
+        {**PACKED, "l.weight_zero_point": WORDS}, packed(symmetric=False),
+        ["'l.weight_packed' with 'l.weight_scale', 'l.weight_zero_point'", "config.json says symmetric: false and num"],
+    ),
+    "other bits": (PACKED, packed(num_bits=3), ["'l.weight_packed'", "num_bits: 3"]),
+    "AWQ": ({"l.qweight": WORDS, "l.scales": torch.rand(1, 8)}, {}, ["'l.qweight' with 'l.scales': codes of a form"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", NOT_DECODED)
+def test_values_of_codes_that_are_not_decoded_are_not_just_absent(tmp_path, form):
+    tensors, config, named = NOT_DECODED[form]
+    write_plain(tmp_path / "model" / "model.safetensors", {**tensors, "norm": torch.rand(8)})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    state = request("l.weight", torch.empty(4, 64), torch.bfloat16)
+    refused(lambda: distckpt.load(state, tmp_path / "model"), "Not in the checkpoint", "'l.weight' is stored", *named)
