@@ -104,6 +104,12 @@ def is_summed(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _PECULIAR
 
 
+def has_smaller_range(target: torch.dtype, source: torch.dtype) -> bool:
+    """Tell whether finite values of `source` may be infinite in `target`; those of float32 hardly are in bfloat16."""
+    are_floats = target != source and target.is_floating_point and source.is_floating_point
+    return are_floats and 2 * torch.finfo(target).max < torch.finfo(source).max
+
+
 def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
     wide, narrow = torch.finfo(target), torch.finfo(source)
     # Only float16, bfloat16, float32 and float64 can be targets: the 8-bit kinds differ in their special values.

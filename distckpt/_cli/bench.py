@@ -76,7 +76,7 @@ def _check_resources(task: Task) -> None:
     for what, available, needed in needs:
         if available < needed:
             raise CheckpointingException(
-                f"{needed / 1e9:.1f} GB of {what} are needed, {available / 1e9:.1f} are available: use a smaller --gb"
+                f"{size_text(needed)} of {what} are needed, {size_text(available)} are available: use a smaller --gb"
             )
 
 

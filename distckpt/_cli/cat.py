@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -157,8 +158,10 @@ def _save(tensor: StoredTensor, selection: Selection, path: str, output: Output)
                 file.write(part)
                 progress(done, selection.region.num_elements * _numpy_dtype(tensor.dtype).itemsize)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         locations.remove_file(temporary)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, error.strerror, path) from error
         raise
     saved = _numpy_dtype(tensor.dtype)
     is_exact = torch.from_numpy(np.empty(0, saved)).dtype == FROM_NAME[tensor.dtype]

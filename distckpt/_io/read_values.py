@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
-from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.dtypes import FROM_NAME, has_smaller_range
 from distckpt._base.errors import CorruptCheckpointError
+from distckpt._base.messages import summarize_keys
 from distckpt._base.threads import NUM_THREADS, run_threads
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region, covering, cut_region, whole
@@ -17,6 +20,8 @@ from distckpt._plan.decoded import PIECE_ELEMENTS, Piece, plan_decoding, target_
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.numbers import scratch
 from distckpt._quantization.quantized import decode
+
+logger = logging.getLogger(__name__)
 
 
 def read_values(
@@ -60,6 +65,18 @@ def read_apart(
 
     with torch.no_grad():
         run_threads(read, pieces, num_threads)
+
+
+def warn_of_overflows(stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]) -> None:
+    """Name tensors with infinities or NaN that were converted to a floating point dtype of a smaller range."""
+    counts: Counter[str] = Counter()
+    for request, target in zip(requests, targets, strict=True):
+        if has_smaller_range(target.dtype, FROM_NAME[stored.dtype_name(request.key)]):
+            for piece in cut_region(whole(tuple(target.shape)), PIECE_ELEMENTS):
+                counts[request.key] += int((~target[piece.slices()].float().isfinite()).sum())
+    if counts := +counts:
+        named = summarize_keys(counts)
+        logger.warning("%d values are not finite after conversion to a smaller range: %s", counts.total(), named)
 
 
 def _read_piece(

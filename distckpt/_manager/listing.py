@@ -59,9 +59,10 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """
     root = posix.resolve(root)
     names = [name for name in steps.list_root(root) if not name.startswith(".")]
-    if (not names and not locations.isdir(root)) or "tensors" in names:
-        raise CheckpointNotFoundError(absence(root))
     found = [info for name in names if (info := _describe(root, name)) is not None]
+    are_parts = all(info.name in posix.SUBDIRECTORIES and info.saved_at is None for info in found)
+    if (not names and not locations.isdir(root)) or ("tensors" in names and are_parts):
+        raise CheckpointNotFoundError(absence(root))
     found.sort(key=lambda info: (info.step is not None, info.step or 0, _time(info), info.name))
     whole = [info for info in found if info.problem is None]
     # Others are no steps for a manager, whatever their number.

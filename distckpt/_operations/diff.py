@@ -25,7 +25,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._io import background
 from distckpt._operations.windows import Window, blocks_of, map_windows, norm, real_numbers, window_regions
-from distckpt._plan.export import check_all_match, matches, renamed
+from distckpt._plan.export import check_all_match, check_patterns, matches, renamed
 from distckpt._ranks.report import counting
 from distckpt._storage import locations
 
@@ -161,6 +161,7 @@ def diff(
         LoadMismatchError: a pattern of `keys` matches nothing on either side, or one of `rename` nothing in A.
     """
     started = time.perf_counter()
+    check_patterns(keys)
     back = {new: old for old, new in (rename or {}).items()}
     first, of_a = _open(a, lambda name: keys is None or matches(name, keys), rename or {})
     second, of_b = _open(b, lambda name: keys is None or matches(renamed(name, back), keys), {})

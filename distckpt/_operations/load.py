@@ -127,7 +127,8 @@ def load(
         verify: "read" and "full", which mean the same, compare the checksum of every block of 256 KiB of which a byte
             is loaded; "none" compares nothing.
         allow_dtype_cast: convert tensors to the requested dtype even when that loses information. Lossless
-            conversions (bf16 to fp32) are always made.
+            conversions (bf16 to fp32) are always made. Where values are infinite or NaN afterwards, in a floating point
+            dtype of a smaller range (fp32 to fp16), a warning names the tensors.
         parallel_load: how to read what several ranks request (data-parallel replicas, say): on one of them, which
             sends it to the others, or on each. "auto" shares what is large where a sample shows that storage
             is slow, but not when ranks of one machine read a local path, since they share its cache. "on" always

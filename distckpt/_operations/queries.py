@@ -97,8 +97,9 @@ def load_plain_tensors(
             )
         return strategy.load({key: stored[key] for key in (stored if keys is None else keys)}, location)
 
-    if isinstance(keys, str):
-        raise TypeError(f"keys is a collection of keys: [{keys!r}]")
+    listed = [] if keys is None else keys
+    if isinstance(keys, str) or not isinstance(listed, Collection) or any(not isinstance(key, str) for key in listed):
+        raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}.")
     return _read_alone(checkpoint_dir, read)
 
 

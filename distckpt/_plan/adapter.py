@@ -12,7 +12,7 @@ from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._plan.adapter_targets import LISTS, check_targets, is_field
+from distckpt._plan.adapter_targets import FIELDS, check_targets
 from distckpt._plan.export import Change, OutputTensor
 from distckpt._plan.peft_names import OF_EXPERTS, PREFIX
 
@@ -78,12 +78,12 @@ def _check_config(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> None:
                 f"The {CONFIG_NAME} of {adapter.location!r} says {field}={config[field]!r}: write true or false there."
             )
             raise CheckpointingException(text)
-    for field in LISTS:
-        if not is_field(field, config.get(field)):
-            raise CheckpointingException(
-                f"The {CONFIG_NAME} of {adapter.location!r} says {field}={config[field]!r:.200}: write a list of "
-                f"{LISTS[field].__name__} there."
-            )
+    for field, kind in FIELDS.items():
+        value = config.get(field)
+        is_one = type(value) is kind and field not in ("modules_to_save", "target_parameters")
+        if not (value is None or is_one or (isinstance(value, list) and all(type(item) is kind for item in value))):
+            text = f"The {CONFIG_NAME} of {adapter.location!r} says {field}={value!r:.200}"
+            raise CheckpointingException(f"{text}: write a list of {kind.__name__} there.")
 
 
 def _check_saved(

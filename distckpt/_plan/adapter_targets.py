@@ -10,7 +10,7 @@ from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import summarize_keys, without_numbers
 from distckpt._plan.peft_names import OF_EXPERTS
 
-LISTS: dict[str, type] = {
+FIELDS: dict[str, type] = {
     "target_modules": str, "exclude_modules": str, "modules_to_save": str, "target_parameters": str,
     "layers_pattern": str, "layers_to_transform": int,
 }  # fmt: skip
@@ -31,16 +31,9 @@ def check_targets(
 
     Modules of the export may be absent from the model that was trained: experts that are one parameter in memory, and
     layers that transformers does not load. So a module is missed only where the adapter has matrices for the same one
-    of another layer, or none at all for what the configuration lists.
-
-    Args:
-        location: of the adapter.
-        config: its `adapter_config.json`.
-        adapted: the modules that it has matrices for.
-        modules: those of the export.
-        model: the configuration of the model, where it is known.
+    of another layer, or none at all for what the configuration lists. `model` is the model's configuration.
     """
-    said = ", ".join(f"{field}={config[field]!r:.300}" for field in LISTS if config.get(field) is not None)
+    said = ", ".join(f"{field}={config[field]!r:.300}" for field in FIELDS if config.get(field) is not None)
     try:
         others = [module for module in adapted if not is_target(module, config)]
         targets = [module for module in modules if is_target(module, config)]
@@ -62,13 +55,6 @@ def check_targets(
             "say so there, in exclude_modules or by full names in target_modules or target_parameters.",
             missing=missing,
         )
-
-
-def is_field(field: str, value: object) -> bool:
-    """Tell whether a field of a configuration has a value that PEFT may have written."""
-    items = LISTS[field]
-    is_one = type(value) is items and field not in ("modules_to_save", "target_parameters")
-    return value is None or is_one or (isinstance(value, list) and all(type(item) is items for item in value))
 
 
 def is_target(module: str, config: Mapping[str, Any]) -> bool:

@@ -76,13 +76,12 @@ def check_scales_cast(stored: StoredCheckpoint, casts: Mapping[str, torch.dtype]
 def undecoded(stored: StoredCheckpoint, key: str) -> str:
     """Return a sentence on a tensor of which only codes are stored, in a form that is not decoded; "" for others."""
     known, module = stored.manifest.key_index, key[: key.rfind(".") + 1]
-    names = [f"{key}_packed", f"{key}_blocks", f"{key}._data", *(module + name for name in ("qweight", "W_q"))]
+    names = (f"{key}_packed", f"{key}_blocks", f"{key}._data", f"{module}qweight", f"{module}W_q")
     codes = next((name for name in names if name in known), None)
     if codes is None:
         return ""
     config = stored.manifest.quantization or {}
-    said = {"asymmetric": "symmetric: false", "transformed": "that a transform_config changes weights besides"}
-    facts = [text for field, text in said.items() if config.get(field)]
+    facts = ["symmetric: false"] * bool(config.get("asymmetric")) + ["a transform"] * bool(config.get("transformed"))
     facts += [f"num_bits: {bits}" for bits in dict.fromkeys(config.get("num_bits", ()))]
     why = f" ({config['file']} says {' and '.join(facts)})" if facts else ""
     parts = summarize_keys(name for name in known if name.startswith(module) and name != codes)

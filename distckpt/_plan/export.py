@@ -112,6 +112,13 @@ def _fits(key: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(key, pattern) if set(pattern) & set("*?[") else key.startswith(pattern)
 
 
+def check_patterns(keys: object) -> None:
+    """Raise TypeError for `keys` that are no pattern, list of patterns, or None."""
+    listed = keys if isinstance(keys, Collection) else [keys]
+    if keys is not None and not all(isinstance(pattern, str) for pattern in listed):
+        raise TypeError(f"keys is a pattern of keys, or a list of them, got {keys!r:.200}.")
+
+
 def check_all_match(
     names: Collection[str], keys: str | Sequence[str] | None = None, rename: Iterable[str] = (), where: str = ""
 ) -> None:
@@ -144,6 +151,7 @@ def select_tensors(
 
     `hidden` ones are left out.
     """
+    check_patterns(keys)
     names = [name for name in (*manifest.keys, *manifest.aliases) if name not in hidden]
     key_index = manifest.key_index
     chosen: dict[str, TensorInfo] = {}
@@ -183,12 +191,17 @@ def plan_tensors(
     by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else {} if dtype is None else dtype
     if not isinstance(by_pattern, Mapping) or not all(isinstance(d, torch.dtype) for d in by_pattern.values()):
         raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, or a dict of them by pattern, got {dtype!r}.")
+    if not isinstance(rename, Mapping) or not all(isinstance(name, str) for pair in rename.items() for name in pair):
+        raise TypeError(f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}.")
     ruled = _apply_rules(rules, tensors, keep_unmatched)
     check_all_match({*ruled, *tied}, rename=rename)
     for original, mapped in ruled.items():
         name, pattern = renamed(original, rename), None
         if by_pattern:
             pattern = next((p for p in by_pattern if name == p or matches(name, p)), None)
+        if not name:
+            source = summarize_keys(part.key for part in mapped.parts)
+            raise CheckpointingException(f"The new name of {source} would be empty: change rename, or the rules.")
         stored = FROM_NAME[mapped.dtype]
         target = stored
         if pattern is not None:

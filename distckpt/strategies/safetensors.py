@@ -24,7 +24,7 @@ from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import covering
 from distckpt._io import aliases
-from distckpt._io.read_values import read_apart, read_values
+from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.remove_tensors import remove_tensors
 from distckpt._io.replicas import add_digests, weighted_digest
 from distckpt._io.save import (
@@ -255,6 +255,7 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         pairs = [(requests[number], targets[number]) for number in apart]
         read_apart(stored, pairs, num_threads, options.progress)
         aliases.join(requests, separated, stored.location)
+        warn_of_overflows(stored, requests, targets)
         with torch.no_grad():
             # Once where targets share memory.
             for target, value in {(t.data_ptr(), t.shape, t.stride()): (t, v) for t, v in adds}.values():

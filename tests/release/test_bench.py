@@ -144,8 +144,8 @@ def test_an_interrupted_benchmark_leaves_nothing_on_a_store(server, place):
 @pytest.mark.parametrize(
     ("folder", "arguments", "message"),
     [
-        (".", ["--gb", "1e4"], "GB of memory are needed"),
-        (".", ["--gb", "1e-9", "--ranks", "100000"], "GB of memory are needed"),
+        (".", ["--gb", "1e4"], "TB of memory are needed"),
+        (".", ["--gb", "1e-9", "--ranks", "100000"], "TB of memory are needed"),
         ("nowhere", [], "is not a directory"),
     ],
 )

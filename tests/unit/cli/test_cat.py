@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import distckpt
 from distckpt import ShardedObject, ShardedTensor
 from distckpt._cli import cat
 from tests.support.cli_command import call, call_error, call_json, interrupt_at_first_progress
+from tests.support.disks import limited
 
 BIG = torch.randn(30, 11, 13, generator=torch.Generator().manual_seed(1))
 SMALL = torch.arange(24, dtype=torch.int32).view(4, 6)
@@ -134,6 +137,15 @@ def test_an_interrupted_file_does_not_appear(checkpoint, tmp_path, capsys, monke
         call(capsys, "cat", checkpoint, "big", "--npy", tmp_path / "out" / "x.npy", code=130)
     finally:
         restore()
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_file_for_which_there_is_no_space_is_named(checkpoint, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    with limited(resource.RLIMIT_FSIZE, 1000):
+        text = call_error(capsys, "cat", checkpoint, "big", "--npy", tmp_path / "out" / "x.npy")
+    assert os.strerror(errno.EFBIG) in text
+    assert f"'{tmp_path}/out/x.npy'" in text
     assert os.listdir(tmp_path / "out") == []
 
 

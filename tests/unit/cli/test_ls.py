@@ -68,6 +68,9 @@ def test_other_directories(tmp_path, capsys):
     assert "is a checkpoint, not a directory of checkpoints" in call_error(capsys, "ls", tmp_path / "c")
     (tmp_path / "c/metadata.json").unlink()
     assert "so a save did not finish here" in call_error(capsys, "ls", tmp_path / "c")
+    distckpt.save({"step": 1}, tmp_path / "of the user/step_1")
+    (tmp_path / "of the user/tensors").mkdir()
+    assert [info.name for info in list_checkpoints(tmp_path / "of the user")] == ["step_1"]
     for name in ("hf/model.safetensors.index.json", "torch/.metadata", "run/checkpoint-5/model.safetensors"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(b"damaged")

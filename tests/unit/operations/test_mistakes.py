@@ -156,3 +156,31 @@ def test_internal_names_are_not_shown(root, tmp_path, capsys):
         distckpt.load({}, tmp_path / "c")
     assert "; common state\n" in call(capsys, "verify", tmp_path / "c", code=1)
     assert json.loads(call(capsys, "verify", tmp_path / "c", "--json", code=1))["problems"][0]["key"]
+
+
+PATTERNS = {"a number": 3, "a list of numbers": [3], "bytes": b"model."}
+
+
+@pytest.mark.parametrize("keys", PATTERNS.values(), ids=PATTERNS)
+def test_keys_that_are_no_patterns(root, tmp_path, keys):
+    source, out = root / "bare", tmp_path / "out"
+    for verb in (distckpt.consolidate, distckpt.reshard, distckpt.diff):
+        with pytest.raises(TypeError, match=r"keys is a pattern of keys, or a list of them, got "):
+            verb(source, source if verb is distckpt.diff else out, keys=keys)
+    with pytest.raises(TypeError, match=r"keys is a list of whole keys, not of patterns, got "):
+        distckpt.load_plain_tensors(source, keys=keys)
+    with pytest.raises(TypeError, match=r"whole keys, not of patterns, got 'model\.\*'"):
+        distckpt.load_plain_tensors(source, keys="model.*")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("verb", [distckpt.consolidate, distckpt.reshard])
+def test_names_that_are_none(root, tmp_path, verb):
+    source, out = root / "bare", tmp_path / "out"
+    key = sorted(distckpt.load_tensors_metadata(source))[0]
+    with pytest.raises(distckpt.CheckpointingException, match=rf"new name of '{re.escape(key)}' would be empty"):
+        verb(source, out, rename={key: ""})
+    for rename in ({key: 3}, [key]):
+        with pytest.raises(TypeError, match="rename is a dict of old beginnings of names -> new ones, got "):
+            verb(source, out, rename=rename)
+    assert not out.exists()

@@ -223,6 +223,22 @@ def test_wrappers_hand_settings_on(tmp_path):
     assert distckpt.load(half, tmp_path / "c", loading, allow_dtype_cast=True)["w"].tolist() == [0, 1, 2]
 
 
+def test_a_load_names_tensors_that_do_not_fit_their_new_range(tmp_path, caplog):
+    held = {"w": torch.tensor([[1e5, 1.0], [-7e4, 3.0]]), "x": torch.full((2,), 6e4), "y": torch.tensor([3e38, 1.0])}
+    distckpt.save({key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in held.items()}, tmp_path / "c")
+
+    def load(dtypes):
+        wanted = {key: torch.zeros(held[key].shape, dtype=dtype) for key, dtype in dtypes.items()}
+        state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in wanted.items()}
+        caplog.clear()
+        loaded = distckpt.load(state, tmp_path / "c", allow_dtype_cast=True)
+        assert all(torch.equal(loaded[key], held[key].to(dtype)) for key, dtype in dtypes.items())
+        return caplog.text
+
+    assert "2 values are not finite after conversion to a smaller range: 'w'" in load(dict.fromkeys("wx", torch.half))
+    assert load({"w": torch.bfloat16, "x": torch.float16, "y": torch.bfloat16}) == ""
+
+
 def test_wrappers_of_strategies_of_others(tmp_path):
     distckpt.save(state(), tmp_path / "c", FullyParallelSaveStrategyWrapper(SaveText()))
     assert read_marker(tmp_path / "c")["sharded_backend"] == "text"
