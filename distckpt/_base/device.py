@@ -19,7 +19,8 @@ class DeviceLayer:
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._device = device
-        self._streams = threading.local()
+        self._local = threading.local()
+        self._idle_streams: list[Any] = []
 
     def pinned_memory(self, num_bytes: int) -> torch.Tensor:
         """Return new page-locked uint8 memory, which the device reaches by itself."""
@@ -32,21 +33,40 @@ class DeviceLayer:
             event.record(self._module.current_stream(self._device))
         return event
 
+    def wait_for_queued(self) -> None:
+        """Return when the work is done that the calling thread has queued on the device so far."""
+        self.mark().synchronize()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
         """Queue a copy behind the work that was marked, on a stream of this thread; it is done when `wait` returns."""
-        stream = self._own_stream()
-        stream.wait_event(after)
-        with self._module.stream(stream):
+        own = self._local.__dict__
+        if "stream" not in own:
+            own["stream"], own["sources"] = self._take_stream(), []
+        own["stream"].wait_event(after)
+        # The device first: else leaving the stream would make device 0 the current one, and start a context on it.
+        with self._module.device(self._device), self._module.stream(own["stream"]):
+            # Not by copy_: in host memory it would conjugate before the bytes have come, and let go of what is made
+            # contiguous before the device has read it.
+            source = source.resolve_conj().resolve_neg().contiguous()
+            own["sources"].append(source)
             target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
         """Return when all copies of this thread are done."""
-        self._own_stream().synchronize()
+        own = self._local.__dict__
+        stream = own.pop("stream", None)
+        if stream is not None:
+            # Not `stream.synchronize`: a program that looks for its own by `set_sync_debug_mode` would find this.
+            stream.record_event().synchronize()
+            del own["sources"]
+            self._idle_streams.append(stream)
 
-    def _own_stream(self) -> Any:
-        if not hasattr(self._streams, "own"):
-            self._streams.own = self._module.Stream(device=self._device)
-        return self._streams.own
+    def _take_stream(self) -> Any:
+        # Of an earlier thread, since the memory that torch allocates for copies on a stream stays with the stream.
+        try:
+            return self._idle_streams.pop()
+        except IndexError:
+            return self._module.Stream(device=self._device)
 
 
 _layers: dict[torch.device, DeviceLayer] = {}
@@ -80,6 +100,11 @@ class Copier:
     def is_away(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is not in host memory."""
         return tensor.device in self._layers
+
+    def wait_for_queued(self) -> None:
+        """Return when the work is done that the calling thread has queued on the devices so far."""
+        for layer in self._layers.values():
+            layer.wait_for_queued()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy values; between host and device this is done only when `wait` returns."""

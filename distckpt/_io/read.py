@@ -215,11 +215,14 @@ def _deliver(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes, copier: Co
     dtype = stored.dtype_of(part.chunk)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     values = torch.from_numpy(buffer).view(dtype)
-    for region in regions_within(stored, part):
-        begin = flat_start(shape, region) - part.start // dtype.itemsize
-        target = part.target[region.relative_to(part.region.offset).slices()] if shape else part.target
-        _copy(values.as_strided(region.shape, strides, begin), target, copier)
-    copier.wait()
+    try:
+        for region in regions_within(stored, part):
+            begin = flat_start(shape, region) - part.start // dtype.itemsize
+            target = part.target[region.relative_to(part.region.offset).slices()] if shape else part.target
+            _copy(values.as_strided(region.shape, strides, begin), target, copier)
+    finally:
+        # Also after an error: the buffer is used again.
+        copier.wait()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:

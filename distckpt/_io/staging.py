@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,12 +29,19 @@ MAX_SETS = 2
 """So many saves may have staged data at the same time; the next one waits."""
 
 
+class _Set(NamedTuple):
+    """Buffers of one save; `is_pinned` when they are page-locked, for tensors on a device."""
+
+    buffers: list[Bytes]
+    is_pinned: bool
+
+
 class StagingMemory:
     """Buffers for staged data, kept for the next save of the same structure."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._idle: list[list[Bytes]] = []
+        self._idle: list[_Set] = []
         self._num_used = 0
         self._num_waiting = 0
         self._is_reserving = False
@@ -55,10 +63,10 @@ class StagingMemory:
                     "save less often, or look for what blocks writing."
                 )
             self._num_used += 1
-            fitting = self._fitting(sizes)
+            fitting = self._fitting(sizes, layer)
             self._idle = fitting[1:]
         if fitting:
-            return fitting[0]
+            return fitting[0].buffers
         try:
             return _allocate(sizes, layer)
         except BaseException:
@@ -72,7 +80,7 @@ class StagingMemory:
         takes or frees memory meanwhile ends this: buffers are then kept as they are.
         """
         with self._changed:
-            if self._num_used or self._num_waiting or self._fitting(sizes):
+            if self._num_used or self._num_waiting or self._fitting(sizes, layer):
                 return
             self._idle = []
             self._is_reserving = True
@@ -87,14 +95,14 @@ class StagingMemory:
                     np.copyto(buffer[start : start + UNIT_BYTES : mmap.PAGESIZE], 0)
         finally:
             with self._changed:
-                self._idle = [] if buffers is None else [buffers]
+                self._idle = [] if buffers is None else [_Set(buffers, layer is not None)]
                 self._is_reserving = False
                 self._changed.notify_all()
 
-    def give_back(self, buffers: list[Bytes]) -> None:
-        """Keep buffers for the next save."""
+    def give_back(self, buffers: list[Bytes], layer: DeviceLayer | None) -> None:
+        """Keep buffers for the next save, with the layer they were taken for."""
         with self._changed:
-            self._idle.append(buffers)
+            self._idle.append(_Set(buffers, layer is not None))
         self._end_use()
 
     def free(self) -> None:
@@ -104,8 +112,9 @@ class StagingMemory:
                 run_handlers()
             self._idle = []
 
-    def _fitting(self, sizes: Sequence[int]) -> list[list[Bytes]]:
-        return [buffers for buffers in self._idle if [len(buffer) for buffer in buffers] == list(sizes)]
+    def _fitting(self, sizes: Sequence[int], layer: DeviceLayer | None) -> list[_Set]:
+        wanted = list(sizes), layer is not None
+        return [kept for kept in self._idle if ([len(buffer) for buffer in kept.buffers], kept.is_pinned) == wanted]
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait a moment for something; a reservation ends meanwhile."""
@@ -199,7 +208,7 @@ class Staging:
         """Give the memory back, when everything is written or given up."""
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
-            self._memory.give_back(buffers)
+            self._memory.give_back(buffers, self.needed[1])
         self.staged.set()
 
     def __del__(self) -> None:

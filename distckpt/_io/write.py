@@ -231,10 +231,13 @@ def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[to
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         buffers: list[Bytes] = []
         used = 0
-        for span in unit:
-            buffers.extend(_span_bytes(contents[span.chunk], span, scratch[used : used + span.num_bytes], copier))
-            used += span.num_bytes
-        copier.wait()
+        try:
+            for span in unit:
+                buffers.extend(_span_bytes(contents[span.chunk], span, scratch[used : used + span.num_bytes], copier))
+                used += span.num_bytes
+        finally:
+            # Also after an error: the memory is used again.
+            copier.wait()
         return buffers
 
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in chunk) for chunk in contents]

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from distckpt._base.device import Copier
 from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.memory import may_overlap
@@ -251,6 +252,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         def read_share(share: Sequence[Copy]) -> None:
             read_values(stored, share, separated.targets, num_threads, options.progress)
 
+        # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
+        Copier(separated.targets).wait_for_queued()
         read_sharing(sharing, stored.manifest, copies, separated.targets, read_share)
         pairs = [(requests[number], targets[number]) for number in apart]
         read_apart(stored, pairs, num_threads, options.progress)

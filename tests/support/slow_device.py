@@ -13,6 +13,7 @@ class SlowDevice:
     def __init__(self):
         self.pinned = []
         self.marks = 0
+        self.waited_in = []
         self.num_copied_bytes = 0
         self._lock = threading.Lock()
         self._asked = threading.local()
@@ -26,6 +27,9 @@ class SlowDevice:
     def mark(self):
         self.marks += 1
         return self.marks
+
+    def wait_for_queued(self):
+        self.waited_in.append((threading.current_thread(), self.num_copied_bytes))
 
     def copy(self, target, source, after):
         assert 1 <= after <= self.marks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -60,3 +62,42 @@ def test_what_is_read_is_copied_from_pinned_memory_and_waited_for(monkeypatch, t
     np.testing.assert_array_equal(targets["small"].data.numpy(), small.numpy())
     assert device.num_copied_bytes == sum(seen) == 2000 * 1000 * 4 + 5 * 8
     assert sum(high - low for low, high, _ in device.pinned) < 64 << 20
+    # Threads that read have other streams than the one that loads.
+    assert device.waited_in == [(threading.current_thread(), 0)]
+
+
+class FailsAtTheSecondCopy(SlowDevice):
+    """Queues one copy of a thread, and fails to queue another one behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_queued = 0
+
+    def copy(self, target, source, after):
+        if self._asked.__dict__.get("copies"):
+            raise RuntimeError("no memory on the device")
+        self.num_queued += 1
+        super().copy(target, source, after)
+
+    def wait(self):
+        self.num_queued -= len(self._asked.__dict__.get("copies", []))
+        super().wait()
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_copies_under_way_are_waited_for_when_a_later_one_fails(monkeypatch, tmp_path, verb):
+    """Since the memory that they copy from or to is used again."""
+    columns = torch.arange(512 * 3000, dtype=torch.float32).view(512, 3000)
+    state = {str(i): ShardedTensor.from_rank_offsets(str(i), columns[:, i : i + 9]) for i in range(2)}
+    distckpt.save({"columns": ShardedTensor.from_rank_offsets("columns", columns)}, tmp_path / "c")
+    # What one read brings of these columns are several regions, as it begins within a row.
+    half = {"columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(512, 1500), (1, 0, 2))}
+    device = FailsAtTheSecondCopy()
+    monkeypatch.setattr(base_device, "layer_of", lambda tensor: device)
+    call = {
+        "save": lambda: distckpt.save(state, tmp_path / "d"),
+        "load": lambda: distckpt.load(half, tmp_path / "c", validate_access_integrity=False),
+    }[verb]
+    with pytest.raises(RuntimeError, match="no memory on the device"):
+        call()
+    assert (device.num_copied_bytes > 0, device.num_queued) == (True, 0)

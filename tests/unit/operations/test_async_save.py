@@ -399,6 +399,17 @@ def test_page_locked_memory_is_reserved_or_else_taken_by_the_save(tmp_path, monk
     assert torch.equal(stored(tmp_path / "c")["t"], expected)
 
 
+def test_memory_of_a_save_from_the_host_is_not_used_for_tensors_on_a_device(tmp_path, monkeypatch):
+    tensor = torch.arange(3_000_000.0)
+    distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "c").result(PATIENCE)
+    device = SlowDevice()
+    with monkeypatch.context() as patch:
+        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "d").result(PATIENCE)
+    assert tensor.nbytes in [high - low for low, high, _ in device.pinned], "beside the windows for writing objects"
+    assert torch.equal(stored(tmp_path / "d")["t"], tensor)
+
+
 @pytest.mark.parametrize("verb", [distckpt.reserve_staging_memory, lambda state: distckpt.async_save(state, "unused")])
 @pytest.mark.parametrize(
     ("state", "error"),
