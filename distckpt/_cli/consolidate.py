@@ -53,6 +53,11 @@ def run(arguments: Namespace, output: Output) -> int:
             progress=progress,
             **given(arguments, "max_file_bytes", "max_inflight_bytes"),
         )
+    _print_report(report, output_dir, output)
+    return 0
+
+
+def _print_report(report: ExportReport, output_dir: str, output: Output) -> None:
     fields = {**vars(report), "dtypes": dict(report.dtypes), "overflows": dict(report.overflows)}
     output.json({"output_dir": output_dir, **fields})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
@@ -62,7 +67,6 @@ def run(arguments: Namespace, output: Output) -> int:
         f"in {output_dir}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
-    return 0
 
 
 def _show_plan(plan: ExportPlan, output: Output) -> None:

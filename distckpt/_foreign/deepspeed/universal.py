@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +20,8 @@ from distckpt._storage import locations
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER_NAME = "optimizer_state.pt"
+_Parameter: TypeAlias = tuple[dict[str, tuple[StateFile, TensorView]], float | None]
+"""The tensors of a parameter by state, each with its file, and its step where it is beside them."""
 
 
 def describe_universal(location: str, states: States) -> Described:
@@ -36,7 +39,7 @@ def describe_universal(location: str, states: States) -> Described:
             raise file.damaged(f"{len(slices)} groups in param_shapes, where {model.path!r} has {len(shapes)}")
         for group, more in zip(shapes, slices, strict=True):
             group.update(more)
-    read: dict[str, tuple[dict[str, tuple[StateFile, TensorView]], Any]] = {}
+    read: dict[str, _Parameter] = {}
     run_threads(
         lambda item: read.update({item[0]: _read_parameter(location, f"{folder}/{item[0]}", item[1], bool(others))}),
         [item for group in shapes for item in group.items()],
@@ -53,27 +56,35 @@ def describe_universal(location: str, states: States) -> Described:
         pieces += rest
     elif left := set(locations.list_names(join(location, folder))) - {_OPTIMIZER_NAME, *read}:
         logger.warning("%s: not trained, and not read, as they may be slices: %s", model.path, summarize_keys(left))
-    # ZeRO-3 has its steps there, the others beside each parameter.
-    stored = optimizer.content.get("optimizer_state_dict", {}).get("state", {})
-    state_of: dict[int, dict[str, Any]] = {}
+    states_of = _states_of_groups(join(location, folder), optimizer, shapes, read)
+    return Described(
+        pieces, aliases, settings_of(optimizer, optimizer.content["param_groups"], states_of_groups, shapes)
+    )
+
+
+def _states_of_groups(
+    folder: str, optimizer: StateFile, shapes: Sequence[dict[str, Shape]], read: Mapping[str, _Parameter]
+) -> dict[int, dict[str, Any]]:
+    """Return the states of the first parameter of each group, which all of the group have."""
     for options in optimizer.content["param_groups"]:
         # ZeRO-3 divides the parameters of a group further.
         kinds = {name: (read[name][0].keys(), read[name][1]) for n in options["params"] for name in shapes[n]}
         if differing := [name for name, kind in kinds.items() if kind != kinds[next(iter(kinds))]]:
             raise CorruptCheckpointError(
-                f"{join(location, f'{folder}/{differing[0]}')!r} has other states or another step than those of "
+                f"{join(folder, differing[0])!r} has other states or another step than those of "
                 f"{next(iter(kinds))!r}, of the same group: convert the checkpoint again."
             )
+    # ZeRO-3 has its steps there, the others beside each parameter.
+    stored = optimizer.content.get("optimizer_state_dict", {}).get("state", {})
+    state_of: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(shapes):
         tensors, step = read[next(iter(group))] if group else ({}, None)
         state_of[number] = {name: view for name, (_, view) in tensors.items() if name != WEIGHT}
         state_of[number]["step"] = stored.get(number, {}).get("step") if step is None else step
-    return Described(pieces, aliases, settings_of(optimizer, optimizer.content["param_groups"], state_of, shapes))
+    return state_of
 
 
-def _read_parameter(
-    location: str, folder: str, shape: Shape, is_slice: bool
-) -> tuple[dict[str, tuple[StateFile, TensorView]], float | None]:
+def _read_parameter(location: str, folder: str, shape: Shape, is_slice: bool) -> _Parameter:
     """Return the tensors in the folder of a parameter, and the step of its optimizer if it is there."""
     path = join(location, folder)
     present = locations.list_names(path) if locations.isdir(path) else []

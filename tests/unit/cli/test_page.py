@@ -50,8 +50,8 @@ def test_the_data_are_those_of_the_checkpoint(tmp_path, capsys):
 
 
 def test_a_page_of_many_tensors_is_small(tmp_path, capsys):
-    """Each of 10,000 tensors has chunks of two ranks."""
-    keys = [f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight" for i in range(10_000)]
+    """Each of 2,000 tensors has chunks of two ranks."""
+    keys = [f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight" for i in range(2_000)]
     (tmp_path / "shards").mkdir()
     for rank in range(2):
         info = json.dumps({key: {"saved_offsets": [rank, 0]} for key in keys})
@@ -59,8 +59,8 @@ def test_a_page_of_many_tensors_is_small(tmp_path, capsys):
         arrays = {key: np.zeros((1, 4), np.float32) for key in keys}
         safetensors.numpy.save_file(arrays, tmp_path / "shards" / name, {"DCP_SHARDING_INFO": info})
     call(capsys, "inspect", tmp_path / "shards", "--html", tmp_path / "c.html")
-    assert len(content_of(tmp_path / "c.html")["tensors"]) == 10_000
-    assert (tmp_path / "c.html").stat().st_size < 1_000_000
+    assert len(content_of(tmp_path / "c.html")["tensors"]) == 2_000
+    assert (tmp_path / "c.html").stat().st_size < 200_000
 
 
 def test_a_page_of_differences(tmp_path, capsys):
