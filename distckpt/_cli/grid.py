@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distckpt._cli.output import COLOURS, count_text, printable, swatch
+from distckpt._cli.output import count_text, printable, swatch
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 
@@ -141,14 +141,8 @@ def _owner_at(rectangles: Sequence[tuple[int, int, int, int, int]], row: int, co
     return None
 
 
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
 def _cell(owner: int | None, in_colour: bool) -> str:
     if owner is None:
         return "."  # not stored
     letter = _LETTERS[owner % len(_LETTERS)]
-    if not in_colour:
-        return letter
-    return swatch(owner, letter)
+    return swatch(owner, letter) if in_colour else letter

@@ -39,22 +39,10 @@ class StoredTensor(NamedTuple):
 
     def read(self, region: Region) -> torch.Tensor:
         """Read a region, and nothing else."""
-        return read_region(self.stored, self.key, region)
-
-
-def read_region(stored: StoredCheckpoint, key: str, region: Region) -> torch.Tensor:
-    """Read a region of a tensor, and nothing else of it."""
-    values = torch.empty(region.shape, dtype=FROM_NAME[stored.dtype_name(key)])
-    read_region_into(stored, key, region, values)
-    return values
-
-
-def read_region_into(
-    stored: StoredCheckpoint, key: str, region: Region, values: torch.Tensor, num_threads: int = NUM_THREADS
-) -> None:
-    """Read a region of a tensor into one of its shape."""
-    request = Request(key, stored.global_shape(key), region)
-    read_copies(stored, plan_load(stored, [request]), [values], num_threads)
+        values = torch.empty(region.shape, dtype=FROM_NAME[self.dtype])
+        request = Request(self.key, self.shape, region)
+        read_copies(self.stored, plan_load(self.stored, [request]), [values], NUM_THREADS)
+        return values
 
 
 def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:

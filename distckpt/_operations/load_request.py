@@ -77,7 +77,8 @@ def describe_request(
             options = replace(options, rules=(*options.rules, *made))
         strategy = load_strategy(sharded_strategy, marker, location).configure(options)
         compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
-        has_ties = not options.rules and _has_ties(split.shards)
+        ties = {} if options.rules else find_ties(split.shards)
+        has_ties = any(split.shards[tie].key != split.shards[first].key for tie, first in ties.items())
         vote.number = objects.needs_stored(described) or compares or has_ties
     needed = vote.largest
     entries = stored_entries(ranks, strategy, location) if needed else {}
@@ -115,10 +116,6 @@ def check_request(
     if vote.largest:
         refuse_parts(ranks, parts, request.entries, location)
     return missing, unexpected
-
-
-def _has_ties(shards: Sequence[Shard]) -> bool:
-    return any(shards[tie].key != shards[first].key for tie, first in find_ties(shards).items())
 
 
 def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:

@@ -67,16 +67,13 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
     advice = "Correct the keys" + ("." if prefix else ", or leave such keys out with strict='log_unexpected'.")
     if not (hint or has_rules) and (stored.manifest.origin or {}).get("format") == "huggingface":
         advice = "Names of another program need rules=, or family='auto' for those of Megatron Core and transformers."
-    if all(key.endswith(".settings") or ".state." in key for key in absent) and not _has_optimizer(known):
+    are_of_optimizer = all(key.endswith(".settings") or ".state." in key for key in absent)
+    if are_of_optimizer and not any(key.endswith(".settings") for key in known):
         hint, advice = "", "No state of an optimizer is stored there: leave the optimizer out of the state dict."
     if about_codes := next(filter(None, (undecoded(stored, key) for key in absent)), None):
         hint, advice = "", about_codes
     text = f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{hint}. {advice}"
     raise LoadMismatchError(text, unexpected=absent)
-
-
-def _has_optimizer(keys: Iterable[str]) -> bool:
-    return any(key.endswith(".settings") for key in keys)
 
 
 def check_dtype(stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool) -> None:

@@ -70,14 +70,6 @@ class AttendanceLog:
             f"group's timeout. Look for the first error in the other ranks' logs{self.different_calls()}. ({error})",
         )
 
-    def group_destroyed(self, name: str, error: ValueError) -> RankFailedError:
-        """Return the error about an exchange in a group that this process has destroyed."""
-        return lost_contact(
-            {self._rank: error},
-            f"Rank {self._rank} has destroyed its process group, which {name!r} needs: wait for all saves "
-            "(SaveHandle.result, CheckpointManager.close) before torch.distributed.destroy_process_group().",
-        )
-
     def wait_for_all(self) -> None:
         """Wait until all ranks have reached an exchange, with the timeout of the store; for the first one."""
         if self._store is not None:

@@ -261,10 +261,8 @@ def _contact(group: Any, name: str, *, of_all: bool = True) -> Iterator[None]:
         log.record(interrupts.running_operation())
     try:
         yield
-    except (RuntimeError, ValueError) as error:
-        # torch says by a ValueError that it does not know the group, now.
-        lost = log.lost_contact(name, error) if isinstance(error, RuntimeError) else log.group_destroyed(name, error)
-        raise mark_known(lost, group) from error
+    except RuntimeError as error:
+        raise mark_known(log.lost_contact(name, error), group) from error
 
 
 def _first_of_same(rows: IntArray) -> IntArray:

@@ -57,9 +57,7 @@ def describe_universal(location: str, states: States) -> Described:
     elif left := set(locations.list_names(join(location, folder))) - {_OPTIMIZER_NAME, *read}:
         logger.warning("%s: not trained, and not read, as they may be slices: %s", model.path, summarize_keys(left))
     states_of = _states_of_groups(join(location, folder), optimizer, shapes, read)
-    return Described(
-        pieces, aliases, settings_of(optimizer, optimizer.content["param_groups"], states_of_groups, shapes)
-    )
+    return Described(pieces, aliases, settings_of(optimizer, optimizer.content["param_groups"], states_of, shapes))
 
 
 def _states_of_groups(
