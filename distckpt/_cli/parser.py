@@ -50,7 +50,7 @@ VERBS = (
     Verb("diff", "Compare two checkpoints: keys, shapes, dtypes, values, objects.", "diff", error_code=2),
     Verb("consolidate", "Merge the shards of a checkpoint into a Hugging Face directory.", "consolidate", ("export",)),
     Verb("merge", "Average checkpoints into a Hugging Face directory.", "consolidate", arguments="merge"),
-    Verb("import", "Convert a Hugging Face directory to a checkpoint.", "import_hf"),
+    Verb("import", "Convert a Hugging Face directory to a checkpoint.", "reshard", arguments="import_hf"),
     Verb("convert", "Convert a checkpoint of PyTorch, Megatron Core or DeepSpeed, or make one for these.", "convert"),
     Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", "reshard"),
     Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", "prune"),

@@ -1,4 +1,4 @@
-"""`distckpt reshard`: rewrite a checkpoint as other ranks would have saved it."""
+"""`distckpt reshard` and `distckpt import`: write a checkpoint as some number of ranks would have saved it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ from argparse import Namespace
 from typing import Any
 
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._cli.selection import given, warn_of_overflows
-from distckpt._operations.reshard import ReshardReport, reshard
-
-
-def output_options(arguments: Namespace) -> dict[str, Any]:
-    """Convert the arguments of `add_output` to those of `distckpt.reshard`."""
-    return {"num_ranks": arguments.ranks, **given(arguments, "overwrite", "max_inflight_bytes")}
+from distckpt._cli.selection import dtype_option, given, warn_of_overflows
+from distckpt._operations.reshard import reshard
 
 
 def run(arguments: Namespace, output: Output) -> int:
-    """Reshard, and print a summary."""
-    with output.progress("resharding") as progress:
-        options = {"grids": dict(arguments.grid), "verify": arguments.verify, **output_options(arguments)}
-        report = reshard(arguments.source, arguments.checkpoint, progress=progress, **options)
-    show(report, output)
-    return 0
-
-
-def show(report: ReshardReport, output: Output) -> None:
-    """Print what was written."""
+    """Reshard, or import, and print a summary."""
+    options: dict[str, Any] = {"num_ranks": arguments.ranks, **given(arguments, "overwrite", "max_inflight_bytes")}
+    if "hf_dir" in arguments:
+        source, doing = arguments.hf_dir, "importing"
+        options |= {"keys": arguments.keys, "rename": dict(arguments.rename), "dtype": dtype_option(arguments.dtype)}
+    else:
+        source, doing = arguments.source, "resharding"
+        options |= {"grids": dict(arguments.grid), "verify": arguments.verify}
+    with output.progress(doing) as progress:
+        report = reshard(source, arguments.checkpoint, progress=progress, **options)
     output.json(vars(report))
     output.line(
         f"{count_text(report.num_tensors, 'tensor')} in {count_text(report.num_chunks, 'chunk')}, "
@@ -34,3 +29,4 @@ def show(report: ReshardReport, output: Output) -> None:
         f"in {report.location}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
+    return 0
