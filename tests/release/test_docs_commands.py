@@ -29,6 +29,7 @@ from distckpt._cli.parser import VERBS, make_parser
 from tests.support.docs_pages import PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 from tests.support.example_programs import command_of
 from tests.support.harness import run
+from tests.support.made_once import made_once
 
 # --- Commands of distckpt, beside what the page speaks of -------------------------------------------------------------
 
@@ -72,7 +73,10 @@ def save_steps(rank: int, directory: Path) -> None:
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with all that docs/command-line.md speaks of."""
-    directory = tmp_path_factory.mktemp("command_line")
+    return made_once(tmp_path_factory, "command_line", make_places)
+
+
+def make_places(directory: Path) -> None:
     run(save_steps, 4, directory)
     damaged = shutil.copytree(directory / "checkpoints/step_100", directory / "checkpoints/step_300")
     shard = damaged / "tensors" / "shard-00002-model-00001-of-00001.safetensors"
@@ -92,7 +96,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (directory / f"journal-{rank}.jsonl").touch()
     with zipfile.ZipFile(ROOT / "tests/data/megatron_core_0_14.zip") as archive:
         archive.extractall(directory / "megatron/iter_0001000")
-    return directory
 
 
 def run_lines(rank: int, directory: Path, lines: list[str]) -> list[str]:

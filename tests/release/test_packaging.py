@@ -19,6 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 import distckpt
+from tests.support.made_once import made_once
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ["CHANGELOG.md", "LICENSE", "README.md", "distckpt", "docs", "examples", "pyproject.toml", "tests"]
@@ -86,7 +87,10 @@ def install(folder: Path, what: Path, *build_requirements: str) -> Path:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a source distribution, and with the wheel that was built of it."""
-    folder = tmp_path_factory.mktemp("packaging")
+    return made_once(tmp_path_factory, "packaging", build) / "dist"
+
+
+def build(folder: Path) -> None:
     copy, output = folder / "copy", folder / "dist"
     copy.mkdir()
     for name in SOURCES:
@@ -104,14 +108,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (copy / rubbish).parent.mkdir(parents=True)
         (copy / rubbish).touch()
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", output, copy, cwd=folder)
-    return output
 
 
 @pytest.fixture(scope="module")
-def installed(built: Path) -> Path:
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the interpreter of an environment that has the wheel and what the wheel declares that it needs."""
     (wheel,) = built.glob("*.whl")
-    return install(built.parent / "venv", wheel)
+    return made_once(tmp_path_factory, "venv", lambda folder: install(folder, wheel)) / "bin" / "python"
 
 
 def files_in(archive: Path) -> set[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import distckpt
+from tests.support.made_once import made_once
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of the site, built with warnings as errors."""
-    directory = tmp_path_factory.mktemp("site")
+    return made_once(tmp_path_factory, "site", build)
+
+
+def build(directory: Path) -> None:
     arguments = ["build", "--strict", "-f", str(ROOT / "docs" / "site" / "mkdocs.yml"), "-d", str(directory)]
     # Nothing can be fetched: whatever tries is sent to a port that nobody listens on.
     nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
@@ -26,7 +30,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "mkdocs", *arguments]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    return directory
 
 
 def test_every_page_is_in_the_site_and_in_its_navigation(site):
