@@ -99,7 +99,8 @@ def load_plain_tensors(
 
     listed = [] if keys is None else keys
     if isinstance(keys, str) or not isinstance(listed, Collection) or any(not isinstance(key, str) for key in listed):
-        raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}.")
+        hint = f"; for one tensor, keys={[keys]!r}" if isinstance(keys, str) else ""
+        raise TypeError(f"keys is a list of whole keys, not of patterns, got {keys!r:.200}{hint}.")
     return _read_alone(checkpoint_dir, read)
 
 
