@@ -53,7 +53,8 @@ def int4(stem: str) -> Tensors:
 
 def mxfp4(stem: str) -> Tensors:
     """MXFP4 as DeepSeek packs it."""
-    scales = random_bytes(ROWS, COLUMNS // 32).view(torch.float8_e8m0fnu)
+    # Powers of two as models have them: smaller ones make subnormal values, which are slow to multiply.
+    scales = torch.randint(112, 124, (ROWS, COLUMNS // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     return {f"{stem}.weight": random_bytes(ROWS, COLUMNS // 2).view(torch.int8), f"{stem}.scale": scales}
 
 

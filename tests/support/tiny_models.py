@@ -85,14 +85,19 @@ _VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2,
 _CLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "image_size": 28, "patch_size": 14}  # fmt: skip
 
+_ROTATED_BY_PLACE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+
 COMPOSED = {
     "llava": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP}),
+    "llava_next": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP}),
+    "llava_onevision": (
+        "qwen2",
+        {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False} | _CLIP},
+    ),
+    "qwen2_vl": ("qwen2", {"vision_config": _VISION | {"embed_dim": 32}, "text": _ROTATED_BY_PLACE}),
     "qwen2_5_vl": (
         "qwen2",
-        {
-            "vision_config": _VISION,
-            "text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
-        },
+        {"vision_config": _VISION, "text": _ROTATED_BY_PLACE},
     ),
     "qwen3_vl": ("qwen3", {"vision_config": _VISION | {"depth": 2, "deepstack_visual_indexes": [0]}}),
     "qwen3_vl_moe": (
@@ -126,7 +131,7 @@ def make_config(name):
     if name in COMPOSED:
         family, parts = COMPOSED[name]
         text = _SIZES | OVERRIDES.get(family, {}) | parts.get("text", {})
-        if family in ("llama",):
+        if name.startswith("llava"):
             text["model_type"] = family
         return transformers.AutoConfig.for_model(
             name, text_config=text, **{key: part for key, part in parts.items() if key != "text"}

@@ -13,6 +13,8 @@ from distckpt.cli import main
 from tests.support.hf_folders import read_export, same_bytes
 from tests.support.tiny_models import COMPOSED, OVERRIDES, make_config, make_model
 
+TOKENS = torch.tensor([[3, 1, 39, 7, 20, 11, 0, 5]])
+
 
 @pytest.mark.parametrize("family", sorted([*OVERRIDES, *COMPOSED]))
 def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, tmp_path):
@@ -25,6 +27,11 @@ def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, 
 
     distckpt.load({"model": empty}, exported, family=saved)
     assert same_bytes(empty.state_dict(), model.state_dict())
+    opened = type(model).from_pretrained(exported, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+        assert torch.equal(empty(TOKENS).logits, logits)
+        assert torch.equal(opened(TOKENS).logits, logits)
 
 
 @pytest.fixture(scope="module")
