@@ -120,10 +120,11 @@ def key_pattern(members: Sequence[str]) -> str:
 def _range_text(values: list[int]) -> str:
     if len(values) == 1:
         return str(values[0])
-    if values[-1] - values[0] == len(values) - 1:
-        return f"{{{values[0]}..{values[-1]}}}"
-    shown = ",".join(map(str, values[:6]))
-    return f"{{{shown}{',...' if len(values) > 6 else ''}}}"
+    # Consecutive numbers have the same distance from their places in the list.
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
+    long = 2 if len(runs) == 1 else 3
+    texts = [text for run in runs for text in ([f"{run[0]}..{run[-1]}"] if len(run) >= long else map(str, run))]
+    return f"{{{','.join(texts[:6])}{',...' if len(texts) > 6 else ''}}}"
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -163,17 +163,18 @@ def _of_save_text(facts: dict[str, Any]) -> str:
 
 def _write_page(path: str, stored: StoredCheckpoint, facts: dict[str, Any]) -> None:
     ranks = sum(writer["rank"] is not None for writer in list_writers(list_files(stored.manifest)))
-    files = (f"{facts['num_files']:,}", f"files, written by {count_text(ranks, 'rank')}" if ranks else "files")
+    written = f", written by {count_text(ranks, 'rank')}" if ranks else ""
     tiles = [
-        (f"{facts['num_tensors']:,}", "tensors"),
+        count_text(facts["num_tensors"], "tensor").split(" "),
         (_count_in_words(facts["num_elements"]), "elements"),
         (size_text(facts["tensor_bytes"]), "of tensors"),
-        files,
+        (count_text(facts["num_files"], "file") + written).split(" ", 1),
     ]
     names = {key: key for key in stored.manifest.key_index if not stored.is_object(key)}
     values = plain(load_common_state(stored)) if facts["common_state"] else {}
     common = json.dumps(finite(values), indent=2, ensure_ascii=False) if values else ""
-    name, lines = stored.location.rstrip("/").rpartition("/")[2], [("", facts["location"]), ("", _of_save_text(facts))]
+    lines = [("", text) for text in (facts["location"], _of_save_text(facts), _objects_text(facts)) if text]
+    name = stored.location.rstrip("/").rpartition("/")[2]
     write_page(path, stored, names, {"title": name, "lines": lines, "common": common, "tiles": tiles})
 
 
@@ -184,19 +185,26 @@ def _count_in_words(number: int) -> str:
     return f"{number:,}"
 
 
+def _objects_text(facts: dict[str, Any]) -> str:
+    """Count the objects and name what is in common state, in one line; empty where there is neither."""
+    if not facts["object_bytes"]:
+        return ""
+    names = facts["common_state"]
+    more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
+    common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})" if names else ""
+    parts = [count_text(facts["num_objects"], "object") if facts["num_objects"] else "", common]
+    return f"{' and '.join(filter(None, parts))}, {size_text(facts['object_bytes'])}"
+
+
 def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any, output: Output) -> None:
     output.line(facts["location"], BOLD)
     output.line(_of_save_text(facts))
-    tensors, elements, objects, chunks, num_files = (
-        count_text(facts[f"num_{noun}s"], noun) for noun in ("tensor", "element", "object", "chunk", "file")
+    tensors, elements, chunks, num_files = (
+        count_text(facts[f"num_{noun}s"], noun) for noun in ("tensor", "element", "chunk", "file")
     )
     output.line(f"{tensors}, {elements}, {size_text(facts['tensor_bytes'])}; {chunks} in {num_files}")
-    if facts["object_bytes"]:
-        names = facts["common_state"]
-        more = f", ... ({len(names)})" if len(names) > _MAX_NAMES else ""
-        common = f"common state ({', '.join(names[:_MAX_NAMES])}{more})" if names else ""
-        parts = [objects if facts["num_objects"] else "", common]
-        output.line(f"{' and '.join(filter(None, parts))}, {size_text(facts['object_bytes'])}")
+    if objects := _objects_text(facts):
+        output.line(objects)
     output.line()
     rows = [[label, *_group_cells(group)] for label, group in lines]
     swatches = [sorted(group.ranks) if group.dtype else [] for _, group in lines]

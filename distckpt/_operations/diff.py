@@ -366,4 +366,6 @@ def _short_text(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | str | dict | list):
         text = repr(value[:_MAX_TEXT] if isinstance(value, str) else value)
         return f"{text[: _MAX_TEXT - 3]}..." if len(text) > _MAX_TEXT else text
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"<{str(value.dtype).removeprefix('torch.')} {type(value).__name__} of shape {tuple(value.shape)}>"
     return f"<{type(value).__name__}>"

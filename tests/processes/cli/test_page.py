@@ -105,3 +105,31 @@ def test_search_zoom_layouts_and_dark_mode_without_errors(pages, tmp_path):
         assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}.isdisjoint(said)
         requests = [event["params"] for event in page.events if event["method"] == "Network.requestWillBeSent"]
         assert all(sent["request"]["url"].startswith(("file://", "data:", "blob:")) for sent in requests)
+
+
+def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_path, capsys):
+    keys = [f"layers.{i}.up" for i in (0, 1, 2, 4, 6, 7)]
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(96, 32)) for key in keys}
+    state["x" * 150] = ShardedTensor.from_rank_offsets("x" * 150, torch.ones(2))
+    distckpt.save({**state, "args": {f"option_{i}": i for i in range(100)}}, tmp_path / "one")
+    distckpt.reshard(tmp_path / "one", tmp_path / "many", num_ranks=12, grids={"*.up": (12, 1)})
+    distckpt.save({"step": 1}, tmp_path / "none")
+    for name in ("many", "none"):
+        call(capsys, "inspect", tmp_path / name, "--html", tmp_path / f"{name}.html")
+    tiles = "[...document.querySelectorAll('.tile')].map((tile) => tile.innerText.replace(/\\s+/g, ' '))"
+    shown = "document.getElementById('modules').checkVisibility()"
+    with browser_page(tmp_path / "browser") as page:
+        for width in (1440, 390):
+            page.open(tmp_path / "many.html", width, "light")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            # More than is seen is below, and nothing is beside it.
+            box = "document.querySelector('#common .limited')"
+            assert page.evaluate(f"{box}.scrollWidth <= {box}.clientWidth && {box}.scrollHeight > {box}.clientHeight")
+        assert page.evaluate(shown)
+        assert page.evaluate(ROWS)[0] == "▸layers.{0..2,4,6,7}.up\u00a0\u00d7\u00a06"
+        page.evaluate("document.querySelector('#table tbody tr').click()")
+        page.evaluate("document.querySelector('#table tr.member').click()")
+        assert len(set(page.evaluate(FILLS))) == 12
+        page.open(tmp_path / "none.html", 1440, "dark")
+        assert not page.evaluate(shown)
+        assert page.evaluate(tiles) == ["0 tensors", "0 elements", "0 B of tensors", "1 file, written by 1 rank"]

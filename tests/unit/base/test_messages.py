@@ -18,6 +18,8 @@ def test_every_number_has_its_own_range():
     keys = [f"layers.{i}.experts.{j}.w" for i in (2, 4) for j in range(8)]
     assert summarize_keys(keys) == "'layers.{2,4}.experts.{0..7}.w' (16 keys)"
     assert summarize_keys(["a.7.b", "a.7.c"]) == "'a.7.b', 'a.7.c'"
+    assert summarize_keys([f"a.{i}" for i in (0, 1, 2, 4, 6, 7, *range(9, 40))]) == "'a.{0..2,4,6,7,9..39}' (37 keys)"
+    assert summarize_keys(["a.6", "a.7"]) == "'a.{6..7}' (2 keys)"
     assert summarize_keys([f"a.{7 * i}" for i in range(20)]) == "'a.{0,7,14,21,28,35,...}' (20 keys)"
 
 
