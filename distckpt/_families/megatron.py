@@ -27,7 +27,6 @@ from distckpt.rules import Interleave, Rename, Rule, Transpose
 
 _UNKNOWN = {
     "jamba": "Megatron Core has no Mamba 1",
-    "llava": "Megatron Core's CLIP has no norm behind its layers, which an export needs",
     "llava_next": "no model of Megatron has its image_newline",
     "llava_onevision": "no model of Megatron has its image_newline",
     "qwen2_vl": "neither Megatron Core nor Megatron Bridge has its tower",
@@ -41,15 +40,15 @@ def megatron_rules(config: Mapping[str, Any]) -> list[Rule]:
     model_type, composed = values("model_type"), COMPOSED.get(values("model_type"))
     if why := _UNKNOWN.get(model_type):
         raise CheckpointingException(f"The Megatron keys of model_type {model_type!r} are not known: {why}.")
-    if composed is None and model_type not in FAMILIES:
-        raise CheckpointingException(
-            f"The Megatron keys of model_type {model_type!r:.99} are not supported; those of "
-            f"{', '.join(sorted([*FAMILIES, *COMPOSED]))} are. Start from the rules of the closest one, and pass yours "
-            "as `rules`."
-        )
     try:
         text = text_part(values, composed.text) if composed else values
-        family = FAMILIES[text("model_type")]
+        family = FAMILIES.get(text("model_type"))
+        if family is None:
+            raise CheckpointingException(
+                f"The Megatron keys of model_type {text('model_type')!r:.99} are not supported; those of "
+                f"{', '.join(sorted([*FAMILIES, *COMPOSED]))} are. Start from the rules of the closest one, and pass "
+                "yours as `rules`."
+            )
         rules = [*forms(text, has_tower=composed is not None), *family(text), *token_prediction(text)]
         return [*rules, *composed.tower(values)] if composed else rules
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:

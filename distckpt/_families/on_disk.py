@@ -26,7 +26,7 @@ def forms_on_disk(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list
                 rules.append(Transpose(old, aside.replace("*", "{0}"), order=(0, 2, 1), optional=True))
                 rules.append(Rename(aside, old.replace("*", "{0}"), optional=True))
     if any(name.startswith(_TOWER) for name in shapes):
-        parts = ("embeddings", "encoder", "post_layernorm")
+        parts = ("embeddings", "pre_layrnorm", "encoder", "post_layernorm")
         rules += [Rename(f"vision_tower.{part}.**", f"{_TOWER}{part}.{{0}}", optional=True) for part in parts]
     return rules
 

@@ -1,26 +1,30 @@
-"""Vision towers as Megatron Bridge has them, beside text models of families that are known without them."""
+"""Vision towers as Megatron Bridge and Megatron Core have them, beside text models of families known without them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from distckpt._base.errors import CheckpointingException
 from distckpt._families.blocks import Config, joined_experts
-from distckpt.rules import Concat, Rename, Rule, Split, Transpose
+from distckpt.rules import Concat, Rename, Rule, Split, Transpose, Unstack
 
 
 class Composed(NamedTuple):
-    """What a model with a tower is made of: the family of its text part, and the rules that come after that."""
+    """What a model with a tower is made of: the family of its text part, and the rules that come after that.
 
-    text: str
+    The configuration says the family where none is given.
+    """
+
+    text: str | None
     tower: Callable[[Config], list[Rule]]
 
 
-def text_part(config: Config, model_type: str) -> Config:
+def text_part(config: Config, model_type: str | None) -> Config:
     """Return the configuration of the text part, which older configurations do not separate."""
     values = config.values.get("text_config") or config.values
     tied = config("tie_word_embeddings", default=model_type == "gemma3_text")
-    return Config({**values, "model_type": model_type, "tie_word_embeddings": tied})
+    return Config({**values, "tie_word_embeddings": tied} | ({"model_type": model_type} if model_type else {}))
 
 
 def _qwen2_5(config: Config) -> list[Rule]:
@@ -71,8 +75,51 @@ def _gemma3(config: Config) -> list[Rule]:
     ]
 
 
+def _llava(config: Config) -> list[Rule]:
+    """Megatron Core's CLIP. It ends with the layer whose output the projector gets; what follows there is not used."""
+    vision, chosen = Config(config("vision_config")), config("vision_feature_layer", default=-2)
+    num, heads = (vision.number_of(name) for name in ("num_hidden_layers", "num_attention_heads"))
+    depth = num + 1 + chosen if type(chosen) is int and chosen < 0 else chosen
+    if type(depth) is not int or not 0 < depth <= num or vision("model_type") != "clip_vision_model":
+        raise CheckpointingException(
+            f"Megatron Core has no LLaVA with vision_feature_layer {chosen!r} of {num} layers of a "
+            f"{vision('model_type')!r:.99}: its projector gets the output of the last layer of a clip_vision_model."
+        )
+    own, new, kinds = "vision_model.decoder.layers.*.", "vision_tower.encoder.layers.{0}.", ("weight", "bias")
+    rules: list[Rule] = [
+        Split(
+            f"{own}self_attention.linear_qkv.{kind}",
+            tuple(f"{new}self_attn.{name}_proj.{kind}" for name in "qkv"),
+            groups=heads,
+            count=depth,
+        )
+        for kind in kinds
+    ]
+    names = {
+        "self_attention.linear_proj": "self_attn.out_proj", "input_layernorm": "layer_norm1",
+        "pre_mlp_layernorm": "layer_norm2", "mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2",
+    }  # fmt: skip
+    rules += [Rename(f"{own}{old}.*", f"{new}{name}.{{1}}", count=2 * depth) for old, name in names.items()]
+    embeddings, token = "vision_tower.embeddings.", "vision_model.class_token"
+    rules += [Unstack(token, f"{token}.{{i}}", size=1), Unstack(f"{token}.0", f"{token}.0.{{i}}", size=1)]
+    names = {f"{token}.0.0": "class_embedding", "vision_model.conv1.weight": "patch_embedding.weight"}
+    names["vision_model.position_embeddings.weight"] = "position_embedding.weight"
+    rules += [Rename(old, embeddings + name, count=1) for old, name in names.items()]
+    biases = 1 + bool(config("multimodal_projector_bias", default=True))
+    for number in "12":
+        old, name = f"vision_projection.encoder.linear_fc{number}.*", f"multi_modal_projector.linear_{number}.{{0}}"
+        rules.append(Rename(old, name, count=biases))
+    return [
+        Rename("model.**", "language_model.model.{0}"),
+        Rename("lm_head.weight", "language_model.lm_head.weight", optional=True),
+        Rename("vision_model.ln_pre.*", "vision_tower.pre_layrnorm.{0}", count=2),
+        *rules,
+    ]
+
+
 COMPOSED = {
     "gemma3": Composed("gemma3_text", _gemma3),
+    "llava": Composed(None, _llava),
     "qwen2_5_vl": Composed("qwen2", _qwen2_5),
     "qwen3_5": Composed("qwen3_5_text", _qwen3),
     "qwen3_5_moe": Composed("qwen3_5_moe_text", _qwen3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 
+import pytest
 import torch
 
 from distckpt import ShardedTensor
@@ -18,9 +19,6 @@ class WithTower(torch.nn.Module):
     def __init__(self, language_model):
         super().__init__()
         self.language_model = language_model
-
-    def forward(self, *arguments):
-        return self.language_model(*arguments)
 
     def sharded_state_dict(self, metadata=None):
         own = ("language_model.", "vision_model.decoder.layers.")
@@ -60,6 +58,8 @@ def make_with_tower(model, mtp_layers=None):
     text.model_type = _TEXT_TYPES.get(model.config.model_type, text.model_type)
     text.tie_word_embeddings = model.config.tie_word_embeddings
     made = WithTower(make_megatron(text, mtp_layers))
+    if model.config.model_type == "llava":
+        return _make_llava(model.config, made.language_model)
     if text.model_type == "qwen2":
         made.visual = copy.deepcopy(model.model.visual)
         return made
@@ -79,14 +79,56 @@ def make_with_tower(model, mtp_layers=None):
     return made.eval()
 
 
+class _Norm(torch.nn.LayerNorm):
+    """Transformer Engine's norm; torch's own knows no configuration."""
+
+    def __init__(self, hidden_size, config, eps):
+        super().__init__(hidden_size, eps)
+
+
+def _make_llava(c, language_model):
+    """Make Megatron Core's LLaVA, whose tower ends with the layer that the configuration chooses."""
+    v, specs = c.vision_config, megatron(".models.vision.vit_layer_specs")
+    tower = _config_of_layers(
+        num_layers=range(v.num_hidden_layers + 1)[c.vision_feature_layer], hidden_size=v.hidden_size,
+        num_attention_heads=v.num_attention_heads, ffn_hidden_size=v.intermediate_size, layernorm_epsilon=1e-5,
+        activation_func=megatron(".fusions.fused_bias_geglu").quick_gelu,
+    )  # fmt: skip
+    tower.vision_model_type = "clip"
+    layer = specs.get_vit_layer_with_local_spec()
+    layer.submodules.self_attention.params = {"attn_mask_type": megatron(".transformer.enums").AttnMaskType.no_mask}
+    size = c.text_config.hidden_size
+    projector = _config_of_layers(num_layers=1, hidden_size=size, ffn_hidden_size=size, num_attention_heads=1)
+    text_layer = megatron(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization="RMSNorm")
+    clip = functools.partial(megatron(".models.vision.clip_vit_model").CLIPViTModel, ln_pre_impl=_Norm)
+    llava = megatron(".models.multimodal.llava_model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+        patch.setattr(llava, "CLIPViTModel", clip)
+        made = llava.LLaVAModel(
+            language_model.config, text_layer, language_model.vocab_size, 64, tower, layer,
+            drop_vision_class_token=True, vision_projection_config=projector,
+            vision_projection_layer_spec=layer.submodules.mlp.submodules, img_h=v.image_size, img_w=v.image_size,
+            patch_dim=v.patch_size, image_token_index=c.image_token_index,
+        )  # fmt: skip
+    made.language_model = language_model
+    return made.eval()
+
+
+def _config_of_layers(**settings):
+    return megatron(".transformer.transformer_config").TransformerConfig(
+        use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
+        bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        persist_layer_norm=False, perform_initialization=False, **settings,
+    )  # fmt: skip
+
+
 def _make_block(c):
     """Make Megatron's layers of a vision tower, in which every token sees all."""
-    config = megatron(".transformer.transformer_config").TransformerConfig(
+    config = _config_of_layers(
         num_layers=c.depth, hidden_size=c.hidden_size, num_attention_heads=c.num_heads, layernorm_epsilon=1e-6,
-        ffn_hidden_size=c.intermediate_size, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
-        activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"), bias_activation_fusion=False,
-        bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        persist_layer_norm=False, perform_initialization=False,
+        ffn_hidden_size=c.intermediate_size,
+        activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     )  # fmt: skip
     spec = megatron(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
     spec.submodules.self_attention.params = {"attn_mask_type": megatron(".transformer.enums").AttnMaskType.no_mask}
@@ -95,8 +137,13 @@ def _make_block(c):
 
 
 def tower_of(model, values):
-    """Compute what the blocks of a tower make of values, without positions; of Gemma's, what its projector does."""
+    """Compute what the blocks of a tower make of values, without positions; of Gemma's, what its projector does.
+
+    Of LLaVA, the logits of a text with an image of these values.
+    """
     owner = getattr(model, "model", model)
+    if hasattr(owner, "vision_projection") or hasattr(getattr(owner, "vision_tower", None), "pre_layrnorm"):
+        return _logits_with_image(model, values.repeat(13, 1).flatten()[: 3 * 28 * 28].view(1, 3, 28, 28))
     if hasattr(owner, "multi_modal_projector"):
         return owner.multi_modal_projector(values.reshape(3, 4, 16))
     if hasattr(model, "vision_model"):
@@ -109,8 +156,28 @@ def tower_of(model, values):
     return values
 
 
+def _logits_with_image(model, image):
+    """Run either LLaVA; that of transformers wants a token for each patch."""
+    if hasattr(model, "vision_projection"):
+        mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).triu(1)
+        return model(image, torch.tensor([[3, 38, 7, 20]]), torch.arange(4)[None], mask)[0][..., :40]
+    return model(torch.tensor([[3, *[38] * 4, 7, 20]]), pixel_values=image).logits
+
+
 def other_tensors(trained, model):
     """Return pairs of tensors that the tower has beside its blocks, in both models."""
+    if hasattr(trained, "vision_projection"):
+        own, tower, projector = trained.vision_model, model.model.vision_tower, model.model.multi_modal_projector
+        pairs = [(own.class_token.flatten(), tower.embeddings.class_embedding)]
+        for mine, other in (
+            (own.conv1, tower.embeddings.patch_embedding),
+            (own.position_embeddings, tower.embeddings.position_embedding),
+            (own.ln_pre, tower.pre_layrnorm),
+            (trained.vision_projection.encoder.linear_fc1, projector.linear_1),
+            (trained.vision_projection.encoder.linear_fc2, projector.linear_2),
+        ):
+            pairs += zip(mine.parameters(), other.parameters(), strict=True)
+        return pairs
     own = {key.split(".", 1)[1].removeprefix("decoder."): t for key, t in trained.state_dict().items()}
     if hasattr(trained, "vision_tower"):
         return [(own[key], tensor) for key, tensor in model.model.vision_tower.state_dict().items()]

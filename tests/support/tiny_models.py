@@ -88,7 +88,7 @@ _CLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 _ROTATED_BY_PLACE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 
 COMPOSED = {
-    "llava": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP}),
+    "llava": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP, "image_token_index": 38}),
     "llava_next": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP}),
     "llava_onevision": (
         "qwen2",

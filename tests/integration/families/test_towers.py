@@ -22,6 +22,7 @@ pytestmark = needs_megatron
 TOKENS = torch.tensor([[3, 1, 39, 7, 20, 11, 0, 5]])
 SQUARES = {
     "gemma3": "vision_tower.encoder.layers.*.self_attn.out_proj.weight",
+    "llava": "vision_tower.encoder.layers.*.self_attn.out_proj.weight",
     "qwen2_5_vl": "visual.blocks.*.attn.proj.weight",
 }
 PATCHES = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
@@ -41,7 +42,7 @@ def model(request):
 def agrees(trained, model):
     """Tell whether both compute the same, and have the same other tensors in their towers."""
     with torch.no_grad():
-        pairs = [(logits_of(trained, TOKENS, 40), model(TOKENS).logits)]
+        pairs = [(logits_of(trained.language_model, TOKENS, 40), model(TOKENS).logits)]
         pairs.append((tower_of(trained, PATCHES), tower_of(model, PATCHES)))
     pairs += other_tensors(trained, model)
     assert len(pairs) >= 10
@@ -60,7 +61,21 @@ def test_both_compute_the_same_and_the_export_is_the_same(model, tmp_path):
         checkpoint, exported = tmp_path / f"checkpoint_{number}", tmp_path / f"exported_{number}"
         distckpt.save(trained.sharded_state_dict(metadata=form), checkpoint)
         distckpt.consolidate(checkpoint, exported, family="auto", like=tmp_path / "saved")
-        assert same_bytes(read_export(exported), read_export(tmp_path / "saved")), form
+        assert same_bytes(read_export(exported), used(read_export(tmp_path / "saved"))), form
+    again = type(model).from_pretrained(exported, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(tower_of(again, PATCHES), tower_of(model, PATCHES))
+
+
+def used(tensors):
+    """Leave out what LLaVA's tower has behind the layer whose output is projected, which Megatron has not."""
+    unused = ("vision_tower.post_layernorm.", "vision_tower.encoder.layers.1.")
+    is_llava = any("pre_layrnorm" in name for name in tensors)
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (is_llava and name.replace("vision_model.", "").startswith(unused))
+    }
 
 
 def test_one_mistake_is_found(model, tmp_path):
@@ -79,7 +94,7 @@ def test_one_mistake_is_found(model, tmp_path):
 def test_an_incomplete_tower_is_refused(model, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     state = make_with_tower(model).sharded_state_dict()
-    left_out = next(key for key in state if "patch_embed" in key and key.endswith("weight"))
+    left_out = next(key for key in state if ("patch_embed" in key or "ln_pre" in key) and key.endswith("weight"))
     distckpt.save({key: shard for key, shard in state.items() if key != left_out}, tmp_path / "checkpoint")
     with pytest.raises(CheckpointingException, match=r"should match \d+ times"):
         distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", family="auto", like=tmp_path / "saved")
@@ -87,7 +102,7 @@ def test_an_incomplete_tower_is_refused(model, tmp_path):
 
 def as_published(model_type, tensors):
     """Return tensors as the first release of a model has them, not as `save_pretrained` writes them."""
-    if model_type == "gemma3":
+    if model_type in ("gemma3", "llava"):
         return {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in tensors.items()}
     if model_type == "qwen3_vl_moe":
         return {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in tensors.items()}
@@ -102,7 +117,7 @@ def as_published(model_type, tensors):
     return published
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5_moe", "qwen3_vl_moe"])
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_5_moe", "qwen3_vl_moe"])
 def test_directories_as_they_were_published(name, tmp_path):
     model, empty = make_model(make_config(name)), make_model(make_config(name), seed=1)
     model.save_pretrained(tmp_path / "saved")
@@ -123,7 +138,38 @@ def test_directories_as_they_were_published(name, tmp_path):
     for source, state in (("transformers", {"model": model}), ("megatron", trained.sharded_state_dict())):
         distckpt.save(state, tmp_path / source)
         distckpt.consolidate(tmp_path / source, tmp_path / f"{source}_out", family="auto", like=tmp_path / "hub")
-        assert same_bytes(read_export(tmp_path / f"{source}_out"), published)
+        expected = used(published) if source == "megatron" else published
+        assert same_bytes(read_export(tmp_path / f"{source}_out"), expected)
+
+
+@pytest.mark.parametrize("layer", [1, -1, -2])
+def test_llava_ends_with_the_layer_that_is_chosen(layer, tmp_path):
+    config = make_config("llava")
+    config.vision_feature_layer = layer
+    model = make_model(config)
+    model.save_pretrained(tmp_path / "saved")
+    trained = make_with_tower(model)
+    distckpt.load(trained.sharded_state_dict(), tmp_path / "saved", family="auto")
+    assert agrees(trained, model)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"vision_feature_layer": [-2, -1]},
+        {"vision_feature_layer": -3},
+        {"vision_feature_layer": 0},
+        {"vision_config": {"model_type": "siglip_vision_model"}},
+    ],
+)
+def test_other_llavas_are_refused(changed):
+    config = make_config("llava").to_dict()
+    config["vision_config"] |= changed.pop("vision_config", {})
+    with pytest.raises(CheckpointingException, match="Megatron Core has no LLaVA with vision_feature_layer"):
+        distckpt.families.rules(config | changed, "megatron")
+    config["text_config"]["model_type"] = "opt"
+    with pytest.raises(CheckpointingException, match="model_type 'opt' are not supported"):
+        distckpt.families.rules(config, "megatron")
 
 
 def test_a_layer_for_multi_token_prediction_beside_a_tower(tmp_path):

@@ -110,7 +110,6 @@ def test_configurations_that_say_too_little(tmp_path):
         distckpt.families.rules({"model_type": "nonsense"}, "megatron")
     for model_type, why in (
         ("jamba", "no Mamba 1"),
-        ("llava", "CLIP"),
         ("llava_next", "image_newline"),
         ("qwen2_vl", "tower"),
     ):
