@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice, summarize_keys
 from distckpt._foreign import hugging_face
@@ -62,6 +63,11 @@ class Selection(NamedTuple):
         check_choice("unmatched", self.unmatched, ("error", "keep"))
         for name in self.formats.values():
             check_choice("quantize", name, tuple(FORMATS))
+            for dtype in (FORMATS[name].codes_dtype, FORMATS[name].scale_dtype):
+                if dtype not in FROM_NAME:
+                    raise ValueError(
+                        f"quantize={name!r} needs the dtype {dtype}, which torch {torch.__version__} lacks."
+                    )
 
 
 class ExportPlan(NamedTuple):

@@ -353,7 +353,7 @@ def save_dcp(path: Path) -> None:
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path)
 
 
 def _dcp_metadata_file(folder: Path) -> tuple[list[bytes], Run]:

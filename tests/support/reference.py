@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -29,6 +31,12 @@ def needs_dtypes(*names: str) -> pytest.MarkDecorator:
     """Skip a test where torch is too old for these dtypes."""
     lacking = [name for name in names if not hasattr(torch, name)]
     return pytest.mark.skipif(bool(lacking), reason=f"torch {torch.__version__} has no {', '.join(lacking)}")
+
+
+def forms(names: Iterable[str]) -> list[Any]:
+    """Return names of quantised forms as parameters; those with scales of E8M0 are skipped where torch is too old."""
+    marks = needs_dtypes("float8_e8m0fnu")
+    return [pytest.param(name, marks=marks if re.search("ue8m0|mxfp4.packed", name) else ()) for name in names]
 
 
 def skip_where_safetensors_lacks(*dtypes: torch.dtype | str) -> None:

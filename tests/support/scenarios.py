@@ -229,9 +229,9 @@ def judge_removal(folder: Path) -> Verdict:
 
 def checkpoint_of_torch(folder: Path) -> None:
     with warnings.catch_warnings():
-        # It warns that one process saves alone, which it was told to do.
+        # It warns that one process saves alone.
         warnings.simplefilter("ignore", UserWarning)
-        dcp.save({**tensors_of(NEW), "value": NEW}, checkpoint_id=str(folder / "dcp"), no_dist=True)
+        dcp.save({**tensors_of(NEW), "value": NEW}, checkpoint_id=str(folder / "dcp"))
 
 
 def convert(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:

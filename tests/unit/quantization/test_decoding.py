@@ -29,9 +29,9 @@ from tests.support.quantized_models import (
     nvfp4,
     repeated,
 )
-from tests.support.reference import needs_dtypes
+from tests.support.reference import forms
 
-pytestmark = needs_dtypes("float8_e8m0fnu")
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 
 
 def request(key, shape, dtype=torch.bfloat16):
@@ -43,7 +43,7 @@ def part(key, shape, offset, extent, dtype=torch.float32):
     return ShardedTensor(key, data, dtype, extent, tuple(shape), offset, None)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=forms(MODELS))
 def model(request):
     torch.manual_seed(0)
     return MODELS[request.param]()
@@ -256,7 +256,7 @@ def fp8_values(folder):
         # Two kinds of scales, one of which divides.
         (fp8_tensor, {"l.weight_scale_inv": torch.tensor(2.0)}),
         # Integers of 8 bits with a scale that is a power of two, not numbers of 4 bits.
-        (int8_channel, {"l.weight_scale": torch.ones(60, 1).to(torch.float8_e8m0fnu)}),
+        (int8_channel, {"l.weight_scale": torch.full((60, 1), 127, dtype=torch.uint8).view(E8M0)}),
         # Scales that fit no block that is known.
         (fp8_block, {"l.up.weight_scale_inv": torch.rand(7, 9)}),
         (nvfp4, {"l.weight_scale": torch.rand(40, 6)}),

@@ -13,9 +13,7 @@ from distckpt.rules import Rename
 from tests.support.cli_command import call, call_usage_error
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.quantized_models import MODELS, repeated
-from tests.support.reference import needs_dtypes
-
-pytestmark = needs_dtypes("float8_e8m0fnu")
+from tests.support.reference import forms, needs_dtypes
 
 # Format -> shapes of the weights it takes, the endings of its names, the size of a block.
 CASES = {
@@ -53,7 +51,7 @@ def largest_of_blocks(values, block):
     return torch.stack([torch.stack([piece.abs().max() for piece in band]) for band in bands])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", forms(CASES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_quantised_is_near_what_was_saved(tmp_path, name, dtype):
     shape, endings, block = CASES[name]
@@ -74,7 +72,7 @@ def test_what_was_quantised_is_near_what_was_saved(tmp_path, name, dtype):
     assert values.isfinite().all()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", forms(CASES))
 def test_a_model_of_any_size_is_cut_into_pieces_without_a_trace(tmp_path, name, monkeypatch):
     """Pieces of one cell give the same bytes as one piece."""
     shape, _, _ = CASES[name]
@@ -85,7 +83,7 @@ def test_a_model_of_any_size_is_cut_into_pieces_without_a_trace(tmp_path, name, 
     assert same_bytes(read_export(tmp_path / "whole"), read_export(tmp_path / "pieces"))
 
 
-@pytest.mark.parametrize("name", ["fp8-block-ue8m0", "mxfp4-packed", "int4", "mxfp4"])
+@pytest.mark.parametrize("name", forms(["fp8-block-ue8m0", "mxfp4-packed", "int4", "mxfp4"]))
 def test_values_are_quantised_to_the_same_bytes_again(tmp_path, name):
     """Where scales follow from the largest values without rounding."""
     if name == "mxfp4":
@@ -136,6 +134,7 @@ def test_scales_of_blocks_are_the_largest_values_over_448(tmp_path):
     assert torch.equal(found["l.up.weight"].float(), scaled.to(torch.float8_e4m3fn).float())
 
 
+@needs_dtypes("float8_e8m0fnu")
 def test_powers_of_two_are_rounded_up(tmp_path):
     tensors = source(tmp_path, (300, 200))
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "export", quantize="fp8-block-ue8m0")
@@ -144,7 +143,7 @@ def test_powers_of_two_are_rounded_up(tmp_path):
     assert torch.equal(found["l.up.weight_scale_inv"].float(), torch.exp2(scales.log2().ceil()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", forms(CASES))
 def test_the_config_names_what_was_kept(tmp_path, name):
     source(tmp_path, CASES[name][0])
     (tmp_path / "model").mkdir()
@@ -190,6 +189,7 @@ def test_a_model_says_which_weights_are_quantised(tmp_path):
     assert tensors
 
 
+@needs_dtypes("float8_e8m0fnu")
 def test_patterns_choose_formats_under_new_names(tmp_path):
     source(tmp_path, (40, 96))
     distckpt.consolidate(
@@ -229,6 +229,14 @@ def refuse(match, *arguments, **options):
         distckpt.consolidate(*arguments, **options)
 
 
+@pytest.mark.skipif(hasattr(torch, "float8_e8m0fnu"), reason="torch has every dtype of these formats")
+@pytest.mark.parametrize("name", ["fp8-block-ue8m0", "mxfp4-packed"])
+def test_formats_that_torch_cannot_hold(tmp_path, name):
+    source(tmp_path, CASES[name][0])
+    with pytest.raises(ValueError, match=r"needs the dtype F8_E8M0, which torch .* lacks"):
+        distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "export", quantize=name)
+
+
 def test_refusals(tmp_path):
     source(tmp_path, (300, 200))
     paths = tmp_path / "checkpoint", tmp_path / "export"
@@ -240,7 +248,7 @@ def test_refusals(tmp_path):
     assert not (tmp_path / "export").exists()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", forms(CASES))
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_values_that_no_scale_fits_are_named(tmp_path, name, bad):
     tensor = torch.randn(CASES[name][0])
