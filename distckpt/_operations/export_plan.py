@@ -120,7 +120,9 @@ def plan_export(
         outputs = [keep_precise(output) for output in outputs]
     if adapter is not None:
         settings = read_config(locations.join(adapter.location, CONFIG_NAME))
-        outputs = merge_adapter(outputs, adapter, settings, config or _config_beside(directory or stored.location))
+        model = config or _config_beside(directory or stored.location)
+        shared = () if tied == "write" else set(stored.manifest.aliases.values())
+        outputs = merge_adapter(outputs, adapter, settings, model, shared)
     quantization: Mapping[str, Any] | None = None
     values = outputs
     if formats:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from distckpt import families
 from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._plan.adapter_targets import FIELDS, check_targets
+from distckpt._plan.adapter_targets import FIELDS, check_targets, ends_with
 from distckpt._plan.export import Change, OutputTensor
 from distckpt._plan.peft_names import OF_EXPERTS, PREFIX
+from distckpt.rules import Assemble
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "adapter_config.json"
 _MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])((?:\.default)?(?:\.weight)?)")
@@ -31,34 +37,107 @@ def merge_adapter(
     adapter: StoredCheckpoint,
     config: Mapping[str, Any],
     model: Mapping[str, Any] | None = None,
+    tied: Collection[str] = (),
 ) -> list[OutputTensor]:
-    """Return the outputs with what an adapter, which has their names, changes in them.
+    """Return the outputs with what an adapter changes in them, which has their names or those of transformers.
 
-    `config` is the adapter's; `model`, where it is known, that of the model.
+    `config` is the adapter's; `model`, where it is known, that of the model. Of the keys in `tied`, other names are not
+    exported.
     """
     _check_config(adapter, config)
-    shapes = {output.name: output.shape for output in outputs}
+    names = {output.name: output.name for output in outputs}
+    if model and not _has_modules(names, adapter):
+        found = _names_in_memory(model)
+        names = {name: found.get(name, name) for name in names}
+    shapes = {names[output.name]: output.shape for output in outputs}
     changes = _changes(adapter, config, shapes)
     _check_saved(adapter, config, changes, shapes)
-    unmatched = changes.keys() - {output.name for output in outputs}
+    unmatched = changes.keys() - shapes.keys()
     if unmatched:
-        near = did_you_mean(min(unmatched), [output.name for output in outputs])
+        near = did_you_mean(min(unmatched), list(shapes))
         raise LoadMismatchError(
             f"The adapter {adapter.location!r} changes {summarize_keys(unmatched)}, not tensors of the export{near}. "
-            "Use `rules`, `family` or `rename` so that the export has the names of the model that the adapter is of.",
+            "Use `rules`, `family` or `rename` so that the export has the names of the model that the adapter is of, "
+            "or use merge_and_unload of PEFT.",
             missing=unmatched,
         )
+    _check_tied(adapter, changes, {names[output.name]: output for output in outputs}, model or {}, tied)
+    _check_parameters(adapter, config, changes)
+    adapted = {name.removesuffix(".weight") for name, change in changes.items() if change.b is not None}
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1 and name.endswith(".weight")]
+    check_targets(adapter.location, config, adapted, [name.removesuffix(".weight") for name in matrices], model)
+    return [_changed(output, changes.get(names[output.name])) for output in outputs]
+
+
+def _check_parameters(adapter: StoredCheckpoint, config: Mapping[str, Any], changes: Mapping[str, Change]) -> None:
+    """Refuse an adapter without matrices for a parameter that it lists."""
     for wanted in config.get("target_parameters") or ():
         first = OF_EXPERTS.get(wanted.rpartition(".")[2], (wanted,))[0]
-        if not any(change.num_experts and f".{first}." in name for name, change in changes.items()):
+        if not any(
+            (change.num_experts and f".{first}." in name) or ends_with(name, [wanted])
+            for name, change in changes.items()
+        ):
             raise CheckpointingException(
                 f"The adapter {adapter.location!r} has no tensors for {wanted!r}, of target_parameters in its "
                 f"{CONFIG_NAME}: it is not complete, or they are no experts that can be merged here."
             )
-    adapted = {name.removesuffix(".weight") for name, change in changes.items() if change.b is not None}
-    matrices = [name for name, shape in shapes.items() if len(shape) > 1 and name.endswith(".weight")]
-    check_targets(adapter.location, config, adapted, [name.removesuffix(".weight") for name in matrices], model)
-    return [_changed(output, changes.get(output.name)) for output in outputs]
+
+
+def _has_modules(names: Iterable[str], adapter: StoredCheckpoint) -> bool:
+    """Tell whether tensors of those names are the ones that an adapter is for; experts are one parameter for it."""
+    modules = {name.removesuffix(".0.down_proj.weight").removesuffix(".weight") for name in names}
+    keys = (key.removeprefix(PREFIX).replace(".base_layer", "") for key in adapter.manifest.key_index)
+    return all(found[1] in modules for key in keys if (found := _MATRIX.fullmatch(key)))
+
+
+def _names_in_memory(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that a model of transformers has in memory for tensors of its directory, by those on disk.
+
+    Pieces of experts are named as if each expert were a module, with parts named as in `OF_EXPERTS`.
+    """
+    try:
+        assembled = families.rules(model, "transformers")[-1]
+    except CheckpointingException as error:
+        logger.info("names in memory are not known: %s", error)
+        return {}
+    assert isinstance(assembled, Assemble)
+    names = {}
+    for name, mapped in assembled.tensors.items():
+        part, *others = mapped.parts
+        shape = assembled.sources[part.key]
+        block, _, leaf = part.key.rpartition(".")
+        if not others and part.order == tuple(range(len(shape))):
+            if mapped.shape == shape:
+                names[name] = part.key
+            elif leaf in OF_EXPERTS and len(shape) == 3:
+                expert, row, _ = part.source.offset
+                names[name] = f"{block}.{expert}.{OF_EXPERTS[leaf][row // mapped.shape[0]]}.weight"
+    return names
+
+
+def _check_tied(
+    adapter: StoredCheckpoint,
+    changes: Mapping[str, Change],
+    outputs: Mapping[str, OutputTensor],
+    model: Mapping[str, Any],
+    tied: Collection[str],
+) -> None:
+    """Refuse what takes the place of an embedding that is the output layer as well, which PEFT leaves as it is."""
+    text = inner if isinstance(inner := model.get("text_config"), dict) else model
+    may_be_tied = model.get("tie_word_embeddings", text.get("tie_word_embeddings")) is not False
+    shapes = collections.Counter(output.shape for output in outputs.values())
+    for name, change in changes.items():
+        if change.replacement is None or change.b is not None:
+            continue
+        shape = outputs[name].shape
+        is_only = may_be_tied and len(shape) == 2 and shape[0] == text.get("vocab_size") and shapes[shape] == 1
+        if is_only or any(part.key in tied for part in outputs[name].mapped.parts):
+            raise CheckpointingException(
+                f"The adapter {adapter.location!r} has a {name!r} of its own, which is the model's output layer, too: "
+                "PEFT leaves that as it was, so both are no longer one tensor. Export both, with tied='write' from a "
+                "checkpoint that has both names, or use merge_and_unload of PEFT. If the model has no output layer, "
+                "let its config.json say tie_word_embeddings=false."
+            )
 
 
 def _check_config(adapter: StoredCheckpoint, config: Mapping[str, Any]) -> None:
@@ -125,13 +204,15 @@ def _changes(
         elif found[3] == "B":
             module = found[1].removeprefix(PREFIX)
             block = module.replace(".base_layer", "")
-            if config.get("target_parameters") and f"{block}.0.down_proj.weight" in exported:
+            if config.get("target_parameters") and f"{block}.weight" not in exported:
                 changes |= _expert_changes(block, Change(adapter, b=key, a=partner), config, exported)
                 continue
-            changes[f"{module}.weight"] = changes.get(f"{module}.weight", Change(adapter))._replace(
+            weight = f"{module}.weight"
+            is_parameter = ends_with(weight, config.get("target_parameters") or ())
+            changes[weight] = changes.get(weight, Change(adapter))._replace(
                 b=key,
                 a=partner,
-                scaling=_scaling(module, adapter.global_shape(partner)[0], adapter, config),
+                scaling=_scaling(weight if is_parameter else module, adapter.global_shape(partner)[0], adapter, config),
                 transposed=bool(found[2] or config.get("fan_in_fan_out")),
             )
     return changes
@@ -142,6 +223,11 @@ def _expert_changes(
 ) -> dict[str, Change]:
     """Return the changes of experts, of which PEFT has the matrices of all in one; their shapes tell for what."""
     num = next(number for number in itertools.count() if f"{block}.{number}.down_proj.weight" not in exported)
+    if num == 0:
+        raise CheckpointingException(
+            f"The adapter {change.adapter.location!r} has matrices for {block!r}, and the export has no gate_proj, "
+            "up_proj and down_proj of each expert there: merge it with merge_and_unload of PEFT."
+        )
     b, (inner, columns) = change.adapter.global_shape(change.b or ""), change.adapter.global_shape(change.a)
     for parameter, names in OF_EXPERTS.items():
         shape = exported[f"{block}.0.{names[0]}.weight"]

@@ -61,10 +61,12 @@ def is_target(module: str, config: Mapping[str, Any]) -> bool:
     """Tell whether a configuration is for a module, as PEFT does; experts may be parameters that it names."""
     if (expert := _EXPERT.fullmatch(module)) and config.get("target_parameters"):
         leaf = next((name for name, parts in OF_EXPERTS.items() if expert["leaf"] in parts), expert["leaf"])
-        if _ends_with(f"{expert['block']}.{leaf}", config["target_parameters"]):
+        if ends_with(f"{expert['block']}.{leaf}", config["target_parameters"]):
             return True
+    if ends_with(f"{module}.weight", config.get("target_parameters") or ()):
+        return True
     targets, excluded = config.get("target_modules"), config.get("exclude_modules") or ()
-    if re.fullmatch(excluded, module) if isinstance(excluded, str) else _ends_with(module, excluded):
+    if re.fullmatch(excluded, module) if isinstance(excluded, str) else ends_with(module, excluded):
         return False
     if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in config.get("modules_to_save") or ()):
         return False
@@ -73,7 +75,7 @@ def is_target(module: str, config: Mapping[str, Any]) -> bool:
     if isinstance(targets, str):
         is_named = targets.lower() == _ALL_LINEAR or re.fullmatch(targets, module)
         return bool(is_named) and _is_in_layers(module, config)
-    return module in targets or (_ends_with(module, targets) and _is_in_layers(module, config))
+    return module in targets or (ends_with(module, targets) and _is_in_layers(module, config))
 
 
 def _is_in_layers(module: str, config: Mapping[str, Any]) -> bool:
@@ -94,13 +96,13 @@ def _missing(
         # Of a pattern, the last names of what it matches stand for the list.
         listed = [] if listed.lower() == _ALL_LINEAR else list({name.rpartition(".")[2] for name in targets})
     forms = {without_numbers(module) for module in adapted}
-    absent = [name for name in listed or () if not any(_ends_with(module, [name]) for module in adapted)]
+    absent = [name for name in listed or () if not any(ends_with(module, [name]) for module in adapted)]
     return [
         module
         for module in targets
         if module not in adapted
         and module not in not_loaded
-        and (without_numbers(module) in forms or (_ends_with(module, absent) and not _EXPERT.fullmatch(module)))
+        and (without_numbers(module) in forms or (ends_with(module, absent) and not _EXPERT.fullmatch(module)))
     ]
 
 
@@ -120,5 +122,6 @@ def _not_loaded(modules: Collection[str], model: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _ends_with(module: str, names: Collection[str]) -> bool:
+def ends_with(module: str, names: Collection[str]) -> bool:
+    """Tell whether a module has one of those names, or ends with one."""
     return any(module == name or module.endswith(f".{name}") for name in names)
