@@ -2,7 +2,7 @@
 
     python tests/benchmarks/async_save.py [--gb 2] [--ranks 2] [--runs 5] [--dir DIR] [--only NAME ...]
 
-Prints a table for docs/performance.md: of distckpt's `async_save` beside DCP's and Megatron Core's. The state is that
+Distckpt's `async_save` beside DCP's and Megatron Core's. The state is that
 of save_load.py. All figures are those of the rank that took longest, medians over the runs:
 
 - blocked, first / later: seconds from the call to the return. The first call also allocates memory, unless that was
@@ -22,7 +22,6 @@ import importlib
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,7 +34,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contest.contestants import chosen, contestants
 from contest.state import State, llama_sizes, llama_state, local_bytes
-from measure import machine_facts, markdown_table, time_together
+from measure import time_together
+from report import Cell, Report, figure, median, parser_of, ratio
 
 import distckpt
 from distckpt._ranks.processes import run_ranks
@@ -88,25 +88,27 @@ WAYS = [
 
 def main() -> None:
     """Run all ways in fresh processes, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state, all ranks together")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again")
     parser.add_argument("--only", nargs="+", help="ways whose name begins with one of these")
     arguments = parser.parse_args()
+    report = Report(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
-        run_ranks(run_rank, arguments.ranks, arguments, folder)
+        rows, num_bytes, copy_seconds = run_ranks(run_rank, arguments.ranks, arguments, folder)
+    report.about = f"{num_bytes / 1e9:.2f} GB on {arguments.ranks} gloo ranks; one copy takes {copy_seconds:.3f} s."
+    report.add(["", "first s", "later s", "x copy", "x save", "step", "Python", "on disk s"], rows)
+    report.finish()
 
 
-def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Measure everything in one rank; rank 0 prints."""
+def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> tuple[list[list[Cell]], int, float]:
+    """Measure everything in one rank; return rows, the bytes of all ranks, and the seconds of one copy."""
     torch.set_num_threads(1)
     state = llama_state(llama_sizes(arguments.gb))
     target = np.ones(sum(part.num_bytes for part in state.values()), np.uint8)
-    copy_seconds = statistics.median(time_copy(state, target) for _ in range(arguments.runs))
+    copies = [time_copy(state, target) for _ in range(arguments.runs)]
     del target
-    rows = []
+    rows: list[list[Cell]] = []
     for way in WAYS:
         if arguments.only and not way.name.startswith(tuple(arguments.only)):
             continue
@@ -119,26 +121,27 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         saves = [timed_save(found[0].save, prepared, f"{folder}/c") for _ in range(arguments.runs)]
         steps = [measure(way, prepared, folder, work_of_a_step) for _ in range(arguments.runs + 1)]
         counts = [measure(way, prepared, folder, work_of_counting) for _ in range(arguments.runs)]
-        later = statistics.median(blocked for blocked, _, _ in steps[1:])
+        later = [blocked for blocked, _, _ in steps[1:]]
         rows.append(
             [
                 way.name,
                 f"{steps[0][0]:.3f}",
-                f"{later:.3f}",
-                f"{later / copy_seconds:.2f}",
-                f"{later / statistics.median(saves):.2f}",
-                f"{100 * statistics.median(slower for _, slower, _ in steps[1:]):+.0f} %",
-                f"{100 * statistics.median(slower for _, slower, _ in counts):+.0f} %",
-                f"{statistics.median(seconds for _, _, seconds in steps[1:]):.2f}",
+                median(later, "{:.3f}"),
+                ratio(later, copies),
+                ratio(later, saves),
+                percent([slower for _, slower, _ in steps[1:]]),
+                percent([slower for _, slower, _ in counts]),
+                median([seconds for _, _, seconds in steps[1:]]),
             ]
         )
     total = torch.tensor(local_bytes(state))
     dist.all_reduce(total)
-    if rank == 0:
-        heads = ["", "first s", "later s", "x copy", "x save", "step", "Python", "on disk s"]
-        print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts(arguments.dir)}.\n")
-        print(f"{int(total) / 1e9:.2f} GB on {arguments.ranks} gloo ranks; one copy takes {copy_seconds:.3f} s.\n")
-        print(markdown_table(heads, rows))
+    return rows, int(total), statistics.median(copies)
+
+
+def percent(slower: list[float]) -> Cell:
+    """Return by how much work was slower."""
+    return figure(f"{100 * statistics.median(slower):+.0f} %", [1 + each for each in slower])
 
 
 def measure(way: Background, prepared: Any, folder: str, work: Callable[[], float]) -> tuple[float, float, float]:

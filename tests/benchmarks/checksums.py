@@ -1,6 +1,6 @@
 """What checksums add: durable saves with and without, loads that verify and that do not.
 
-    python tests/benchmarks/checksums.py DIR [--gb 1] [--runs 7]
+    python tests/benchmarks/checksums.py [--gb 1] [--runs 7] [--dir DIR]
 
 One process. Saves without checksums exist only here: the writer is asked for none, and the checkpoint is thrown away.
 The checkpoint holds matrices of two shapes, one of which has no power of two in it. Files of cold loads are out of the
@@ -10,16 +10,14 @@ over rounds.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import machine_facts, markdown_table
+from report import Cell, Report, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
@@ -38,13 +36,12 @@ LAYOUTS = {
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
+    parser = parser_of(__doc__, runs=7)
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--runs", type=int, default=7)
     arguments = parser.parse_args()
+    report = Report(arguments)
     torch.set_num_threads(1)
-    folder = Path(arguments.directory) / f"checksums-{os.getpid()}"
+    folder = Path(arguments.dir) / f"checksums-{os.getpid()}"
     folder.mkdir()
     pair_bytes = sum(4 * rows * columns for rows, columns in SHAPES)
     tensors = [torch.randn(shape) for _ in range(round(arguments.gb * 1e9 / pair_bytes)) for shape in SHAPES]
@@ -61,12 +58,11 @@ def main() -> None:
         rows = [[name, *measured(case, arguments.runs)] for name, case in cases.items()]
     finally:
         shutil.rmtree(folder)
-    print(machine_facts(arguments.directory), end="\n\n")
-    heads = [f"{arguments.gb:g} GB", "seconds with", "without", "ratio", "ratio of CPU time"]
-    print(markdown_table(heads, rows))
+    report.add([f"{arguments.gb:g} GB", "seconds with", "without", "ratio", "ratio of CPU time"], rows)
+    report.finish()
 
 
-def measured(case: Callable[[bool], Callable[[], object]], num_runs: int) -> list[str]:
+def measured(case: Callable[[bool], Callable[[], object]], num_runs: int) -> list[Cell]:
     """Run a case with and without checksums, in turn; return the cells of its row."""
     figures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for run in range(num_runs + 1):
@@ -78,9 +74,8 @@ def measured(case: Callable[[bool], Callable[[], object]], num_runs: int) -> lis
             figures[verifies].append((time.perf_counter() - wall, time.process_time() - cpu))
     # The first round is for warming up.
     pairs = list(zip(figures[True][1:], figures[False][1:], strict=True))
-    seconds = [statistics.median(pair[i][0] for pair in pairs) for i in range(2)]
-    ratios = [statistics.median(with_[i] / without[i] for with_, without in pairs) for i in range(2)]
-    return [f"{value:.4f}" for value in seconds] + [f"{ratio:.2f}" for ratio in ratios]
+    seconds = [median([pair[i][0] for pair in pairs], "{:.4f}") for i in range(2)]
+    return seconds + [median([with_[i] / without[i] for with_, without in pairs]) for i in range(2)]
 
 
 def shard(key: int, whole: torch.Tensor, part: tuple[slice, slice], data: torch.Tensor) -> ShardedTensor:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/consolidation.py [--runs 5] [--scale 1] [--dir DIR] [--automodel DIR] [--only WORD ...]
 
-Prints tables for docs/performance.md. Automodel takes part when its wheel was unpacked before, which needs none of its
+Automodel takes part when its wheel was unpacked before, which needs none of its
 dependencies: `pip install --no-deps --target DIR nemo-automodel`. Input files are in the page cache. Every run is a
 fresh process, whose peak of memory is measured, too; contestants take turns, and what they wrote is compared with what
 the shards were made of. A round before the first is not counted. Medians over the runs.
@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from measure import machine_facts, markdown_table, peak_memory_bytes, timed
+from measure import peak_memory_bytes, timed
+from report import Cell, Report, figure, median, parser_of, ratio
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -96,27 +97,25 @@ CASES = [
 
 def main() -> None:
     """Run all cases and the import, print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = parser_of(__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the sizes, for a quick look")
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where files go; they are deleted again")
     parser.add_argument("--automodel", help="folder that the wheel nemo-automodel was unpacked into")
     parser.add_argument("--only", nargs="+", help="cases with one of these words in their name ('import' is one)")
     arguments = parser.parse_args()
+    report = Report(arguments)
     if arguments.automodel:
         sys.path.append(arguments.automodel)
     names = [name for name in MODULES if is_there(name)]
-    print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts(arguments.dir)}.\n")
-    print(*(f"{name} is not installed and left out.\n" for name in MODULES if name not in names), sep="\n")
-    rows: list[list[str]] = []
+    report.notes += [NOTES, *(f"{name} is not installed and left out." for name in MODULES if name not in names)]
+    rows: list[list[Cell]] = []
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         for case in CASES:
             if not arguments.only or any(word in case.name for word in arguments.only):
                 rows += measure(case, [*names, FLOOR], arguments, folder)
-        print(markdown_table(HEADS, rows) + "\n")
+        report.add(HEADS, rows)
         if not arguments.only or "import" in arguments.only:
-            print(markdown_table(IMPORT_HEADS, measure_import(arguments.scale, arguments.runs, folder)) + "\n")
-    print(NOTES)
+            report.add(IMPORT_HEADS, measure_import(arguments.scale, arguments.runs, folder))
+    report.finish()
 
 
 def is_there(name: str) -> bool:
@@ -130,10 +129,10 @@ def is_there(name: str) -> bool:
 
 # ---- consolidation
 
-HEADS = ["case", "by", "seconds", "range", "GB/s", "speed / torch's", "speed / cp's", "extra peak MB"]
+HEADS = ["case: by", "seconds", "range", "GB/s", "speed / torch's", "speed / cp's", "extra peak MB"]
 
 
-def measure(case: Case, names: list[str], arguments: argparse.Namespace, folder: str) -> list[list[str]]:
+def measure(case: Case, names: list[str], arguments: argparse.Namespace, folder: str) -> list[list[Cell]]:
     """Consolidate a folder with every contestant in turn, round after round; returns rows of the table."""
     tensors = case.tensors(arguments.scale)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -155,31 +154,29 @@ def measure(case: Case, names: list[str], arguments: argparse.Namespace, folder:
         for target in targets:
             shutil.rmtree(target)
         os.sync()
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(SETTLE_SECONDS * min(1, arguments.scale))
     shutil.rmtree(source)
     runs = {name: all_runs[1:] for name, all_runs in runs.items()}
-    medians = {name: statistics.median(run.seconds for run in runs[name]) for name in names}
-    return [row(case, name, runs, medians, num_bytes) for name in names]
+    return [row(case, name, runs, num_bytes) for name in names]
 
 
-def row(case: Case, name: str, runs: dict[str, list[Run]], medians: dict[str, float], num_bytes: int) -> list[str]:
+def row(case: Case, name: str, runs: dict[str, list[Run]], num_bytes: int) -> list[Cell]:
     """Lay out what one contestant needed for one case."""
     errors = {run.error for run in runs[name]} - {None}
     if errors:
-        return [case.name, name, str(errors.pop()), "", "", "", "", ""]
+        return [f"{case.name}: {name}", str(errors.pop()), "", "", "", "", ""]
     seconds = [run.seconds for run in runs[name]]
 
-    def speed(other: str) -> str:
-        failed = other not in runs or runs[other][0].error is not None
-        return "" if failed else f"{medians[other] / medians[name]:.2f}"
+    def speed(other: str) -> Cell:
+        failed = other not in runs or any(run.error for run in runs[other])
+        return "" if failed else ratio([run.seconds for run in runs[other]], seconds)
 
     peak = max(run.peak_bytes for run in runs[name])
     return [
-        case.name,
-        name,
-        f"{medians[name]:.2f}",
+        f"{case.name}: {name}",
+        median(seconds),
         f"{min(seconds):.2f} - {max(seconds):.2f}",
-        f"{num_bytes / medians[name] / 1e9:.2f}",
+        figure(f"{num_bytes / statistics.median(seconds) / 1e9:.2f}", seconds),
         speed("torch"),
         speed(FLOOR),
         "" if name == FLOOR else f"{peak / 1e6:.0f}",
@@ -269,7 +266,7 @@ def compare(tensors: Tensors, target: str, name: str) -> None:
 IMPORT_HEADS = ["import, TP2", "seconds", "range", "GB/s of both ranks", "read / held, rank 0", "read / held, rank 1"]
 
 
-def measure_import(scale: float, num_runs: int, folder: str) -> list[list[str]]:
+def measure_import(scale: float, num_runs: int, folder: str) -> list[list[Cell]]:
     """Load a Hugging Face file by halves on two ranks; returns rows of the table."""
     tensors = matrices(8, 16384, 4096)(scale)
     os.mkdir(f"{folder}/hf")
@@ -281,13 +278,12 @@ def measure_import(scale: float, num_runs: int, folder: str) -> list[list[str]]:
         run_ranks(import_half, 2, folder, shapes, axis, num_runs)
         figures = [json.loads(Path(f"{folder}/rank{rank}.json").read_text()) for rank in range(2)]
         seconds = [max(pair) for pair in zip(*(f["seconds"] for f in figures), strict=True)]
-        median = statistics.median(seconds)
         rows.append(
             [
                 f"{num_bytes / 1e9:.1f} GB, cut along axis {axis}",
-                f"{median:.2f}",
+                median(seconds),
                 f"{min(seconds):.2f} - {max(seconds):.2f}",
-                f"{num_bytes / median / 1e9:.2f}",
+                figure(f"{num_bytes / statistics.median(seconds) / 1e9:.2f}", seconds),
                 *(f"{f['ratio']:.3f}" for f in figures),
             ]
         )
@@ -318,12 +314,13 @@ def bytes_read() -> int:
     return int(match[1])
 
 
-NOTES = f"""\
-One output file, {NUM_THREADS} threads, warm input. distckpt's output is on disk when it returns, and so is what cp has
-copied (shard files as they are, each synced); torch's and Automodel's functions call no fsync, and what they have
-written is not synced in the time measured. Extra peak memory is what became resident beyond what was before, the
-largest of all runs. read / held: bytes asked of the system by the bytes of the rank's slices; along axis 1 the runs of
-a slice are 8 KiB long, with gaps as long."""
+NOTES = (
+    f"One output file, {NUM_THREADS} threads, warm input. distckpt's output is on disk when it returns, and so is what "
+    "cp has copied (shard files as they are, each synced); torch's and Automodel's functions call no fsync, and what "
+    "they have written is not synced in the time measured. Extra peak memory is what became resident beyond what was "
+    "before, the largest of all runs. read / held: bytes asked of the system by the bytes of the rank's slices; along "
+    "axis 1 the runs of a slice are 8 KiB long, with gaps as long."
+)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ and puts files into the page cache. Medians over the runs.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 
-from measure import machine_facts, markdown_table
+from report import Cell, Report, median, parser_of
 
 Times = tuple[float, float]
 """Seconds that passed, and seconds of processor time."""
@@ -39,9 +37,8 @@ print(*[late - early for a, b in zip(clocks, clocks[1:]) for early, late in zip(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=11)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, runs=11, has_files=False).parse_args()
+    report = Report(arguments)
     torch_times: list[Times] = []
     added: dict[str, list[Times]] = {statement: [] for statement in STATEMENTS}
     with tempfile.TemporaryDirectory() as folder:
@@ -52,13 +49,13 @@ def main() -> None:
                     torch_times.append(of_torch)
                     added[statement].append(of_statement)
     rows = [row("`import torch`", torch_times), *(row(f"then `{name}`", times) for name, times in added.items())]
-    print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts(None)}.\n")
-    print(markdown_table(["statement", "ms", "processor time, ms"], rows))
+    report.add(["statement", "ms", "processor time, ms"], rows)
+    report.finish()
 
 
-def row(name: str, times: list[Times]) -> list[str]:
+def row(name: str, times: list[Times]) -> list[Cell]:
     """Give the medians of one statement."""
-    return [name, *(f"{1e3 * statistics.median(seconds):.1f}" for seconds in zip(*times, strict=True))]
+    return [name, *(median([1e3 * one for one in seconds], "{:.1f}") for seconds in zip(*times, strict=True))]
 
 
 def import_times(statement: str, bytecode_folder: str) -> tuple[Times, Times]:

@@ -10,7 +10,6 @@ latter. Medians over the runs.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
@@ -21,7 +20,7 @@ import time
 from multiprocessing.connection import Connection
 
 import torch
-from measure import machine_facts, markdown_table
+from report import Report, figure, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
@@ -32,11 +31,11 @@ IDLE_COUNTS = 50
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, runs=7)
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again")
     arguments = parser.parse_args()
+    report = Report(arguments)
+    report.about = f"{arguments.gb:g} GB."
     torch.set_num_threads(1)
     here, elsewhere = sorted(os.sched_getaffinity(0))[:2]
     num_tensors = 64
@@ -55,10 +54,17 @@ def main() -> None:
             within.append(loss_within(state, folder, here, elsewhere))
             without.append(loss_beside(state, folder, ours, elsewhere))
     beside.kill()
-    print(f"{arguments.gb} GB: {machine_facts(arguments.dir)}\n")
-    rows = [[name, *(f"{100 * value:.1f} %" for value in (statistics.median(losses), min(losses), max(losses)))]
-            for name, losses in (("in the saving process", within), ("in a process beside it", without))]  # fmt: skip
-    print(markdown_table(["the loop loses", "median", "least", "most"], rows))
+    beside.join()
+    rows = [
+        [
+            name,
+            figure(f"{100 * statistics.median(losses):.1f} %", [1 - loss for loss in losses]),
+            f"{100 * min(losses):.1f} to {100 * max(losses):.1f} %",
+        ]
+        for name, losses in (("in the saving process", within), ("in a process beside it", without))
+    ]
+    report.add(["the loop loses", "median", "range"], rows)
+    report.finish()
 
 
 def save(state: dict[str, ShardedTensor], folder: str) -> distckpt.SaveHandle:

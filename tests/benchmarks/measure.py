@@ -82,8 +82,7 @@ def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
     if dist.get_rank() == 0 and locations.is_local(folder):
         for path in [*_files(folder), folder]:
             sync_file(path)
-        for path in _files(folder):
-            _read_through(path)
+        fill_cache(folder)
         time.sleep(settle_seconds)
     dist.barrier()
 
@@ -113,11 +112,13 @@ def sync_file(path: str) -> None:
         os.close(fd)
 
 
-def _read_through(path: str) -> None:
+def fill_cache(folder: str) -> None:
+    """Bring the files of a folder into the page cache."""
     buffer = bytearray(16 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+    for path in _files(folder):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
 def _files(folder: str) -> Iterator[str]:
@@ -135,7 +136,11 @@ def machine_facts(folder: str | None) -> str:
     if folder:
         is_local = locations.is_local(folder)
         facts.append(f"{_file_system(folder)} file system" if is_local else f"{folder.partition('://')[0]} store")
-    facts += [f"Linux {platform.release()}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    facts += [
+        f"Linux {platform.release().partition('-')[0]}",
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__}",
+    ]
     return ", ".join(facts)
 
 

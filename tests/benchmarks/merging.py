@@ -11,7 +11,6 @@ counted. Medians over the runs; the processor time is that of all threads, for a
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
@@ -20,7 +19,8 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
-from measure import machine_facts, markdown_table, peak_memory_bytes, timed
+from measure import peak_memory_bytes, timed
+from report import Report, figure, median, parser_of, ratio
 
 import distckpt
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
@@ -29,15 +29,15 @@ from distckpt._io.write import NewFile, WriteSettings, write_files
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--gigabytes", type=float, default=0.5, help="of each checkpoint")
     parser.add_argument("--checkpoints", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--cold", action="store_true", help="drop the inputs from the page cache before each run")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where files go; they are deleted again")
     arguments = parser.parse_args()
-    print(f"{machine_facts(arguments.dir)}, load {os.getloadavg()[0]:.1f}\n")
+    report = Report(arguments)
+    inputs = f"{arguments.checkpoints} checkpoints of {arguments.gigabytes:g} GB, {arguments.dtype}"
+    report.about = f"{inputs}, {'on disk' if arguments.cold else 'in the page cache'}."
     contestants = {"read + write": floor, "distckpt.merge": merge, "distckpt.merge, verified": merge_verified}
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         dtype = getattr(torch, arguments.dtype)
@@ -50,20 +50,21 @@ def main() -> None:
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
                     runs[name].append(fresh.submit(run_once, function, paths, f"{folder}/out", arguments.cold).result())
                 shutil.rmtree(f"{folder}/out")
-    medians = {name: statistics.median(seconds for seconds, _, _ in all_runs[1:]) for name, all_runs in runs.items()}
+    seconds = {name: [one for one, _, _ in all_runs[1:]] for name, all_runs in runs.items()}
     num_elements = sizes[0] / dtype.itemsize
     rows = [
         [
             name,
-            f"{median:.2f}",
-            f"{sum(sizes) / median / 1e9:.2f}",
-            f"{medians['read + write'] / median:.2f}",
-            f"{statistics.median(used for _, used, _ in runs[name][1:]) / num_elements * 1e9:.1f}",
+            median(each),
+            figure(f"{sum(sizes) / statistics.median(each) / 1e9:.2f}", each),
+            ratio(seconds["read + write"], each),
+            median([used / num_elements * 1e9 for _, used, _ in runs[name][1:]], "{:.1f}"),
             f"{max(peak for _, _, peak in runs[name]) / 1e6:.0f}",
         ]
-        for name, median in medians.items()
+        for name, each in seconds.items()
     ]
-    print(markdown_table(["", "seconds", "GB/s read", "speed / floor", "CPU ns / element", "extra peak MB"], rows))
+    report.add(["", "seconds", "GB/s read", "speed / floor", "CPU ns / element", "extra peak MB"], rows)
+    report.finish()
 
 
 def checkpoint(path: str, seed: int, gigabytes: float, dtype: torch.dtype) -> str:

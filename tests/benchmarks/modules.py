@@ -8,7 +8,6 @@ the mesh. The least of several runs counts. Ends with an error when describing t
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import machine_facts, markdown_table
+from report import Report, parser_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -28,12 +27,12 @@ LIMIT_SECONDS = 0.5
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_files=False)
     parser.add_argument("--tensors", type=int, default=10_000)
-    parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts('.')}.", flush=True)
+    report = Report(arguments)
+    report.about = f"Seconds of CPU time for {arguments.tensors:,} parameters, the least of {arguments.runs} runs."
 
     rows, slowest = [], 0.0
     module = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(arguments.tensors // 2)])
@@ -54,9 +53,8 @@ def main() -> None:
         rows.append([kind, *(f"{value:.3f}" for value in (seconds, loading, used, fresh))])
     dist.destroy_process_group()
 
-    print(f"\nSeconds of CPU time for {arguments.tensors} parameters:\n")
-    heads = ["parameters", "sharded_state_dict", "load_sharded_state_dict", "AdamW", "new AdamW"]
-    print(markdown_table(heads, rows))
+    report.add(["parameters", "sharded_state_dict", "load_sharded_state_dict", "AdamW", "new AdamW"], rows)
+    report.finish()
     if slowest >= LIMIT_SECONDS:
         sys.exit(f"sharded_state_dict took {slowest:.2f} s, not less than {LIMIT_SECONDS} s")
 

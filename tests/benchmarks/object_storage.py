@@ -1,6 +1,6 @@
 """Save to and load from an object store, beside s3fs's own transfers of the same bytes.
 
-    python tests/benchmarks/object_storage.py [--mib 256] [--files 1] [--rounds 5] [--url s3://bucket/place]
+    python tests/benchmarks/object_storage.py [--mib 256] [--files 1] [--runs 5] [--url s3://bucket/place]
 
 Without --url an S3 server (moto) runs in a process of its own on this machine. It is slow, and shares the processors:
 what counts is the ratio. As it comes, it reads the whole object for every range that is asked for (0.7 ms per MiB where
@@ -14,12 +14,10 @@ file, and loads into tensors that are there already, without and with checksums.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import secrets
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +29,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import torch
-from measure import machine_facts, markdown_table
+from report import Cell, Report, figure, parser_of, ratio
 
 import distckpt
 from distckpt import ShardedTensor
@@ -144,32 +142,36 @@ def measure(todo: dict[str, tuple[Callable, Callable]], rounds: int) -> dict[str
 
 def main() -> None:
     """Run it and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, has_files=False)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--files", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--url", help="an empty place; its content is removed afterwards")
     arguments = parser.parse_args()
+    report = Report(arguments)
+    report.about = f"{arguments.mib} MiB in {arguments.files} tensors, medians of {arguments.runs} rounds."
     bucket, stop = (arguments.url, lambda: None) if arguments.url else start_server()
     url = f"{bucket.rstrip('/')}/benchmark-{secrets.token_hex(4)}"
     num_bytes = arguments.mib << 20
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     try:
         with tempfile.TemporaryDirectory(dir=memory) as scratch:
-            seconds = measure(contestants(url, num_bytes, arguments.files, Path(scratch)), arguments.rounds)
+            seconds = measure(contestants(url, num_bytes, arguments.files, Path(scratch)), arguments.runs)
         files, place = fsspec.core.url_to_fs(url)
         files.rm(place, recursive=True)
     finally:
         stop()
-    medians = {name: [statistics.median(times) for times in pair] for name, pair in seconds.items()}
-    best = [min(pair[which] for name, pair in medians.items() if name.startswith("s3fs")) for which in (0, 1)]
-    rows = []
-    for name, (save, load) in medians.items():
-        saved = ["", ""] if name == "distckpt, verified" else [f"{num_bytes / save / 1e6:.0f}", f"{best[0] / save:.2f}"]
-        rows.append([name, *saved, f"{num_bytes / load / 1e6:.0f}", f"{best[1] / load:.2f}"])
-    print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts(tempfile.gettempdir())}.\n")
-    print(f"{arguments.mib} MiB in {arguments.files} tensors, medians of {arguments.rounds} rounds.\n")
-    print(markdown_table(["", "save MB/s", "of s3fs", "load MB/s", "of s3fs"], rows))
+    others = [pair for name, pair in seconds.items() if name.startswith("s3fs")]
+    best = [min((pair[which] for pair in others), key=statistics.median) for which in (0, 1)]
+
+    def cells(which: int, times: list[float]) -> list[Cell]:
+        return [figure(f"{num_bytes / statistics.median(times) / 1e6:.0f}", times), ratio(best[which], times)]
+
+    rows = [
+        [name, *(["", ""] if name == "distckpt, verified" else cells(0, saves)), *cells(1, loads)]
+        for name, (saves, loads) in seconds.items()
+    ]
+    report.add(["", "save MB/s", "of s3fs", "load MB/s", "of s3fs"], rows)
+    report.finish()
 
 
 if __name__ == "__main__":

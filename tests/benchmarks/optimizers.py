@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from report import Report, parser_of
 
 import distckpt
 
@@ -121,9 +122,13 @@ def outcome(make_one: Callable[[torch.nn.Module], Any], resume: Callable[..., No
     return "exact but for rounding" if all(torch.allclose(*pair, rtol=1e-4) for pair in pairs) else "goes on otherwise"
 
 
-def main() -> int:
+def main() -> None:
     import pytorch_optimizer as package
 
+    parser = parser_of(__doc__, runs=None, has_files=False)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of classes; default: all")
+    arguments = parser.parse_args()
+    report = Report(arguments)
     candidates: dict[str, Callable[[torch.nn.Module], Any]] = {}
     for name in package.get_supported_optimizers():
         cls = package.load_optimizer(name)
@@ -132,8 +137,7 @@ def main() -> int:
         if hasattr(package, name) and name not in candidates:
             candidates[name] = lambda model, name=name: make(object, model, getattr(package, name))
     ways = {"distckpt": by_distckpt, "state_dict": by_state_dict}
-    # Names on the command line choose some of them.
-    candidates = {name: make_one for name, make_one in candidates.items() if name in (sys.argv[1:] or candidates)}
+    candidates = {name: make_one for name, make_one in candidates.items() if name in (arguments.names or candidates)}
     num_exact = dict.fromkeys(ways, 0)
     unusable, rest = {}, {}
     for name, make_one in candidates.items():
@@ -150,16 +154,15 @@ def main() -> int:
         if found["distckpt"] != "exact" or found["state_dict"] != "exact":
             rest[name] = found
     num = len(candidates) - len(unusable)
-    print(f"{num} of {len(candidates)} train here; exact: " + ", ".join(f"{way} {n}" for way, n in num_exact.items()))
-    for name, found in rest.items():
-        print(f"  {name}: " + "; ".join(f"{way}: {text}" for way, text in found.items()))
-    print("do not train here:")
-    for name, text in unusable.items():
-        print(f"  {name}: {text}")
-    return 0
+    exact = ", ".join(f"{way} {n}" for way, n in num_exact.items())
+    report.about = f"{num} of {len(candidates)} train here; exact: {exact}."
+    if rest:
+        report.add(["not exact", *ways], [[name, *found.values()] for name, found in rest.items()])
+    report.notes += [f"{name} does not train here: {text}" for name, text in unusable.items()]
+    report.finish()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    sys.exit(main())
+    main()

@@ -14,10 +14,8 @@ the last column is the exponent e of the power law N**e that fits best.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import hashlib
-import json
 import pstats
 import tempfile
 import time
@@ -28,7 +26,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from measure import machine_facts, markdown_table, peak_memory_bytes, timed
+from measure import peak_memory_bytes, timed
+from report import Cell, Report, parser_of
 
 from distckpt import InvalidShardingError, ShardedTensor
 from distckpt._base.memory import paused_garbage_collection
@@ -65,35 +64,33 @@ STATES = [("model.", torch.bfloat16), ("optimizer.exp_avg.", torch.float32), ("o
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, runs=None, has_files=False)
     parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=sorted(LAYOUTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024], help=f"multiples of TP x PP = {TP * PP}")
     parser.add_argument("--tensors", type=int, default=1000, help="per rank")
     parser.add_argument("--chunks", type=int, default=1_000_000, help="in the manifest; 0 leaves it out")
     parser.add_argument("--profile", action="store_true", help="print where the time of planning goes")
-    parser.add_argument("--json", help="also write the figures here")
     arguments = parser.parse_args()
     if any(num_ranks % (TP * PP) for num_ranks in arguments.ranks):
         parser.error(f"--ranks must be multiples of {TP * PP}")
-    print(machine_facts(None), end="\n\n")
+    report = Report(arguments)
+    report.about = f"{arguments.tensors} tensors on each rank; seconds are of CPU time."
     profiler = cProfile.Profile()
-    figures: dict[str, Any] = {}
     for layout in arguments.layouts:
         found = []
         for num_ranks in arguments.ranks:
             tables = list(LAYOUTS[layout](num_ranks, arguments.tensors))
             with paused_garbage_collection():  # as `save` does
                 found.append(plan_a_save(tables, profiler if arguments.profile else None))
-        figures[layout] = dict(zip(map(str, arguments.ranks), found, strict=True))
-        print(f"Planning a save of {layout}, {arguments.tensors} tensors on each rank:\n")
-        print(_compared(arguments.ranks, found), end="\n\n")
+        heads = [f"a save of {layout}", *(f"{count} ranks" for count in arguments.ranks), "exponent"]
+        report.add(heads, _compared(arguments.ranks, found))
     if arguments.chunks:
-        figures["manifest"] = write_and_open_a_manifest(arguments.chunks)
-        print(f"A manifest of {arguments.chunks:,} chunks:\n\n{_table(figures['manifest'])}")
+        found_of_manifest = write_and_open_a_manifest(arguments.chunks)
+        rows = [[name, _text(value)] for name, value in found_of_manifest.items()]
+        report.add([f"a manifest of {arguments.chunks:,} chunks", ""], rows)
     if arguments.profile:
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(30)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(figures, indent=1))
+    report.finish()
 
 
 def plan_a_save(tables: list[ShardTable], profiler: cProfile.Profile | None) -> dict[str, Any]:
@@ -358,8 +355,8 @@ def made_up_manifest(num_chunks: int) -> Manifest:
     )
 
 
-def _compared(num_ranks: list[int], found: list[dict[str, Any]]) -> str:
-    """Make a table with a column for each number of ranks, and the exponents of growth."""
+def _compared(num_ranks: list[int], found: list[dict[str, Any]]) -> list[list[Cell]]:
+    """Make rows with a column for each number of ranks, and the exponents of growth."""
     rows = []
     for name in found[0]:
         values = [figures[name] for figures in found]
@@ -367,15 +364,11 @@ def _compared(num_ranks: list[int], found: list[dict[str, Any]]) -> str:
         if len(found) > 1 and not isinstance(values[0], str) and all(value > 0 for value in values):
             exponent = f"{np.polyfit(np.log(num_ranks), np.log(values), 1)[0]:.2f}"
         rows.append([name, *map(_text, values), exponent])
-    return markdown_table(["", *(f"{count} ranks" for count in num_ranks), "exponent"], rows)
+    return rows
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
-
-
-def _table(figures: dict[str, Any]) -> str:
-    return markdown_table(["", ""], [[name, _text(value)] for name, value in figures.items()])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ of all threads, and by how much the resident memory grew at most.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -20,7 +19,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint
-from measure import empty_cache, machine_facts, markdown_table, peak_memory_bytes, sync_file, timed
+from measure import empty_cache, peak_memory_bytes, sync_file, timed
+from report import Report, figure, median, parser_of, ratio
 from safetensors.torch import save_file
 
 import distckpt
@@ -88,11 +88,10 @@ def load_with_torch(folder: Path, state: Tensors) -> None:
 
 def main() -> None:
     """Write the directories, let the contestants take turns, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=512, help="size of the values")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--dir", help="where files go")
     arguments = parser.parse_args()
+    report = Report(arguments)
     count = max(1, (arguments.mib << 20) // (2 * ROWS * COLUMNS))
     state = {f"l.{number}.weight": torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16) for number in range(count)}
     contestants = {make.__name__: (make, load_with_distckpt) for make in (plain, fp8_block, int4, mxfp4)}
@@ -117,35 +116,25 @@ def main() -> None:
                 cold[name].append(timed(lambda load=load, folder=folder: load(folder, state))[1])
                 if number == 1:
                     peaks[name] = peak_memory_bytes(lambda load=load, folder=folder: load(folder, state))
-        print(f"{count} tensors of {ROWS} x {COLUMNS}, {arguments.runs} runs; {machine_facts(base)}\n")
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
     size = 2 * ROWS * COLUMNS * count
     rows = [
         [
             name,
-            f"{median:.3f}",
-            f"{size / median / 1e9:.2f}",
-            f"{medians['plain'] / median:.2f}",
-            f"{statistics.median(processor[name]) / (size / 2) * 1e9:.2f}",
-            f"{statistics.median(processor['plain']) / statistics.median(processor[name]):.2f}",
-            f"{statistics.median(cold[name]):.3f}",
-            f"{statistics.median(cold['plain']) / statistics.median(cold[name]):.2f}",
+            median(each, "{:.3f}"),
+            figure(f"{size / statistics.median(each) / 1e9:.2f}", each),
+            ratio(seconds["plain"], each),
+            median([used / (size / 2) * 1e9 for used in processor[name]]),
+            ratio(processor["plain"], processor[name]),
+            median(cold[name][1:], "{:.3f}"),
+            ratio(cold["plain"][1:], cold[name][1:]),
             f"{peaks[name] / 2**20:.0f}",
         ]
-        for name, median in medians.items()
+        for name, each in seconds.items()
     ]
-    columns = [
-        "directory",
-        "s",
-        "GB/s of values",
-        "of plain",
-        "CPU ns/value",
-        "of plain",
-        "cold s",
-        "of plain",
-        "peak MiB",
-    ]
-    print(markdown_table(columns, rows))
+    heads = ["s", "GB/s of values", "of plain", "CPU ns/value", "of plain", "cold s", "of plain", "peak MiB"]
+    report.about = f"{count} tensors of {ROWS} x {COLUMNS}, medians of {arguments.runs} runs."
+    report.add(["directory", *heads], rows)
+    report.finish()
 
 
 if __name__ == "__main__":

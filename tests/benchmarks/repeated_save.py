@@ -1,6 +1,6 @@
 """What planning and exchange cost when the same structure is saved again.
 
-    python tests/benchmarks/repeated_save.py DIR [--ranks 8] [--tensors 5000] [--saves 7]
+    python tests/benchmarks/repeated_save.py [--ranks 8] [--tensors 5000] [--runs 6] [--dir DIR]
 
 Every rank holds shards of all tensors, tiny ones, so that hardly anything but planning takes time. The phases are those
 of `SaveReport`; one all-reduce, which is what agreeing on a known plan exchanges, is timed beside them.
@@ -8,37 +8,31 @@ of `SaveReport`; one all-reduce, which is what agreeing on a known plan exchange
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
-import statistics
+import tempfile
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from measure import machine_facts, markdown_table
+from report import Cell, Report, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
+from distckpt._ranks.processes import run_ranks
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
+    parser = parser_of(__doc__, runs=6)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tensors", type=int, default=5000)
-    parser.add_argument("--saves", type=int, default=7)
     arguments = parser.parse_args()
-    print(machine_facts(arguments.directory), end="\n\n")
-    folder = os.path.join(arguments.directory, f"repeated-{os.getpid()}")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", OMP_NUM_THREADS="1")
-    try:
-        mp.spawn(save_often, (arguments.ranks, arguments.tensors, arguments.saves, folder), arguments.ranks)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    report = Report(arguments)
+    report.about = f"{arguments.ranks} ranks x {arguments.tensors} tensors, milliseconds on the slowest rank."
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
+        rows = run_ranks(save_often, arguments.ranks, arguments.tensors, arguments.runs, folder)
+    report.add(["phase", "first save", "again, median"], rows)
+    report.finish()
 
 
 def state_of(rank: int, num_ranks: int, num_tensors: int) -> dict[str, Any]:
@@ -47,12 +41,11 @@ def state_of(rank: int, num_ranks: int, num_tensors: int) -> dict[str, Any]:
     return {key: ShardedTensor.from_rank_offsets(key, torch.ones(8), (0, rank, num_ranks)) for key in keys}
 
 
-def save_often(rank: int, num_ranks: int, num_tensors: int, num_saves: int, folder: str) -> None:
-    """Save again and again; rank 0 prints medians of all but the first."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+def save_often(rank: int, num_tensors: int, num_runs: int, folder: str) -> list[list[Cell]]:
+    """Save again and again; return rows of the first save and of all others."""
+    num_ranks = dist.get_world_size()
     rows = []
-    for number in range(num_saves):
+    for number in range(num_runs + 1):
         state = state_of(rank, num_ranks, num_tensors)
         dist.barrier()
         started = time.perf_counter()
@@ -64,13 +57,11 @@ def save_often(rank: int, num_ranks: int, num_tensors: int, num_saves: int, fold
         report = reports[0]
         rows.append([agreement, *report.phases.values()])
         assert report.plan_reused == (number > 0)
-    if rank == 0:
-        names = ["one all-reduce", *report.phases]
-        again = [statistics.median(column) for column in zip(*rows[1:], strict=True)]
-        table = [[n, f"{a * 1e3:.1f}", f"{b * 1e3:.1f}"] for n, a, b in zip(names, rows[0], again, strict=True)]
-        print(f"{num_ranks} ranks x {num_tensors} tensors, milliseconds on the slowest rank:\n")
-        print(markdown_table(["phase", "first save", "again, median"], table))
-    dist.destroy_process_group()
+    again = zip(*rows[1:], strict=True)
+    return [
+        [name, f"{first * 1e3:.1f}", median([seconds * 1e3 for seconds in column], "{:.1f}")]
+        for name, first, column in zip(["one all-reduce", *report.phases], rows[0], again, strict=True)
+    ]
 
 
 if __name__ == "__main__":

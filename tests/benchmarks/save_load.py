@@ -2,7 +2,7 @@
 
     python tests/benchmarks/save_load.py [--dir DIR] [--gb 2] [--ranks 2] [--runs 5] [--only NAME ...] [--cases ...]
 
-Prints the tables of docs/performance.md. Every contestant saves and loads in turn, round after round, in another order
+Every contestant saves and loads in turn, round after round, in another order
 each time; medians count, a first round does not, in which what is loaded is compared with what was saved. Seconds go
 from a barrier to the end of the last rank. Raw is as many bytes in requests of 16 MiB, read straight into the tensors.
 `--dir` may be a URL such as s3://bucket/prefix. The cases:
@@ -21,17 +21,11 @@ safetensors readers) count while their pages are resident. `distckpt bench DIR` 
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import tempfile
-from pathlib import Path
-
 from contest.contestants import ALONE
-from contest.figures import Outcome, tables, titles, to_json
+from contest.figures import Outcome, table_of, titles, to_json
 from contest.rounds import Settings, run_rank
 from contest.state import MAX_RANKS, llama_sizes
-from pictures.chart import draw
+from report import Report, parser_of
 
 from distckpt._base.memory import estimate_available_memory
 from distckpt._cli.bench import scratch_folder
@@ -46,17 +40,14 @@ STATE_COPIES = 5
 
 def main() -> None:
     """Run the contest and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again")
+    parser = parser_of(__doc__)
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state, all ranks together")
     parser.add_argument("--ranks", type=int, default=2, help="a power of two")
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants whose name begins with one of these")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="default: all")
     parser.add_argument("--peaks", action="store_true", help="also measure memory")
-    parser.add_argument("--json", help="also write all figures here, for page.py")
-    parser.add_argument("--svg", help="also draw them here")
     arguments = parser.parse_args()
+    report = Report(arguments)
     folder = locations.normalize(arguments.dir)
     sizes = llama_sizes(arguments.gb)
     known = titles(is_store=not locations.is_local(folder))
@@ -71,24 +62,15 @@ def main() -> None:
     with scratch_folder(folder) as scratch:
         settings = Settings(sizes.num_bytes, arguments.runs, cases, scratch, arguments.peaks)
         outcome: Outcome = run_ranks(run_rank, arguments.ranks, sizes, arguments.only, settings)
-    print(report(outcome, arguments.gb))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(to_json(outcome), indent=1) + "\n")
-    if arguments.svg:
-        Path(arguments.svg).write_text(draw(outcome))
-
-
-def report(outcome: Outcome, gigabytes: float) -> str:
-    """Lay out the figures as Markdown."""
-    sizes = llama_sizes(gigabytes)
-    facts = (
+    report.about = (
         f"{outcome.num_bytes / 1e9:.2f} GB: a Llama of hidden size {sizes.hidden}, {sizes.num_layers} layers, "
         f"vocabulary {sizes.vocabulary}, bf16 with fp32 moments. "
-        f"{outcome.num_ranks} gloo ranks, TP{outcome.num_ranks}, median of {outcome.num_runs} rounds."
+        f"{outcome.num_ranks} gloo ranks, TP{outcome.num_ranks}, medians of {outcome.num_runs} rounds."
     )
-    command = f"`{' '.join(['python', *sys.argv])}`: {outcome.machine}."
-    missing = [f"{name}: {why}." for name, why in outcome.left_out.items()]
-    return "\n\n".join([command, facts, tables(outcome), *missing])
+    for case, figures in outcome.cases().items():
+        report.add(*table_of(outcome.title(case), figures))
+    report.notes += [f"{name}: {why}." for name, why in outcome.left_out.items()]
+    report.finish(outcome=to_json(outcome))
 
 
 if __name__ == "__main__":

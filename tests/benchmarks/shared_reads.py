@@ -1,18 +1,16 @@
 """What sharing reads saves or costs: ranks that load the same tensors, from local files and from a slow store.
 
-    python tests/benchmarks/shared_reads.py DIR [--ranks 2] [--gb 1.0] [--rounds 5] [--mbps 200] [--latency 0.02]
+    python tests/benchmarks/shared_reads.py [--ranks 2] [--gb 1] [--runs 5] [--stores 200:0.02 ...] [--dir DIR]
 
 All ranks load all tensors, as data-parallel replicas do, with `parallel_load` off, on and auto by turns. Local files
-are in the page cache. The slow store has the same files and makes each rank wait for them: `--latency` seconds for each
-request, and for its bytes at `--mbps` MB/s for all requests of a rank together.
+are in the page cache. A slow store, say 200:0.02, has the same files and makes each rank wait for them: 0.02 s for each
+request, and for its bytes at 200 MB/s for all requests of a rank together.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import statistics
+import tempfile
 import threading
 import time
 from typing import Any
@@ -21,7 +19,8 @@ import fsspec
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
-from measure import machine_facts, markdown_table, time_together
+from measure import time_together
+from report import Cell, Report, median, parser_of
 
 import distckpt
 from distckpt import ShardedTensor
@@ -58,20 +57,17 @@ fsspec.register_implementation("slow", SlowFileSystem)
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mbps", type=float, default=200.0)
-    parser.add_argument("--latency", type=float, default=0.02)
+    parser.add_argument("--stores", nargs="+", default=["200:0.02", "600:0.005", "2000:0.001"], metavar="MBPS:SECONDS")
     arguments = parser.parse_args()
-    print(machine_facts(arguments.directory), end="\n\n")
-    folder = os.path.join(os.path.abspath(arguments.directory), f"shared-{os.getpid()}")
-    try:
-        run_ranks(compare, arguments.ranks, arguments, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    report = Report(arguments)
+    report.about = f"{arguments.ranks} ranks load the same {arguments.gb:g} GB, seconds; stores are simulated."
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
+        rows = run_ranks(compare, arguments.ranks, arguments, f"{folder}/checkpoint")
+    report.add(["from", *MODES, "on / off", "auto / off"], rows)
+    report.finish()
 
 
 def state_of(rank: int, num_tensors: int, value: float) -> dict[str, Any]:
@@ -81,32 +77,31 @@ def state_of(rank: int, num_tensors: int, value: float) -> dict[str, Any]:
     return {key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank) for key, tensor in tensors.items()}
 
 
-def compare(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Load in all modes by turns; rank 0 prints medians."""
-    num_ranks = dist.get_world_size()
-    SlowFileSystem.bytes_per_second, SlowFileSystem.latency_seconds = arguments.mbps * 1e6, arguments.latency
+def compare(rank: int, arguments: argparse.Namespace, folder: str) -> list[list[Cell]]:
+    """Load in all modes by turns; return rows of medians, and of ratios within rounds."""
     num_tensors = max(1, round(arguments.gb * 1e9 / TENSOR_BYTES))
     distckpt.save(state_of(rank, num_tensors, 1.0), folder, durable=False)
     state = state_of(rank, num_tensors, 0.0)
-    places = {"local files": folder, f"store, {arguments.mbps:g} MB/s for each rank": f"slow://{folder}"}
-    rows = []
-    for name, location in places.items():
-        seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-        for number in range(arguments.rounds + 1):
-            for mode in MODES:
-                took = time_together(
-                    lambda mode=mode, location=location: distckpt.load(state, location, parallel_load=mode)
-                )
-                # The first round warms up.
-                if number:
-                    seconds[mode].append(took)
-        medians = [statistics.median(seconds[mode]) for mode in MODES]
-        ratios = [statistics.median(a / b for a, b in zip(seconds[m], seconds["off"], strict=True)) for m in MODES[1:]]
-        rows.append([name, *(f"{m:.3f}" for m in medians), *(f"{r:.2f}" for r in ratios)])
-    if rank == 0:
-        print(f"{num_ranks} ranks load the same {num_tensors * TENSOR_BYTES / 1e9:.2f} GB; seconds, medians:\n")
-        print(markdown_table(["from", *MODES, "on / off", "auto / off"], rows))
+    rows = [["local files, in the page cache", *seconds_of(state, folder, arguments.runs)]]
+    for store in arguments.stores:
+        rate, latency = map(float, store.split(":"))
+        SlowFileSystem.bytes_per_second, SlowFileSystem.latency_seconds = rate * 1e6, latency
+        rows.append([f"a store, {rate:g} MB/s for each rank", *seconds_of(state, f"slow://{folder}", arguments.runs)])
     dist.barrier()
+    return rows
+
+
+def seconds_of(state: dict[str, Any], location: str, num_runs: int) -> list[Cell]:
+    """Load from one place."""
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(num_runs + 1):
+        for mode in MODES:
+            took = time_together(lambda mode=mode: distckpt.load(state, location, parallel_load=mode))
+            # The first round warms up.
+            if number:
+                seconds[mode].append(took)
+    ratios = [[a / b for a, b in zip(seconds[mode], seconds["off"], strict=True)] for mode in MODES[1:]]
+    return [*(median(seconds[mode], "{:.3f}") for mode in MODES), *map(median, ratios)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Save and load very many small tensors, where what counts is the work per tensor and not the bytes.
 
-    python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 3] [--only NAME ...] [--profile]
+    python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 5] [--dir DIR] [--only NAME ...]
+        [--profile]
 
 Every rank holds a row block of each tensor. Measured as in save_load.py, in one process and on two ranks. With
 --profile, the main thread of rank 0 is profiled while distckpt saves and loads once more.
@@ -10,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import shutil
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contest.contestants import SAVE, WARM, Contestant, chosen, contestants, saving_case
-from contest.figures import table_of
+from contest.figures import Figure, table_of
 from contest.rounds import Settings, Targets, measure
 from contest.state import Part, State, local_bytes
-from measure import at_rest, machine_facts
+from measure import at_rest
+from report import Report, parser_of
 
 from distckpt._ranks.processes import run_ranks
 
@@ -33,23 +32,30 @@ NAMES = ("distckpt", "DCP FileSystemWriter", "safetensors")
 
 def main() -> None:
     """Print a table for one rank and one for two."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tensors", type=int, default=20_000)
     parser.add_argument("--kib", type=int, default=16, help="size of what one rank holds of a tensor")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where checkpoints go; they are deleted again")
-    parser.add_argument("--json", help="also write all figures here")
     parser.add_argument("--only", nargs="+", default=NAMES, help="contestants whose name begins with one of these")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
-    print(f"`{' '.join(['python', *sys.argv])}`: {machine_facts(arguments.dir)}.", flush=True)
+    report = Report(arguments)
+    report.about = (
+        f"{arguments.tensors:,} tensors of {arguments.kib} KiB on each rank, medians of {arguments.runs} rounds."
+    )
     for num_ranks in (1, 2):
         with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
-            run_ranks(run_rank, num_ranks, arguments, folder)
+            figures: list[Figure] = run_ranks(run_rank, num_ranks, arguments, folder)
+        for case, title in ((SAVE, "durable save"), (WARM, "warm load")):
+            of_case = [figure for figure in figures if figure.case == case]
+            heads, rows = table_of(f"{title}, {num_ranks} rank{'s' * (num_ranks > 1)}", of_case)
+            for row, figure in zip(rows, of_case, strict=True):
+                row.append(f"{figure.median / arguments.tensors * 1e6:.0f}")
+            report.add([*heads, "us per tensor"], rows)
+    report.finish()
 
 
-def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Measure everything in one rank; rank 0 prints."""
+def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> list[Figure]:
+    """Measure everything in one rank."""
     generator = torch.Generator().manual_seed(rank)
     shape = (arguments.kib * 256 // 64, 64)
     state: dict[str, Part] = {
@@ -62,20 +68,9 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     num_bytes = local_bytes(state) * dist.get_world_size()
     settings = Settings(num_bytes, arguments.runs, (SAVE, WARM), folder, with_peaks=True)
     figures, _ = measure(measured, state, Targets(targets, {}, None), settings)
-    if rank == 0:
-        ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
-        print(
-            f"\n{ranks}, each with {len(state):,} tensors of {arguments.kib} KiB; median of {arguments.runs} rounds.\n"
-        )
-        for case, title in ((SAVE, "durable save"), (WARM, "warm load")):
-            of_case = [figure for figure in figures if figure.case == case]
-            each = [f"{figure.name} {figure.median / len(state) * 1e6:.0f}" for figure in of_case]
-            print(table_of(title, of_case) + f"\n\nMicroseconds per tensor: {', '.join(each)}.\n", flush=True)
-        if arguments.json:
-            content = json.dumps([figure._asdict() for figure in figures], indent=1)
-            Path(arguments.json).with_suffix(f".{dist.get_world_size()}.json").write_text(content)
     if arguments.profile:
         profile(measured[0], state, targets, f"{folder}/profiled")
+    return figures
 
 
 def profile(contestant: Contestant, state: State, targets: State, location: str) -> None:

@@ -1,4 +1,4 @@
-"""Statistics and comparisons of all values of a checkpoint, beside raw reads of the same files in the same run.
+"""Verification, statistics and comparisons of all values of a checkpoint, beside raw reads of the same files.
 
     python tests/benchmarks/values.py [--gigabytes 1] [--kib 0] [--dtype float32] [--runs 5] [--dir DIR]
 
@@ -14,7 +14,8 @@ import statistics
 import tempfile
 
 import torch
-from measure import empty_cache, machine_facts, markdown_table, sync_file, timed
+from measure import empty_cache, sync_file, timed
+from report import Report, figure, median, parser_of
 
 import distckpt
 from distckpt._base.memory import bounce_buffer
@@ -27,20 +28,20 @@ SHARD_BYTES = 256 << 20
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--kib", type=int, default=0, help="size of each tensor; large ones when it is 0")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where files go; they are deleted again")
     arguments = parser.parse_args()
-    print(f"{machine_facts(arguments.dir)}, load {os.getloadavg()[0]:.1f}\n")
+    report = Report(arguments)
+    report.about = f"{arguments.gigabytes:g} GB, {arguments.dtype}."
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         for name in ("a", "b"):
             save(f"{folder}/{name}", arguments)
         files = [f"{folder}/a/tensors/{name}" for name in os.listdir(f"{folder}/a/tensors")]
         contestants = {
             "raw reads": lambda: read(files),
+            "verify": lambda: distckpt.verify(f"{folder}/a"),
             "stats": lambda: list(compute_stats(open_checkpoint(f"{folder}/a"), None, None)),
             "diff (two checkpoints)": lambda: distckpt.diff(f"{folder}/a", f"{folder}/b"),
         }
@@ -54,13 +55,15 @@ def main() -> None:
                     elif not empty_cache(folder):
                         continue
                     runs.setdefault((state, name), []).append(timed(function)[1])
-    medians = {case: statistics.median(seconds[1:]) for case, seconds in runs.items()}
     rows = []
-    for (state, name), median in medians.items():
-        speed = (2 if name.startswith("diff") else 1) * num_bytes / median / 1e9
-        raw = num_bytes / medians[state, "raw reads"] / 1e9
-        rows.append([state, name, f"{median:.2f}", f"{speed:.2f}", f"{speed / raw:.2f}"])
-    print(markdown_table(["files", "", "seconds", "GB/s", "of raw"], rows))
+    for (state, name), (_, *seconds) in runs.items():
+        raw, num_read = runs[state, "raw reads"][1:], num_bytes * (2 if name.startswith("diff") else 1)
+        speed = num_read / statistics.median(seconds) / 1e9
+        of_raw = speed * statistics.median(raw) / num_bytes * 1e9
+        cells = median(seconds), figure(f"{speed:.2f}", seconds), figure(f"{of_raw:.2f}", seconds, raw)
+        rows.append([f"{state}, {name}", *cells])
+    report.add(["", "seconds", "GB/s", "of raw"], rows)
+    report.finish()
 
 
 def save(location: str, arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -176,7 +178,7 @@ def run_script(fork, monkeypatch, capsys):
 def test_the_comparison_runs(storage, tmp_path, run_script):
     options = ["--gb", "0.005", "--runs", "1", "--only", "distckpt", "raw", "--cases", "save", "warm_load"]
     printed = run_script("save_load.py", "--dir", storage, *options, "--json", tmp_path / "figures.json")
-    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    figures = json.loads((tmp_path / "figures.json").read_text())["outcome"]["figures"]
     assert {(figure["case"], figure["name"]) for figure in figures} >= {
         ("save", "distckpt"),
         ("save", "raw O_DIRECT"),
@@ -188,24 +190,109 @@ def test_the_comparison_runs(storage, tmp_path, run_script):
 
 def test_the_script_for_stats_and_diff_runs(tmp_path, run_script):
     printed = run_script("values.py", "--dir", tmp_path, "--gigabytes", "0.001", "--kib", "64", "--runs", "1")
-    assert {line.split("|")[2].strip() for line in printed.splitlines() if line.startswith("| warm")} == {
-        "raw reads",
-        "stats",
-        "diff (two checkpoints)",
+    assert {line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| warm")} == {
+        "warm, raw reads",
+        "warm, verify",
+        "warm, stats",
+        "warm, diff (two checkpoints)",
     }
 
 
-def test_the_pictures_and_the_page_are_those_of_the_scripts_and_figures(tmp_path, run_script):
+BENCHMARKS = ROOT / "tests" / "benchmarks"
+SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {"run_all"}
+
+
+def test_every_script_is_run_by_the_one_that_runs_all_and_is_described(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    assert {benchmark.name for benchmark in importlib.import_module("run_all").BENCHMARKS} == SCRIPTS
+    readme = (BENCHMARKS / "README.md").read_text()
+    assert set(re.findall(r"^\| `python tests/benchmarks/(\w+)\.py", readme, re.M)) == SCRIPTS
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert set(re.findall(r"<!-- figures/(\w+)\.json -->", page)) == SCRIPTS - {"optimizers"}
+
+
+def is_worthless(noise, others):
+    return noise is None or noise > 0.3 or (others or 0) > 0.25
+
+
+def shown(cell, others):
+    """What stands in a table for a figure."""
+    return cell if isinstance(cell, str) else cell["text"] + " ?" * is_worthless(cell["noise"], others)
+
+
+def test_the_page_and_the_pictures_are_those_of_the_figures(tmp_path, run_script):
     docs = ROOT / "docs"
-    (tmp_path / "figures").mkdir()
-    shutil.copyfile(docs / "figures" / "save_load.json", tmp_path / "figures" / "save_load.json")
+    shutil.copytree(docs / "figures", tmp_path / "figures")
     page = (docs / "performance.md").read_text()
-    (tmp_path / "performance.md").write_text(re.sub(r"\d\.\d{3} - ", "0.000 - ", page))
-    run_script("page.py", "--docs", tmp_path)
+    (tmp_path / "performance.md").write_text(re.sub(r"^\|.*\n", "", page, flags=re.M))
+    with pytest.raises(SystemExit) as ended:
+        run_script("run_all.py", "--render", "--docs", tmp_path)
+    assert ended.value.code == 0
     for name in ["performance.md", *(picture.name for picture in docs.glob("*.svg"))]:
-        assert (tmp_path / name).read_text() == (docs / name).read_text(), f"run tests/benchmarks/page.py for {name}"
-    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")[:4]) for line in page.splitlines()]
-    for figure in json.loads((docs / "figures" / "save_load.json").read_text())["figures"]:
-        median, num_bytes = statistics.median(figure["seconds"]), figure["num_bytes"]
-        spread = f"{min(figure['seconds']):.3f} - {max(figure['seconds']):.3f}"
-        assert (figure["name"], f"{median:.3f}", spread, f"{num_bytes / median / 1e9:.2f}") in rows
+        text = (tmp_path / name).read_text()
+        assert text == (docs / name).read_text(), f"run tests/benchmarks/run_all.py --render for {name}"
+    for path in (docs / "figures").glob("*.json"):
+        value = json.loads(path.read_text())
+        block = page.partition(f"<!-- figures/{path.name} -->")[2].partition("<!-- end -->")[0]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line[:1] == "|"]
+        expected = [[shown(cell, value["others"]) for cell in row] for t in value["tables"] for row in t["rows"]]
+        assert [row for row in rows if row in expected] == expected, path.name
+
+
+def test_figures_follow_from_the_seconds_that_were_measured():
+    value = json.loads((ROOT / "docs" / "figures" / "save_load.json").read_text())
+    rows = {(table["heads"][0], row[0]): row for table in value["tables"] for row in table["rows"]}
+    figures = value["outcome"]["figures"]
+    cases = dict.fromkeys(figure["case"] for figure in figures)
+    titles = dict(zip(cases, (table["heads"][0] for table in value["tables"]), strict=True))
+    for figure in figures:
+        seconds = figure["seconds"]
+        low, median, high = np.percentile(seconds, [25, 50, 75])
+        _, shown_median, spread, rate, *_ = rows[titles[figure["case"]], figure["name"]]
+        assert shown_median == {"text": f"{median:.3f}", "noise": pytest.approx((high - low) / median, abs=6e-4)}
+        assert spread == f"{min(seconds):.3f} - {max(seconds):.3f}"
+        assert rate["text"] == f"{figure['num_bytes'] / median / 1e9:.2f}"
+    readme = (ROOT / "README.md").read_text().partition("\n## Figures\n")[2].partition("\n## ")[0]
+    names = ["distckpt", "DCP FileSystemWriter", "Megatron Core fully parallel"]
+    for title, case in (("save,", "save"), ("load, files", "warm_load"), ("load along", "reshard_axis")):
+        expected = [rows[titles[case], name][3]["text"] for name in names]
+        (cells,) = re.findall(rf"^\| {title}[^|]*\|(.*)\|$", readme.replace("*", ""), re.M)
+        assert [cell.strip() for cell in cells.split("|")] == expected
+    assert f"reach {rows[titles['save'], 'distckpt'][4]['text']} of the speed of raw writes" in readme
+
+
+@pytest.mark.parametrize(
+    ("runs", "others", "mark"),
+    [
+        ([1.0, 1.1, 1.2], 0.1, ""),
+        ([1.0, 1.1, 1.2], None, ""),
+        ([1.0, 1.1, 1.2], 0.3, " ?"),
+        ([1.0, 1.1, 2.2], 0.1, " ?"),
+        ([1.0, 1.0, 1.0, 1.0, 9.0], 0.1, ""),
+        ([1.0, 1.0], 0.1, " ?"),
+    ],
+    ids=["quiet", "unknown", "busy", "differ", "outlier", "few"],
+)
+def test_figures_that_noise_makes_worthless_are_marked(monkeypatch, runs, others, mark):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    report = importlib.import_module("report")
+    steady = [2.0, 2.0, 2.0]
+    row = ["one", report.median(runs), report.ratio(runs, steady), report.ratio(steady, steady, "{:.1f}x"), "5"]
+    value = {"command": "c", "date": "2026-01-01", "machine": "m", "others": others, "about": "", "notes": []}
+    text = report.markdown({**value, "tables": [{"caption": "", "heads": ["", *"abcd"], "rows": [row]}]})
+    (cells,) = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| one" in line]
+    median = np.median(runs)
+    assert cells == ["one", f"{median:.2f}{mark}", f"{median / 2:.2f}{mark}", f"1.0x{mark * (others == 0.3)}", "5"]
+    assert ("mean little" in text) == bool(mark)
+
+
+def test_a_benchmark_that_fails_leaves_older_figures_and_others_go_on(tmp_path, run_script):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "performance.md").write_text("<!-- figures/modules.json -->\n<!-- end -->\n")
+    old = shutil.copyfile(ROOT / "docs" / "figures" / "values.json", tmp_path / "figures" / "values.json").read_text()
+    options = ["--quick", "--docs", tmp_path, "--dir", tmp_path / "nowhere", "--only", "values", "modules"]
+    with pytest.raises(SystemExit) as ended:
+        run_script("run_all.py", *options)
+    assert ended.value.code == 1
+    assert (tmp_path / "figures" / "values.json").read_text() == old
+    assert re.search(r"^\| plain +\| ", (tmp_path / "performance.md").read_text(), re.M)

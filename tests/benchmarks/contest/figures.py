@@ -1,4 +1,4 @@
-"""What was measured, and what follows from it: medians, rates and ratios, as rows and as JSON."""
+"""What was measured, and what follows from it: medians, rates and ratios, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from measure import markdown_table
+from report import Cell, figure, median, ratio
 
 TITLES = {
     "save": "durable save",
@@ -24,7 +24,7 @@ STORE_TITLES = {
     "reshard_one": "load, TP{num_ranks} -> TP1",
 }
 """Those of an object store, where what was put is durable and nothing is in the page cache."""
-HEADS = ("", "seconds", "range", "GB/s", "of raw", "distckpt is")
+HEADS = ("seconds", "range", "GB/s", "of raw", "distckpt is")
 
 
 def titles(is_store: bool) -> dict[str, str]:
@@ -97,44 +97,39 @@ class Outcome(NamedTuple):
         }
 
 
-def raw_seconds(figures: Sequence[Figure]) -> float | None:
-    """Return the time of the fastest raw contestant of one case."""
-    return min((figure.median for figure in figures if not figure.is_checkpoint), default=None)
+def fastest_raw(figures: Sequence[Figure]) -> Figure | None:
+    """Return the fastest raw contestant of one case."""
+    return min((one for one in figures if not one.is_checkpoint), key=lambda one: one.median, default=None)
 
 
-def own_seconds(figures: Sequence[Figure]) -> float | None:
-    """Return the time of distckpt in one case: that of its defaults, where they take part."""
-    return next((figure.median for figure in figures if figure.name.startswith("distckpt")), None)
+def own_defaults(figures: Sequence[Figure]) -> Figure | None:
+    """Return distckpt in one case: with its defaults, where they take part."""
+    return next(filter(is_own, figures), None)
 
 
-def tables(outcome: Outcome) -> str:
-    """Lay out the figures of each case as a Markdown table."""
-    return "\n\n".join(table_of(outcome.title(case), figures) for case, figures in outcome.cases().items())
-
-
-def table_of(title: str, figures: Sequence[Figure]) -> str:
-    """Lay out the figures of one case as a Markdown table, with peaks of memory where they were measured."""
-    heads, rows = [title, *HEADS[1:]], rows_of(figures)
-    if any(figure.peak_bytes is not None for figure in figures):
+def table_of(title: str, figures: Sequence[Figure]) -> tuple[list[str], list[list[Cell]]]:
+    """Lay the figures of one case out as a table, with peaks of memory where they were measured."""
+    heads, rows = [title, *HEADS], rows_of(figures)
+    if any(one.peak_bytes is not None for one in figures):
         heads.append("extra peak MB per rank")
-        for row, figure in zip(rows, figures, strict=True):
-            row.append(f"{(figure.peak_bytes or 0) / 1e6:.0f}" if figure.is_checkpoint else "")
-    return markdown_table(heads, rows)
+        for row, one in zip(rows, figures, strict=True):
+            row.append(f"{(one.peak_bytes or 0) / 1e6:.0f}" if one.is_checkpoint else "")
+    return heads, rows
 
 
-def rows_of(figures: Sequence[Figure]) -> list[list[str]]:
-    """Lay the figures of one case out as rows under `HEADS`."""
-    raw, own = raw_seconds(figures), own_seconds(figures)
+def rows_of(figures: Sequence[Figure]) -> list[list[Cell]]:
+    """Lay the figures of one case out as rows under a title and `HEADS`."""
+    raw, own = fastest_raw(figures), own_defaults(figures)
     return [
         [
-            figure.name,
-            f"{figure.median:.3f}",
-            f"{min(figure.seconds):.3f} - {max(figure.seconds):.3f}",
-            f"{figure.gb_per_second:.2f}",
-            f"{raw / figure.median:.2f}" if raw else "",
-            f"{figure.median / own:.2f}x" if own and figure.is_checkpoint and not is_own(figure) else "",
+            one.name,
+            median(one.seconds, "{:.3f}"),
+            f"{min(one.seconds):.3f} - {max(one.seconds):.3f}",
+            figure(f"{one.gb_per_second:.2f}", one.seconds),
+            ratio(raw.seconds, one.seconds) if raw else "",
+            ratio(one.seconds, own.seconds, "{:.2f}x") if own and one.is_checkpoint and not is_own(one) else "",
         ]
-        for figure in figures
+        for one in figures
     ]
 
 
@@ -144,19 +139,11 @@ def is_own(figure: Figure) -> bool:
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Put everything into values that JSON can hold, with the ratios."""
-    figures = []
-    for case, of_case in outcome.cases().items():
-        raw, own = raw_seconds(of_case), own_seconds(of_case)
-        figures += [
-            {
-                **figure._asdict(),
-                "title": outcome.title(case),
-                "median_seconds": figure.median,
-                "gb_per_second": figure.gb_per_second,
-                "of_raw": raw / figure.median if raw else None,
-                "time_by_distckpts": figure.median / own if own else None,
-            }
-            for figure in of_case
-        ]
+    """Put everything into values that JSON can hold."""
+    figures = [one._asdict() for one in outcome.figures]
     return {**outcome._asdict(), "left_out": dict(outcome.left_out), "figures": figures}
+
+
+def from_json(value: dict[str, Any]) -> Outcome:
+    """Take back what `to_json` has made."""
+    return Outcome(**{**value, "figures": [Figure(**one) for one in value["figures"]]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from contest.figures import Figure, Outcome, is_own, raw_seconds
+from contest.figures import Figure, Outcome, fastest_raw, is_own
 
 from pictures.svg import document, heading, text
 
@@ -33,11 +33,11 @@ def draw(outcome: Outcome) -> str:
 
 
 def _case(figures: Sequence[Figure], top: float) -> list[str]:
-    raw = raw_seconds(figures)
+    raw = fastest_raw(figures)
     fastest = max(figure.gb_per_second for figure in figures)
     parts: list[str] = []
     if raw:
-        at = _LEFT + _BAR_WIDTH * figures[0].num_bytes / raw / 1e9 / fastest
+        at = _LEFT + _BAR_WIDTH * raw.gb_per_second / fastest
         parts.append(
             f'<path d="M{at:.1f} {top + 4}V{top + _ROW * len(figures)}" stroke="var(--raw)" stroke-dasharray="4 3"/>'
         )
