@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import distckpt
 from distckpt import RankFailedError, ShardedTensor, ShardedTensorFactory
 from tests.support.disk import tree_of
-from tests.support.harness import ask_parent, error_of, launched, run
+from tests.support.harness import ask_parent, error_of, launched
 from tests.support.states import state_of
 from tests.support.stopping import StopsAfter, StopsBefore, stopping
 
@@ -64,9 +65,9 @@ def save_and_be_killed(rank, stop, path):
 STOPS = [stops_while_taking_apart, stops_before_writing, stops_after_writing]
 
 
-def check_that_saving_goes_on(folder, path):
+def check_that_saving_goes_on(run, saved, folder, path):
     """A new job finds the earlier checkpoint as it was, and saves to both paths."""
-    assert tree_of(folder / "old") == tree_of(folder.with_name("before"))
+    assert tree_of(folder / "old") == tree_of(saved)
     assert run(loaded_values, NUM_RANKS, str(folder / "old")) == [[1]] * NUM_RANKS
     run(save_state, NUM_RANKS, str(path), 3, True)
     assert run(loaded_values, NUM_RANKS, str(path)) == [[3]] * NUM_RANKS
@@ -74,18 +75,25 @@ def check_that_saving_goes_on(folder, path):
     assert left == {"old", path.name}
 
 
+@pytest.fixture(scope="module")
+def saved(run, tmp_path_factory):
+    path, again = tmp_path_factory.mktemp("saved") / "checkpoint", tmp_path_factory.mktemp("again") / "checkpoint"
+    for each in (path, again):
+        run(save_state, NUM_RANKS, str(each), 1)
+    assert tree_of(path) == tree_of(again), "saving is deterministic"
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path):
-    """A directory with the checkpoint `old`; a copy of that lies beside the directory as `before`."""
-    run(save_state, NUM_RANKS, str(tmp_path / "run" / "old"), 1)
-    run(save_state, NUM_RANKS, str(tmp_path / "before"), 1)
-    assert tree_of(tmp_path / "before") == tree_of(tmp_path / "run" / "old"), "saving is deterministic"
+def folder(saved, tmp_path):
+    """A directory with the checkpoint `old`, a copy of what was saved."""
+    shutil.copytree(saved, tmp_path / "run" / "old")
     return tmp_path / "run"
 
 
 @pytest.mark.parametrize("target", ["new", "old"])
 @pytest.mark.parametrize("stop", STOPS, ids=lambda case: case.__name__)
-def test_one_killed_rank(stop, target, folder):
+def test_one_killed_rank(run, stop, target, saved, folder):
     path = folder / target
     with launched(save_and_be_killed, NUM_RANKS, stop, str(path), group_timeout=TIMEOUT) as launch:
         for rank in range(NUM_RANKS):
@@ -103,12 +111,12 @@ def test_one_killed_rank(stop, target, folder):
         assert raised - killed < TIMEOUT + SLACK
     assert [name for name in os.listdir(folder) if name.startswith(".")] == [], "rank 0 lives and has cleaned up"
     assert (folder / "new").exists() is False
-    check_that_saving_goes_on(folder, path)
+    check_that_saving_goes_on(run, saved, folder, path)
 
 
 @pytest.mark.parametrize("target", ["new", "old"])
 @pytest.mark.parametrize("victims", [(0,), (0, 1, 2)], ids=["coordinator", "all"])
-def test_killed_coordinator(victims, target, folder):
+def test_killed_coordinator(run, victims, target, saved, folder):
     path = folder / target
     with launched(save_and_be_killed, NUM_RANKS, stops_after_writing, str(path), group_timeout=TIMEOUT) as launch:
         for rank in range(NUM_RANKS):
@@ -125,7 +133,7 @@ def test_killed_coordinator(victims, target, folder):
     (staging,) = [name for name in os.listdir(folder) if name != "old"]
     assert staging.startswith("."), "nobody was left to clean up; what is left is hidden and no checkpoint"
     assert not distckpt.check_is_distributed_checkpoint(str(folder / staging))
-    check_that_saving_goes_on(folder, path)
+    check_that_saving_goes_on(run, saved, folder, path)
 
 
 def save_and_stop_within(rank, path):
@@ -145,7 +153,7 @@ def files_being_written(folder):
 
 
 @pytest.mark.parametrize("target", ["new", "old"])
-def test_all_ranks_killed_while_they_write(target, folder):
+def test_all_ranks_killed_while_they_write(run, target, saved, folder):
     path = folder / target
     with launched(save_and_stop_within, NUM_RANKS, str(path)) as launch:
         for rank in range(NUM_RANKS):
@@ -154,7 +162,7 @@ def test_all_ranks_killed_while_they_write(target, folder):
         assert launch.values() == [None] * NUM_RANKS
     assert files_being_written(folder), "they were killed before the commit"
     assert (folder / "new").exists() is False
-    check_that_saving_goes_on(folder, path)
+    check_that_saving_goes_on(run, saved, folder, path)
 
 
 def load_and_be_killed(rank, path):
