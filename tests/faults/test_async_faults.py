@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
@@ -78,6 +79,20 @@ def save_first(rank, root):
     CheckpointManager(root).save(1, state_of(1, rank, NUM_RANKS)).result(PATIENCE)
 
 
+@pytest.fixture(scope="module")
+def saved(run, tmp_path_factory):
+    """The directory of a manager that has saved step 1."""
+    root = tmp_path_factory.mktemp("saved") / "root"
+    run(save_first, NUM_RANKS, str(root))
+    return root
+
+
+@pytest.fixture
+def root(saved, tmp_path):
+    """A copy of that directory."""
+    return shutil.copytree(saved, tmp_path / "root")
+
+
 def resume(rank, root):
     """What a new job does: find the newest complete step, load it, and save the next one."""
     with CheckpointManager(root) as manager:
@@ -86,18 +101,16 @@ def resume(rank, root):
         return found, values_in(manager.load(state_of(-1, rank, NUM_RANKS)))
 
 
-def check_resumed(root, step, value):
-    assert run(resume, NUM_RANKS, str(root)) == [((step, [value]), [3])] * NUM_RANKS
+def check_resumed(run, root):
+    assert run(resume, NUM_RANKS, str(root)) == [((1, [1]), [3])] * NUM_RANKS
     names = {name for name in os.listdir(root) if name.startswith(("step", "."))}
     assert names == {"step_00000001", "step_00000002"}, "what was interrupted has been cleared"
 
 
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=["one", "coordinator", "all"])
 @pytest.mark.parametrize("kind", [StopsBefore, StopsWithin, StopsAfter], ids=lambda kind: kind.__name__)
-def test_killed_ranks(kind, victims, tmp_path):
-    run(save_first, NUM_RANKS, str(tmp_path))
-    before = tree_of(tmp_path / "step_00000001")
-    with launched(save_and_lose_a_rank, NUM_RANKS, str(tmp_path), kind) as launch:
+def test_killed_ranks(run, kind, victims, saved, root):
+    with launched(save_and_lose_a_rank, NUM_RANKS, str(root), kind) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(*victims)
@@ -111,9 +124,9 @@ def test_killed_ranks(kind, victims, tmp_path):
         assert f"Lost contact with rank {victims[0]} " in str(error), error
         assert list(error.failures) == list(victims)
         assert is_same
-    assert not (tmp_path / "step_00000002").exists()
-    assert tree_of(tmp_path / "step_00000001") == before
-    check_resumed(tmp_path, 1, 1)
+    assert not (root / "step_00000002").exists()
+    assert tree_of(root / "step_00000001") == tree_of(saved / "step_00000001")
+    check_resumed(run, root)
 
 
 def save_after_a_death(rank, root):
@@ -161,9 +174,8 @@ def save_twice_and_lose_a_rank(rank, root):
     return [error_of(handle.result, PATIENCE) for handle in handles]
 
 
-def test_a_rank_killed_with_two_saves_in_flight(tmp_path):
-    run(save_first, NUM_RANKS, str(tmp_path))
-    with launched(save_twice_and_lose_a_rank, NUM_RANKS, str(tmp_path)) as launch:
+def test_a_rank_killed_with_two_saves_in_flight(run, root):
+    with launched(save_twice_and_lose_a_rank, NUM_RANKS, str(root)) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(2)
@@ -174,7 +186,7 @@ def test_a_rank_killed_with_two_saves_in_flight(tmp_path):
         assert list(first.failures) == [2]
         assert isinstance(second, RankFailedError)
         assert "an earlier background save lost contact" in str(second)
-    check_resumed(tmp_path, 1, 1)
+    check_resumed(run, root)
 
 
 def save_large(rank, root):
@@ -183,25 +195,23 @@ def save_large(rank, root):
     handle.result(PATIENCE)
 
 
-def test_all_ranks_killed_while_they_write(tmp_path):
-    run(save_first, NUM_RANKS, str(tmp_path))
-    with launched(save_large, NUM_RANKS, str(tmp_path)) as launch:
+def test_all_ranks_killed_while_they_write(run, root):
+    with launched(save_large, NUM_RANKS, str(root)) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(*range(NUM_RANKS))
         assert launch.values() == [None] * NUM_RANKS
-    manager = CheckpointManager(tmp_path)
+    manager = CheckpointManager(root)
     # Whatever they had come to.
     assert manager.latest() in (1, 2)
     if manager.latest() == 2:
         assert distckpt.verify(manager.location(2)).is_whole
     else:
-        check_resumed(tmp_path, 1, 1)
+        check_resumed(run, root)
 
 
 def stop_a_rank(victim, root):
     """Stop a rank within a background save; return what the others raise, and how many seconds that took."""
-    run(save_first, NUM_RANKS, str(root))
     with launched(save_and_lose_a_rank, NUM_RANKS, str(root), StopsWithin) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
@@ -217,9 +227,9 @@ def stop_a_rank(victim, root):
     return [outcomes[survivor][0] for survivor in survivors], seconds
 
 
-def test_a_rank_that_is_stopped_is_named(tmp_path):
+def test_a_rank_that_is_stopped_is_named(run, saved, tmp_path):
     victims = (0, 2)
-    roots = [tmp_path / str(victim) for victim in victims]
+    roots = [shutil.copytree(saved, tmp_path / str(victim)) for victim in victims]
     # At the same time: survivors wait for the timeout.
     with ThreadPoolExecutor(len(victims)) as pool:
         losses = list(pool.map(stop_a_rank, victims, roots))
@@ -229,7 +239,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path):
             assert f"Lost contact with rank {victim} " in str(error), error
             assert list(error.failures) == [victim]
         assert seconds < TIMEOUT * NUM_RANKS + 60
-        check_resumed(root, 1, 1)
+        check_resumed(run, root)
 
 
 def go_on_without_background(rank, root):
