@@ -79,8 +79,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         location = locations.join(location, CONFIG_NAME)
     if not locations.exists(location):
         raise CheckpointNotFoundError(
-            f"There is no {location!r}, which says what the tensors are: name the directory that has it, or give "
-            "`rules` instead of a family."
+            f"There is no {location!r}: family is 'auto', or the path of a config.json or of its directory. For other "
+            "models give `rules`."
         )
     try:
         values = json.loads(locations.read_bytes(location, _MAX_CONFIG_BYTES), object_hook=_decode_float)

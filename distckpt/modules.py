@@ -212,7 +212,7 @@ def _mismatch(module: str, missing: set[str], unexpected: set[str]) -> str:
         lines.append(f"  not loaded: {summarize_keys(missing)}")
     if unexpected:
         lines.append(f"  not in the module: {summarize_keys(unexpected)}")
-    lines.append("Load the sharded state dict of this very module, or pass strict=False.")
+    lines.append("Load into the sharded state dict of this module, or pass strict=False.")
     return "\n".join(lines)
 
 

@@ -127,6 +127,12 @@ def _range_text(values: list[int]) -> str:
     return f"{{{','.join(texts[:6])}{',...' if len(texts) > 6 else ''}}}"
 
 
+def check_num_bytes(name: str, value: object) -> None:
+    """Raise TypeError when an argument is no number of bytes, such as '1GB'."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is a number of bytes, got {value!r}")
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError when an argument is none of its choices."""
     if value not in choices:

@@ -70,9 +70,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
     if not words[0].startswith("-") and words[0] not in verbs:
         near = did_you_mean(words[0], verbs) or f": choose from {', '.join(verbs)}"
         parser.error(f"there is no verb {words[0]!r}{near}")
-    parsed = parser.parse_args(words)
+    parsed, unknown = parser.parse_known_args(words)
+    one = getattr(parsed, "parser", parser)
+    if unknown:
+        options = [option for action in one._actions for option in action.option_strings]
+        near = did_you_mean(unknown[0], options)
+        kind = "has no option" if unknown[0].startswith("-") else "does not take"
+        one.error(f"{one.prog.rpartition(' ')[2]} {kind} {unknown[0]!r}{near}")
     if text := arguments.contradiction(parsed):
-        parser.error(text)
+        one.error(text)
     return parsed
 
 
@@ -91,5 +97,5 @@ def make_parser() -> argparse.ArgumentParser:
         getattr(arguments, verb.arguments or verb.module)(one)
         one.add_argument("--json", action="store_true", help="print the result as JSON")
         one.add_argument("--debug", action="store_true", help="show a traceback when something fails")
-        one.set_defaults(module=verb.module, error_code=verb.error_code)
+        one.set_defaults(module=verb.module, error_code=verb.error_code, parser=one)
     return parser

@@ -282,7 +282,7 @@ def _state_of(location: str) -> _State:
         if not locations.exists(location):
             return "free"
         if not locations.isdir(location):
-            raise CheckpointExistsError(f"{location!r} is a file, a checkpoint is a directory.")
+            raise CheckpointExistsError(f"{location!r} is a file: a checkpoint is a directory. Choose another path.")
     elif not locations.isdir(location):
         return "free"
     if locations.exists(locations.join(location, CONFIG_FNAME)):

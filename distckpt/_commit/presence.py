@@ -60,7 +60,7 @@ def absence(location: str) -> str:
             return f"{location!r} is a file of torch.save, {_ABOUT_PICKLES}"
         return f"{location!r} is a file: a checkpoint is a directory, or a .safetensors file."
     if inside := _checkpoints_in(location):
-        return f"{location!r} is not a checkpoint, it holds {inside}: give one of them, or use CheckpointManager."
+        return f"{location!r} is a directory of checkpoints ({inside}): give one of them, or use CheckpointManager."
     names = _names_in(location)
     if pickles := [name for name in names if name.endswith(_OF_TORCH_SAVE)]:
         return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from distckpt._base.errors import CheckpointingException
@@ -72,14 +72,28 @@ def make_staging(
         if ranks.is_coordinator:
             if locations.is_local(staging.location):
                 _remove_empty_leftovers(staging.target)
-                held.enter_context(running.locked_staging(staging.location, durable))
+                with _naming_target(staging):
+                    held.enter_context(running.locked_staging(staging.location, durable))
                 prepare_to_replace(staging.target, staging.location)
-            posix.prepare(staging.location, names, durable)
+            with _naming_target(staging):
+                posix.prepare(staging.location, names, durable)
             if locations.is_local(staging.location):
                 _check_space(staging.location, staging.num_bytes)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
             _check_is_seen(ranks.rank, staging, names)
+
+
+@contextlib.contextmanager
+def _naming_target(staging: Staging) -> Iterator[None]:
+    """Put the target into errors of the system, where they have the hidden directory."""
+    try:
+        yield
+    except OSError as error:
+        if not str(error.filename).startswith(staging.location) or staging.location == staging.target:
+            raise
+        text = f"{error.strerror}: a save makes a directory beside its target"
+        raise OSError(error.errno, text, staging.target) from error
 
 
 def _remove_empty_leftovers(target: str) -> None:

@@ -43,7 +43,7 @@ class Saved(NamedTuple):
 def step_name(step: int) -> str:
     """Return the name of the directory of a step."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        got = "a dict: the step comes first" if isinstance(step, Mapping) else f"{step!r:.100}"
+        got = "a dict: it is save(step, state) and load(state, step)" if isinstance(step, Mapping) else f"{step!r:.100}"
         raise ValueError(f"A step is an integer from 0, got {got}.")
     return f"step_{step:08d}"
 

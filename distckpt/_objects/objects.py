@@ -298,8 +298,7 @@ def restore(described: Described, loaded: StateDict, is_strict: bool) -> StateDi
                 )
             continue
         if place.kind == MODULE:
-            prefix = place.prefix and f"{place.prefix}."
-            load_sharded_state_dict(bare_module(place.value), value, prefix, strict=is_strict)
+            _restore_module(place, value, is_strict)
         elif place.kind == OPTIMIZER:
             if is_strict or "settings" in value:
                 load_sharded_optimizer_state_dict(place.value, value)
@@ -315,6 +314,20 @@ def restore(described: Described, loaded: StateDict, is_strict: bool) -> StateDi
             place.value.load_state_dict(value)
         loaded = _replaced(loaded, place.path, place.value)
     return loaded
+
+
+def _restore_module(place: Place, value: StateDict, is_strict: bool) -> None:
+    module, prefix = bare_module(place.value), place.prefix and f"{place.prefix}."
+    try:
+        load_sharded_state_dict(module, value, prefix, strict=is_strict)
+    except LoadMismatchError as error:
+        if place.path or not error.unexpected:
+            raise
+        raise LoadMismatchError(
+            f"The checkpoint holds more than the {type(module).__name__}: {summarize_keys(error.unexpected)}. To load "
+            "the module alone, put it into a state dict: load({'model': model}, path).",
+            unexpected=error.unexpected,
+        ) from error
 
 
 def _check_scheduler(place: Place, state: Mapping[str, Any], is_strict: bool) -> None:

@@ -29,6 +29,9 @@ class PerRank:
     """
 
     def __init__(self, value: Any, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
+        for axis, place in (grid or {}).items():
+            if not _is_place(place):
+                raise ValueError(f"The place {axis!r} of a PerRank is (position, number of positions), got {place!r}.")
         self.value, self.grid = value, grid
 
     def state_dict(self) -> Any:
@@ -41,6 +44,11 @@ class PerRank:
             self.value.load_state_dict(state_dict)
         else:
             self.value = state_dict
+
+
+def _is_place(place: Any) -> bool:
+    is_pair = isinstance(place, tuple | list) and len(place) == 2 and all(isinstance(n, int) for n in place)
+    return is_pair and 0 <= place[0] < place[1]
 
 
 def state_of(node: Any, name: str) -> Any:

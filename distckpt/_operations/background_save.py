@@ -253,7 +253,8 @@ def prepare(
 
     # Half of the memory is for staged data, half for data that is being written.
     verb = "reserve_staging_memory" if only_measures else "async_save"
-    half = None if settings.background_bytes is None else settings.background_bytes // 2
+    # What is no number is refused with the other arguments, on all ranks.
+    half = settings.background_bytes // 2 if isinstance(settings.background_bytes, int) else None
     inflight_bytes = settings.max_inflight_bytes if half is None else half
     planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes, verb=verb))
     # Now the ranks have the same settings.

@@ -17,7 +17,7 @@ import torch
 from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.messages import check_choice, summarize_keys
+from distckpt._base.messages import check_choice, check_num_bytes, summarize_keys
 from distckpt._commit import posix
 from distckpt._commit.staging import choose_staging, make_staging
 from distckpt._commit.target import check_replaceable
@@ -163,6 +163,7 @@ def consolidate(
     with ranks.phase("check the arguments", same=same):
         selection.check()
         check_choice("verify", verify, get_args(Verify))
+        check_num_bytes("max_inflight_bytes", max_inflight_bytes)
         sources = [locations.normalize(path) for path in paths]
         target = posix.resolve(output_dir)
         for location in sources:

@@ -14,7 +14,7 @@ import torch
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
-from distckpt._base.messages import check_choice
+from distckpt._base.messages import check_choice, check_num_bytes
 from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
 from distckpt._format.codec import HOLE
 from distckpt._objects import objects
@@ -164,6 +164,7 @@ def load(
         check_common_strategy(common_strategy)
         location = locations.normalize(checkpoint_dir)
         check_choice("verify", verify, get_args(Verify))
+        check_num_bytes("max_inflight_bytes", max_inflight_bytes)
         check_choice("parallel_load", parallel_load, get_args(ParallelLoad))
         mode = parse_strict_flag(strict)
         if (rules or family is not None) and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distckpt._base.messages import check_num_bytes
 from distckpt._commit import posix
 from distckpt._commit.conditional_put import Transaction, folder_suffix, naming_winner
 from distckpt._commit.staging import check_files, choose_staging, make_staging
@@ -44,7 +45,9 @@ class SaveSettings(Options):
     verb: str = "save"
 
     def check(self) -> None:
-        """Raise ValueError for durations that are none."""
+        """Raise TypeError for a size that is none, ValueError for such durations."""
+        for num_bytes in (self.max_inflight_bytes, self.background_bytes or 0):
+            check_num_bytes("max_inflight_bytes", num_bytes)
         for name, seconds in (("timeout", self.timeout), ("exit_timeout", self.exit_timeout)):
             if not isinstance(seconds, int | float) or not (seconds > 0 or (name, seconds) == ("exit_timeout", 0)):
                 raise ValueError(f"{name} is a number of seconds, above 0, got {seconds!r}")

@@ -73,8 +73,8 @@ def compute_stats(
     if not names:
         raise LoadMismatchError(f"{stored.location!r} has no tensors, only common state and objects.")
     if not chosen:
-        there = summarize_keys(names)
-        raise LoadMismatchError(f"No tensor of {stored.location!r} matches {keys!r}; there are {there}.")
+        patterns, there = ", ".join(map(repr, keys or ())), summarize_keys(names)
+        raise LoadMismatchError(f"No tensor of {stored.location!r} matches {patterns}; there are {there}.")
     tensors = [StoredTensor(stored, name) for name in chosen]
 
     def compute(window: Window, values: torch.Tensor) -> tuple[list[_Part], npt.NDArray[np.float64]]:

@@ -11,7 +11,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast
 from distckpt._base.errors import CorruptCheckpointError, LoadMismatchError
-from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys
+from distckpt._base.messages import did_you_mean, other_prefix, summarize_keys, without_numbers
 from distckpt._format.manifest import Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import (
@@ -63,7 +63,7 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
     if not absent:
         return
     prefix = other_prefix(absent, known)
-    hint = prefix or did_you_mean(absent[0], known)
+    hint = prefix or _smaller_model(absent, known) or did_you_mean(absent[0], known)
     advice = "Correct the keys" + ("." if prefix else ", or leave such keys out with strict='log_unexpected'.")
     if not (hint or has_rules) and (stored.manifest.origin or {}).get("format") == "huggingface":
         advice = "Names of another program need rules=, or family='auto' for those of Megatron Core and transformers."
@@ -74,6 +74,14 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
         hint, advice = "", about_codes
     text = f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{hint}. {advice}"
     raise LoadMismatchError(text, unexpected=absent)
+
+
+def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
+    """Return a text for keys of which the checkpoint has those of other layers."""
+    patterns = {without_numbers(key) for key in known}
+    if not all(len(pattern := without_numbers(key)) > 1 and pattern in patterns for key in absent):
+        return ""
+    return " (the checkpoint has such keys with other numbers: was a smaller model saved?)"
 
 
 def check_dtype(stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool) -> None:

@@ -54,7 +54,9 @@ class SplitState(NamedTuple):
 def split(state_dict: Any) -> SplitState:
     """Flatten a sharded state dict into its shards, its common state and its structure."""
     if not isinstance(state_dict, dict):
-        raise CheckpointingException(f"A sharded state dict is a dict, got {type(state_dict).__name__}.")
+        raise CheckpointingException(
+            f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got {type(state_dict).__name__}."
+        )
     shards: list[Shard] = []
 
     def skeleton_of(node: Any, inside_factory: bool = False) -> Any:
@@ -98,10 +100,10 @@ def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
                 names = _paths_of(state_dict, shard.key)
                 raise InvalidShardingError(
                     f"The same key twice: {shard.key!r} is the key of several tensors, at {' and at '.join(names)} of "
-                    "the state dict. Give those of one of the modules another beginning, sharded_state_dict(module, "
-                    "prefix='ema.') for example; modules in the state dict themselves have the path as prefix, "
-                    "without positions in lists (pipeline stages may be a list): put other modules into a dict, "
-                    "{'first': module, 'second': other}."
+                    "the state dict. Give one of the modules another prefix: sharded_state_dict(module, "
+                    "prefix='ema.'). Modules that are in the state dict themselves have their path as prefix, without "
+                    "positions in lists, since a list may hold the stages of a pipeline: put several models into a "
+                    "dict, {'first': module, 'second': other}."
                 )
 
 

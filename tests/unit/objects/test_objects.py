@@ -590,7 +590,7 @@ def test_a_child_with_another_name_is_told_from_both_sides(tmp_path):
 
 
 def test_equal_modules_in_a_list_are_refused_with_the_way_out(tmp_path):
-    with pytest.raises(distckpt.InvalidShardingError, match=r"put other modules into a dict, \{'first'"):
+    with pytest.raises(distckpt.InvalidShardingError, match=r"put several models into a dict, \{'first'"):
         distckpt.save({"models": [Net(1), Net(2)]}, tmp_path / "saved")
 
 

@@ -41,7 +41,7 @@ def root(tmp_path_factory):
 
 
 LOCATIONS = {
-    "run": r"run' is not a checkpoint, it holds 'step_00000100', 'step_00000200': give one of them",
+    "run": r"run' is a directory of checkpoints \('step_00000100', 'step_00000200'\): give one of them",
     "run/step_0000100": r"does not exist \(did you mean 'step_00000100'",
     "run/final": r"final' does not exist\. Beside it: 'step_00000100', 'step_00000200'\.",
     "nowhere/step_1": r"does not exist, and neither does '.*/nowhere'",
@@ -79,8 +79,10 @@ def test_a_step_that_is_not_there(root):
     manager = CheckpointManager(root / "run")
     with pytest.raises(CheckpointNotFoundError, match="Beside it: 'step_00000100', 'step_00000200'"):
         manager.load(shards("w"), step=150)
-    with pytest.raises(ValueError, match="got a dict: the step comes first"):
+    with pytest.raises(ValueError, match=r"got a dict: it is save\(step, state\) and load\(state, step\)"):
         manager.save(shards("w"), 300)
+    with pytest.raises(ValueError, match=r"got a dict: it is save\(step, state\) and load\(state, step\)"):
+        manager.load(100, shards("w"))
     with pytest.raises(CheckpointNotFoundError, match=r"runs' does not exist \(did you mean 'run'"):
         CheckpointManager(root / "runs").load(shards("w"))
 
@@ -89,6 +91,45 @@ def test_a_step_that_is_not_there(root):
 def test_swapped_arguments(root, call):
     with pytest.raises(TypeError, match=r"got a dict\. The state dict comes first"):
         call(str(root / "bare"), shards("w"))
+
+
+def test_a_state_dict_that_is_none(root, tmp_path):
+    for value in (None, [1], "model"):
+        with pytest.raises(
+            distckpt.CheckpointingException, match=r"is a dict, such as \{'model': model, 'step': 100\}"
+        ):
+            distckpt.save(value, tmp_path / "c")
+
+
+def test_a_module_in_the_place_of_a_state_dict(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    distckpt.save({"model": model, "step": 1}, tmp_path / "c")
+    with pytest.raises(LoadMismatchError, match=r"holds more than the Linear: 'step'\. .*load\(\{'model': model\}, "):
+        distckpt.load(model, tmp_path / "c")
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(distckpt.CheckpointExistsError, match=r"is a file: .* Choose another path\."):
+        distckpt.save(shards("w"), tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match=r"directory beside its target: '.*file/c'$"):
+        distckpt.save(shards("w"), tmp_path / "file" / "c")
+
+
+def test_sizes_and_grids_that_are_none(tmp_path):
+    distckpt.save(shards("w"), tmp_path / "c")
+    for verb in (distckpt.save, distckpt.load, distckpt.async_save):
+        with pytest.raises(TypeError, match="max_inflight_bytes is a number of bytes, got '1GB'"):
+            verb(shards("w"), tmp_path / ("c" if verb is distckpt.load else "new"), max_inflight_bytes="1GB")
+    for place in (0, (0,), (2, 2), (-1, 2), ("0", 2)):
+        with pytest.raises(ValueError, match=r"'dp' of a PerRank is \(position, number of positions\), got "):
+            distckpt.PerRank(1, {"dp": place})
+
+
+def test_more_layers_than_were_saved(root):
+    request = shards(*MODEL, "layers.2.weight", "layers.2.bias")
+    with pytest.raises(LoadMismatchError, match=r"'layers\.2\.weight' \(the checkpoint has such keys with other"):
+        distckpt.load(request, root / "bare")
 
 
 PREFIXES = [
