@@ -34,7 +34,7 @@ def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
     recorders = {key: _Recorder.make(identity(key, TensorInfo(shape, "F32"))) for key, shape in sources.items()}
     try:
         converted = core_model_loading.revert_weight_conversion(model, recorders)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise CheckpointingException(
             f"transformers' conversion of {config['model_type']!r} cannot be followed: {error}"
         ) from error
@@ -134,8 +134,11 @@ def _reshape(tensor: _Recorder, *shape: Any) -> _Recorder:
     return _Recorder.make(reshape(tensor.mapped, new))
 
 
-def _squeeze(tensor: _Recorder, dim: int) -> _Recorder:
-    return _Recorder.make(drop_axis(tensor.mapped, dim % tensor.ndim)) if tensor.shape[dim] == 1 else tensor
+def _squeeze(tensor: _Recorder, dim: int | None = None) -> _Recorder:
+    mapped = tensor.mapped
+    for axis in reversed(range(tensor.ndim) if dim is None else [dim % tensor.ndim]):
+        mapped = drop_axis(mapped, axis) if tensor.shape[axis] == 1 else mapped
+    return _Recorder.make(mapped)
 
 
 def _unbind(tensor: _Recorder, dim: int = 0) -> tuple[_Recorder, ...]:
