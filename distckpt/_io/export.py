@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from distckpt._base.dtypes import FROM_NAME, is_lossless_cast, is_summed
-from distckpt._base.errors import CheckpointingException
+from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
@@ -64,6 +64,28 @@ def write_output_file(
     settings = WriteSettings(with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress)
     write_files([NewFile(location, header, sizes, fill)], settings)
     return overflows
+
+
+def check_tied(stored: StoredCheckpoint, pairs: Iterable[tuple[OutputTensor, OutputTensor]]) -> None:
+    """Compare tensors that are stored apart with those that take their places in the export, a window at a time.
+
+    Raises:
+        LoadMismatchError: they differ.
+    """
+    for pair in pairs:
+        left_out, exported = pair
+        kinds = {(each.shape, each.mapped.dtype) for each in pair}
+        for region in cut_region(whole(exported.shape), _ENCODED_AT_ONCE):
+            views = [torch.empty(region.shape, dtype=FROM_NAME[exported.mapped.dtype]) for _ in pair]
+            if len(kinds) == 1:
+                _read_regions(stored, [(each, region, view) for each, view in zip(pair, views, strict=True)])
+            if len(kinds) > 1 or not torch.equal(*(view.view(-1).view(torch.uint8) for view in views)):
+                raise LoadMismatchError(
+                    f"{left_out.name!r} and {exported.name!r} are stored in {stored.location!r} and differ; the "
+                    "configuration says that they are one tensor, and only the second would be exported. Let "
+                    "tie_word_embeddings be false there, or leave out the one that is not of the model with `keys`.",
+                    unexpected=[left_out.name],
+                )
 
 
 def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows: dict[str, int]) -> Fill:

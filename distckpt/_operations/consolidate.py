@@ -26,7 +26,7 @@ from distckpt._format.checksum import checksum
 from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
-from distckpt._io.export import num_export_threads, write_output_file
+from distckpt._io.export import check_tied, num_export_threads, write_output_file
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files, write_extra_files
 from distckpt._operations.export_plan import ExportPlan, Selection, check_is_adapter, plan_export
 from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES, OutputFile, OutputTensor, assign_files, plan_files
@@ -184,6 +184,8 @@ def consolidate(
             files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
             extra_from = like if family is not None and extra_files_from is None else extra_files_from
             extra_files = _choose_extra_files(plan, extra_from, extra_code, dtype) if ranks.is_coordinator else None
+        with ranks.phase("compare what is tied"):
+            check_tied(plan.stored, plan.tied if ranks.is_coordinator else ())
 
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)

@@ -31,7 +31,7 @@ from distckpt._plan.peft_names import with_peft_names
 from distckpt._quantization.formats import FORMATS
 from distckpt._storage import locations
 from distckpt.families import config_for, read_config, rules_for
-from distckpt.rules import Rule, TensorInfo
+from distckpt.rules import Rule, TensorInfo, Tie
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class ExportPlan(NamedTuple):
         outputs: the tensors of the export, with the regions that they are made of.
         numbers: of the files that tensors go to by name, where they were given.
         quantization: the `quantization_config` of what is quantised.
+        tied: tensors that are stored and left out, with those of which the configuration says that they are the same.
     """
 
     stored: StoredCheckpoint
@@ -86,6 +87,7 @@ class ExportPlan(NamedTuple):
     outputs: list[OutputTensor]
     numbers: Mapping[str, int] | None
     quantization: Mapping[str, Any] | None
+    tied: Sequence[tuple[OutputTensor, OutputTensor]]
 
     @property
     def left_out(self) -> list[str]:
@@ -112,6 +114,7 @@ def plan_export(
         reference = StoredCheckpoint(directory, hugging_face.read_directory(directory))
     config = config_for(family, directory)
     made = rules_for(config, tensors, reference and reference.manifest.shapes_by_key)
+    stored_twice = _stored_twice(stored, tensors, rules, made)
     rules = [*rules, *with_peft_names(made, tensors, config)]
     outputs = plan_tensors(
         tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep", tied=stored.manifest.aliases
@@ -129,7 +132,21 @@ def plan_export(
         outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
     check_codes(stored, outputs)
     numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
-    return ExportPlan(stored, tensors, outputs, numbers, quantization)
+    return ExportPlan(stored, tensors, outputs, numbers, quantization, stored_twice)
+
+
+def _stored_twice(
+    stored: StoredCheckpoint, tensors: Mapping[str, TensorInfo], rules: Sequence[Rule], made: Sequence[Rule]
+) -> list[tuple[OutputTensor, OutputTensor]]:
+    """Return tensors under both of their names, where `made` takes them for one and a checkpoint holds two.
+
+    `rules` are those that come before.
+    """
+    ties = [rule for rule in made if isinstance(rule, Tie)]
+    named = {each.name: each for each in plan_tensors(tensors, rules, {}, None, keep_unmatched=True)} if ties else {}
+    pairs = [(named[tie.key], named[tie.to]) for tie in ties if tie.key in named and tie.to in named]
+    index = stored.manifest.key_index
+    return [pair for pair in pairs if len({index[part.key] for each in pair for part in each.mapped.parts}) > 1]
 
 
 def check_is_adapter(location: str) -> None:

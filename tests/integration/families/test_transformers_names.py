@@ -10,6 +10,7 @@ import torch
 import distckpt
 from distckpt import CheckpointingException, CheckpointNotFoundError, LoadMismatchError, ShardedTensor
 from distckpt.cli import main
+from distckpt.rules import Rename
 from tests.support.hf_folders import read_export, same_bytes
 from tests.support.tiny_models import COMPOSED, OVERRIDES, make_config, make_model
 
@@ -78,6 +79,23 @@ def test_both_names_of_a_tied_tensor_are_filled_and_one_is_written(tmp_path):
     assert same_bytes(read_export(tmp_path / "exported"), read_export(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_names_that_are_tied_by_the_configuration_alone_are_compared(prefix, tmp_path):
+    model = make_model(make_config("qwen3"))
+    model.save_pretrained(tmp_path / "saved")
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state["lm_head.weight"][-1, -1] += 1
+    state = {f"{prefix}{key}": tensor for key, tensor in state.items()}
+    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in state.items()}, tmp_path / "checkpoint")
+    options = {"family": "auto", "like": tmp_path / "saved", "rules": [Rename("module.**", "{0}")] if prefix else ()}
+    with pytest.raises(LoadMismatchError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' .* differ"):
+        distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "exported", **options)
+    assert not (tmp_path / "exported").exists()
+    options["keys"] = f"!{prefix}lm_head.weight"
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "exported", **options)
+    assert same_bytes(read_export(tmp_path / "exported"), read_export(tmp_path / "saved"))
+
+
 def test_what_is_missing_or_unknown_is_named(mixtral, tmp_path):
     model, saved = mixtral
     state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in model.state_dict().items()}
@@ -117,6 +135,8 @@ def test_configurations_that_say_too_little(tmp_path):
             distckpt.families.rules({"model_type": model_type}, "megatron")
     with pytest.raises(CheckpointingException, match="makes no model of type 'nonsense'"):
         distckpt.families.rules({"model_type": "nonsense"}, "transformers")
+    with pytest.raises(CheckpointingException, match=r"makes no model of type 'llama'.*num_hidden_layers"):
+        distckpt.families.rules({"model_type": "llama", "num_hidden_layers": "2"}, "transformers")
     with pytest.raises(CheckpointingException, match="does not say 'num_hidden_layers'"):
         distckpt.families.rules({"model_type": "llama", "vocab_size": 4}, "megatron")
     with pytest.raises(ValueError, match="source"):
