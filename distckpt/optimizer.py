@@ -145,7 +145,7 @@ def sharded_optimizer_state_dict(
             their memory.
         prefix: what keys begin with; optimizers in one checkpoint need different ones.
         process_group: the ranks that save or load together; None for the default group, or for this process
-            alone when torch.distributed is not initialised.
+            alone when torch.distributed is not initialized.
 
     Returns:
         What to put in the state dict for `save` or `load`.

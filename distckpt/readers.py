@@ -1,6 +1,6 @@
 """The interface for reading other formats: describe where the bytes of a checkpoint are, and every function reads it.
 
-A `Reader` recognises the directories of its format and describes which bytes of which files hold which regions of
+A `Reader` recognizes the directories of its format and describes which bytes of which files hold which regions of
 tensors:
 
     class RawReader(Reader):

@@ -1,6 +1,6 @@
 """Tensor-by-tensor building blocks with bounded memory: measure, divide, move, gather and broadcast.
 
-Everything here works without a process group. DTensors are recognised by their methods, so nothing here depends on
+Everything here works without a process group. DTensors are recognized by their methods, so nothing here depends on
 `torch.distributed`.
 """
 

@@ -115,7 +115,7 @@ def _add_export(parser: ArgumentParser) -> None:
         action="append",
         type=_format,
         metavar="[PATTERN=]FORMAT",
-        help=f"quantise what models usually quantise, or tensors by pattern, to one of {FORMATS}; can be repeated",
+        help=f"quantize what models usually quantize, or tensors by pattern, to one of {FORMATS}; can be repeated",
     )
     parser.add_argument("--merge-adapter", metavar="DIR", help="add the LoRA that PEFT saved there to the weights")
     parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")

@@ -278,7 +278,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region) -> torch.Tensor:
-    """Read a region of a tensor that is to be quantised, with the axes of the quantised form, as float32."""
+    """Read a region of a tensor that is to be quantized, with the axes of the quantized form, as float32."""
     assert tensor.encoded is not None
     quantized = tensor.encoded.quantized
     values = scratch("to encode", region.shape, torch.float32)
@@ -290,14 +290,14 @@ def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region)
 
 
 def _find_maximum(stored: StoredCheckpoint, tensor: OutputTensor) -> float:
-    """Return the largest magnitude in a tensor that is to be quantised."""
+    """Return the largest magnitude in a tensor that is to be quantized."""
     assert tensor.encoded is not None
     pieces = cut_region(whole(tensor.encoded.quantized.shape), _ENCODED_AT_ONCE)
     return max(float(_read_values(stored, tensor, piece).abs_().max()) for piece in pieces)
 
 
 def _encode_range(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes, maximum: float) -> None:
-    """Quantise what a range of a part is made of."""
+    """Quantize what a range of a part is made of."""
     assert tensor.encoded is not None
     (quantized, role), dtype = tensor.encoded, FROM_NAME[tensor.dtype]
     content, done = torch.from_numpy(memory).view(dtype), 0
@@ -309,7 +309,7 @@ def _encode_range(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, me
                 part = encode(quantized, _read_values(stored, tensor, region), region, maximum)[role]
             except ValueError as error:
                 raise CheckpointingException(
-                    f"{tensor.name!r} cannot be quantised: {error}, in region {region} of the tensor it is made of. "
+                    f"{tensor.name!r} cannot be quantized: {error}, in region {region} of the tensor it is made of. "
                     "Leave the tensor out of `quantize`, or correct it."
                 ) from error
             place = part_regions(quantized, region)[role]

@@ -64,5 +64,5 @@ def refuse_own_objects(given: Any, name: str) -> None:
     if any(isinstance(value, ShardedBase | LocalNonpersistentObject) for value in values):
         raise CheckpointingException(
             f"{name} is Megatron's own, and takes state dicts of Megatron's objects. This one holds objects of "
-            "distckpt, which it would not recognise."
+            "distckpt, which it would not recognize."
         )

@@ -114,8 +114,8 @@ def consolidate(
         rename: afterwards, old beginnings of names -> new ones.
         dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new names. Integers and
             8-bit floats are converted only by a pattern that is exactly their name. With a dtype for all tensors, rules
-            or a family, quantised tensors become values, else they are written as they are stored.
-        quantize: quantise what models usually quantise to a format: "fp8-block", "fp8-block-ue8m0", "fp8-tensor",
+            or a family, quantized tensors become values, else they are written as they are stored.
+        quantize: quantize what models usually quantize to a format: "fp8-block", "fp8-block-ue8m0", "fp8-tensor",
             "fp8-channel", "int8-channel", "mxfp4", "mxfp4-packed", "int4" or "nvfp4". Or a dict of patterns of new
             names -> format; the first that matches counts. `config.json` says what was done.
         tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each ("write").
@@ -123,19 +123,19 @@ def consolidate(
         max_file_bytes: maximum size of the data in one file.
         fqn_to_index_mapping: new name -> number of its file, from 1, instead.
         like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it. When it is
-            quantised, `quantize` with one format is for the same tensors.
+            quantized, `quantize` with one format is for the same tensors.
         merge_adapter: a directory that PEFT saved, with LoRA for a model of the names of the export: its products are
             added to the weights, and modules that it saved take the place of the model's, as in PEFT's
-            `merge_and_unload`. Quantised tensors become values.
+            `merge_and_unload`. Quantized tensors become values.
         extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
             most 256 MiB, and links to such files inside the directory; with a family, `like` where it is left out. In
-            `config.json` the dtype follows `dtype`, or that of all tensors; what it says of quantised ones, too.
+            `config.json` the dtype follows `dtype`, or that of all tensors; what it says of quantized ones, too.
         extra_code: copy `*.py` files too, which programs that trust the export may run.
         overwrite: replace an export that is there.
         verify: as in `load`; checksums of a distckpt checkpoint are verified by default.
         max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
         process_group: the ranks that work together; None for the default group, or for this process alone when
-            torch.distributed is not initialised.
+            torch.distributed is not initialized.
         progress: called with the bytes this rank has written so far and the bytes it will have, now and then, from one
             thread at a time.
 

@@ -122,7 +122,7 @@ def load(
             whole: one that lacks a part of what was saved for it is an error; "raise_unexpected" loads what it has.
         verify_integrity: the same as `verify="full"`.
         process_group: the ranks that load together; None for the default group, or for this process alone when
-            torch.distributed is not initialised.
+            torch.distributed is not initialized.
         common_strategy: accepted for compatibility, as the fourth positional argument, too; None or `("torch", 1)`.
         verify: "read" and "full", which mean the same, compare the checksum of every block of 256 KiB of which a byte
             is loaded; "none" compares nothing.

@@ -86,7 +86,7 @@ def save(
         common_strategy: accepted for compatibility, as the fourth positional argument, too; None or `("torch", 1)`.
         overwrite: replace a complete checkpoint that is there. It stays until the new one is complete.
         process_group: the ranks that save together; None for the default group, or for this process alone when
-            torch.distributed is not initialised.
+            torch.distributed is not initialized.
         validate_replicas: None compares samples of tensors that several ranks hold (up to 1 KiB of each), and refuses
             to save when they differ; True compares all of them, and objects, which reads them once more; False nothing.
             Ranks share the writing of replicas: of different ones parts of each would be stored. Buffers of modules may

@@ -13,10 +13,10 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._quantization.names import SMALL_CODES, is_named_as_codes, may_be_codes, scales_of
 
 CONFIG_NAMES = ("config.json", "hf_quant_config.json")
-"""Files that may say how the tensors beside them are quantised; the second one is NVIDIA ModelOpt's."""
+"""Files that may say how the tensors beside them are quantized; the second one is NVIDIA ModelOpt's."""
 
 AS_STORED = " (as stored)"
-"""What a view of a checkpoint adds to the keys of that which is stored only for its quantised tensors."""
+"""What a view of a checkpoint adds to the keys of that which is stored only for its quantized tensors."""
 
 
 def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> None:
@@ -36,7 +36,7 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     elif scales:
         why = f"{scales[0]!r} holds their scales"
     elif config and name in SMALL_CODES:
-        why = f"its {config['file']} says that it is quantised"
+        why = f"its {config['file']} says that it is quantized"
     elif is_named_as_codes(plain):
         why = "no other tensors have such names"
     elif others and name in SMALL_CODES and requested.is_floating_point:
@@ -46,7 +46,7 @@ def check_cast(stored: StoredCheckpoint, key: str, requested: torch.dtype) -> No
     way_out = "request its values instead" if plain != key else "and distckpt does not know how they belong together"
     raise LoadMismatchError(
         f"Key {plain!r} is stored in {stored.location!r} as {FROM_NAME[name]} and was requested as {requested}, but "
-        f"its values are codes of a quantised tensor ({why}): converted without scales they would be wrong weights, "
+        f"its values are codes of a quantized tensor ({why}): converted without scales they would be wrong weights, "
         f"{way_out}. Request {FROM_NAME[name]} and the scales, which loads both as they are stored.",
         unexpected=[plain],
     )

@@ -39,7 +39,7 @@ MAX_FILES = 99_999
 
 
 class EncodedPart(NamedTuple):
-    """A part of a tensor that is quantised when it is written: codes, scales and so on, see `QuantizedTensor`."""
+    """A part of a tensor that is quantized when it is written: codes, scales and so on, see `QuantizedTensor`."""
 
     quantized: QuantizedTensor
     role: str
@@ -246,7 +246,7 @@ def keep_precise(output: OutputTensor) -> OutputTensor:
 
 
 def check_codes(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
-    """Refuse outputs in which codes of quantised tensors are converted as if they were values, or lack their scales."""
+    """Refuse outputs in which codes of quantized tensors are converted as if they were values, or lack their scales."""
     casts = {
         part.key: torch.float32 if output.encoded or output.change else FROM_NAME[output.dtype]
         for output in outputs
@@ -285,13 +285,13 @@ def _apply_rules(
 def quantize_outputs(
     outputs: Sequence[OutputTensor], formats: Mapping[str, str], model: Set[str] | None = None
 ) -> tuple[list[OutputTensor], dict[str, Any]]:
-    """Replace tensors by the parts of their quantised form.
+    """Replace tensors by the parts of their quantized form.
 
     Args:
         outputs: tensors of the export.
         formats: pattern of names -> name of a format; the first that matches counts. With the pattern "", the format is
-            for those tensors that models usually quantise.
-        model: names of the tensors to quantise, where a model says them.
+            for those tensors that models usually quantize.
+        model: names of the tensors to quantize, where a model says them.
 
     Returns:
         The outputs, and the `quantization_config` of the model.
@@ -320,7 +320,7 @@ def quantize_outputs(
     unused = sorted(set(formats.values()) - used.keys())
     if unused:
         raise CheckpointingException(
-            f"No tensor can be quantised to {unused}: no name matches, or shapes do not fit. Formats other than mxfp4 "
+            f"No tensor can be quantized to {unused}: no name matches, or shapes do not fit. Formats other than mxfp4 "
             "are for weights with two axes named '*.weight' (4-bit ones with whole groups of columns), mxfp4 for "
             "'*.experts.*_proj' with three, as transformers has them in memory for gpt-oss."
         )
@@ -329,7 +329,7 @@ def quantize_outputs(
         raise CheckpointingException(f"No config.json can describe {sorted(used)} in one model: choose one of them.")
     twice = [name for name, count in Counter(tensor.name for tensor in result).items() if count > 1]
     if twice:
-        raise CheckpointingException(f"{twice[0]!r} is in the checkpoint, and quantising makes another: rename it.")
+        raise CheckpointingException(f"{twice[0]!r} is in the checkpoint, and quantizing makes another: rename it.")
     return result, config
 
 

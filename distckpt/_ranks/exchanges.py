@@ -60,7 +60,7 @@ class Transfer(NamedTuple):
 class Exchanges:
     """What the processes of a group send each other; a process without a process group is one rank of one.
 
-    `process_group` None is the default group, or this process alone when torch.distributed is not initialised. A thread
+    `process_group` None is the default group, or this process alone when torch.distributed is not initialized. A thread
     that waits for others gives up when `stop` is set.
     """
 
@@ -71,7 +71,7 @@ class Exchanges:
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise CheckpointingException(
-                    "A process_group was given but torch.distributed is not initialised here: "
+                    "A process_group was given but torch.distributed is not initialized here: "
                     "call torch.distributed.init_process_group() first, or leave process_group out."
                 )
             return
@@ -289,7 +289,7 @@ def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
 
 
 def group_of(process_group: Any) -> Any:
-    """Return the process group, or the default one for None; None where torch.distributed is not initialised."""
+    """Return the process group, or the default one for None; None where torch.distributed is not initialized."""
     if process_group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return process_group
@@ -306,7 +306,7 @@ def group_number(process_group: Any) -> int:
 
 
 def lone_group() -> Any:
-    """Return a process group of this process alone; None where torch.distributed is not initialised.
+    """Return a process group of this process alone; None where torch.distributed is not initialized.
 
     Not a collective operation.
     """

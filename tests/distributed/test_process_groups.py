@@ -184,7 +184,7 @@ def without_a_group(rank, path):
 def test_a_group_without_torch_distributed_is_an_error(tmp_path):
     (error,) = run(without_a_group, 1, str(tmp_path / "checkpoint"), backend=None)
     assert isinstance(error, CheckpointingException)
-    assert "torch.distributed is not initialised" in str(error)
+    assert "torch.distributed is not initialized" in str(error)
 
 
 def save_in_two_threads(rank, size, folder):

@@ -471,7 +471,7 @@ def test_what_is_not_available_is_refused(tmp_path):
 
 
 def test_a_process_group_needs_torch_distributed(tmp_path):
-    with pytest.raises(CheckpointingException, match=r"torch\.distributed is not initialised"):
+    with pytest.raises(CheckpointingException, match=r"torch\.distributed is not initialized"):
         distckpt.save({}, tmp_path / "c", process_group=object())
 
 

@@ -268,7 +268,7 @@ def test_forms_that_are_not_known_are_refused(tmp_path, model, changed):
     made.tensors.update(changed)
     made.write(tmp_path / "model")
     codes = next(iter(made.tensors))
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor|Not in the checkpoint"):
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor|Not in the checkpoint"):
         distckpt.load({"x": request(key, made.tensors[codes].shape)}, tmp_path / "model")
 
 
@@ -279,7 +279,7 @@ def test_codes_without_the_zero_points_of_the_configuration_are_refused(tmp_path
     made = made._replace(config={"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}})
     made.write(tmp_path / "model")
     key = next(iter(made.values))
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor|Not in the checkpoint"):
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor|Not in the checkpoint"):
         distckpt.load({key: request(key, made.values[key].shape)}, tmp_path / "model")
 
 
@@ -287,7 +287,7 @@ def test_blocks_of_the_configuration_that_do_not_fit_the_scales_are_not_passed_o
     made = fp8_block(130, 130)
     made.config["quantization_config"]["weight_block_size"] = [64, 64]
     made.write(tmp_path / "model")
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor"):
         distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
 
 
@@ -307,7 +307,7 @@ def test_blocks_of_another_size_are_not_guessed(tmp_path):
         assert same_bytes(distckpt.load(state, tmp_path / path), values), path
     distckpt.reshard(tmp_path / "copy", tmp_path / "bare")
     for path in ("copy", "bare"):
-        with pytest.raises(LoadMismatchError, match="codes of a quantised tensor"):
+        with pytest.raises(LoadMismatchError, match="codes of a quantized tensor"):
             distckpt.load(state, tmp_path / path)
 
 
@@ -316,7 +316,7 @@ def test_configurations_that_contradict_each_other_are_refused_where_both_fit(tm
     made.write(tmp_path / "model")
     other = {"quantization": {"weight_block_size": [100, 128]}}
     (tmp_path / "model/hf_quant_config.json").write_text(json.dumps(other))
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor"):
         distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
     made.values.pop("l.gate.weight")
     other["quantization"]["weight_block_size"] = [64, 128]
@@ -332,7 +332,7 @@ def test_the_configuration_of_a_part_of_the_model_counts(tmp_path, field):
     made.config["torch_dtype"] = "float16"
     inside = {"text_config": made.config} if field == "thinker" else made.config
     made._replace(config={field: inside}).write(tmp_path / "model")
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor"):
         distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
     made.tensors["l.up.weight_scale_inv"] = torch.ones(3, 3)
     made._replace(config={field: inside}).write(tmp_path / "model")
@@ -358,14 +358,14 @@ def test_scales_with_fewer_axes_are_for_rows_or_refused(tmp_path):
         if is_known:
             assert same_bytes(distckpt.load(state, tmp_path / "model"), values)
             continue
-        with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+        with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor"):
             distckpt.load(state, tmp_path / "model")
 
 
 def test_scales_of_many_axes_are_refused_at_once(tmp_path):
     codes, scales = torch.zeros(*[1] * 50, 2, dtype=torch.int8), torch.rand(*[1] * 25, 2)
     Model({"l.weight": codes, "l.weight_scale": scales}, {}, {}).write(tmp_path / "model")
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantised tensor"):
+    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor"):
         distckpt.load({"l.weight": request("l.weight", codes.shape)}, tmp_path / "model")
 
 

@@ -242,8 +242,8 @@ def test_refusals(tmp_path):
     paths = tmp_path / "checkpoint", tmp_path / "export"
     with pytest.raises(ValueError, match=r"quantize.*fp9"):
         distckpt.consolidate(*paths, quantize="fp9")
-    refuse("No tensor can be quantised to .*mxfp4", *paths, quantize="mxfp4")
-    refuse("No tensor can be quantised to .*int4", *paths, quantize={"l.up.weight": "int4"})
+    refuse("No tensor can be quantized to .*mxfp4", *paths, quantize="mxfp4")
+    refuse("No tensor can be quantized to .*int4", *paths, quantize={"l.up.weight": "int4"})
     refuse("No config.json can describe", *paths, quantize={"l.up.*": "fp8-block", "*.gate.weight": "int4"})
     assert not (tmp_path / "export").exists()
 
