@@ -196,11 +196,13 @@ def _file_numbers(
     absent = set(reference.keys) - exported
     if absent and is_speaker:
         logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
-    for tensor in outputs:
-        key_id = reference.key_index.get(tensor.name)
-        if key_id is not None and reference.global_shapes[key_id] != tensor.shape:
+    for tensor in values:
+        each, expected = quantized.get(tensor.name), reference.shapes_by_key.get(tensor.name)
+        if each is not None and (expected is None or tensor.mapped.dtype != stored.dtype_name(tensor.name)):
+            expected = each.model_shape
+        if expected not in (None, tensor.shape):
             raise CheckpointingException(
-                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} it has "
-                f"{reference.global_shapes[key_id]}. A shard may be missing, or rules are needed."
+                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} it has {expected}. A "
+                "shard may be missing, or rules are needed."
             )
     return numbers

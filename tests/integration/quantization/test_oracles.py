@@ -10,6 +10,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
+from distckpt._quantization.formats import FORMATS
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.quantized_models import Model, fp8_block, fp8_ue8m0, int4, mxfp4, mxfp4_packed, nvfp4_packed
 from tests.support.reference import needs_dtypes
@@ -158,7 +159,7 @@ def test_codes_of_compressed_tensors(tmp_path):
     assert torch.equal(mxfp4["l.scale"].view(torch.uint8), generate_mx_scales(maxima).to(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "fp8-channel", "int8-channel", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.")
 def test_transformers_opens_exports(tmp_path, name):
     """It has the values that `load` returns, under all of its names."""

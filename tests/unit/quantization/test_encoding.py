@@ -190,6 +190,24 @@ def test_a_model_says_which_weights_are_quantised(tmp_path):
 
 
 @needs_dtypes("float8_e8m0fnu")
+@pytest.mark.parametrize("name", ["fp8-block", "int4", "mxfp4-packed"])
+def test_shapes_are_compared_as_those_of_values(tmp_path, name):
+    """Codes may have the name of the values and another shape."""
+    source(tmp_path, (40, 96))
+    checkpoint, options = tmp_path / "checkpoint", {"l.up.weight": name}
+    distckpt.consolidate(checkpoint, tmp_path / "values")
+    distckpt.consolidate(checkpoint, tmp_path / "codes", quantize=options)
+    distckpt.consolidate(checkpoint, tmp_path / "again", quantize=options, like=tmp_path / "values")
+    distckpt.consolidate(tmp_path / "codes", tmp_path / "copy", like=tmp_path / "codes")
+    distckpt.consolidate(checkpoint, tmp_path / "plain", like=tmp_path / "codes", dtype=torch.float32)
+    for result, expected in (("again", "codes"), ("copy", "codes"), ("plain", "values")):
+        assert same_bytes(read_export(tmp_path / result), read_export(tmp_path / expected))
+    write_plain(tmp_path / "other/model.safetensors", {"l.up.weight": torch.zeros(40, 48)})
+    for like in ("values", "codes"):
+        refuse("'l.up.weight' would be exported with shape", tmp_path / "other", tmp_path / "out", like=tmp_path / like)
+
+
+@needs_dtypes("float8_e8m0fnu")
 def test_patterns_choose_formats_under_new_names(tmp_path):
     source(tmp_path, (40, 96))
     distckpt.consolidate(
