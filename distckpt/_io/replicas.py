@@ -60,18 +60,23 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
             samples[i] = parts[0] if len(parts) == 1 else b"".join(parts)
         elif tensor.numel():
             elsewhere[tensor.device].append(i)
-    for numbers in elsewhere.values():
-        # One copy from a device for all of them.
-        taken = [_taken(tensors[i]) for i in numbers]
+    for device, numbers in elsewhere.items():
+        # One copy to a device and one from it for all of them: each waits for what the program has queued there.
+        places = [_places(tensors[i]) for i in numbers]
+        split = torch.split_with_sizes(torch.cat(places).to(device), [len(each) for each in places])
+        taken = [_taken(tensors[i], each) for i, each in zip(numbers, split, strict=True)]
         ends = np.cumsum([len(sample) for sample in taken])
         for i, sample in zip(numbers, np.split(tensor_bytes(torch.cat(taken).cpu()), ends[:-1]), strict=True):
             samples[i] = sample
     return np.array([max(1, checksum(sample)) for sample in samples], np.uint64)
 
 
-def _taken(tensor: torch.Tensor) -> torch.Tensor:
+def _places(tensor: torch.Tensor) -> torch.Tensor:
     firsts, length = _blocks(tensor.numel(), tensor.itemsize)
-    places = (torch.tensor(firsts)[:, None] + torch.arange(length)).flatten().to(tensor.device)
+    return (torch.tensor(firsts)[:, None] + torch.arange(length)).flatten()
+
+
+def _taken(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.take(as_integers(tensor.resolve_conj().resolve_neg()), places).view(torch.uint8)
 
 

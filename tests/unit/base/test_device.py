@@ -7,10 +7,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import distckpt
 from distckpt import ShardedTensor
 from distckpt._base import device as base_device
+from distckpt._io.replicas import sampled_digests
 from tests.support.slow_device import SlowDevice
 
 
@@ -101,3 +103,26 @@ def test_copies_under_way_are_waited_for_when_a_later_one_fails(monkeypatch, tmp
     with pytest.raises(RuntimeError, match="no memory on the device"):
         call()
     assert (device.num_copied_bytes > 0, device.num_queued) == (True, 0)
+
+
+class Transfers(TorchFunctionMode):
+    """Counts what would bring tensors to a device or from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.Tensor.to, torch.Tensor.cpu)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_samples_of_any_number_of_tensors_take_one_copy_to_a_device_and_one_from_it(count):
+    """Each of them waits for what the program has queued on the device. Columns are sampled as on a device."""
+    table = torch.arange(40_000).view(1000, 40)
+    columns = [table[:, i : i + 1 + i % 3] for i in range(count)]
+    with Transfers() as transfers:
+        digests = sampled_digests(columns)
+    assert transfers.count == 2
+    np.testing.assert_array_equal(digests, sampled_digests([each.contiguous() for each in columns]))
