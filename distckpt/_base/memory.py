@@ -19,6 +19,9 @@ from distckpt._base.threads import UNIT_BYTES
 ALIGNMENT = 4096
 """Direct I/O needs addresses, positions and lengths in multiples of this."""
 
+HUGE_PAGE_BYTES = 2 << 20
+"""Scratch memory begins at a multiple of this: a disk is faster where one of its requests is few pages."""
+
 Bytes = npt.NDArray[np.uint8]
 
 _local = threading.local()
@@ -71,9 +74,10 @@ def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = Non
     purpose = purpose if device is None else f"{purpose} pinned"
     buffer: Bytes | None = getattr(_local, purpose, None)
     if buffer is None or len(buffer) < num_bytes:
-        size = max(num_bytes, UNIT_BYTES) + ALIGNMENT
-        memory = np.empty(size, np.uint8) if device is None else device.pinned_memory(size).numpy()
-        buffer = memory[-memory.ctypes.data % ALIGNMENT :]
+        size, alignment = max(num_bytes, UNIT_BYTES), ALIGNMENT if device else HUGE_PAGE_BYTES
+        # numpy asks for huge pages. What is skipped at the beginning takes no memory.
+        memory = device.pinned_memory(size + alignment).numpy() if device else np.empty(size + alignment, np.uint8)
+        buffer = memory[-memory.ctypes.data % alignment :]
         setattr(_local, purpose, buffer)
     return buffer[:num_bytes]
 

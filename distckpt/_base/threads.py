@@ -17,6 +17,8 @@ NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
 """Enough to keep a disk busy while bytes are hashed; more threads than cores would only take turns."""
 DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Memory for data that is being moved, unless the caller says otherwise."""
+NUM_DIRECT_THREADS = 4
+"""So many read past the page cache: they wait for the disk, which is faster the more it is asked for at once."""
 NUM_REQUESTS = 10
 """Requests to an object store at the same time: they wait for the network, not for a processor."""
 SIGNAL_SECONDS = 0.2
@@ -102,9 +104,9 @@ def wait_for_all(futures: Sequence[Future[Any]]) -> None:
             return
 
 
-def num_threads_within(max_inflight_bytes: int) -> int:
+def num_threads_within(max_inflight_bytes: int, num_threads: int = NUM_THREADS) -> int:
     """Return how many threads may move a unit each; one always may."""
-    return max(1, min(NUM_THREADS, max_inflight_bytes // UNIT_BYTES))
+    return max(1, min(num_threads, max_inflight_bytes // UNIT_BYTES))
 
 
 def num_requests_within(max_inflight_bytes: int) -> int:

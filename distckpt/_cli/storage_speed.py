@@ -16,6 +16,7 @@ import torch
 
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
+from distckpt._storage.page_cache import cached_fraction
 from distckpt.mapping import ShardedTensor
 from distckpt.serialization import load, save
 
@@ -177,16 +178,11 @@ def _check(num_moved: int, num_bytes: int) -> None:
 def drop_from_page_cache(folder: str) -> bool:
     """Drop all files in a folder, which are on disk, from the page cache; False where that cannot be done."""
     paths = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
-    return hasattr(os, "RWF_NOWAIT") and all([_drop_file(path) for path in paths])
+    return hasattr(os, "posix_fadvise") and all([_drop_file(path) for path in paths])
 
 
 def _drop_file(path: str) -> bool:
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        try:
-            os.preadv(file.fileno(), [bytearray(1)], os.fstat(file.fileno()).st_size // 2, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return True  # the read would have to wait for the disk
-        except OSError:
-            pass  # the file system cannot say
-    return False
+        num_bytes = os.fstat(file.fileno()).st_size
+        return num_bytes == 0 or not cached_fraction(file.fileno(), 0, num_bytes)

@@ -16,7 +16,7 @@ from distckpt._base.device import Copier
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import CorruptCheckpointError
 from distckpt._base.memory import Bytes, bounce_buffer, is_plain_memory, run_bytes
-from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, run_threads
+from distckpt._base.threads import MAX_BUFFERS, NUM_REQUESTS, NUM_THREADS, UNIT_BYTES, run_threads
 from distckpt._format.checksum import block_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -29,6 +29,8 @@ from distckpt._storage.open_files import OpenFiles, read_into
 
 REQUEST_BYTES = 16 << 20
 """Size of a request of an object store: enough that its answer takes longer than the way there."""
+DIRECT_BYTES = 1 << 20
+"""Less is not read past the page cache: there the system would fetch it with what is beside it."""
 FETCH_PITCH_BYTES = 64 << 10
 """When runs are closer than this, a disk delivers them faster with the gaps than one by one."""
 
@@ -97,6 +99,15 @@ class _Reading(NamedTuple):
     copier: Copier
     files: OpenFiles
 
+    def path_of(self, unit: list[ReadPart]) -> str:
+        """Return the file of a unit."""
+        return self.stored.path_of(unit[0].chunk)
+
+    def extent_of(self, unit: list[ReadPart]) -> tuple[int, int]:
+        """Return where in its file a unit begins and ends."""
+        first_bytes = self.stored.manifest.first_bytes
+        return int(first_bytes[unit[0].chunk]) + unit[0].start, int(first_bytes[unit[-1].chunk]) + unit[-1].stop
+
 
 def _read_parts(
     stored: StoredCheckpoint,
@@ -115,12 +126,14 @@ def _read_parts(
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as open_files:
         reading = _Reading(stored, copier, open_files)
 
-        def read_unit(unit: list[ReadPart]) -> None:
-            _read_unit(reading, unit)
+        def read_span(span: list[list[ReadPart]]) -> None:
+            if not _read_directly(reading, span):
+                for unit in span:
+                    _read_unit(reading, unit)
             if progress is not None:
-                progress(sum(_useful_bytes(stored, part) for part in unit))
+                progress(sum(_useful_bytes(stored, part) for unit in span for part in unit))
 
-        run_threads(read_unit, units, num_threads)
+        run_threads(read_span, _spans(reading, units), num_threads)
 
 
 def _useful_bytes(stored: StoredCheckpoint, part: ReadPart) -> int:
@@ -150,6 +163,47 @@ def _units(
         next_file, next_position = file, position + num_bytes
     if unit:
         yield unit
+
+
+def _spans(reading: _Reading, units: Iterator[list[ReadPart]]) -> Iterator[list[list[ReadPart]]]:
+    """Join units that follow one another in a file which is read past the page cache: one request reads them all."""
+    span: list[list[ReadPart]] = []
+    for unit in units:
+        if span and not (reading.files.direct and _may_follow(reading, span, unit)):
+            yield span
+            span = []
+        span.append(unit)
+    if span:
+        yield span
+
+
+def _may_follow(reading: _Reading, span: list[list[ReadPart]], unit: list[ReadPart]) -> bool:
+    _, stop = reading.extent_of(span[-1])
+    first, _ = reading.extent_of(span[0])
+    next_start, next_stop = reading.extent_of(unit)
+    return next_start == stop and next_stop - first <= UNIT_BYTES and reading.path_of(span[0]) == reading.path_of(unit)
+
+
+def _read_directly(reading: _Reading, span: list[list[ReadPart]]) -> bool:
+    """Read units past the page cache; False where they are to be read through it."""
+    stored, copier, files = reading
+    if not files.direct or span[0][0].sparse:
+        return False
+    start, stop = reading.extent_of(span[0])[0], reading.extent_of(span[-1])[1]
+    if stop - start < DIRECT_BYTES:
+        return False
+    content = files.read_directly(reading.path_of(span[0]), start, stop - start, copier.layer)
+    if content is None:
+        return False
+    for part in itertools.chain(*span):
+        run, content = content[: part.stop - part.start], content[part.stop - part.start :]
+        if stored.verifies:
+            _verify(stored, part, [run])
+        if part.memory is None:
+            _deliver(stored, part, run, copier)
+        else:
+            np.copyto(part.memory, run[part.lead : part.lead + len(part.memory)])
+    return True
 
 
 def _read_unit(reading: _Reading, unit: list[ReadPart]) -> None:

@@ -67,7 +67,7 @@ def read_sharing(
         return
     place = ranks.rank
     if is_auto:
-        place = _host_number() if sharing.is_local else ranks.rank
+        place = host_number() if sharing.is_local else ranks.rank
         requested = sum(target.nbytes for target in targets)
         if not _may_pay(ranks.all_gather_numbers([place, sharing.group, requested])):
             read(copies)
@@ -103,7 +103,7 @@ def _may_pay(numbers: IntArray) -> bool:
     return any(len(members) > 1 for members in places.values())
 
 
-def _host_number() -> int:
+def host_number() -> int:
     """Return a number that is the same for processes on one machine, and differs between machines."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:

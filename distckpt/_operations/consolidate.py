@@ -26,6 +26,7 @@ from distckpt._format.checksum import checksum
 from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io import background
+from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import check_tied, num_export_threads, write_output_file
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files, write_extra_files
 from distckpt._operations.export_plan import ExportPlan, Selection, check_is_adapter, plan_export
@@ -287,7 +288,7 @@ def write_export(
             overflows: dict[str, int] = {}
             with ranks.phase("write output files"):
                 count = counting(progress, own_bytes)
-                kept = stored.with_files(held.enter_context(OpenFiles.for_many_reads()))
+                kept = stored.with_files(held.enter_context(OpenFiles.for_many_reads(unread_files(stored))))
                 for file in mine:
                     path = locations.join(staging, file.name)
                     overflows |= write_output_file(kept, file, path, num_threads, count)

@@ -25,6 +25,7 @@ from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.mapped import crop
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
+from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import filling, num_export_threads
 from distckpt._io.save import encoded_objects, object_file_of
 from distckpt._io.write import NewFile, WriteSettings
@@ -155,7 +156,7 @@ def reshard(
     num_threads = num_export_threads(max_inflight_bytes)
     settings = WriteSettings(num_threads=num_threads, progress=counting(progress, num_bytes))
     overflows: dict[str, int] = {}
-    open_files = OpenFiles.for_many_reads()
+    open_files = OpenFiles.for_many_reads(unread_files(stored))
     files = _files_of(stored.with_files(open_files), outputs, planned, object_files, overflows)
     chunks = chunk_table(planned)
     new_manifest.check_size([chunks])

@@ -24,6 +24,7 @@ from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import IntArray
+from distckpt._io.direct_reads import unread_files
 from distckpt._operations.consistent_read import read_unchanged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer
@@ -139,8 +140,10 @@ def _verify(
     if isinstance(stored, Problem):
         return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started)
     manifest = stored.manifest
+    open_files = OpenFiles(direct=unread_files(stored) if mode == "full" else ())
+    stored = stored.with_files(open_files)
     # An interrupt ends the iteration, which cancels what has not begun.
-    with timer.phase("read") as details, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+    with timer.phase("read") as details, open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
         # 1. Files are there, have their sizes, and begin with the headers that were written.
         checked = pool.map(partial(_check_file, stored), range(len(manifest.files)))
         problems = [problem for problem in checked if problem is not None]
@@ -249,7 +252,7 @@ def _check_unit(stored: StoredCheckpoint, blocks: _Blocks, unit: range) -> tuple
     path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
     try:
-        data = _read(path, begin, end)
+        data = _read(stored, path, begin, end)
     except (CorruptCheckpointError, FileNotFoundError):
         return [], 0  # what is wrong with the file is reported already
     except OSError as error:
@@ -284,11 +287,15 @@ def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int
     return problems
 
 
-def _read(path: str, start: int, stop: int) -> Bytes:
+def _read(stored: StoredCheckpoint, path: str, start: int, stop: int) -> Bytes:
     """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads again."""
     if not locations.is_local(path):
         return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
     file_size(path)  # raises where this is no file
-    buffer = bounce_buffer("verify", stop - start)
-    with OpenFiles() as files, files.open(path) as fd:
+    assert stored.files is not None
+    content = stored.files.read_directly(path, start, stop - start)
+    if content is not None:
+        return content
+    buffer = bounce_buffer("read", stop - start)
+    with stored.files.open(path) as fd:
         return buffer[: read_into(fd, [buffer], start)]

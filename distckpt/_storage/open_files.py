@@ -8,11 +8,13 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 
-from distckpt._base.memory import Bytes
+from distckpt._base.device import DeviceLayer
+from distckpt._base.memory import ALIGNMENT, Bytes, bounce_buffer
 from distckpt._storage.locations import naming
+from distckpt._storage.page_cache import cached_fraction, mark_as_read
 
 MAX_OPEN = 16
 """So many unused files are kept open at most; a checkpoint may have more than a process may have open."""
@@ -26,20 +28,26 @@ class _Opened:
 
 
 class OpenFiles:
-    """Local files that several threads read; closed when the context ends."""
+    """Local files that several threads read; closed when the context ends.
 
-    def __init__(self, max_open: int = MAX_OPEN) -> None:
+    Attributes:
+        direct: those of which `read_directly` reads what is not in memory.
+    """
+
+    def __init__(self, max_open: int = MAX_OPEN, direct: Collection[str] = ()) -> None:
+        self.direct = direct
         self._max_open = max_open
-        self._opened: dict[str, _Opened] = {}
+        self._opened: dict[tuple[str, int], _Opened] = {}
         self._checks: dict[str, threading.Lock] = {}
         self._checked: set[str] = set()
         self._lock = threading.Lock()
 
     @classmethod
-    def for_many_reads(cls) -> OpenFiles:
+    def for_many_reads(cls, direct: Collection[str] = ()) -> OpenFiles:
         """Return files for many reads that come back to the same ones: more of them stay open, if the system allows."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return cls(_MOST_OPEN if limit == resource.RLIM_INFINITY else max(MAX_OPEN, min(limit // 4, _MOST_OPEN)))
+        most = _MOST_OPEN if limit == resource.RLIM_INFINITY else max(MAX_OPEN, min(limit // 4, _MOST_OPEN))
+        return cls(most, direct)
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -61,12 +69,12 @@ class OpenFiles:
                 self._checked.add(file)
 
     @contextlib.contextmanager
-    def open(self, file: str) -> Iterator[int]:
+    def open(self, file: str, flags: int = 0) -> Iterator[int]:
         """Yield a descriptor of a file; errors of the system in the body name the file."""
         with self._lock:
-            opened = self._opened.pop(file, None) or _Opened(self._open(file))
+            opened = self._opened.pop((file, flags), None) or _Opened(self._open(file, flags))
             # Those that were used longest ago come first.
-            self._opened[file] = opened
+            self._opened[file, flags] = opened
             opened.num_users += 1
         try:
             with naming(file):
@@ -76,14 +84,42 @@ class OpenFiles:
                 opened.num_users -= 1
                 self._close_unused(max(0, len(self._opened) - self._max_open))
 
-    def _open(self, file: str) -> int:
+    def read_directly(
+        self, file: str, position: int, num_bytes: int, device: DeviceLayer | None = None
+    ) -> Bytes | None:
+        """Read past the page cache into this thread's scratch memory for reads (see `bounce_buffer`), and return it.
+
+        None for other files than `direct`, and where it is better to read as usual: when the bytes are in memory, or
+        for the error.
+        """
+        if file not in self.direct:
+            return None
+        first = position // ALIGNMENT * ALIGNMENT
+        lead = position - first
         try:
-            return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            with self.open(file) as fd:
+                if cached_fraction(fd, position, num_bytes) > 0.5:
+                    return None
+            with self.open(file, os.O_DIRECT) as fd:
+                window = bounce_buffer("read", -(-(lead + num_bytes) // ALIGNMENT) * ALIGNMENT, device)
+                # The system writes to disk first what was changed in memory.
+                num_read = os.preadv(fd, [window], first)
+        except OSError:
+            return None
+        return window[lead : lead + num_bytes] if num_read >= lead + num_bytes else None
+
+    def _open(self, file: str, flags: int) -> int:
+        flags |= os.O_RDONLY | os.O_CLOEXEC
+        try:
+            fd = os.open(file, flags)
         except OSError as error:
             # The program may have opened many others meanwhile.
             if error.errno != errno.EMFILE or not self._close_unused(len(self._opened)):
                 raise
-            return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(file, flags)
+        if file in self.direct:
+            mark_as_read(fd)
+        return fd
 
     def _close_unused(self, max_closed: int) -> int:
         """Close files that were used longest ago, and return how many there were."""

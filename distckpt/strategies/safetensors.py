@@ -15,7 +15,7 @@ from distckpt._base.device import Copier
 from distckpt._base.dtypes import FROM_NAME, as_integers
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.memory import may_overlap
-from distckpt._base.threads import UNIT_BYTES, num_requests_within, num_threads_within
+from distckpt._base.threads import NUM_DIRECT_THREADS, NUM_THREADS, UNIT_BYTES, num_requests_within, num_threads_within
 from distckpt._commit import posix
 from distckpt._foreign import opening
 from distckpt._foreign.opening import BACKEND, VERSION
@@ -25,6 +25,7 @@ from distckpt._format.marker import CheckpointingConfig
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import covering
 from distckpt._io import aliases
+from distckpt._io.direct_reads import files_to_read_directly
 from distckpt._io.read_values import read_apart, read_values, warn_of_overflows
 from distckpt._io.remove_tensors import remove_tensors
 from distckpt._io.replicas import add_digests, weighted_digest
@@ -49,6 +50,8 @@ from distckpt._ranks.collectives import Ranks
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard, ShardTable, describe, region_view, shard_regions
 from distckpt._storage import locations
+from distckpt._storage.open_files import OpenFiles
+from distckpt._storage.page_cache import MIN_DIRECT_BYTES
 from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy
 
@@ -243,20 +246,12 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             separated = aliases.separate(stored, requests, copies, targets)
             group = exchanges.group_number(options.exchange_group)
             vote.number = sum(target.nbytes for target in separated.targets)
-        is_local = locations.is_local(stored.location)
-        is_little = options.parallel_load == "auto" and vote.largest < MIN_REQUESTED_BYTES
-        mode = "off" if is_little else options.parallel_load
-        sharing = Sharing(self.ranks, mode, group, is_local, options.max_inflight_bytes)
-        num_threads = (num_threads_within if is_local else num_requests_within)(options.max_inflight_bytes)
-
-        def read_share(share: Sequence[Copy]) -> None:
-            read_values(stored, share, separated.targets, num_threads, options.progress)
-
         # Some of what follows is copied by other threads, whose streams know nothing of this thread's.
         Copier(separated.targets).wait_for_queued()
-        read_sharing(sharing, stored.manifest, copies, separated.targets, read_share)
+        self._read(stored, copies, separated.targets, group, vote.largest)
         pairs = [(requests[number], targets[number]) for number in apart]
-        read_apart(stored, pairs, num_threads, options.progress)
+        num_threads = num_threads_within if locations.is_local(stored.location) else num_requests_within
+        read_apart(stored, pairs, num_threads(options.max_inflight_bytes), options.progress)
         aliases.join(requests, separated, stored.location)
         warn_of_overflows(stored, requests, targets)
         with torch.no_grad():
@@ -264,6 +259,33 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             for target, value in {(t.data_ptr(), t.shape, t.stride()): (t, v) for t, v in adds}.values():
                 target.add_(value)
         return {name: _settled(tensors[name], shard.data) for name, shard in filled.items() if shard.data is not None}
+
+    def _read(
+        self,
+        stored: StoredCheckpoint,
+        copies: Sequence[Copy],
+        targets: Sequence[torch.Tensor],
+        group: int,
+        num_bytes: int,
+    ) -> None:
+        """Fill targets; no rank requests more than `num_bytes`."""
+        options, is_local = self.options, locations.is_local(stored.location)
+        is_little = options.parallel_load == "auto" and num_bytes < MIN_REQUESTED_BYTES
+        mode = "off" if is_little else options.parallel_load
+        sharing = Sharing(self.ranks, mode, group, is_local, options.max_inflight_bytes)
+        may_be_direct = is_local and num_bytes >= MIN_DIRECT_BYTES
+        direct = files_to_read_directly(self.ranks, stored, copies) if may_be_direct else frozenset()
+        num_threads = num_requests_within(options.max_inflight_bytes)
+        if is_local:
+            most = NUM_DIRECT_THREADS if direct else NUM_THREADS
+            num_threads = num_threads_within(options.max_inflight_bytes, most)
+        with OpenFiles(direct=direct) as files:
+            kept = stored.with_files(files)
+
+            def read_share(share: Sequence[Copy]) -> None:
+                read_values(kept, share, targets, num_threads, options.progress)
+
+            read_sharing(sharing, stored.manifest, copies, targets, read_share)
 
     def _plan_tensors(
         self, stored: StoredCheckpoint, tensors: Mapping[str, ShardedTensor]
