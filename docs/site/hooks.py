@@ -138,8 +138,14 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
-    """Put pictures into the page itself: those in a file of their own follow the system's theme, not the page's."""
-    return re.sub(r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>', lambda m: (ROOT / "docs" / m[1]).read_text(), output)
+    """Put pictures into the page itself, since those in files follow the system's theme; let names in tables break."""
+    output = re.sub(r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>', lambda m: (ROOT / "docs" / m[1]).read_text(), output)
+    return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"(?<=<code>)[^<]+", _breakable, cell[0]), output, flags=re.S)
+
+
+def _breakable(name: re.Match[str]) -> str:
+    """Let a name break after dots and underscores and before capitals, rather than anywhere."""
+    return re.sub(r"(?<=\w[._/])(?=\w)|(?<=[a-z])(?=[A-Z])", "<wbr>", name[0])
 
 
 def _with_sources(section: re.Match[str]) -> str:
