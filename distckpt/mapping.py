@@ -84,7 +84,8 @@ class ShardedObject(ShardedBase):
         data: the local object. None in descriptions without data.
         global_shape: shape of the global array of objects.
         global_offset: index of the local object in it.
-        replica_id: which copy of this object this is, see `is_main_replica`.
+        replica_id: which copy of this object this is, see `is_main_replica`. The main replica is stored; copies are
+            compared with it only by `save(validate_replicas=True)`.
     """
 
     key: str

@@ -24,8 +24,9 @@ class PerRank:
             attribute `value` is what was stored.
         grid: what the value depends on: by name of the axes of the layout (tensor, pipeline, data parallel) the
             position of this rank and the number of positions. Ranks at the same position have copies, of which one
-            is stored; `save(validate_replicas=True)` compares them. By default every rank has its own value, and the
-            layout is the number of ranks and the device meshes of the modules in the same state dict.
+            is stored. Only `save(validate_replicas=True)` compares them: without it, copies that differ are lost
+            silently. By default every rank has its own value, and the layout is the number of ranks and the device
+            meshes of the modules in the same state dict.
     """
 
     def __init__(self, value: Any, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
