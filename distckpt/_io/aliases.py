@@ -1,4 +1,4 @@
-"""Targets of one load that share their memory: read together, one would be overwritten while its checksum is taken."""
+"""Targets of a load that share memory: read together, one would be overwritten while its checksum is taken."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distckpt._base.dtypes import as_integers
+from distckpt._base.errors import LoadMismatchError
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.load import Copy, Request
+from distckpt.mapping import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -96,3 +99,21 @@ def _as_array(target: torch.Tensor) -> Any:
     strides = tuple(step * size for step in target.stride())
     place = {"version": 3, "shape": tuple(target.shape), "typestr": f"|V{size}", "strides": strides}
     return np.asarray(SimpleNamespace(__array_interface__={**place, "data": (target.data_ptr(), False)}))
+
+
+def settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Give a tensor what was loaded for it elsewhere, since several of its elements are one place in memory."""
+    target = shard.data
+    if target is None or target is loaded:
+        return loaded
+    with torch.no_grad():
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        target[once].copy_(loaded[once])
+        if not torch.equal(as_integers(target.resolve_conj().resolve_neg()), as_integers(loaded)):
+            raise LoadMismatchError(
+                f"Key {shard.key!r}: several elements of the tensor are one place in memory (strides "
+                f"{target.stride()}), but have different values in the checkpoint. Give it memory of its own: "
+                "clone() it before loading.",
+                unexpected=[shard.key],
+            )
+    return target

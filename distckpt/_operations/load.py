@@ -27,7 +27,7 @@ from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY, check_common_strategy, take_common_strategy
 from distckpt._state.strictness import StrictHandling, parse_strict_flag
 from distckpt._storage import locations
-from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from distckpt.mapping import ShardedObject, ShardedStateDict, StateDict
 from distckpt.rules import Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options, ParallelLoad, Verify
 
@@ -225,7 +225,9 @@ def _load(
     # 3. Read.
     shards, values, skeleton = request.split
     with timer.phase("read") as details, ranks.phase("load"), noticing_removal(ranks, location):
-        left_out = unexpected | _extra_states(shards) if family is not None else unexpected
+        # Objects of Transformer Engine, which no Hugging Face directory holds; modules accept None for them.
+        extra_states = {s.key for s in shards if isinstance(s, ShardedObject) and s.key.endswith("_extra_state")}
+        left_out = unexpected | extra_states if family is not None else unexpected
         sharded = {str(i): s for i, s in enumerate(shards) if s.key not in left_out and i not in request.ties}
         sharded["common"] = ShardedObject(COMMON_KEY, None, (1,), (0,))
         found_values = _read(ranks, request.strategy, sharded, location)
@@ -258,8 +260,3 @@ def _read(ranks: Ranks, strategy: LoadShardedStrategy, wanted: ShardedStateDict,
             error.missing,
             error.unexpected,
         ) from error
-
-
-def _extra_states(shards: Sequence[ShardedTensor | ShardedObject]) -> set[str]:
-    """Find the objects of Transformer Engine that no Hugging Face directory holds; modules accept None for them."""
-    return {s.key for s in shards if isinstance(s, ShardedObject) and s.key.endswith("_extra_state")}

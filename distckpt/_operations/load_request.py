@@ -63,10 +63,7 @@ def describe_request(
     options: Options,
     family: str | os.PathLike[str] | None,
 ) -> LoadRequest:
-    """Describe the targets of a load.
-
-    Collective operation: all ranks must call it.
-    """
+    """Describe the targets of a load. Collective operation: all ranks must call it."""
     with ranks.phase("flatten the state dict") as vote:
         described = objects.describe(ranks, sharded_state_dict, loads=True, materialize=materialize)
         split = flatten.split(described.state_dict)

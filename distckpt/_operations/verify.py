@@ -151,15 +151,8 @@ def _verify(
 
         # 2. Blocks have their checksums.
         if mode == "full":
-            blocks = _list_blocks(manifest)
-            bad: list[tuple[int, str]] = []
-            num_read, num_to_read = 0, int((blocks.stops - blocks.starts).sum())
-            for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), _units(blocks)):
-                bad += found
-                num_read += num_of_unit
-                if progress is not None:
-                    progress(num_read, num_to_read)
-            problems += _describe(stored, blocks, bad)
+            found, num_read = _check_blocks(stored, pool, progress)
+            problems += found
             num_bytes += num_read
         details["bytes"] = num_bytes
     return VerifyReport(
@@ -213,6 +206,21 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
         return Problem(path, "checksum mismatch in the header", None, None, 0, expected.header_bytes)
     return None
+
+
+def _check_blocks(
+    stored: StoredCheckpoint, pool: Pool, progress: Callable[[int, int], object] | None
+) -> tuple[list[Problem], int]:
+    """Compare the checksums of all blocks; return what is wrong, and the bytes read."""
+    blocks = _list_blocks(stored.manifest)
+    bad: list[tuple[int, str]] = []
+    num_read, num_to_read = 0, int((blocks.stops - blocks.starts).sum())
+    for found, num_of_unit in pool.map(partial(_check_unit, stored, blocks), _units(blocks)):
+        bad += found
+        num_read += num_of_unit
+        if progress is not None:
+            progress(num_read, num_to_read)
+    return _describe(stored, blocks, bad), num_read
 
 
 class _Blocks(NamedTuple):

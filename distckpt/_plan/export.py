@@ -202,18 +202,10 @@ def plan_tensors(
         if not name:
             source = summarize_keys(part.key for part in mapped.parts)
             raise CheckpointingException(f"The new name of {source} would be empty: change rename, or the rules.")
-        stored = FROM_NAME[mapped.dtype]
-        target = stored
+        target = FROM_NAME[mapped.dtype]
         if pattern is not None:
             used.add(pattern)
-            is_ordinary = stored.is_floating_point and stored.itemsize > 1
-            target = by_pattern[pattern] if is_ordinary or pattern == name else stored
-            is_cut = is_ordinary and pattern != name and not (target.is_floating_point or target.is_complex)
-            if is_cut or not is_convertible(stored, target):
-                why = " without its fractions, except under a pattern that is its name" if is_cut else ""
-                raise CheckpointingException(
-                    f"Tensor {name!r} is {stored} and cannot be converted to {target}{why}: give another dtype for it."
-                )
+            target = _converted(name, target, by_pattern[pattern], is_named=pattern == name)
         count = math.prod(mapped.shape)
         outputs.append(OutputTensor(name, TO_NAME[target], count, count * target.itemsize, mapped))
     names = [tensor.name for tensor in outputs]
@@ -231,6 +223,19 @@ def plan_tensors(
             "rules and rename), beginnings of them, or patterns with *."
         )
     return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
+
+
+def _converted(name: str, stored: torch.dtype, wanted: torch.dtype, is_named: bool) -> torch.dtype:
+    """Return the dtype of a tensor in an export, which its name or another pattern converts to a wanted one."""
+    is_ordinary = stored.is_floating_point and stored.itemsize > 1
+    target = wanted if is_ordinary or is_named else stored
+    is_cut = is_ordinary and not is_named and not (target.is_floating_point or target.is_complex)
+    if is_cut or not is_convertible(stored, target):
+        why = " without its fractions, except under a pattern that is its name" if is_cut else ""
+        raise CheckpointingException(
+            f"Tensor {name!r} is {stored} and cannot be converted to {target}{why}: give another dtype for it."
+        )
+    return target
 
 
 def is_for_all(dtype: torch.dtype | Mapping[str, torch.dtype] | None) -> bool:

@@ -48,10 +48,6 @@ def _adopt_tensor(node: Any) -> ShardedTensor:
     )  # fmt: skip
 
 
-def _adopt_object(node: Any) -> ShardedObject:
-    return ShardedObject(node.key, node.data, node.global_shape, node.global_offset, node.replica_id)
-
-
 def _adopt_factory(node: Any) -> ShardedTensorFactory:
     flat = getattr(node, "flattened_range", None)
     return ShardedTensorFactory(node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flat)
@@ -59,7 +55,9 @@ def _adopt_factory(node: Any) -> ShardedTensorFactory:
 
 _CONVERTERS: dict[str | None, Callable[[Any], Any]] = {
     "ShardedTensor": _adopt_tensor,
-    "ShardedObject": _adopt_object,
+    "ShardedObject": lambda node: ShardedObject(
+        node.key, node.data, node.global_shape, node.global_offset, node.replica_id
+    ),
     "ShardedTensorFactory": _adopt_factory,
     "LocalNonpersistentObject": lambda node: LocalNonpersistentObject(node.unwrap()),
 }

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 
 from distckpt._base.device import Copier
-from distckpt._base.dtypes import FROM_NAME, as_integers
-from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException
 from distckpt._base.memory import may_overlap
 from distckpt._base.threads import NUM_DIRECT_THREADS, NUM_THREADS, UNIT_BYTES, num_requests_within, num_threads_within
 from distckpt._commit import posix
@@ -258,7 +258,9 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
             # Once where targets share memory.
             for target, value in {(t.data_ptr(), t.shape, t.stride()): (t, v) for t, v in adds}.values():
                 target.add_(value)
-        return {name: _settled(tensors[name], shard.data) for name, shard in filled.items() if shard.data is not None}
+        return {
+            name: aliases.settled(tensors[name], shard.data) for name, shard in filled.items() if shard.data is not None
+        }
 
     def _read(
         self,
@@ -392,21 +394,3 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
 
 def _whole(key: str, dtype: str, shape: tuple[int, ...]) -> ShardedTensor:
     return ShardedTensor(key, None, FROM_NAME[dtype], shape, shape, (0,) * len(shape), (1,) * len(shape))
-
-
-def _settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Give a tensor what was loaded for it elsewhere, since several of its elements are one place in memory."""
-    target = shard.data
-    if target is None or target is loaded:
-        return loaded
-    with torch.no_grad():
-        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
-        target[once].copy_(loaded[once])
-        if not torch.equal(as_integers(target.resolve_conj().resolve_neg()), as_integers(loaded)):
-            raise LoadMismatchError(
-                f"Key {shard.key!r}: several elements of the tensor are one place in memory (strides "
-                f"{target.stride()}), but have different values in the checkpoint. Give it memory of its own: "
-                "clone() it before loading.",
-                unexpected=[shard.key],
-            )
-    return target
