@@ -74,7 +74,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace | None:
     one = getattr(parsed, "parser", parser)
     if unknown:
         options = [option for action in one._actions for option in action.option_strings]
-        near = did_you_mean(unknown[0], options)
+        near = did_you_mean(unknown[0], options) or f": see {one.prog} --help"
         kind = "has no option" if unknown[0].startswith("-") else "does not take"
         one.error(f"{one.prog.rpartition(' ')[2]} {kind} {unknown[0]!r}{near}")
     if text := arguments.contradiction(parsed):

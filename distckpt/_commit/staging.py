@@ -78,7 +78,7 @@ def make_staging(
             with _naming_target(staging):
                 posix.prepare(staging.location, names, durable)
             if locations.is_local(staging.location):
-                _check_space(staging.location, staging.num_bytes)
+                _check_space(staging)
     if ranks.size > 1:
         with ranks.phase("find the directory of the save"):
             _check_is_seen(ranks.rank, staging, names)
@@ -107,17 +107,17 @@ def _remove_empty_leftovers(target: str) -> None:
                 locations.remove_tree(path)
 
 
-def _check_space(directory: str, num_bytes: int) -> None:
+def _check_space(staging: Staging) -> None:
     """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many bytes."""
     try:
-        disk = os.statvfs(directory)
+        disk = os.statvfs(staging.location)
     except OSError:
         return
     # The last blocks are for root. Some network file systems know no numbers, and report 0.
     free = disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-    if disk.f_blocks and 0 < free < num_bytes:
-        planned = f"{num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports {free} free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {planned}", directory)
+    if disk.f_blocks and 0 < free < staging.num_bytes:
+        planned = f"{staging.num_bytes} bytes are to be written, and host {os.uname().nodename!r} reports {free} free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {planned}", staging.target)
 
 
 def _check_is_seen(rank: int, staging: Staging, names: Sequence[str]) -> None:

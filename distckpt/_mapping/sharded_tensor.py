@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 
+from distckpt._base.errors import InvalidShardingError
 from distckpt._geometry.region import with_item
 from distckpt._mapping.base import ReplicaId, ShardedBase, fail, flat_bounds, integers, unsuitable
 
@@ -333,6 +334,8 @@ class ShardedTensor(ShardedBase):
 
 
 def _check_tensor(cls: type, key: str, data: object) -> None:
+    if not isinstance(key, str):
+        raise InvalidShardingError(f"The key comes first, then the tensor: got a {type(key).__name__} for the key.")
     if not isinstance(data, torch.Tensor):
         fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
     if data.is_nested or is_lazy(data):

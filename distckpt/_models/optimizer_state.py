@@ -243,7 +243,7 @@ def options_of(entries: Iterable[Entry], group: Mapping[str, Any], names: Sequen
         differing = sorted(key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key)))
         raise LoadMismatchError(
             f"The parameters {name!r} and {other!r} are in one group of the optimizer, but were saved in groups that "
-            f"differ in {differing}. Make the optimizer with the groups it was saved with.",
+            f"differ in {differing}. Create the optimizer with the groups it was saved with.",
             unexpected=[name, other],
         )
     if not found:
@@ -254,7 +254,7 @@ def options_of(entries: Iterable[Entry], group: Mapping[str, Any], names: Sequen
     if added and lacking:
         raise LoadMismatchError(
             f"An optimizer of another kind was saved: its options for {name!r} have {summarize_keys(added)}, those "
-            f"of this one {summarize_keys(lacking)}. Make the optimizer that was saved, or leave it out.",
+            f"of this one {summarize_keys(lacking)}. Create the optimizer that was saved, or leave it out.",
             unexpected=[name],
         )
     return {**group, **{key: value for key, value in options.items() if key not in _OWN_CHOICE or key not in group}}

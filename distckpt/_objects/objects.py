@@ -341,7 +341,7 @@ def _check_scheduler(place: Place, state: Mapping[str, Any], is_strict: bool) ->
         f"{type(place.value).__name__}'s {summarize_keys(own - stored) or 'nothing'}"
     )
     if is_strict and own - stored and stored - own:
-        raise LoadMismatchError(f"A scheduler of another kind: {text}. Make the one that was saved, or leave it out.")
+        raise LoadMismatchError(f"A scheduler of another kind: {text}. Create the one that was saved, or leave it out.")
     logger.warning("%s: is it of another scheduler?", text)
 
 

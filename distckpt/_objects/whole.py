@@ -48,8 +48,8 @@ def refuse_parts(ranks: Ranks, parts: Parts, entries: Mapping[str, StoredEntry],
             besides = f", and does not hold {summarize_keys(absent)}, which they have" if absent else ""
             raise LoadMismatchError(
                 f"The checkpoint {location!r} holds {summarize_keys(missing)}, which the objects of the state dict "
-                f"do not have{besides}: was a larger model saved? Make the objects that were saved; to leave the rest "
-                "out, pass strict='raise_unexpected'.",
+                f"do not have{besides}: was a larger model saved? Create the objects that were saved; to leave the "
+                "rest out, pass strict='raise_unexpected'.",
                 missing,
                 absent,
             )

@@ -137,7 +137,7 @@ def load(
             or shapes (a Hugging Face checkpoint, see `distckpt.rules`).
         materialize: a device; modules of the state dict that are on the meta device get memory there, tied parameters
             stay tied, and buffers that no checkpoint holds are computed by the `reset_parameters` of their modules.
-            Make the optimizer after that.
+            Create the optimizer after that.
         family: afterwards, the rules of the model's family, for names of Megatron Core or of transformers in memory:
             "auto" reads the `config.json` of the checkpoint, a path another one, see `distckpt.families`.
         max_inflight_bytes: memory for data on its way from storage, on each rank; at least one window of 8 MiB is

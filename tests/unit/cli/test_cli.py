@@ -96,6 +96,9 @@ def test_help_and_usage(capsys):
     assert "no verb 'xyz': choose from ls, inspect, cat," in call_usage_error(capsys, "xyz")
     assert "inspect has no option '--tee' (did you mean '--tree'" in call_usage_error(capsys, "inspect", "x", "--tee")
     assert "distckpt has no option '--verson' (did you mean '--version'" in call_usage_error(capsys, "--verson")
+    assert "inspect has no option '--xyz': see distckpt inspect --help" in call_usage_error(
+        capsys, "inspect", "x", "--xyz"
+    )
     assert "inspect does not take 'y'" in call_usage_error(capsys, "inspect", "x", "y")
     assert "PATH" in call_usage_error(capsys, "verify").upper()
     assert "'0' is not a positive integer" in call_usage_error(capsys, "verify", "x", "--jobs", "0")

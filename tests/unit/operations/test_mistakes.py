@@ -116,6 +116,11 @@ def test_places_that_cannot_be_written(tmp_path):
         distckpt.save(shards("w"), tmp_path / "file" / "c")
 
 
+def test_the_key_of_a_sharded_tensor_comes_first():
+    with pytest.raises(distckpt.InvalidShardingError, match=r"^The key comes first, then the tensor: got a Tensor"):
+        ShardedTensor.from_rank_offsets(torch.ones(2), "w")
+
+
 def test_sizes_and_grids_that_are_none(tmp_path):
     distckpt.save(shards("w"), tmp_path / "c")
     for verb in (distckpt.save, distckpt.load, distckpt.async_save):
@@ -147,6 +152,11 @@ def test_a_prefix_that_is_off(root, place, prefix, message, strict):
         distckpt.load(request, root / place, strict=strict)
     with pytest.raises(LoadMismatchError, match=message):
         distckpt.load_plain_tensors(root / place, keys=list(request))
+
+
+def test_where_a_prefix_comes_from(root):
+    with pytest.raises(LoadMismatchError, match=r"without 'net\.'\)\. Correct the prefix: a module at 'model' of the"):
+        distckpt.load(shards(*(f"net.{key}" for key in MODEL)), root / "bare")
 
 
 def test_a_prefix_is_named_when_most_keys_have_it_only(root):
