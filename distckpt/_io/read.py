@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -99,15 +99,6 @@ class _Reading(NamedTuple):
     copier: Copier
     files: OpenFiles
 
-    def path_of(self, unit: list[ReadPart]) -> str:
-        """Return the file of a unit."""
-        return self.stored.path_of(unit[0].chunk)
-
-    def extent_of(self, unit: list[ReadPart]) -> tuple[int, int]:
-        """Return where in its file a unit begins and ends."""
-        first_bytes = self.stored.manifest.first_bytes
-        return int(first_bytes[unit[0].chunk]) + unit[0].start, int(first_bytes[unit[-1].chunk]) + unit[-1].stop
-
 
 def _read_parts(
     stored: StoredCheckpoint,
@@ -122,18 +113,22 @@ def _read_parts(
     positions = manifest.first_bytes[chunks] + np.array([part.start for part in parts], np.int64)
     order = np.lexsort((positions, files))
     in_order = [parts[i] for i in order.tolist()]
-    units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(stored.location))
     with contextlib.nullcontext(stored.files) if stored.files else OpenFiles() as open_files:
         reading = _Reading(stored, copier, open_files)
+        candidates = set(files.tolist()) if open_files.direct else ()
+        direct = {file for file in candidates if stored.path_of_file(file) in open_files.direct}
+        units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(stored.location), direct)
 
-        def read_span(span: list[list[ReadPart]]) -> None:
-            if not _read_directly(reading, span):
-                for unit in span:
-                    _read_unit(reading, unit)
+        def read_unit(unit: list[ReadPart]) -> None:
+            if int(manifest.file_ids[unit[0].chunk]) not in direct or unit[0].sparse:
+                _read_unit(reading, unit)
+            elif not _read_directly(reading, unit):
+                for part in unit:
+                    _read_unit(reading, [part])
             if progress is not None:
-                progress(sum(_useful_bytes(stored, part) for unit in span for part in unit))
+                progress(sum(_useful_bytes(stored, part) for part in unit))
 
-        run_threads(read_span, _spans(reading, units), num_threads)
+        run_threads(read_unit, units, num_threads)
 
 
 def _useful_bytes(stored: StoredCheckpoint, part: ReadPart) -> int:
@@ -144,20 +139,24 @@ def _useful_bytes(stored: StoredCheckpoint, part: ReadPart) -> int:
 
 
 def _units(
-    parts: Sequence[ReadPart], files: Sequence[int], positions: Sequence[int], unit_bytes: int
+    parts: Sequence[ReadPart], files: Sequence[int], positions: Sequence[int], unit_bytes: int, direct: Collection[int]
 ) -> Iterator[list[ReadPart]]:
-    """Join parts that go straight to memory and follow one another in a file: one call reads them all."""
+    """Join parts that follow one another in a file: one call reads them all.
+
+    Those that go straight to memory, and all that are read past the page cache, of `direct` files.
+    """
     unit: list[ReadPart] = []
     room, next_file, next_position = 0, -1, -1
     for part, file, position in zip(parts, files, positions, strict=True):
         num_bytes = part.stop - part.start
         follows = file == next_file and position == next_position and num_bytes <= room
+        may_join = part.memory is not None or (file in direct and not part.sparse)
         # A part has three buffers at most, see `_runs_of`.
-        if not (follows and part.memory is not None and len(unit) < MAX_BUFFERS // 3):
+        if not (follows and may_join and (file in direct or len(unit) < MAX_BUFFERS // 3)):
             if unit:
                 yield unit
             # Nothing joins a part that goes through a bounce buffer.
-            unit, room = [], unit_bytes if part.memory is not None else 0
+            unit, room = [], (UNIT_BYTES if file in direct else unit_bytes) if may_join else 0
         unit.append(part)
         room -= num_bytes
         next_file, next_position = file, position + num_bytes
@@ -165,37 +164,17 @@ def _units(
         yield unit
 
 
-def _spans(reading: _Reading, units: Iterator[list[ReadPart]]) -> Iterator[list[list[ReadPart]]]:
-    """Join units that follow one another in a file which is read past the page cache: one request reads them all."""
-    span: list[list[ReadPart]] = []
-    for unit in units:
-        if span and not (reading.files.direct and _may_follow(reading, span, unit)):
-            yield span
-            span = []
-        span.append(unit)
-    if span:
-        yield span
-
-
-def _may_follow(reading: _Reading, span: list[list[ReadPart]], unit: list[ReadPart]) -> bool:
-    _, stop = reading.extent_of(span[-1])
-    first, _ = reading.extent_of(span[0])
-    next_start, next_stop = reading.extent_of(unit)
-    return next_start == stop and next_stop - first <= UNIT_BYTES and reading.path_of(span[0]) == reading.path_of(unit)
-
-
-def _read_directly(reading: _Reading, span: list[list[ReadPart]]) -> bool:
-    """Read units past the page cache; False where they are to be read through it."""
+def _read_directly(reading: _Reading, unit: list[ReadPart]) -> bool:
+    """Read parts past the page cache; False where they are to be read through it."""
     stored, copier, files = reading
-    if not files.direct or span[0][0].sparse:
+    num_bytes = sum(part.stop - part.start for part in unit)
+    if num_bytes < DIRECT_BYTES:
         return False
-    start, stop = reading.extent_of(span[0])[0], reading.extent_of(span[-1])[1]
-    if stop - start < DIRECT_BYTES:
-        return False
-    content = files.read_directly(reading.path_of(span[0]), start, stop - start, copier.layer)
+    start = int(stored.manifest.first_bytes[unit[0].chunk]) + unit[0].start
+    content = files.read_directly(stored.path_of(unit[0].chunk), start, num_bytes, copier.layer)
     if content is None:
         return False
-    for part in itertools.chain(*span):
+    for part in unit:
         run, content = content[: part.stop - part.start], content[part.stop - part.start :]
         if stored.verifies:
             _verify(stored, part, [run])
