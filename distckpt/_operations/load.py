@@ -120,6 +120,7 @@ def load(
             requested tensor exactly once, which finds mistakes in offsets.
         strict: how to handle keys that only the checkpoint or only the request has. By default, modules are loaded
             whole: one that lacks a part of what was saved for it is an error; "raise_unexpected" loads what it has.
+            With rules or a family there are only these two.
         verify_integrity: the same as `verify="full"`.
         process_group: the ranks that load together; None for the default group, or for this process alone when
             torch.distributed is not initialized.
@@ -167,8 +168,9 @@ def load(
         check_num_bytes("max_inflight_bytes", max_inflight_bytes)
         check_choice("parallel_load", parallel_load, get_args(ParallelLoad))
         mode = parse_strict_flag(strict)
-        if (rules or family is not None) and mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
-            raise ValueError("With rules, keys are not compared by name: leave strict at its default.")
+        by_rules = (StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED)
+        if (rules or family is not None) and mode not in by_rules:
+            raise ValueError("With rules, strict can be 'assume_ok_unexpected' or 'raise_unexpected' only.")
     timer = PhaseTimer("load", ranks.rank, location)
     options = Options(
         process_group=process_group,

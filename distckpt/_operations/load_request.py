@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._format.marker import names_of_module
 from distckpt._models.optimizer_shards import StoredEntry
 from distckpt._objects import objects
-from distckpt._objects.whole import parts_of, refuse_parts
+from distckpt._objects.whole import Parts, parts_of, refuse_parts
+from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
@@ -21,6 +22,7 @@ from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
 from distckpt.families import config_for, rules_for
 from distckpt.mapping import ShardedStateDict, ShardedTensor, StateDict
+from distckpt.rules import Assemble, Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options
 from distckpt.strategies.defaults import load_strategy
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
@@ -38,7 +40,7 @@ class LoadRequest(NamedTuple):
         ties: shards that are not stored, and the numbers of those whose values they get.
         table: its shards, without data.
         strategy: reads it.
-        has_rules: whether keys of the request are not those of the checkpoint.
+        rules: from the keys of the request to those of the checkpoint.
     """
 
     described: objects.Described
@@ -49,7 +51,7 @@ class LoadRequest(NamedTuple):
     ties: Mapping[int, int]
     table: ShardTable
     strategy: LoadShardedStrategy
-    has_rules: bool
+    rules: Sequence[Rule]
 
 
 def describe_request(
@@ -92,7 +94,7 @@ def describe_request(
             split = flatten.split(resolved.state_dict)
         table = describe(split.shards)
         ties = _absent_ties(split.shards, stored) if not options.rules else {}
-    return LoadRequest(described, resolved, split, entries, stored, ties, table, strategy, bool(options.rules))
+    return LoadRequest(described, resolved, split, entries, stored, ties, table, strategy, options.rules)
 
 
 def check_request(
@@ -105,14 +107,29 @@ def check_request(
     with ranks.phase("check the requested shards", decision=True) as vote:
         if validates and ranks.is_coordinator:
             validate_shards(merge_tables(ShardTable.all_from_messages(*messages)))
-        refuses = mode is StrictHandling.ASSUME_OK_UNEXPECTED and not request.has_rules
-        compared = request.stored if refuses else ()
-        parts = parts_of(request.resolved, requested, request.entries, compared, names_of_module(marker))
+        compared = request.stored if mode is StrictHandling.ASSUME_OK_UNEXPECTED else ()
+        parts = _parts(request, requested, compared, names_of_module(marker))
         vote.number = len(parts.of_modules | parts.of_optimizers | parts.of_nobody)
-    missing, unexpected = _compare_keys(ranks, mode, requested, request.stored, location)
+    missing, unexpected = set[str](), set[str]()
+    if not request.rules:
+        missing, unexpected = _compare_keys(ranks, mode, requested, request.stored, location)
     if vote.largest:
         refuse_parts(ranks, parts, request.entries, location)
     return missing, unexpected
+
+
+def _parts(
+    request: LoadRequest, requested: Collection[str], compared: Collection[str], names: Collection[str]
+) -> Parts:
+    """Find what the objects leave out; through rules, what they surely should have is what a configuration says."""
+    rules = request.rules
+    if not rules or not compared:
+        return parts_of(request.resolved, requested, request.entries, compared, names)
+    shapes = {s.key: tuple(s.global_shape) for s in request.split.shards if isinstance(s, ShardedTensor)}
+    of_config = {key: shape for rule in rules if isinstance(rule, Assemble) for key, shape in rule.sources.items()}
+    parts = parts_of(request.resolved, stored_names(rules, shapes), request.entries, compared, names)
+    known = stored_names(rules, of_config) & parts.of_modules
+    return parts._replace(of_modules=known, of_nobody=parts.of_nobody | (parts.of_modules - known))
 
 
 def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:

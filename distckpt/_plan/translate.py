@@ -24,6 +24,17 @@ def _of_other_ranks(stored: Mapping[str, MappedTensor], infos: Mapping[str, Tens
     return {key: TensorInfo(tuple(shape), dtypes[key]) for key, shape in shapes.items()}
 
 
+def _ties(rules: Sequence[Rule]) -> dict[str, str]:
+    return {rule.key: rule.to for rule in rules if isinstance(rule, Tie)}
+
+
+def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the keys of a checkpoint that are read for tensors of the model; not all rules need match."""
+    ties = _ties(rules)
+    infos = {ties.get(key, key): TensorInfo(shape, "F32") for key, shape in shapes.items()}
+    return set(apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos))
+
+
 def translate(
     rules: Sequence[Rule], requests: Sequence[Request], targets: Sequence[torch.Tensor]
 ) -> tuple[list[Request], list[torch.Tensor], list[float]]:
@@ -33,7 +44,7 @@ def translate(
     region's shape. Returns requests in terms of the checkpoint, with views to fill and what to add to each afterwards.
     Where the checkpoint has no padding, targets are set to zero.
     """
-    ties = {rule.key: rule.to for rule in rules if isinstance(rule, Tie)}
+    ties = _ties(rules)
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]
     pairs = zip(requests, targets, strict=True)
     infos = {r.key: TensorInfo(r.global_shape, TO_NAME[t.dtype]) for r, t in pairs}

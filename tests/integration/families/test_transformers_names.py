@@ -66,6 +66,25 @@ def test_a_rank_loads_its_slices(mixtral):
         assert torch.equal(distckpt.load(asked, saved, family="auto")["w"], part)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama"])
+def test_what_a_smaller_model_would_leave_out_is_named(family, tmp_path, caplog):
+    config = make_config(family)
+    make_model(config).save_pretrained(tmp_path / "saved")
+    config.num_hidden_layers = last = config.num_hidden_layers - 1
+    small, source = make_model(config, seed=1), tmp_path / "saved"
+    with pytest.raises(LoadMismatchError, match=rf"holds 'model.layers.{last}\.input_layernorm.weight'.*larger model"):
+        distckpt.load({"model": small}, source, family="auto")
+    distckpt.load({"model": small}, source, family="auto", strict="raise_unexpected")
+    expected = {key: tensor for key, tensor in read_export(source).items() if "norm" in key and f".{last}." not in key}
+    assert same_bytes({key: small.state_dict()[key] for key in expected}, expected)
+    # A layer that is not of the model of this configuration predicts further tokens.
+    values = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": last}
+    (source / "config.json").write_text(json.dumps(values))
+    assert not caplog.records
+    distckpt.load({"model": small}, source, family="auto")
+    assert f"'model.layers.{last}.input_layernorm.weight'" in caplog.text
+
+
 def test_both_names_of_a_tied_tensor_are_filled_and_one_is_written(tmp_path):
     model = make_model(make_config("qwen3"))
     model.save_pretrained(tmp_path / "saved")

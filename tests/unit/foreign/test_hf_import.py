@@ -77,7 +77,7 @@ def test_dtypes_are_widened_and_narrowed_only_when_told(directory):
 def test_keys_that_the_directory_does_not_have(directory):
     path, _ = directory
     shards = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(8, 4)) for key in ("layers.0.w", "layers.2.w")}
-    with pytest.raises(LoadMismatchError, match=r"layers\.2\.w.*did you mean 'layers\.\d\.w'") as caught:
+    with pytest.raises(LoadMismatchError, match=r"'layers\.2\.w' \(the checkpoint has such keys with other") as caught:
         distckpt.load(shards, path)
     assert caught.value.unexpected == {"layers.2.w"}
     with pytest.raises(LoadMismatchError, match=r"'layers\.9\.x'.*did you mean"):
