@@ -7,6 +7,7 @@ first save. Without room for everything, the rest is copied while files are bein
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import mmap
@@ -27,6 +28,8 @@ from distckpt._io.write import Fill, NewFile, Span, copy_into, units_of
 
 MAX_SETS = 2
 """So many saves may have staged data at the same time; the next one waits."""
+PINNED_UNITS = 4
+"""Units in a buffer of page-locked memory, since torch rounds the size of each buffer up to a power of two."""
 
 
 class _Set(NamedTuple):
@@ -177,21 +180,25 @@ class Staging:
         chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
         sizes = [[file.chunk_bytes[i] for i in chunks] for file, chunks in zip(files, chosen, strict=True)]
         device = next((file.device for file in files if file.device is not None), None)
-        self.needed = [sum(each) for each in sizes], device
+        divided = [_buffer_bytes(each, device) for each in sizes]
+        self.needed = list(itertools.chain(*divided)), device
         if self._only_measures:
             return list(files)
         self._buffers = self._memory.take(*self.needed, self._timeout)
+        buffers = iter(self._buffers)
         staged: list[NewFile] = []
         units: list[tuple[Fill, Sequence[Span], Bytes]] = []
-        for file, chunks, chunk_bytes, buffer in zip(files, chosen, sizes, self._buffers, strict=True):
+        for file, chunks, chunk_bytes, buffer_bytes in zip(files, chosen, sizes, divided, strict=True):
+            starts = dict(zip(chunks, itertools.accumulate(chunk_bytes, initial=0), strict=False))
+            ends = [0, *itertools.accumulate(buffer_bytes)]
+            copies = _Copies(starts, list(itertools.islice(buffers, len(buffer_bytes))), ends)
             start = 0
             for unit in units_of(chunk_bytes):
                 spans = [span._replace(chunk=chunks[span.chunk]) for span in unit]
                 num_bytes = sum(span.num_bytes for span in spans)
-                units.append((file.fill, spans, buffer[start : start + num_bytes]))
+                (window,) = copies.between(start, start + num_bytes)
+                units.append((file.fill, spans, window))
                 start += num_bytes
-            ends = list(itertools.accumulate(chunk_bytes))
-            copies = {i: buffer[end - size : end] for i, size, end in zip(chunks, chunk_bytes, ends, strict=True)}
             self._num_uncopied += sum(file.chunk_bytes) - sum(chunk_bytes)
             if len(chunks) < len(file.chunk_bytes):
                 staged.append(file._replace(fill=_filling(copies, file.fill, self._note_copied)))
@@ -251,21 +258,43 @@ def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[
     return chosen[::-1]
 
 
-def _filling(
-    copies: Mapping[int, Bytes], rest: Fill | None = None, note_copied: Callable[[int], None] | None = None
-) -> Fill:
+def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> list[int]:
+    """Return the sizes of the buffers for some chunks. No unit is in two of them."""
+    if device is None:
+        return [sum(chunk_bytes)]
+    units = [sum(span.num_bytes for span in unit) for unit in units_of(chunk_bytes)]
+    return [sum(units[i : i + PINNED_UNITS]) for i in range(0, len(units), PINNED_UNITS)]
+
+
+class _Copies(NamedTuple):
+    """Chunks one after the other in buffers: where each chunk begins, and 0 and where each buffer ends."""
+
+    starts: Mapping[int, int]
+    buffers: list[Bytes]
+    ends: list[int]
+
+    def between(self, start: int, stop: int) -> list[Bytes]:
+        """Return the bytes from start to stop, of which there are some."""
+        index = bisect.bisect_right(self.ends, start) - 1
+        begin, end = self.ends[index : index + 2]
+        found = self.buffers[index][start - begin : stop - begin]
+        return [found] if stop <= end else [found, *self.between(end, stop)]
+
+
+def _filling(copies: _Copies, rest: Fill | None = None, note_copied: Callable[[int], None] | None = None) -> Fill:
     """Return what gives the copies of chunks; other chunks are copied from `rest`, and how much of them is noted."""
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
-        buffers = []
+        buffers: list[Bytes] = []
         begin = 0
         for span in unit:
             # Where it goes in the end, so that it is not overwritten by then.
             window = scratch[begin : begin + span.num_bytes]
             begin += span.num_bytes
-            if span.chunk in copies:
-                window = copies[span.chunk][span.start : span.stop]
-            elif rest is not None and note_copied is not None:
+            if (start := copies.starts.get(span.chunk)) is not None:
+                buffers += copies.between(start + span.start, start + span.stop)
+                continue
+            if rest is not None and note_copied is not None:
                 copy_into(window, rest([span], window))
                 note_copied(len(window))
             buffers.append(window)

@@ -399,6 +399,45 @@ def test_page_locked_memory_is_reserved_or_else_taken_by_the_save(tmp_path, monk
     assert torch.equal(stored(tmp_path / "c")["t"], expected)
 
 
+def test_page_locked_memory_is_in_blocks_that_torch_need_not_round_up_much(tmp_path, monkeypatch):
+    """torch takes a power of two for each."""
+    device = SlowDevice()
+    big = torch.arange(70 << 20, dtype=torch.uint8).view(-1, 1024)
+    tensors = {"big": big, "columns": big[:, 3:7], "small": torch.arange(5.0), "empty": torch.ones(0)}
+    expected = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(base_device, "layer_of", lambda tensor: device)
+        handle = distckpt.async_save({key: whole(key, tensor) for key, tensor in tensors.items()}, tmp_path / "c")
+    big.zero_()
+    handle.result(PATIENCE)
+    sizes = [high - low for low, high, _ in device.pinned]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in expected.values())
+    assert sum(1 << (size - 1).bit_length() for size in sizes) < 1.1 * sum(sizes)
+    found = stored(tmp_path / "c")
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_copies_of_some_tensors_are_written_in_other_units_than_they_were_made_in(tmp_path, monkeypatch, is_on_device):
+    """What fits is copied from the end; what is before it shifts where units begin when the file is written."""
+    draw = np.random.default_rng(0)
+    sizes = {"a": 43_000_003, "b": 21_000_001, "c": 5, "d": 37_000_007}
+    tensors = {key: torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for key, size in sizes.items()}
+    expected = {key: tensor.clone() for key, tensor in tensors.items()}
+    with monkeypatch.context() as patch:
+        if is_on_device:
+            device = SlowDevice()
+            patch.setattr(base_device, "layer_of", lambda tensor: device)
+        state = {key: whole(key, tensor) for key, tensor in tensors.items()}
+        handle = distckpt.async_save(state, tmp_path / "c", max_inflight_bytes=80 << 20)
+        assert handle.staged.wait(PATIENCE)
+    for tensor in tensors.values():
+        tensor.zero_()
+    handle.result(PATIENCE)
+    found = stored(tmp_path / "c")
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
 def test_memory_of_a_save_from_the_host_is_not_used_for_tensors_on_a_device(tmp_path, monkeypatch):
     tensor = torch.arange(3_000_000.0)
     distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "c").result(PATIENCE)
