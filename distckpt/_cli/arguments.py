@@ -61,7 +61,7 @@ def diff(parser: ArgumentParser) -> None:
     add_rename(parser)
     add_html(parser)
     parser.add_argument("--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: 0)")
-    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="the same relative to B's value (default: 0)")
+    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="tolerated difference relative to B (default: 0)")
 
 
 def consolidate(parser: ArgumentParser) -> None:
@@ -159,11 +159,13 @@ def reshard(parser: ArgumentParser) -> None:
 
 def prune(parser: ArgumentParser) -> None:
     parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
-    parser.add_argument("--keep-last", type=positive, metavar="N", help="keep the newest N whole ones (default: all)")
+    parser.add_argument("--keep-last", type=positive, metavar="N", help="keep the newest N complete (default: all)")
     parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N")
-    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with the best values of it")
-    parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="which are best (default: min)")
-    parser.add_argument("--keep-best", type=positive, default=1, metavar="N", help="keep so many best (default: 1)")
+    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with its best values")
+    parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="min or max is best (default: min)")
+    parser.add_argument(
+        "--keep-best", type=positive, default=1, metavar="N", help="number of these to keep (default: 1)"
+    )
     abandoned = "remove leftovers of saves that wrote nothing for this long (default: 60)"
     parser.add_argument("--abandoned-after", type=positive, default=60, metavar="MINUTES", help=abandoned)
     parser.add_argument("--dry-run", action="store_true", help="list what would be removed, without removing anything")
@@ -192,7 +194,7 @@ def add_keys(parser: ArgumentParser) -> None:
 
 def add_html(parser: ArgumentParser) -> None:
     """Declare `--html`."""
-    parser.add_argument("--html", metavar="FILE", help="write one page to look at in a browser, and open offline")
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained page for the browser")
 
 
 def add_rename(parser: ArgumentParser) -> None:

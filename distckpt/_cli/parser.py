@@ -54,7 +54,7 @@ VERBS = (
     Verb("convert", "Convert a checkpoint of PyTorch, Megatron Core or DeepSpeed, or make one for these.", "convert"),
     Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", "reshard"),
     Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", "prune"),
-    Verb("bench", "Measure saves and loads beside the raw speed of a storage.", "bench"),
+    Verb("bench", "Measure saves and loads, and the raw speed of a storage.", "bench"),
     Verb("trace", "Turn a journal of phases into a Chrome trace.", "trace"),
     Verb("completion", "Print a script with which a shell completes this command.", "completion"),
 )
