@@ -11,7 +11,7 @@ from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import dtype_option, given, warn_of_overflows
 from distckpt._foreign.opening import open_checkpoint
 from distckpt._operations.consolidate import ExportReport, consolidate
-from distckpt._operations.export_plan import ExportPlan, Selection, plan_export
+from distckpt._operations.export_plan import ExportPlan, Selection, check_is_adapter, plan_export
 from distckpt._operations.merge import merge
 from distckpt._storage import locations
 
@@ -36,8 +36,11 @@ def run(arguments: Namespace, output: Output) -> int:
             *checkpoints, output_dir = checkpoints
         function = partial(merge, checkpoints, weights=arguments.weights, ema=arguments.ema)
     elif arguments.dry_run:
-        stored = open_checkpoint(locations.normalize(arguments.checkpoint))
-        _show_plan(plan_export(stored, selection), output)
+        stored, adapter = open_checkpoint(locations.normalize(arguments.checkpoint)), None
+        if arguments.merge_adapter is not None:
+            check_is_adapter(location := locations.normalize(arguments.merge_adapter))
+            adapter = open_checkpoint(location)
+        _show_plan(plan_export(stored, selection, adapter=adapter), output)
         return 0
     else:
         function = partial(consolidate, arguments.checkpoint)
@@ -75,6 +78,9 @@ def _show_plan(plan: ExportPlan, output: Output) -> None:
         t.name: [f"{part.key} {part.source}" + f" + {part.add:g}" * bool(part.add) for part in t.mapped.parts]
         for t in plan.outputs
     }
+    for tensor in plan.outputs:
+        if change := tensor.change:
+            sources[tensor.name] += [f"{key} of the adapter" for key in (change.replacement, change.a, change.b) if key]
     if output.as_json:
         tensors = [
             {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]} for t in plan.outputs

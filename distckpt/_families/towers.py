@@ -105,10 +105,9 @@ def _llava(config: Config) -> list[Rule]:
     names = {f"{token}.0.0": "class_embedding", "vision_model.conv1.weight": "patch_embedding.weight"}
     names["vision_model.position_embeddings.weight"] = "position_embedding.weight"
     rules += [Rename(old, embeddings + name, count=1) for old, name in names.items()]
-    biases = 1 + bool(config("multimodal_projector_bias", default=True))
-    for number in "12":
-        old, name = f"vision_projection.encoder.linear_fc{number}.*", f"multi_modal_projector.linear_{number}.{{0}}"
-        rules.append(Rename(old, name, count=biases))
+    biases, projector = 1 + bool(config("multimodal_projector_bias", default=True)), "multi_modal_projector.linear_"
+    for n in "12":
+        rules.append(Rename(f"vision_projection.encoder.linear_fc{n}.*", f"{projector}{n}.{{0}}", count=biases))
     return [
         Rename("model.**", "language_model.model.{0}"),
         Rename("lm_head.weight", "language_model.lm_head.weight", optional=True),

@@ -14,7 +14,7 @@ import distckpt
 from distckpt import CheckpointNotFoundError, LoadMismatchError
 from distckpt.core import CheckpointingException
 from distckpt.rules import Split
-from tests.support.cli_command import call_json
+from tests.support.cli_command import call_error, call_json
 from tests.support.hf_folders import read_export, same_bytes, write_plain
 from tests.support.quantized_models import fp8_block
 from tests.support.states import save_checkpoint
@@ -109,6 +109,12 @@ def test_the_adapter_has_the_names_of_the_export(tmp_path, capsys):
     assert torch.allclose(read_export(tmp_path / "merged")["m.up.weight"].double(), total, rtol=1e-6)
     write_adapter(tmp_path / "whole", matrices("fc1", (12, 5)))
     command = ("consolidate", tmp_path / "base", tmp_path / "by command", "--merge-adapter", tmp_path / "whole")
+    (planned,) = call_json(capsys, *command, "--dry-run")["tensors"]
+    assert planned["sources"][0].startswith("fc1.weight ")
+    keys = [f"base_model.model.fc1.lora_{letter}.weight of the adapter" for letter in "AB"]
+    assert planned["sources"][1:] == keys
+    error = call_error(capsys, *command[:-1], tmp_path / "adapter", "--dry-run")
+    assert "'m.up.weight', not tensors of the export" in error
     assert call_json(capsys, *command)["num_tensors"] == 1
 
 
