@@ -113,7 +113,7 @@ def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_pa
     state["x" * 150] = ShardedTensor.from_rank_offsets("x" * 150, torch.ones(2))
     distckpt.save({**state, "args": {f"option_{i}": i for i in range(100)}}, tmp_path / "one")
     distckpt.reshard(tmp_path / "one", tmp_path / "many", num_ranks=12, grids={"*.up": (12, 1)})
-    distckpt.save({"step": 1}, tmp_path / "none")
+    distckpt.save({"step": 1, "seeds": torch.zeros(5000, dtype=torch.uint8)}, tmp_path / "none")
     for name in ("many", "none"):
         call(capsys, "inspect", tmp_path / name, "--html", tmp_path / f"{name}.html")
     tiles = "[...document.querySelectorAll('.tile')].map((tile) => tile.innerText.replace(/\\s+/g, ' '))"
@@ -132,4 +132,5 @@ def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_pa
         assert len(set(page.evaluate(FILLS))) == 12
         page.open(tmp_path / "none.html", 1440, "dark")
         assert not page.evaluate(shown)
+        assert page.evaluate(COMMON) == [["step", "1"], ["seeds", "5000 uint8"]]
         assert page.evaluate(tiles) == ["0 tensors", "0 elements", "0 B of tensors", "1 file, written by 1 rank"]
