@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import collections
 import itertools
-import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from distckpt import families
 from distckpt._base.dtypes import FROM_NAME, is_summed
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._plan.adapter_targets import FIELDS, check_targets, ends_with
 from distckpt._plan.export import Change, OutputTensor
-from distckpt._plan.peft_names import OF_EXPERTS, PREFIX
-from distckpt.rules import Assemble
-
-logger = logging.getLogger(__name__)
+from distckpt._plan.peft_names import OF_EXPERTS, PREFIX, names_in_memory
 
 CONFIG_NAME = "adapter_config.json"
 _MATRIX = re.compile(r"(.+)\.lora_(embedding_)?([AB])((?:\.default)?(?:\.weight)?)")
@@ -47,7 +42,7 @@ def merge_adapter(
     _check_config(adapter, config)
     names = {output.name: output.name for output in outputs}
     if model and not _has_modules(names, adapter):
-        found = _names_in_memory(model)
+        found = names_in_memory(model)
         names = {name: found.get(name, name) for name in names}
     shapes = {names[output.name]: output.shape for output in outputs}
     changes = _changes(adapter, config, shapes)
@@ -88,31 +83,6 @@ def _has_modules(names: Iterable[str], adapter: StoredCheckpoint) -> bool:
     modules = {name.removesuffix(".0.down_proj.weight").removesuffix(".weight") for name in names}
     keys = (key.removeprefix(PREFIX).replace(".base_layer", "") for key in adapter.manifest.key_index)
     return all(found[1] in modules for key in keys if (found := _MATRIX.fullmatch(key)))
-
-
-def _names_in_memory(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that a model of transformers has in memory for tensors of its directory, by those on disk.
-
-    Pieces of experts are named as if each expert were a module, with parts named as in `OF_EXPERTS`.
-    """
-    try:
-        assembled = families.rules(model, "transformers")[-1]
-    except CheckpointingException as error:
-        logger.info("names in memory are not known: %s", error)
-        return {}
-    assert isinstance(assembled, Assemble)
-    names = {}
-    for name, mapped in assembled.tensors.items():
-        part, *others = mapped.parts
-        shape = assembled.sources[part.key]
-        block, _, leaf = part.key.rpartition(".")
-        if not others and part.order == tuple(range(len(shape))):
-            if mapped.shape == shape:
-                names[name] = part.key
-            elif leaf in OF_EXPERTS and len(shape) == 3:
-                expert, row, _ = part.source.offset
-                names[name] = f"{block}.{expert}.{OF_EXPERTS[leaf][row // mapped.shape[0]]}.weight"
-    return names
 
 
 def _check_tied(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from distckpt import families
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._geometry.mapped import MappedTensor, TensorInfo, crop_axis, drop_axis, identity, interleave, join
 from distckpt.rules import Assemble, Rule, SplitQKV, apply_rules
@@ -20,12 +22,39 @@ OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj
 """What transformers has for all experts of a layer, in the order in which PEFT wraps it, and what it is made of."""
 PREFIX = "base_model.model."
 
+logger = logging.getLogger(__name__)
+
 
 class Pair(NamedTuple):
     """Both matrices of LoRA for a module of the Hugging Face model; the product is `b @ a`."""
 
     a: MappedTensor
     b: MappedTensor
+
+
+def names_in_memory(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that a model of transformers has in memory for tensors of its directory, by those on disk.
+
+    Pieces of experts are named as if each expert were a module, with parts named as in `OF_EXPERTS`.
+    """
+    try:
+        assembled = families.rules(model, "transformers")[-1]
+    except CheckpointingException as error:
+        logger.warning("names in memory are not known: %s", error)
+        return {}
+    assert isinstance(assembled, Assemble)
+    names = {}
+    for name, mapped in assembled.tensors.items():
+        part, *others = mapped.parts
+        shape = assembled.sources[part.key]
+        block, _, leaf = part.key.rpartition(".")
+        if not others and part.order == tuple(range(len(shape))):
+            if mapped.shape == shape:
+                names[name] = part.key
+            elif leaf in OF_EXPERTS and len(shape) == 3:
+                expert, row, _ = part.source.offset
+                names[name] = f"{block}.{expert}.{OF_EXPERTS[leaf][row // mapped.shape[0]]}.weight"
+    return names
 
 
 def with_peft_names(
@@ -44,7 +73,9 @@ def with_peft_names(
         for key in keys.values():
             _check_widths(key, module, tensors[key + _IN].shape, tensors[key + _OUT].shape, config or {})
         pairs |= _pairs(module, keys, rules, tensors)
-    joined = _with_wrapped_experts(pairs)
+    own = names_in_memory(config) if config and "vision_config" in config else {}
+    own = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in own.items()}
+    joined = _with_wrapped_experts({own.get(name, name): pair for name, pair in pairs.items()})
     made = {f"{PREFIX}{name}.lora_A.weight": pair.a for name, pair in joined.items()}
     made |= {f"{PREFIX}{name}.lora_B.weight": pair.b for name, pair in joined.items()}
     used = [key for out in found for key in (out, out.removesuffix(_OUT) + _IN)]

@@ -57,7 +57,7 @@ def logits_with(model, added):
     """Compute what a model does with numbers added to its parameters."""
     state = {name: tensor + added.get(name, 0) for name, tensor in model.state_dict().items()}
     with torch.no_grad():
-        return torch.func.functional_call(model, state, (TOKENS,)).logits
+        return torch.func.functional_call(model, state, (TOKENS,), tie_weights=False).logits
 
 
 def test_matrices_of_experts_have_the_layout_of_peft(experts):
@@ -184,3 +184,26 @@ def test_adapters_of_experts_without_a_known_layout_are_refused(model_type, tmp_
     lora = {f"{FC1}linear_in.weight": random(2, 4, RANK, 32), f"{FC1}linear_out.weight": random(2, 4, 64, RANK)}
     with pytest.raises(CheckpointingException, match="layout"):
         export_lora(tmp_path, lora, config)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl", "qwen3_vl"])
+def test_adapters_of_models_with_towers_have_the_names_in_memory(family, tmp_path):
+    model = make_model(make_config(family))
+    model.save_pretrained(tmp_path / "saved")
+    key = "language_model.decoder.layers.self_attention.linear_proj.adapter."
+    lora = {f"{key}linear_in.weight": random(2, RANK, 32), f"{key}linear_out.weight": random(2, 32, RANK)}
+    save_checkpoint(tmp_path / "lora", lora)
+    distckpt.consolidate(tmp_path / "lora", tmp_path / "adapter", family=tmp_path / "saved")
+    (tmp_path / "adapter/model.safetensors").rename(tmp_path / "adapter/adapter_model.safetensors")
+    config = PEFT | {"target_modules": r".*language_model.*\.o_proj", "target_parameters": None}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    added = {f"model.language_model.layers.{layer}.self_attn.o_proj.weight": layer for layer in range(2)}
+    found = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert {key.removeprefix("base_model.model.").partition(".lora_")[0] + ".weight" for key in found} == set(added)
+    products = SCALING * lora[f"{key}linear_out.weight"] @ lora[f"{key}linear_in.weight"]
+    expected = logits_with(model, {name: products[layer] for name, layer in added.items()})
+    options = {"merge_adapter": tmp_path / "adapter", "extra_files_from": tmp_path / "saved"}
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "merged", **options)
+    with torch.no_grad():
+        merged = type(model).from_pretrained(tmp_path / "merged", attn_implementation="eager")(TOKENS).logits
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
