@@ -211,6 +211,8 @@ def _find_fault(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> T
     is_divided = np.bincount(common.requests, minlength=len(extents)) > 1
     # One intersection of the right size is the request.
     is_suspect = is_divided | (num_found != [math.prod(extent) for extent in extents])
+    if not is_suspect.any():
+        return None
     suspects, rows = np.flatnonzero(is_suspect), np.flatnonzero(is_suspect[common.requests])
     _, shapes = regions_to_arrays([whole(extents[index]) for index in suspects.tolist()], common.shapes.shape[1])
     faults = find_tiling_faults(

@@ -134,6 +134,24 @@ def test_no_sum_is_rounded_twice(tmp_path):
             assert torch.equal(read_export(out)["w"], nearest.float().to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+def test_every_number_and_every_middle_between_two(tmp_path, dtype):
+    """And the float64 numbers next to these, subnormal ones and those beyond the largest included."""
+    codes = torch.arange(1 << 8 * dtype.itemsize).to(torch.uint16 if dtype.itemsize == 2 else torch.uint8)
+    numbers = codes.view(dtype).double()
+    finite = numbers[numbers.isfinite()].unique()
+    ends = finite[-1] * torch.tensor(
+        [1 + torch.finfo(dtype).eps / 4, 1 + torch.finfo(dtype).eps, 2], dtype=torch.float64
+    )
+    exact = torch.cat([finite, (finite[1:] + finite[:-1]) / 2, ends, -ends]).numpy()
+    values = torch.from_numpy(np.concatenate([exact, np.nextafter(exact, np.inf), np.nextafter(exact, -np.inf)]))
+    for name, tensor in (("a", values), ("b", torch.zeros_like(values))):
+        write_plain(tmp_path / name / "model.safetensors", {"w": tensor})
+    paths = [tmp_path / "a", tmp_path / "b"]
+    distckpt.merge(paths, tmp_path / "out", weights=(1, 1), dtype={"w": dtype})
+    assert same_bytes(read_export(tmp_path / "out"), {"w": expected([values, torch.zeros_like(values)], (1, 1), dtype)})
+
+
 def test_sums_of_any_size_and_of_many_tensors(tmp_path):
     """More than is read, and summed, at a time; tensors that lie in another order in the export; and small ones."""
     draw = torch.Generator().manual_seed(0)
