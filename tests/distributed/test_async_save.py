@@ -129,6 +129,7 @@ def destroy_the_group(rank, folder, destroyers):
     return handle.exception(PATIENCE)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch looks up the group of every peer")
 @pytest.mark.parametrize("destroyers", [[0], [1], [0, 1]], ids=str)
 def test_a_save_completes_when_its_group_is_destroyed_meanwhile(destroyers, tmp_path):
     """It has a group of its own, and names its peers by their ranks there, which torch does not look up."""

@@ -33,6 +33,7 @@ from distckpt import InvalidShardingError, LoadMismatchError, UnsupportedObjectE
 from tests.support.example_programs import run_preloaded
 from tests.support.harness import error_of, launched, run, sum_over_ranks
 from tests.support.parallel_modules import fsdp, fsdp_over_tp, hsdp, plain
+from tests.support.reference import fsdp2_trains
 from tests.support.states import numbered
 
 TORCH, OURS = "torch.distributed.checkpoint", "distckpt.dcp"
@@ -165,6 +166,7 @@ def load_app(rank, name, path, layout):
     return values_of(net, optimizer)
 
 
+@fsdp2_trains
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [((4, fsdp), (2, fsdp)), ((4, fsdp_over_tp), (4, hsdp)), ((4, hsdp), (1, plain))],
@@ -204,6 +206,7 @@ def load_full(rank, name, path):
     return values_of(net, optimizer)
 
 
+@fsdp2_trains
 def test_full_state_dicts_go_both_ways(tmp_path):
     saved = run(save_with_both, 4, save_full, str(tmp_path))[0]
     oracle = loaded_like_torch(load_full, 2, tmp_path)
@@ -426,6 +429,7 @@ def test_what_is_not_stored_as_asked_for_is_refused_on_every_rank(tmp_path):
 # ---- the example
 
 
+@fsdp2_trains
 def test_the_example_resumes_from_what_either_library_saved(tmp_path):
     work_dir = tmp_path / "work"
     output = run_preloaded("from_dcp.py", work_dir)

@@ -23,6 +23,7 @@ from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 from tests.support import parallel_modules
 from tests.support.harness import error_of, run
 from tests.support.parallel_modules import fsdp, hsdp, plain, tp
+from tests.support.reference import fsdp2_trains
 
 
 class Scaled(torch.nn.Module):
@@ -139,16 +140,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@fsdp2_trains
 @pytest.mark.parametrize(("num_ranks", "layouts"), [(4, FOUR_RANKS), (3, FEWER_RANKS), (2, FEWER_RANKS)])
 def test_what_one_mesh_saved_every_other_one_loads(saved, num_ranks, layouts):
     run(load_under, num_ranks, str(saved), layouts)
 
 
+@fsdp2_trains
 def test_a_process_without_a_group_loads_all(saved):
     for source in FOUR_RANKS:
         check_loaded(load_into(plain, str(saved / source.__name__)), Net(seed=1))
 
 
+@fsdp2_trains
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_each_byte_is_saved_once_and_tied_weights_are_one_tensor(saved, layout):
     num_bytes: dict[str, int] = {}
@@ -161,6 +165,7 @@ def test_each_byte_is_saved_once_and_tied_weights_are_one_tensor(saved, layout):
     assert num_bytes == expected
 
 
+@fsdp2_trains
 @pytest.mark.parametrize("layout", [fsdp, fsdp_over_tp, strided])
 def test_export_gives_the_plain_module(saved, layout, tmp_path):
     report = distckpt.consolidate(saved / layout.__name__, tmp_path / "export")
@@ -184,6 +189,7 @@ def describe_in_use(rank: int) -> list[bool]:
     return [after[name] == shard for name, shard in before.items()]
 
 
+@fsdp2_trains
 def test_a_module_in_use_is_described_like_any_other():
     assert run(describe_in_use, 2) == [[True] * 4] * 2
 
@@ -201,6 +207,7 @@ def describe_uneven(rank: int) -> dict[str, tuple]:
     return shard.global_offset, shard.local_shape, bool((shard.data.detach().numpy() == held).all())
 
 
+@fsdp2_trains
 def test_uneven_parts_of_fsdp_over_tensor_parallel_lie_where_fsdp_put_them():
     """The placements alone would have the rows of the last two ranks the other way round."""
     described = run(describe_uneven, 6)

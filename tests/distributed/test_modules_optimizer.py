@@ -21,6 +21,7 @@ from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 from tests.support.harness import error_of, run
 from tests.support.parallel_modules import fsdp, fsdp_over_tp, plain, tp
+from tests.support.reference import fsdp2_trains
 
 
 class Factored(torch.optim.Optimizer):
@@ -153,12 +154,14 @@ def check(saved: Path, resumed: list[tuple[dict, list[float]]]) -> None:
         assert losses == pytest.approx(train(net, optimizer, range(6))[3:], rel=1e-4), (source.__name__, name)
 
 
+@fsdp2_trains
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_goes_on_under_another_mesh(saved, num_ranks):
     for resumed in run(resume_all, num_ranks, str(saved)):
         check(saved, resumed)
 
 
+@fsdp2_trains
 def test_training_goes_on_in_one_process(saved):
     check(saved, [resume(plain, name, str(saved / f"{source.__name__}-{name}")) for source, name in SAVED])
 

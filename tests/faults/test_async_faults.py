@@ -20,6 +20,7 @@ from distckpt.strategies.safetensors import SafetensorsSave
 from tests.support.disk import tree_of
 from tests.support.disks import small_disk
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
+from tests.support.reference import lost_ranks_are_named
 from tests.support.states import state_of
 from tests.support.stopping import StopsAfter, StopsBefore, StopsWithin, stopping
 
@@ -107,6 +108,7 @@ def check_resumed(run, root):
     assert names == {"step_00000001", "step_00000002"}, "what was interrupted has been cleared"
 
 
+@lost_ranks_are_named
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=["one", "coordinator", "all"])
 @pytest.mark.parametrize("kind", [StopsBefore, StopsWithin, StopsAfter], ids=lambda kind: kind.__name__)
 def test_killed_ranks(run, kind, victims, saved, root):
@@ -136,6 +138,7 @@ def save_after_a_death(rank, root):
     return error_of(distckpt.async_save, state_of(2, rank, NUM_RANKS), f"{root}/checkpoint")
 
 
+@lost_ranks_are_named
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
 def test_a_rank_that_dies_before_the_first_save(backend, tmp_path):
     """The process groups that a first save makes are not waited for in vain, nor without naming the rank."""
@@ -227,6 +230,7 @@ def stop_a_rank(victim, root):
     return [outcomes[survivor][0] for survivor in survivors], seconds
 
 
+@lost_ranks_are_named
 def test_a_rank_that_is_stopped_is_named(run, saved, tmp_path):
     victims = (0, 2)
     roots = [shutil.copytree(saved, tmp_path / str(victim)) for victim in victims]

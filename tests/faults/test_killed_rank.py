@@ -15,6 +15,7 @@ import distckpt
 from distckpt import RankFailedError, ShardedTensor, ShardedTensorFactory
 from tests.support.disk import tree_of
 from tests.support.harness import ask_parent, error_of, launched
+from tests.support.reference import lost_ranks_are_named
 from tests.support.states import state_of
 from tests.support.stopping import StopsAfter, StopsBefore, stopping
 
@@ -91,6 +92,7 @@ def folder(saved, tmp_path):
     return tmp_path / "run"
 
 
+@lost_ranks_are_named
 @pytest.mark.parametrize("target", ["new", "old"])
 @pytest.mark.parametrize("stop", STOPS, ids=lambda case: case.__name__)
 def test_one_killed_rank(run, stop, target, saved, folder):
@@ -114,6 +116,7 @@ def test_one_killed_rank(run, stop, target, saved, folder):
     check_that_saving_goes_on(run, saved, folder, path)
 
 
+@lost_ranks_are_named
 @pytest.mark.parametrize("target", ["new", "old"])
 @pytest.mark.parametrize("victims", [(0,), (0, 1, 2)], ids=["coordinator", "all"])
 def test_killed_coordinator(run, victims, target, saved, folder):
@@ -179,6 +182,7 @@ def load_and_be_killed(rank, path):
     return error_of(distckpt.load, {"shared": factory}, path)
 
 
+@lost_ranks_are_named
 def test_a_rank_killed_while_loading(folder):
     before = tree_of(folder)
     with launched(load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=TIMEOUT) as launch:

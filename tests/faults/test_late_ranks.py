@@ -17,6 +17,7 @@ import distckpt
 from distckpt import RankFailedError
 from tests.support.exchanges import watching_exchanges
 from tests.support.harness import ask_parent, error_of, launched, run
+from tests.support.reference import lost_ranks_are_named
 from tests.support.states import state_of
 
 NUM_RANKS = 3
@@ -136,6 +137,7 @@ def value_in(path):
     return value
 
 
+@lost_ranks_are_named
 def test_the_others_name_a_killed_rank(template, tmp_path):
     losses = [
         Loss(save, 2, True, "describe the shards"),
@@ -150,6 +152,7 @@ def test_the_others_name_a_killed_rank(template, tmp_path):
     check_losses(losses, template, tmp_path)
 
 
+@lost_ranks_are_named
 def test_the_others_name_a_stopped_rank(template, tmp_path):
     losses = [
         Loss(save, 0, False, "describe the shards"),
@@ -162,6 +165,7 @@ def test_the_others_name_a_stopped_rank(template, tmp_path):
     check_losses(losses, template, tmp_path)
 
 
+@lost_ranks_are_named
 @pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other"])

@@ -324,6 +324,7 @@ def _run_job(job: Job) -> bytes:
     os.close(descriptor)
     warnings.resetwarnings()
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # of torch 2.6
     logged: list[str] = []
     watch = _Watch(logged)
     logging.getLogger("distckpt").handlers[:] = [watch]

@@ -120,6 +120,7 @@ def _become(
     warnings.resetwarnings()
     if arguments[0] == "-W":
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # of torch 2.6
         arguments = arguments[2:]
     code: Any = 0
     try:
