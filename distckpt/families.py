@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeAlias
 from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
 from distckpt._base.messages import check_choice
 from distckpt._base.public import set_public_home
-from distckpt._families.blocks import MTP_NAMES, Config
+from distckpt._families.blocks import MTP_NAMES, Config, IncompleteConfigError
 from distckpt._families.megatron import megatron_rules
 from distckpt._families.on_disk import forms_on_disk
-from distckpt._families.transformers_names import transformers_rules
+from distckpt._families.transformers_names import transformers_rules, with_defaults
 from distckpt._storage import locations
 from distckpt.rules import Rule
 
@@ -69,7 +69,15 @@ def rules(config: Any, source: Source) -> list[Rule]:
         raise CheckpointingException(
             "The configuration does not name its model_type: it is none of a Hugging Face model."
         )
-    return megatron_rules(values) if source == "megatron" else transformers_rules(values)
+    if source == "transformers":
+        return transformers_rules(values)
+    try:
+        return megatron_rules(values)
+    except IncompleteConfigError:
+        completed = with_defaults(values)
+        if completed is None:
+            raise
+        return megatron_rules(completed)
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -34,6 +34,10 @@ _MAX_LAYERS = 10_000
 _MAX_SIZE = 1 << 32
 
 
+class IncompleteConfigError(CheckpointingException):
+    """A configuration lacks a value."""
+
+
 class Config(NamedTuple):
     """The configuration of a model; that of its text part where it has several."""
 
@@ -43,8 +47,8 @@ class Config(NamedTuple):
         """Return the first value of those names that is given and not null."""
         found = next((self.values[name] for name in names if self.values.get(name) is not None), default)
         if found is None:
-            raise CheckpointingException(
-                f"The configuration of model_type {self.values.get('model_type')!r} does not say {names[0]!r}."
+            raise IncompleteConfigError(
+                f"The configuration of model_type {self.values.get('model_type')!r} does not say {names[0]!r}: add it."
             )
         return found
 

@@ -61,6 +61,22 @@ def _make_model(config: Mapping[str, Any]) -> Any:
         ) from error
 
 
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Add to the parts of a configuration what they leave out since it is transformers' default; None if that fails."""
+    parts = {name: part for name, part in config.items() if name.endswith("_config") and isinstance(part, Mapping)}
+    parts.pop("quantization_config", None)
+    if not parts or importlib.util.find_spec("transformers") is None:
+        return None
+    try:
+        made = importlib.import_module("transformers").AutoConfig.for_model(
+            config["model_type"], **copy.deepcopy(parts)
+        )
+    except Exception:  # of any class
+        return None
+    values = made.to_dict()
+    return {**config, **{name: {**values[name], **part} for name, part in parts.items() if values.get(name)}}
+
+
 def _recorded(tensors: Mapping[str, Any]) -> dict[str, MappedTensor]:
     unknown = [name for name, tensor in tensors.items() if not isinstance(tensor, _Recorder)]
     if unknown:

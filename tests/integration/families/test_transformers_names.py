@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from distckpt import CheckpointingException, CheckpointNotFoundError, LoadMismat
 from distckpt.cli import main
 from distckpt.rules import Rename
 from tests.support.hf_folders import read_export, same_bytes
-from tests.support.tiny_models import COMPOSED, OVERRIDES, make_config, make_model
+from tests.support.tiny_models import COMPOSED, OVERRIDES, make_config, make_model, transformers
 
 TOKENS = torch.tensor([[3, 1, 39, 7, 20, 11, 0, 5]])
 
@@ -160,6 +161,20 @@ def test_configurations_that_say_too_little(tmp_path):
         distckpt.families.rules({"model_type": "llama", "vocab_size": 4}, "megatron")
     with pytest.raises(ValueError, match="source"):
         distckpt.families.rules({"model_type": "llama"}, "torchtitan")
+
+
+def test_parts_of_configurations_leave_out_what_is_usual():
+    """As Gemma 3 and LLaVA were published: transformers knows the rest."""
+    clip = make_config("llava").vision_config.to_dict()
+    siglip = make_config("gemma3").vision_config.to_dict()
+    for model_type, text, vision in (
+        ("gemma3", {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}, siglip),
+        ("llava", {"model_type": "llama", "vocab_size": 32064}, clip),
+    ):
+        parts = {"text_config": text, "vision_config": vision}
+        complete = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(parts)).to_dict()
+        found = distckpt.families.rules({"model_type": model_type} | parts, "megatron")
+        assert repr(found) == repr(distckpt.families.rules(complete, "megatron"))
 
 
 def test_the_command_line_lists_what_comes_from_where_and_writes_nothing(mixtral, tmp_path, capsys):
