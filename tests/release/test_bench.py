@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from distckpt._ranks import processes
 from tests.support.cli_command import call, call_error
@@ -196,6 +197,28 @@ def test_the_script_for_stats_and_diff_runs(tmp_path, run_script):
         "warm, stats",
         "warm, diff (two checkpoints)",
     }
+
+
+def test_the_script_for_gpus_runs_without_one(storage, tmp_path, run_script):
+    if not torch.cuda.is_available():
+        assert run_script("gpu.py", "--json", tmp_path / "figures.json") == "no CUDA device: nothing was measured\n"
+        assert not (tmp_path / "figures.json").exists()
+    run_script(
+        "gpu.py", "--device", "cpu", "--gb", 0, "--runs", 1, "--dir", storage, "--json", tmp_path / "figures.json"
+    )
+    tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
+    rows = {table["heads"][0]: [row[0] for row in table["rows"]] for table in tables}
+    assert rows["out of the device"][:3] == ["page-locked copy", "page-locked ring", "async_save, until it returns"]
+    assert rows["into the device, warm"][:2] == ["read and copy", "distckpt"]
+    assert rows.keys() >= {"steps", "page-locked memory from the system"}
+
+
+@pytest.mark.slow
+def test_all_scripts_run(tmp_path, run_script):
+    (tmp_path / "performance.md").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        run_script("run_all.py", "--quick", "--docs", tmp_path, "--dir", tmp_path)
+    assert ended.value.code == 0
 
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
