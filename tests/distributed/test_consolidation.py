@@ -158,7 +158,7 @@ def save_and_export(rank, folder, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_rank_writes_its_share_of_the_bytes(num_ranks, tmp_path):
+def test_every_rank_writes_its_share_of_the_bytes(run, num_ranks, tmp_path):
     values = run(save_and_export, num_ranks, str(tmp_path), num_ranks)
     tensors = {key: numbered(*shape) for key, shape in SIZES.items()}
     assert same_bytes(read_export(tmp_path / "out"), tensors)
@@ -212,7 +212,7 @@ def flip_last_bit(path):
     path.write_bytes(content)
 
 
-def test_a_shard_that_only_one_rank_needs_is_damaged(tmp_path, two_files):
+def test_a_shard_that_only_one_rank_needs_is_damaged(run, tmp_path, two_files):
     (path,) = (tmp_path / "in" / "tensors").iterdir()
     assert max(header_of(path)[1].items(), key=lambda item: item[1].get("data_offsets", [0])[0])[0] == "b"
     flip_last_bit(path)
@@ -228,7 +228,7 @@ def test_a_shard_that_only_one_rank_needs_is_damaged(tmp_path, two_files):
     assert sorted(os.listdir(tmp_path)) == ["in", "other", "out"]
 
 
-def test_what_the_coordinator_finds_is_raised_everywhere(tmp_path, two_files):
+def test_what_the_coordinator_finds_is_raised_everywhere(run, tmp_path, two_files):
     before = tree_of(tmp_path / "out")
     for error, total in run(export_damaged, 3, str(tmp_path), two_files | {"overwrite": False}):
         assert isinstance(error, CheckpointExistsError)
@@ -246,7 +246,7 @@ def value_error_on_every_rank(rank, folder):
     return error, sum_over_ranks(1)
 
 
-def test_under_torchs_name_all_ranks_raise_a_value_error(tmp_path):
+def test_under_torchs_name_all_ranks_raise_a_value_error(run, tmp_path):
     write_folder(tmp_path / "in", {"w": numbered(9, 3)}, 0, 3)[1].unlink()
     for error, total in run(value_error_on_every_rank, 2, str(tmp_path)):
         assert isinstance(error, ValueError)
@@ -268,7 +268,7 @@ def export_in_a_group(rank, folder):
     return error, sum_over_ranks(1)
 
 
-def test_a_group_of_the_ranks_exports(tmp_path):
+def test_a_group_of_the_ranks_exports(run, tmp_path):
     write_folder(tmp_path / "in", {"w": numbered(9, 3)}, 0, 3)
     outcomes = run(export_in_a_group, 3, str(tmp_path))
     assert [total for _, total in outcomes] == [3, 3, 3]
@@ -322,7 +322,7 @@ def read_part(rank, directory, shape, axis, num_parts):
         pytest.param((8192, 512), 1, 2, 2.02, id="narrow columns"),
     ],
 )
-def test_a_rank_reads_its_part_only(tmp_path, shape, axis, num_parts, limit):
+def test_a_rank_reads_its_part_only(run, tmp_path, shape, axis, num_parts, limit):
     write_plain(tmp_path / "model.safetensors", {"w": numbered(*shape)})
     # The header, and modules that are imported meanwhile.
     others = 1 << 20

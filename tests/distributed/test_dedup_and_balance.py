@@ -13,7 +13,6 @@ from distckpt import ShardedTensor
 from distckpt.serialization import get_default_save_sharded_strategy
 from distckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from tests.support.disk import data_bytes_by_rank, entries_of
-from tests.support.harness import run
 from tests.support.layouts import Layout, bytes_of, global_bytes, tensor_from
 
 HIDDEN, FFN, VOCABULARY, NUM_LAYERS = 128, 344, 1024, 2
@@ -56,7 +55,7 @@ def save_llama(rank, layout, path):
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=4), Layout(tp=1, dp=3), Layout(tp=4, dp=1)], ids=str)
-def test_a_model_with_adam_is_written_once_and_evenly(layout, tmp_path):
+def test_a_model_with_adam_is_written_once_and_evenly(run, layout, tmp_path):
     run(save_llama, layout.num_ranks, layout, str(tmp_path / "checkpoint"))
     written = data_bytes_by_rank(tmp_path / "checkpoint")
     assert sum(written.values()) == sum(math.prod(shape) for shape, _ in LLAMA.values()) * (2 + 4 + 4)
@@ -76,7 +75,7 @@ def save_large(rank, path, kind):
 
 
 @pytest.mark.parametrize("kind", ["rows", "one row"])
-def test_one_large_replicated_tensor_is_sliced_over_its_replicas(kind, tmp_path):
+def test_one_large_replicated_tensor_is_sliced_over_its_replicas(run, kind, tmp_path):
     path = tmp_path / "checkpoint"
     run(save_large, 4, str(path), kind)
     written = data_bytes_by_rank(path)
@@ -95,7 +94,7 @@ def save_small(rank, path):
     distckpt.save(state, path)
 
 
-def test_small_replicated_tensors_are_not_cut(tmp_path):
+def test_small_replicated_tensors_are_not_cut(run, tmp_path):
     run(save_small, 4, str(tmp_path / "checkpoint"))
     for i in range(40):
         stored = [shape for shapes in entries_of(tmp_path / "checkpoint", f"small.{i}").values() for shape in shapes]
@@ -110,7 +109,7 @@ def save_unequal(rank, path):
     distckpt.save(state, path)
 
 
-def test_a_rank_with_much_of_its_own_writes_less_of_what_is_shared(tmp_path):
+def test_a_rank_with_much_of_its_own_writes_less_of_what_is_shared(run, tmp_path):
     run(save_unequal, 4, str(tmp_path / "checkpoint"))
     written = data_bytes_by_rank(tmp_path / "checkpoint")
     assert sum(written.values()) == (300 * 100 + 100 * 100) * 4
@@ -126,7 +125,7 @@ def save_flat_copies(rank, path):
     distckpt.save({"flat": shard}, path)
 
 
-def test_copies_of_flat_shards_are_written_once(tmp_path):
+def test_copies_of_flat_shards_are_written_once(run, tmp_path):
     path = tmp_path / "checkpoint"
     run(save_flat_copies, 4, str(path))
     written = data_bytes_by_rank(path)
@@ -148,7 +147,7 @@ def save_tied(rank, path):
     distckpt.save(state, path)
 
 
-def test_tied_tensors_are_written_once(tmp_path):
+def test_tied_tensors_are_written_once(run, tmp_path):
     path = tmp_path / "checkpoint"
     run(save_tied, 2, str(path))
     assert sum(data_bytes_by_rank(path).values()) == 20_000 * 4
@@ -167,7 +166,7 @@ def save_within_groups(rank, path, groups):
     distckpt.save({"shared": shared, "halves": halves}, path, strategy)
 
 
-def test_the_fully_parallel_wrapper_keeps_sharing_inside_its_group(tmp_path):
+def test_the_fully_parallel_wrapper_keeps_sharing_inside_its_group(run, tmp_path):
     path = tmp_path / "checkpoint"
     run(save_within_groups, 4, str(path), [[0, 2], [1, 3]])
     # The main replicas of "shared" and of the first half are on rank 0, that of the second half is on rank 1.

@@ -124,7 +124,7 @@ def covered_twice(spans):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_replicas_read_each_byte_once(num_ranks, checkpoint):
+def test_replicas_read_each_byte_once(run, num_ranks, checkpoint):
     results = run(load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"parallel_load": "on"})
     assert [wrong for wrong, _, _ in results] == [[]] * num_ranks
     read = [sum(stop - start for _, start, stop in spans) for _, spans, _ in results]
@@ -137,7 +137,7 @@ def test_replicas_read_each_byte_once(num_ranks, checkpoint):
 
 
 @pytest.mark.parametrize("verify", ["none", "read", "full"])
-def test_some_ranks_share_some_tensors(verify, checkpoint):
+def test_some_ranks_share_some_tensors(run, verify, checkpoint):
     layout = Layout(tp=2, dp=2)
     results = run(load_counting, 4, layout, checkpoint, {"parallel_load": "on", "verify": verify})
     assert [wrong for wrong, _, _ in results] == [[]] * 4
@@ -160,7 +160,7 @@ def load_many_small(rank, path):
     return sum(bool((loaded[key] == int(key[1:]) % 100).all()) for key in state), sum(b - a for _, a, b in spans)
 
 
-def test_small_tensors_travel_together(tmp_path):
+def test_small_tensors_travel_together(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     tensors = {
         f"t{i}": torch.full((3 + i % 5,), i % 100, dtype=dtype)
@@ -203,7 +203,7 @@ def load_strangely(rank, path):
     return [name for name, is_right in right.items() if not is_right]
 
 
-def test_strange_targets(checkpoint):
+def test_strange_targets(run, checkpoint):
     assert run(load_strangely, 3, checkpoint) == [[]] * 3
 
 
@@ -223,7 +223,7 @@ def load_overlapping_sets(rank, path):
     return {key: float(tensor.mean()) for key, tensor in loaded.items()}, sum(b - a for _, a, b in spans)
 
 
-def test_a_rank_sends_different_tensors_to_different_ranks(tmp_path):
+def test_a_rank_sends_different_tensors_to_different_ranks(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     values = {"a": 1.0, "b": 2.0, "c": 3.0, "own 1": 4.0, "own 2": 5.0, "own 3": 6.0}
     state = {
@@ -252,7 +252,7 @@ def load_flat(rank, path):
     return bool((flat == torch.arange(part.start, part.stop)).all()), sum(stop - start for _, start, stop in spans)
 
 
-def test_flattened_ranges(tmp_path):
+def test_flattened_ranges(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     values = torch.arange(float(NUM_ELEMENTS)).view(1, NUM_ELEMENTS)
     distckpt.save({"w": ShardedTensor.from_rank_offsets("w", values)}, path)
@@ -270,7 +270,7 @@ def load_in_groups(rank, path):
     return wrong, spans
 
 
-def test_ranks_share_within_the_group_of_the_wrapper(checkpoint):
+def test_ranks_share_within_the_group_of_the_wrapper(run, checkpoint):
     results = run(load_in_groups, 4, checkpoint)
     assert [wrong for wrong, _ in results] == [[]] * 4
     spans = [spans for _, spans in results]
@@ -291,7 +291,7 @@ def load_damaged(rank, damaged, whole):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut off"])
-def test_damage_that_one_rank_finds_is_told_to_all(damage, checkpoint, tmp_path):
+def test_damage_that_one_rank_finds_is_told_to_all(run, damage, checkpoint, tmp_path):
     damaged = str(tmp_path / "checkpoint")
     # Not the bytes of another checkpoint: those are shared with other tests.
     shards = {k: ShardedTensor.from_rank_offsets(k, tensor_from(content_of(k), TENSORS[k][1])) for k in TENSORS}
@@ -327,7 +327,7 @@ def ask_differently(rank, path):
     return type(error), "absent" in str(error), sum_over_ranks(1)
 
 
-def test_a_rank_that_asks_for_what_is_not_there(checkpoint):
+def test_a_rank_that_asks_for_what_is_not_there(run, checkpoint):
     assert run(ask_differently, 3, checkpoint) == [(RankFailedError, True, 3)] * 3
 
 

@@ -197,7 +197,7 @@ def check_rank_failed(error, rank, kind, words):
 
 
 @pytest.mark.parametrize("fail", SAVES, ids=lambda case: case.__name__)
-def test_a_save_that_fails_on_one_rank(fail, tmp_path):
+def test_a_save_that_fails_on_one_rank(run, fail, tmp_path):
     results = run(fail_to_save_then_recover, NUM_RANKS, fail, str(tmp_path))
     for rank, (errors, wrong) in enumerate(results):
         assert wrong == []
@@ -296,7 +296,7 @@ def find_target_taken(rank, folder, appears):
 
 
 @pytest.mark.parametrize("appears", [a_whole_checkpoint, a_file], ids=lambda case: case.__name__)
-def test_a_target_that_is_taken_when_the_save_is_to_be_committed(appears, tmp_path):
+def test_a_target_that_is_taken_when_the_save_is_to_be_committed(run, appears, tmp_path):
     results = run(find_target_taken, NUM_RANKS, str(tmp_path), appears)
     for error, total, left in results:
         assert isinstance(error, CheckpointExistsError)
@@ -318,7 +318,7 @@ def save_over_another(rank, folder):
     return error, total, tree_of(Path(folder)) == before
 
 
-def test_a_whole_checkpoint_is_not_overwritten_unasked(tmp_path):
+def test_a_whole_checkpoint_is_not_overwritten_unasked(run, tmp_path):
     results = run(save_over_another, NUM_RANKS, str(tmp_path))
     for error, total, unchanged in results:
         assert isinstance(error, CheckpointExistsError)
@@ -334,7 +334,7 @@ def save_over_unfinished(rank, path):
     return loads_as(rank, path, 2)
 
 
-def test_what_an_unfinished_save_left_is_moved_aside(tmp_path):
+def test_what_an_unfinished_save_left_is_moved_aside(run, tmp_path):
     path = tmp_path / "checkpoint"
     run(save_over_unfinished, NUM_RANKS, str(path))
     (path / "metadata.json").unlink()
@@ -367,7 +367,7 @@ def fail_to_write_the_manifest(rank, folder):
     return error, total, left
 
 
-def test_a_manifest_that_cannot_be_written(tmp_path):
+def test_a_manifest_that_cannot_be_written(run, tmp_path):
     results = run(fail_to_write_the_manifest, 2, str(tmp_path))
     for error, total, left in results:
         assert isinstance(error, RankFailedError)
@@ -384,7 +384,7 @@ def save_below_a_file(rank, folder):
     return error_of(distckpt.save, good_state(rank, 1), f"{folder}/file/checkpoint"), sum_over_ranks(rank)
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
+def test_a_directory_that_cannot_be_made(run, tmp_path):
     (tmp_path / "file").write_text("notes")
     results = run(save_below_a_file, NUM_RANKS, str(tmp_path))
     for error, total in results:
@@ -473,7 +473,7 @@ def fail_to_load_then_recover(rank, fail, path):
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory):
+def stored(run, tmp_path_factory):
     """A checkpoint, and copies of it in which the file that only rank FAILING reads is not what it was."""
     path = tmp_path_factory.mktemp("loads") / "checkpoint"
     run(save_with_factory, NUM_RANKS, str(path))
@@ -491,7 +491,7 @@ def stored(tmp_path_factory):
 
 
 @pytest.mark.parametrize("fail", LOADS, ids=lambda case: case.__name__)
-def test_a_load_that_fails_on_one_rank(fail, stored):
+def test_a_load_that_fails_on_one_rank(run, fail, stored):
     before = tree_of(stored.parent)
     results = run(fail_to_load_then_recover, NUM_RANKS, fail, str(stored))
     for rank, (error, total, fine) in enumerate(results):
@@ -506,7 +506,7 @@ def load_without_manifest(rank, folder):
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed"])
-def test_a_damaged_manifest_is_the_same_error_on_every_rank(damage, stored, tmp_path):
+def test_a_damaged_manifest_is_the_same_error_on_every_rank(run, damage, stored, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(stored, copy)
     manifest = copy / "manifest.safetensors"
@@ -534,7 +534,7 @@ def fail_in_a_sub_group(rank, path):
     return error, sum_over_ranks(rank)
 
 
-def test_a_rank_of_a_sub_group_fails(tmp_path):
+def test_a_rank_of_a_sub_group_fails(run, tmp_path):
     results = run(fail_in_a_sub_group, NUM_RANKS, str(tmp_path / "checkpoint"))
     for rank, (error, total) in enumerate(results):
         assert total == 6
