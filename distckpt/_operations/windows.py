@@ -139,8 +139,10 @@ def extremes(numbers: torch.Tensor) -> tuple[float, float]:
     """Return the smallest and the largest number: NaN if there is one, or no number."""
     if not numbers.numel():
         return math.nan, math.nan
-    low, high = torch.aminmax(numbers)
-    return float(low), float(high)
+    # numpy takes half of the time of torch.aminmax.
+    array = numbers.numpy()
+    with np.errstate(invalid="ignore"):
+        return float(array.min()), float(array.max())
 
 
 def norm(numbers: torch.Tensor, largest: float | None = None) -> float:
