@@ -81,7 +81,7 @@ def test_the_exit_code_tells_of_nan(checkpoint, capsys):
     assert f"{len(VALUES)} tensors, {len(with_nan)} with NaN; " in text
     without = [word for key in with_nan for word in ("--keys", f"!{key}")]
     assert "15 tensors, 0 with NaN" in call(capsys, "stats", checkpoint, *without)
-    assert "matches ['v']; there are 'codes'" in call_error(capsys, "stats", checkpoint, "--keys", "v", code=2)
+    assert "matches 'v'; there are 'codes'" in call_error(capsys, "stats", checkpoint, "--keys", "v", code=2)
 
 
 def test_a_checkpoint_without_tensors(tmp_path, capsys):
