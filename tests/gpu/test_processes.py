@@ -19,6 +19,7 @@ import distckpt
 from distckpt import ShardedTensor
 from tests.gpu.conftest import DEVICES
 from tests.support.harness import ROOT, run
+from tests.support.reference import fsdp2_trains
 
 ROWS = torch.arange(1.0, 601.0).view(20, 30)
 
@@ -78,6 +79,7 @@ def resume_fsdp(rank, device, folder):
     return expected, losses(*other, 2)
 
 
+@fsdp2_trains
 @pytest.mark.parametrize("device", DEVICES)
 def test_fsdp_on_a_mesh_of_one_resumes(device, tmp_path):
     ((expected, found),) = run(resume_fsdp, 1, device, str(tmp_path), backend="nccl" if device == "cuda" else "gloo")
