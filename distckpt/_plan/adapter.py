@@ -40,11 +40,10 @@ def merge_adapter(
     exported.
     """
     _check_config(adapter, config)
-    names = {output.name: output.name for output in outputs}
-    if model and not _has_modules(names, adapter):
-        found = names_in_memory(model)
-        names = {name: found.get(name, name) for name in names}
-    shapes = {names[output.name]: output.shape for output in outputs}
+    shapes = {output.name: output.shape for output in outputs}
+    found = names_in_memory(model, shapes) if model and not _has_modules(shapes, adapter) else {}
+    names = {name: found.get(name, name) for name in shapes}
+    shapes = {names[name]: shape for name, shape in shapes.items()}
     changes = _changes(adapter, config, shapes)
     _check_saved(adapter, config, changes, shapes)
     unmatched = changes.keys() - shapes.keys()

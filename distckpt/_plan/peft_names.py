@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from distckpt import families
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
+from distckpt._families.blocks import Config
+from distckpt._families.on_disk import forms_on_disk
 from distckpt._geometry.mapped import MappedTensor, TensorInfo, crop_axis, drop_axis, identity, interleave, join
 from distckpt.rules import Assemble, Rule, SplitQKV, apply_rules
 
@@ -32,10 +34,11 @@ class Pair(NamedTuple):
     b: MappedTensor
 
 
-def names_in_memory(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that a model of transformers has in memory for tensors of its directory, by those on disk.
+def names_in_memory(model: Mapping[str, Any], on_disk: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the names that a model of transformers has in memory for tensors of a directory, by those on disk.
 
-    Pieces of experts are named as if each expert were a module, with parts named as in `OF_EXPERTS`.
+    Pieces of experts are named as if each expert were a module, with parts named as in `OF_EXPERTS`. `on_disk` has the
+    shapes of what the directory holds.
     """
     try:
         assembled = families.rules(model, "transformers")[-1]
@@ -45,16 +48,17 @@ def names_in_memory(model: Mapping[str, Any]) -> dict[str, str]:
     assert isinstance(assembled, Assemble)
     names = {}
     for name, mapped in assembled.tensors.items():
-        part, *others = mapped.parts
-        shape = assembled.sources[part.key]
-        block, _, leaf = part.key.rpartition(".")
-        if not others and part.order == tuple(range(len(shape))):
-            if mapped.shape == shape:
+        part = mapped.parts[0] if len(mapped.parts) == 1 else None
+        if part and part.order == tuple(range(len(part.order))):
+            block, _, leaf = part.key.rpartition(".")
+            if mapped.shape == assembled.sources[part.key]:
                 names[name] = part.key
-            elif leaf in OF_EXPERTS and len(shape) == 3:
+            elif leaf in OF_EXPERTS and len(part.order) == 3:
                 expert, row, _ = part.source.offset
                 names[name] = f"{block}.{expert}.{OF_EXPERTS[leaf][row // mapped.shape[0]]}.weight"
-    return names
+    forms = forms_on_disk(Config(model), on_disk)
+    renamed = apply_rules(forms, {name: TensorInfo(assembled.tensors[name].shape, "F32") for name in names})
+    return {new: names[mapped.parts[0].key] for new, mapped in renamed.items() if len(mapped.parts) == 1}
 
 
 def with_peft_names(
@@ -73,7 +77,7 @@ def with_peft_names(
         for key in keys.values():
             _check_widths(key, module, tensors[key + _IN].shape, tensors[key + _OUT].shape, config or {})
         pairs |= _pairs(module, keys, rules, tensors)
-    own = names_in_memory(config) if config and "vision_config" in config else {}
+    own = names_in_memory(config, {}) if config and "vision_config" in config else {}
     own = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in own.items()}
     joined = _with_wrapped_experts({own.get(name, name): pair for name, pair in pairs.items()})
     made = {f"{PREFIX}{name}.lora_A.weight": pair.a for name, pair in joined.items()}

@@ -83,6 +83,30 @@ def test_modules_have_the_names_of_the_model_in_memory(family, tmp_path):
     torch.testing.assert_close(found, logits_with(model, products(tensors)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_a_directory_as_it_was_published(family, tmp_path):
+    """The tower has other names there, and PEFT takes the modules of these names in the tower as well."""
+    model = make_model(make_config(family))
+    model.save_pretrained(tmp_path / "base")
+    published = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in read_export(tmp_path / "base").items()
+    }
+    write_plain(tmp_path / "base/model.safetensors", published)
+    tensors = of_modules(model, ["q_proj", "v_proj"])
+    write_adapter(tmp_path / "adapter", tensors, target_modules=["q_proj", "v_proj"])
+    distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+    added = products(tensors)
+    towers = {name: added[name] for name in added if name.startswith("model.vision_tower.")}
+    assert len(towers) == 4
+    found = read_export(tmp_path / "out")
+    for name, product in towers.items():
+        name = name.removeprefix("model.").replace("vision_tower.", "vision_tower.vision_model.")
+        torch.testing.assert_close(found[name], published[name] + product)
+    found = merged_logits(model, tmp_path / "base", tmp_path / "adapter", tmp_path / "again")
+    torch.testing.assert_close(found, logits_with(model, added), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "qwen3_moe"])
 def test_all_that_is_linear_in_a_model_with_experts(family, tmp_path):
     """PEFT names the router by its parameter, and gives it a rank and scaling of its own by that name."""
