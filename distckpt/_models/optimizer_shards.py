@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.memory import in_huge_pages
 from distckpt._mapping.kinds import is_a
 from distckpt._models.dtensor import is_dtensor, local_part, shard_of_dtensor
 from distckpt._state.stored_form import shard_at
@@ -155,7 +156,7 @@ def state_target(
         return own
     entry = stored.get(renamed.key) or stored.get(_first_part(renamed).key)
     if entry is None or entry.dtype is None:
-        return torch.empty_like(param.detach())
+        return _new_like(param, param.dtype)
     of_param = stored.get(shard.key)
     # The state that has the dtype of the parameter has it under another dtype, too.
     dtype = param.dtype if of_param is not None and of_param.dtype == entry.dtype else entry.dtype
@@ -168,12 +169,18 @@ def state_target(
     if own is not None and own.dtype == dtype and tuple(own.shape) == shape and is_dtensor(own) == is_dtensor(param):
         return own
     if order is not None and not is_dtensor(param) and len(order) == len(shape):
-        blank = torch.empty([shape[axis] for axis in order], dtype=dtype, device=param.device)
+        blank = in_huge_pages(torch.empty([shape[axis] for axis in order], dtype=dtype, device=param.device))
         return blank.permute([order.index(axis) for axis in range(len(order))])
     if is_like_param:
-        return torch.empty_like(param.detach(), dtype=dtype)
-    blank = torch.empty(shape, dtype=dtype, device=local_part(param).device)
+        return _new_like(param, dtype)
+    blank = in_huge_pages(torch.empty(shape, dtype=dtype, device=local_part(param).device))
     return _distributed_like(param, blank) if is_dtensor(param) else blank
+
+
+def _new_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    new = torch.empty_like(param.detach(), dtype=dtype)
+    in_huge_pages(local_part(new))
+    return new
 
 
 def _shape_of_part(shard: ShardedTensor, param: torch.Tensor, stored: tuple[int, ...], prefix: str) -> tuple[int, ...]:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._base.memory import in_huge_pages
 from distckpt._base.messages import summarize_keys
+from distckpt._models.dtensor import local_part
 
 
 def materialize_module(module: torch.nn.Module, device: Any) -> None:
@@ -38,6 +40,7 @@ def materialize_module(module: torch.nn.Module, device: Any) -> None:
         )
     module.to_empty(device=device)
     for (owner, name), *others in names.values():
+        in_huge_pages(local_part(getattr(owner, name)))
         for other, other_name in others:
             setattr(other, other_name, getattr(owner, name))
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from distckpt._base.device import Copier
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.memory import may_overlap
+from distckpt._base.memory import in_huge_pages, may_overlap
 from distckpt._base.threads import NUM_DIRECT_THREADS, NUM_THREADS, UNIT_BYTES, num_requests_within, num_threads_within
 from distckpt._commit import posix
 from distckpt._foreign import opening
@@ -311,7 +311,8 @@ class SafetensorsLoadStrategy(LoadShardedStrategy):
         for name, shard in tensors.items():
             if shard.data is None or may_overlap(shard.data):
                 filled[name] = shard.without_data()
-                filled[name].init_data("cpu" if shard.data is None else shard.data.device)
+                device = "cpu" if shard.data is None else shard.data.device
+                filled[name].init_data(device, lambda *a, **k: in_huge_pages(torch.empty(*a, **k)))
         targets = [region_view(filled[name], region) for name, _, region in pieces]
         if self.options.rules:
             requests, targets, adds = translate(self.options.rules, requests, targets)
