@@ -51,22 +51,28 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
     @functools.wraps(function)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         running = running_operation()
-        if running is not None and not _is_own_call(sys._getframe(1)):
-            raise CheckpointingException(
-                f"{function.__qualname__} was called in the middle of {running}, in the same thread: by a signal "
-                "handler, or by a callback. Let it set a flag, and call when the other call has returned; see "
-                "distckpt.PreemptionGuard for signals."
-            )
-        if running is None:
-            _thread.locks = []
+        if running is not None:
+            if not _is_own_call(sys._getframe(1)):
+                raise CheckpointingException(
+                    f"{function.__qualname__} was called in the middle of {running}, in the same thread: by a signal "
+                    "handler, or by a callback. Let it set a flag, and call when the other call has returned; see "
+                    "distckpt.PreemptionGuard for signals."
+                )
+            return run_operation(function.__qualname__, function, *args, **kwargs)
+        # A signal handler may have come just before the first step of another call, or just after its last one: what
+        # that one holds, or is going to hold, stays.
+        is_first = not hasattr(_thread, "locks")
+        locks: list[threading.Lock] = _thread.__dict__.setdefault("locks", [])
+        num_held = len(locks)
         try:
             return run_operation(function.__qualname__, function, *args, **kwargs)
         finally:
-            if running is None:
-                for lock in _thread.__dict__.pop("locks"):
-                    lock.release()
-                if _handlers and _is_main_thread():
-                    _end_deferral()
+            while len(locks) > num_held:
+                locks.pop().release()
+            if is_first:
+                del _thread.locks
+            if _handlers and _is_main_thread():
+                _end_deferral()
 
     return call
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
+import sys
 
 import pytest
 import torch
 
 import distckpt
 from distckpt import CheckpointingException, CheckpointManager, PreemptionGuard, ShardedTensor
+from distckpt._base import interrupts
 from distckpt.hf import HuggingFaceConsolidationStrategy
 from tests.support.states import numbered
 
@@ -116,6 +119,43 @@ def test_handlers_that_try_to_save_all_the_time(tmp_path):
             assert torch.equal(loaded["numbers"], NUMBERS.t())
             assert torch.equal(distckpt.load_plain_tensors(tmp_path / str(attempt))["numbers"], NUMBERS.t())
     assert num_refused
+
+
+def test_a_handler_may_come_just_before_and_just_after_a_call(tmp_path):
+    """Wherever it interrupts what surrounds a call, its own call is refused or made, and the other one goes on."""
+    distckpt.save({"x": ShardedTensor.from_rank_offsets("x", torch.ones(3))}, tmp_path / "there")
+    came = {"made": 0, "refused": 0}
+    line = 0
+
+    def handle(number, frame):
+        try:
+            distckpt.load_plain_tensors(tmp_path / "there")
+            came["made"] += 1
+        except CheckpointingException:
+            came["refused"] += 1
+
+    def trace(frame, event, argument):
+        nonlocal line
+        if frame.f_code.co_filename != interrupts.__file__:
+            return None
+        line += event == "line"
+        if event == "line" and line == chosen:
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    before = sys.gettrace()
+    with handling(signal.SIGUSR1, handle):
+        for chosen in itertools.count(1):
+            line = 0
+            sys.settrace(trace)
+            try:
+                loaded = distckpt.load_plain_tensors(tmp_path / "there")
+            finally:
+                sys.settrace(before)
+            assert torch.equal(loaded["x"], torch.ones(3))
+            if line < chosen:
+                break
+    assert min(came.values()) > 3
 
 
 def test_a_preemption_guard_notes_a_signal_during_a_save(folder):
