@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measure import fill_cache
 from report import Cell, Report, median, parser_of
 
 import distckpt
@@ -99,6 +100,8 @@ def loading(checkpoint: Path, targets: dict[str, ShardedTensor], warmth: str) ->
     def prepared(verifies: bool) -> Callable[[], object]:
         if warmth == "cold":
             drop_from_page_cache(str(checkpoint))
+        else:
+            fill_cache(str(checkpoint))
         return lambda: distckpt.load(dict(targets), checkpoint, verify="read" if verifies else "none")
 
     return prepared

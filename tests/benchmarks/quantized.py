@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint
-from measure import empty_cache, peak_memory_bytes, sync_file, timed
+from measure import empty_cache, fill_cache, peak_memory_bytes, sync_file, timed
 from report import Report, figure, median, parser_of, ratio
 from safetensors.torch import save_file
 
@@ -108,6 +108,7 @@ def main() -> None:
         for number in range(arguments.runs + 1):
             for name, (make, load) in contestants.items():
                 folder = Path(base) / make.__name__
+                fill_cache(str(folder))
                 started = time.process_time()
                 _, taken = timed(lambda load=load, folder=folder: load(folder, state))
                 processor[name] += [time.process_time() - started] if number else []

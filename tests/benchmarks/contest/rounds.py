@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from measure import MAX_SETTLE_SECONDS, at_rest, empty_cache, machine_facts, peak_memory_bytes, time_together
+from measure import (
+    MAX_SETTLE_SECONDS,
+    at_rest,
+    empty_cache,
+    fill_cache,
+    machine_facts,
+    peak_memory_bytes,
+    time_together,
+)
 
 from contest.contestants import (
     ACROSS,
@@ -197,6 +205,10 @@ class _Turn(NamedTuple):
         """Have the files in the page cache, or not there; False where that cannot be."""
         at_rest(location, self._settle_seconds())
         if not is_cold:
+            # What was read past the page cache before is not there.
+            if dist.get_rank() == 0:
+                fill_cache(location)
+            dist.barrier()
             return True
         method = torch.zeros(1, dtype=torch.int64)
         if dist.get_rank() == 0:
