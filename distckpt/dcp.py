@@ -5,9 +5,9 @@
     dcp.save({"app": AppState(model, optimizer)}, checkpoint_id="checkpoints/step_100")
     dcp.load({"app": AppState(model, optimizer)}, checkpoint_id="checkpoints/step_100")
 
-Checkpoints are distckpt's own: tensors are stored under the dotted keys that PyTorch gives them, other values as common
-state at their places in the nested dict. `load` also reads checkpoints that PyTorch wrote. `docs/migrating-from-dcp.md`
-lists the differences.
+Checkpoints are distckpt's own: tensors are stored under the dotted keys that PyTorch gives them,
+other values as common state at their places in the nested dict. `load` also reads checkpoints that
+PyTorch wrote. `docs/migrating-from-dcp.md` lists the differences.
 """
 
 from __future__ import annotations

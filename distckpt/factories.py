@@ -1,217 +1,32 @@
 """Factories for fused parameters: SwiGLU gate and up, attention query, key and value.
 
-A layer that computes several projections at once keeps their weights in one parameter. Its rows on one rank are a
-part of *each* projection, so they do not lie together in any global tensor, and which rows they are depends on the
-number of tensor parallel ranks. The factories here store every part at its place in one global tensor that does not
-depend on that number:
+A layer that computes several projections at once keeps their weights in one parameter. Its rows on
+one rank are a part of *each* projection, so they do not lie together in any global tensor, and
+which rows they are depends on the number of tensor parallel ranks. The factories here store every
+part at its place in one global tensor that does not depend on that number:
 
     fused = ShardedTensor.from_rank_offsets("mlp.linear_fc1.weight", weight, (0, tp_rank, tp_size))
     state["mlp.linear_fc1.weight"] = swiglu_factory(fused)
 
-The shard handed to a factory describes the fused parameter as if it were one matrix divided among the ranks in order.
-It may be a part of any size, and flat. Optimizer states are made by replacing `key`, `data` and, for a flat part,
-`flattened_range` of the factory.
+The shard handed to a factory describes the fused parameter as if it were one matrix divided among
+the ranks in order. It may be a part of any size, and flat. Optimizer states are made by replacing
+`key`, `data` and, for a flat part, `flattened_range` of the factory.
 
-Loading writes into the memory of the parameter, and merging gives that very memory back, without a copy.
+Loading writes into the memory of the parameter, and merging gives that very memory back, without a
+copy.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
-
 from distckpt._base.public import set_public_home
-from distckpt._geometry.region import with_item
-from distckpt._models.fused import FusedPart, fail, parts_factory
-from distckpt.mapping import ShardedTensor, ShardedTensorFactory
+from distckpt._models.factories import (
+    apply_swiglu_sharded_factory,
+    qkv_factory,
+    swiglu_factory,
+)
 
-__all__ = ["apply_swiglu_sharded_factory", "qkv_factory", "swiglu_factory"]
+__all__ = [
+    "apply_swiglu_sharded_factory",
+    "qkv_factory",
+    "swiglu_factory",
+]
 
 set_public_home(globals())
-
-
-def swiglu_factory(shard: ShardedTensor, *, dim: int = 0, separate: bool = False) -> ShardedTensorFactory:
-    """Make the factory of a fused gate and up projection.
-
-        fused = ShardedTensor.from_rank_offsets("mlp.linear_fc1.weight", weight, (0, tp_rank, tp_size))
-        state["mlp.linear_fc1.weight"] = swiglu_factory(fused)
-
-    Each rank holds its part of gate, then its part of up. Stored is [gate; up]: one tensor of the global shape of
-    `shard`, all rows of gate before all rows of up, as Megatron stores it.
-
-    Args:
-        shard: the fused parameter or its bias, of local shape `[..., 2 * rows, ...]`.
-        dim: axis of the local tensor along which gate and up follow each other.
-        separate: store gate and up as two tensors, of the key with `_w` and with `_v` behind it (Megatron's
-            `singleton_local_shards`).
-
-    Raises:
-        InvalidShardingError: an odd size or offset along `dim`.
-    """
-    axis = _global_axis(shard, dim)
-    local, offset, size = shard.local_shape[dim], shard.global_offset[axis], shard.global_shape[axis]
-    if local % 2 or offset % 2 or size % 2:
-        fail(shard.key, f"gate and up are halves, but along dim {dim} the shard has {local} of {size} from {offset}")
-    half = local // 2
-    if separate:
-        runs = [_Run(0, half, offset // 2, suffix="_w"), _Run(half, half, offset // 2, suffix="_v")]
-        return _along(shard, dim, runs, size // 2)
-    return _along(shard, dim, [_Run(0, half, offset // 2), _Run(half, half, (size + offset) // 2)], size)
-
-
-def apply_swiglu_sharded_factory(
-    original_sh_ten: ShardedTensor,
-    sharded_offsets: Sequence[tuple[int, int, int]],
-    singleton_local_shards: bool = False,
-) -> ShardedTensorFactory:
-    """Make the factory of a fused gate and up projection: `swiglu_factory` with the arguments that Megatron's has.
-
-    Args:
-        original_sh_ten: the fused parameter, divided along its first axis.
-        sharded_offsets: prepended axes of `original_sh_ten`, as (axis, position, size).
-        singleton_local_shards: store gate and up as two tensors, `<key>_w` and `<key>_v`.
-
-    Raises:
-        InvalidShardingError: odd sizes, or `sharded_offsets` that are not the prepended axes of the shard.
-    """
-    shard, prepended = original_sh_ten, original_sh_ten.prepend_axis_num
-    described = [(axis, shard.global_offset[axis], shard.global_shape[axis]) for axis in range(prepended)]
-    if sorted(map(tuple, sharded_offsets)) != described:
-        fail(shard.key, f"sharded_offsets {tuple(sharded_offsets)} are not its prepended axes {tuple(described)}")
-    return swiglu_factory(shard, separate=singleton_local_shards)
-
-
-def qkv_factory(
-    shard: ShardedTensor,
-    num_heads: int,
-    num_kv_heads: int,
-    *,
-    layout: Literal["grouped", "concatenated"],
-    kv_copies: int = 1,
-    dim: int = 0,
-) -> ShardedTensorFactory:
-    """Make the factory of a fused query, key and value projection.
-
-        fused = ShardedTensor.from_rank_offsets("attention.qkv.weight", weight, (0, tp_rank, tp_size))
-        state["attention.qkv.weight"] = qkv_factory(fused, num_heads=32, num_kv_heads=8, layout="concatenated")
-
-    Each rank holds some groups: a key head, a value head, and the query heads that use them. Stored is, whatever
-    the layout in memory, group after group [query heads, key head, value head], as Megatron stores it. So
-    models of both layouts read each other's checkpoints, and those of Megatron.
-
-    Args:
-        shard: the fused parameter or its bias, of local shape `[..., heads * head size, ...]`, as part of a tensor that
-            holds those of all ranks in order.
-        num_heads: query heads of the whole model.
-        num_kv_heads: key heads (and value heads) of the whole model, which is the number of groups.
-        layout: order of the heads of a rank in memory. "grouped" as they are stored; "concatenated"
-            for all query heads, then all key heads, then all value heads.
-        kv_copies: number of ranks that hold each key and value head, together with different query heads: the
-            number of tensor parallel ranks divided by `num_kv_heads` where that is more than 1.
-        dim: axis of the local tensor along which the heads follow one another.
-
-    Raises:
-        InvalidShardingError: head numbers that do not divide evenly, or a shard that is not whole groups.
-    """
-    if layout not in ("grouped", "concatenated"):
-        fail(shard.key, f"layout must be 'grouped' or 'concatenated', got {layout!r}")
-    num_groups = num_kv_heads * kv_copies
-    if min(num_heads, num_kv_heads, kv_copies) < 1 or num_heads % num_groups:
-        fail(shard.key, f"{num_heads} query heads cannot be divided among {num_kv_heads} * {kv_copies} groups")
-    axis = _global_axis(shard, dim)
-    local, offset, size = shard.local_shape[dim], shard.global_offset[axis], shard.global_shape[axis]
-    num_fused = num_heads + 2 * num_groups
-    head_size, rest = divmod(size, num_fused)
-    if rest:
-        heads = f"{num_heads} query and {num_kv_heads} key and value heads, the latter held {kv_copies} times"
-        fail(shard.key, f"global size {size} along dim {dim} is not a multiple of {num_fused} ({heads})")
-    group_size = num_fused // num_groups * head_size
-    if local % max(group_size, 1) or offset % max(group_size, 1):
-        fail(shard.key, f"holds {local} from {offset} along dim {dim}: not complete groups of {group_size}")
-    groups = range(offset // max(group_size, 1), (offset + local) // max(group_size, 1))
-    order = _stored_heads(groups, num_heads // num_groups, kv_copies, layout)
-    runs = [
-        _Run(run.start * head_size, run.size * head_size, run.stored_start * head_size, copy=run.copy)
-        for run in _join_heads(order)
-    ]
-    return _along(shard, dim, runs, (num_heads + 2 * num_kv_heads) * head_size)
-
-
-class _Run(NamedTuple):
-    """Indices along one axis: `size` of them from `start` in the local tensor, from `stored_start` in the stored."""
-
-    start: int
-    size: int
-    stored_start: int
-    suffix: str = ""
-    copy: int = 0
-
-
-def _along(shard: ShardedTensor, dim: int, runs: Iterable[_Run], stored_size: int) -> ShardedTensorFactory:
-    """Make the factory of a shard whose runs of indices along one axis are stored at different places."""
-    if shard.allow_shape_mismatch:
-        fail(shard.key, "allow_shape_mismatch makes no sense for a fused tensor, whose parts would move")
-    axis = _global_axis(shard, dim)
-    no_offset = (0,) * len(shard.local_shape)
-    parts = [
-        FusedPart(
-            with_item(no_offset, dim, run.start),
-            with_item(shard.local_shape, dim, run.size),
-            with_item(shard.global_offset, axis, run.stored_start),
-            with_item(shard.global_shape, axis, stored_size),
-            run.suffix,
-            run.copy,
-        )
-        for run in runs
-    ]
-    return parts_factory(
-        shard.key,
-        shard.data,  # type: ignore[arg-type]  # None: a description without data
-        parts,
-        local_shape=shard.local_shape,
-        prepend_axis_num=shard.prepend_axis_num,
-        replica_id=shard.replica_id,
-        flattened_range=shard.flattened_range,
-    )
-
-
-def _stored_heads(
-    groups: range, num_queries: int, kv_copies: int, layout: Literal["grouped", "concatenated"]
-) -> list[tuple[int, int]]:
-    """List the heads of a rank as they are in memory: for each its position among the stored heads, and which copy.
-
-    `groups` are the numbers of the rank's groups, each of `num_queries` query heads; with copies, those of the parts
-    into which the stored groups are divided, `kv_copies` each.
-    """
-    stored_group = num_queries * kv_copies + 2
-    queries, keys, values = [], [], []
-    for number in groups:
-        group, copy = divmod(number, kv_copies)
-        first = group * stored_group
-        queries.append([(first + copy * num_queries + i, 0) for i in range(num_queries)])
-        keys.append([(first + stored_group - 2, copy)])
-        values.append([(first + stored_group - 1, copy)])
-    if layout == "grouped":
-        blocks = [block for blocks in zip(queries, keys, values, strict=True) for block in blocks]
-    else:
-        blocks = [*queries, *keys, *values]
-    return [head for block in blocks for head in block]
-
-
-def _join_heads(heads: Sequence[tuple[int, int]]) -> list[_Run]:
-    """Join heads that follow one another in memory and in the stored tensor alike; counted in heads."""
-    runs: list[_Run] = []
-    for position, (stored, copy) in enumerate(heads):
-        last = runs[-1] if runs else None
-        if last is not None and last.copy == copy and last.stored_start + last.size == stored:
-            runs[-1] = last._replace(size=last.size + 1)
-        else:
-            runs.append(_Run(position, 1, stored, copy=copy))
-    # A rank without heads still names the stored tensor.
-    return runs or [_Run(0, 0, 0)]
-
-
-def _global_axis(shard: ShardedTensor, dim: int) -> int:
-    if not 0 <= dim < len(shard.local_shape):
-        fail(shard.key, f"there is no dim {dim} in local shape {shard.local_shape}")
-    return shard.prepend_axis_num + dim

@@ -1,29 +1,33 @@
 """Classes that give the values in a state dict their place in a checkpoint.
 
-Model authors wrap their tensors, mostly with `ShardedTensor.from_rank_offsets`, and other per-rank values with
-`ShardedObject`. A state dict that holds such wrappers is a *sharded state dict*; it is what `save` and `load` take.
+Model authors wrap their tensors, mostly with `ShardedTensor.from_rank_offsets`, and other per-rank
+values with `ShardedObject`. A state dict that holds such wrappers is a *sharded state dict*; it is
+what `save` and `load` take.
 
-Words used below. The *key* names a global tensor or object. A *shard* is the part of it that one rank holds. The
-*grid* is the division of each axis of the global tensor among shards; it is regular when all shards have one
-shape. *Prepended axes* are axes that the global tensor has in front of those of the shard, each of size 1 in it.
-A *flat* shard holds a run of elements of the row-major flattened local tensor rather than all of it.
+Words used below. The *key* names a global tensor or object. A *shard* is the part of it that one
+rank holds. The *grid* is the division of each axis of the global tensor among shards; it is regular
+when all shards have one shape. *Prepended axes* are axes that the global tensor has in front of
+those of the shard, each of size 1 in it. A *flat* shard holds a run of elements of the row-major
+flattened local tensor rather than all of it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from numbers import Integral
-from typing import Any, NoReturn, TypeAlias, cast
-
-import torch
-
-from distckpt._base.errors import InvalidShardingError
 from distckpt._base.public import set_public_home
-from distckpt._mapping.base import ReplicaId, ShardedBase, fail, integers
-from distckpt._mapping.kinds import is_a
-from distckpt._mapping.sharded_tensor import ShardedTensor
-from distckpt.dict_utils import dict_list_map_inplace
+from distckpt._mapping.wrappers import (
+    CommonStateDict,
+    FactoryBuildFn,
+    FactoryMergeFn,
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factories,
+    apply_factory_merges,
+    is_main_replica,
+)
 
 __all__ = [
     "CommonStateDict",
@@ -43,187 +47,3 @@ __all__ = [
 ]
 
 set_public_home(globals())
-
-StateDict: TypeAlias = dict[str, Any]
-CommonStateDict: TypeAlias = dict[str, Any]
-ShardedStateDict: TypeAlias = dict[str, Any]
-
-
-def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Tell whether a copy of a shard is the one that counts.
-
-    Among the ranks that hold the same shard exactly one must have the main replica. The application numbers them,
-    usually by data parallel rank: with a number, or a tuple of numbers for several kinds of replication. The main one
-    has 0, or a tuple of zeros, which may be empty.
-    """
-    if isinstance(replica_id, Integral):
-        return bool(replica_id == 0)
-    return all(r == 0 for r in cast(Iterable[int], replica_id))
-
-
-class LocalNonpersistentObject:
-    """A value of this rank that is not saved; `load` returns it as it is."""
-
-    def __init__(self, obj: Any) -> None:
-        """Wrap a value."""
-        self.obj = obj
-
-    def unwrap(self) -> Any:
-        """Return the wrapped value."""
-        return self.obj
-
-
-@dataclass(eq=False)
-class ShardedObject(ShardedBase):
-    """A local object, and its place in a global array of objects.
-
-    Each rank's object is stored as it is. In contrast to tensors the array cannot be divided differently when loading.
-
-    Attributes:
-        key: name of the global object.
-        data: the local object. None in descriptions without data.
-        global_shape: shape of the global array of objects.
-        global_offset: index of the local object in it.
-        replica_id: which copy of this object this is, see `is_main_replica`. The main replica is stored; copies are
-            compared with it only by `save(validate_replicas=True)`.
-    """
-
-    key: str
-    data: Any
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    replica_id: ReplicaId = 0
-
-    def __post_init__(self) -> None:
-        self.global_shape = integers(type(self), self.key, "global_shape", self.global_shape)
-        self.global_offset = integers(type(self), self.key, "global_offset", self.global_offset)
-        self.validate_metadata_integrity()
-
-    def validate_metadata_integrity(self) -> None:
-        """Check that the offset is an index into an array of the global shape.
-
-        Raises:
-            InvalidShardingError: it is not. A size of -1 means unknown, see `empty_from_unique_key`.
-        """
-        self._check_identity()
-        shape, offset = self.global_shape, self.global_offset
-        if len(shape) != len(offset):
-            self._fail(f"global_shape {shape} and global_offset {offset} must have the same number of axes")
-        if any(off < 0 or size < -1 or off >= size != -1 for off, size in zip(offset, shape, strict=True)):
-            self._fail(f"global_offset {offset} does not lie within global_shape {shape}; it counts objects from 0")
-
-    def without_data(self) -> ShardedObject:
-        """Return a copy whose `data` is None."""
-        return replace(self, data=None)
-
-    @property
-    def unique_key(self) -> str:
-        """The key with the place in the global array: `<key>/shard_<offset>_<shape>`, numbers joined by dots."""
-        return f"{self.key}/shard_{'.'.join(map(str, self.global_offset))}_{'.'.join(map(str, self.global_shape))}"
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}(key='{self.key}')"
-
-    @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Make the description of an object, without data, from its `unique_key`.
-
-        The last size of the shape may be missing, as it is in old checkpoints; it becomes -1, unknown.
-
-        Raises:
-            InvalidShardingError: not a unique key.
-        """
-        key, slash, place = unique_key.rpartition("/")
-        try:
-            tag, offset_text, shape_text = place.split("_")
-            offset, shape = (
-                tuple(int(number) for number in text.split(".") if text) for text in (offset_text, shape_text)
-            )
-        except ValueError:
-            tag, offset, shape = "", (), ()
-        if not slash or tag != "shard":
-            fail(cls, unique_key, "a unique key has the form <key>/shard_<offset>_<shape>")
-        if len(shape) + 1 == len(offset):
-            shape += (-1,)
-        return cls(key, None, shape, offset, replica_id)
-
-
-FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, slice | None], ShardedStateDict]
-FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
-
-
-@dataclass(eq=False)
-class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored in another form than the model holds it, with a function for each direction.
-
-    An example is one fused parameter that is stored as two shards. The way depends only on the arguments of
-    `build_fn`, so that the optimizer can apply it to its own states by replacing `key` and `data`.
-
-    Attributes:
-        key: name given to `build_fn`.
-        data: the parameter as the model holds it. None once only merging is left to do.
-        build_fn: called as `build_fn(key, data, replica_id, flattened_range)`; gives a `ShardedTensor`, or nested
-            dicts and lists of them.
-        merge_fn: called with what `build_fn` gave, each shard replaced by its loaded tensor; gives the parameter.
-        replica_id: which copy this is, see `is_main_replica`.
-        flattened_range: which elements of the flattened parameter `data` holds, None for all.
-    """
-
-    key: str
-    data: torch.Tensor | None
-    build_fn: FactoryBuildFn
-    merge_fn: FactoryMergeFn
-    replica_id: ReplicaId = 0
-    flattened_range: slice | None = None
-
-    def build(self) -> ShardedStateDict:
-        """Return the shards in the form in which they are stored."""
-        return self.build_fn(self.key, cast(torch.Tensor, self.data), self.replica_id, self.flattened_range)
-
-    def validate_metadata_integrity(self) -> None:
-        """Check nothing: only the shards that `build` gives can be checked."""
-
-    def without_data(self) -> ShardedTensorFactory:
-        """Return a copy whose `data` is None."""
-        return replace(self, data=None)
-
-
-def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace each factory in nested dicts and lists by what it builds, in place."""
-    dict_list_map_inplace(lambda x: x.build() if is_a(x, ShardedTensorFactory) else x, sharded_state_dict)
-
-
-def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
-    """Turn what factories built, now loaded, back into the form of the model, in place.
-
-    Args:
-        x1: loaded state dict.
-        x2: the factories, in nested dicts and lists that hold nothing else. They lie at the same
-            positions as in `x1`; a dict with integer keys matches a list, too.
-        key: position of both in a larger state dict, for error messages.
-
-    Returns:
-        `x1`, or the merged tensor when `x2` is a factory itself.
-
-    Raises:
-        InvalidShardingError: `x1` has no counterpart of a factory; the message gives the position.
-    """
-    if is_a(x2, ShardedTensorFactory):
-        return x2.merge_fn(x1)
-    if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
-        _fail_merge(key, f"the lists have different lengths, {len(x1)} loaded and {len(x2)} with factories")
-    if not (isinstance(x2, dict) and isinstance(x1, (dict, list))) and not (
-        isinstance(x2, list) and isinstance(x1, list)
-    ):
-        _fail_merge(key, f"loaded a {type(x1).__name__}, which does not match the {type(x2).__name__} with factories")
-    for k, factory in x2.items() if isinstance(x2, dict) else enumerate(x2):
-        if isinstance(x1, dict) and k not in x1:
-            _fail_merge(key, f"{k!r} was not loaded, but a factory needs it; loaded were {list(x1)}")
-        if isinstance(x1, list) and (not isinstance(k, int) or not 0 <= k < len(x1)):
-            _fail_merge(key, f"{k!r} is not an index of a loaded list of length {len(x1)}")
-        x1[k] = apply_factory_merges(x1[k], factory, (*key, k))
-    return x1
-
-
-def _fail_merge(position: tuple[Any, ...], problem: str) -> NoReturn:
-    raise InvalidShardingError(f"cannot merge factories at position {position}: {problem}")

@@ -1,7 +1,8 @@
-"""The interface for reading other formats: describe where the bytes of a checkpoint are, and every function reads it.
+"""The interface for reading other formats: describe where the bytes of a checkpoint are, and every
+function reads it.
 
-A `Reader` recognizes the directories of its format and describes which bytes of which files hold which regions of
-tensors:
+A `Reader` recognizes the directories of its format and describes which bytes of which files hold
+which regions of tensors:
 
     class RawReader(Reader):
         name = "raw"
@@ -10,21 +11,22 @@ tensors:
             return location.endswith(".raw")
 
         def manifest(self, location):
-            piece = StoredPiece("w", "F32", Region((0, 0), (4, 8)), (4, 8), file="w.bin", first_byte=0, num_bytes=128)
-            return build_manifest(self.name, location, [piece])
+            piece = StoredPiece("w", "F32", Region((0, 0), (4, 8)), (4, 8), file="w.bin",
+            first_byte=0, num_bytes=128) return build_manifest(self.name, location, [piece])
 
     register_reader(RawReader())
 
-`distckpt.load` with any parallel layout, `consolidate`, `reshard`, `verify`, `diff` and the command line then take such
-directories. Hugging Face folders and checkpoints of `torch.distributed.checkpoint` are read in the same way.
+`distckpt.load` with any parallel layout, `consolidate`, `reshard`, `verify`, `diff` and the command
+line then take such directories. Hugging Face folders and checkpoints of
+`torch.distributed.checkpoint` are read in the same way.
 """
 
 from __future__ import annotations
 
 from distckpt._base.public import set_public_home
-from distckpt._foreign.opening import register_reader
-from distckpt._foreign.pieces import StoredPiece, build_manifest
-from distckpt._foreign.reader import Reader
+from distckpt._checkpoint.opening import register_reader
+from distckpt._checkpoint.reader import Reader
+from distckpt._checkpoint.stored_pieces import StoredPiece, build_manifest
 from distckpt._format.manifest import OBJECT
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region

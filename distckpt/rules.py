@@ -1,48 +1,41 @@
-"""Rules that turn the tensors of one checkpoint into those of another: names and shapes only, no data.
+"""Rules that turn the tensors of one checkpoint into those of another: names and shapes only, no
+data.
 
-Two programs store the same model under other names, with layers stacked, projections fused, vocabularies padded. A
-list of rules says how one gets from the first form to the second. Rules are applied in order, each to what those
-before it made, so they combine freely; `apply_rules` returns where every region of every new tensor comes from, and
-`invert` the way back.
+Two programs store the same model under other names, with layers stacked, projections fused,
+vocabularies padded. A list of rules says how one gets from the first form to the second. Rules are
+applied in order, each to what those before it made, so they combine freely; `apply_rules` returns
+where every region of every new tensor comes from, and `invert` the way back.
 
-Key patterns: `*` matches one dotted component (one or more characters other than a dot), `**` one or more
-components. In new names, `{0}` is what the first of them matched, `{1}` the second and so on.
+Key patterns: `*` matches one dotted component (one or more characters other than a dot), `**` one
+or more components. In new names, `{0}` is what the first of them matched, `{1}` the second and so
+on.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-
-from distckpt._base.errors import InvalidShardingError, LoadMismatchError
-from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.public import set_public_home
-from distckpt._geometry.mapped import (
+from distckpt._rules.rules import (
+    Add,
+    Assemble,
+    Concat,
+    Copy,
+    Drop,
+    Interleave,
     MappedTensor,
     Part,
+    Rename,
+    Rule,
+    Split,
+    SplitQKV,
+    Stack,
     TensorInfo,
-    add,
-    compose,
-    identity,
+    Tie,
+    Transpose,
+    Trim,
+    Unstack,
+    apply_rules,
     invert,
-    permute,
     resolve,
     resolve_padding,
     target_view,
-    trim_axis,
-)
-from distckpt._geometry.pieces import Concat, Interleave, Split, SplitQKV, Stack, Unstack
-from distckpt._geometry.rule import (
-    Captures,
-    OneKeyRule,
-    Rule,
-    Step,
-    check_names,
-    check_packed,
-    fill_name,
-    misfit,
-    normalize_axis,
 )
 
 __all__ = [
@@ -72,277 +65,3 @@ __all__ = [
 ]
 
 set_public_home(globals())
-
-
-@dataclass(frozen=True)
-class Rename(OneKeyRule):
-    """Give a tensor another name.
-
-    Attributes:
-        pattern: which tensors.
-        to: new name.
-        shape: the shape that they must have, where it is known beforehand; None for any size of an axis.
-    """
-
-    to: str
-    shape: tuple[int | None, ...] | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        check_names(self, (self.to,))
-
-    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
-        if self.shape is not None and (
-            len(self.shape) != len(tensor.shape)
-            or any(size not in (None, num) for size, num in zip(self.shape, tensor.shape, strict=True))
-        ):
-            raise misfit(self, key, tensor, f"it should have shape {self.shape}")
-        return [(fill_name(self.to, captures), tensor)]
-
-
-@dataclass(frozen=True)
-class Transpose(OneKeyRule):
-    """Put the axes of a tensor in another order.
-
-    Attributes:
-        pattern: which tensors.
-        to: new name.
-        order: axis `j` of the result is axis `order[j]` of the tensor.
-    """
-
-    to: str
-    order: tuple[int, ...] = (1, 0)
-
-    def __post_init__(self) -> None:
-        check_names(self, (self.to,))
-        if sorted(self.order) != list(range(len(self.order))):
-            raise ValueError(f"{self}: `order` must name every axis from 0 on once")
-
-    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
-        if len(self.order) != len(tensor.shape):
-            raise misfit(self, key, tensor, f"it should have {len(self.order)} axes")
-        check_packed(self, key, tensor, moves_last_axis=self.order[-1:] != (len(self.order) - 1,))
-        return [(fill_name(self.to, captures), permute(tensor, self.order))]
-
-
-@dataclass(frozen=True)
-class Copy(OneKeyRule):
-    """Give tensors a second name, under which they are exported too. A load reads the first only.
-
-    Later rules must leave the copies alone.
-
-    Attributes:
-        pattern: which tensors; they keep their names.
-        to: name of the copy.
-    """
-
-    to: str
-
-    def __post_init__(self) -> None:
-        check_names(self, (self.to,))
-
-    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
-        return [(key, tensor), (fill_name(self.to, captures), replace(tensor, is_copy=True))]
-
-
-@dataclass(frozen=True)
-class Drop(OneKeyRule):
-    """Leave tensors out. They are missing on the way back, too."""
-
-    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
-        return []
-
-
-@dataclass(frozen=True)
-class Trim(OneKeyRule):
-    """Cut padding off the end of an axis, such as that of a vocabulary. On the way back it is filled with zeros.
-
-    Attributes:
-        pattern: which tensors; they keep their names.
-        axis: the padded axis.
-        size: its size without the padding.
-        is_vocabulary: whether the axis must be padded as a vocabulary is, to the next multiple of a power of two: more
-            than that is no padding.
-    """
-
-    axis: int
-    size: int
-    is_vocabulary: bool = field(default=False, repr=False)
-
-    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
-        axis = normalize_axis(self, key, tensor, self.axis)
-        if not 0 <= self.size <= tensor.shape[axis]:
-            raise misfit(self, key, tensor, f"axis {axis} cannot be trimmed to size {self.size}")
-        num = tensor.shape[axis]
-        if self.is_vocabulary and num - self.size >= (multiple := num & -num) > 0:
-            why = f"padding to a multiple of {multiple} adds fewer than the {num - self.size} rows after {self.size}"
-            raise misfit(self, key, tensor, f"{why}. If they are padding, cut them off by a Trim before these rules")
-        return [(key, trim_axis(tensor, axis, self.size))]
-
-
-@dataclass(frozen=True)
-class Add(OneKeyRule):
-    """Add a number to all elements, where two programs understand a weight otherwise (a norm that counts from 1, say).
-
-    Attributes:
-        pattern: which tensors; they keep their names.
-        value: the number, which the way back subtracts.
-    """
-
-    value: float
-
-    def convert(self, key: str, tensor: MappedTensor, captures: Captures) -> Iterable[tuple[str, MappedTensor]]:
-        if tensor.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise misfit(self, key, tensor, "numbers are added to floating point tensors of 16 bits and more")
-        return [(key, add(tensor, self.value))]
-
-
-@dataclass(frozen=True)
-class Assemble(Rule):
-    """Make tensors of regions of others, as listed one by one: what another program's conversion comes down to.
-
-    Attributes:
-        tensors: the new tensors by name; their dtypes are ignored, those of the sources count.
-        sources: shapes of the tensors that they are made of.
-    """
-
-    tensors: Mapping[str, MappedTensor] = field(repr=False)
-    sources: Mapping[str, tuple[int, ...]] = field(repr=False)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(self.sources)
-
-    @cached_property
-    def _groups(self) -> list[tuple[list[str], list[str]]]:
-        """Sources and new tensors that belong together, since a source is in several of them or the other way round."""
-        group_of: dict[str, tuple[list[str], list[str]]] = {key: ([key], []) for key in self.sources}
-        for name, mapped in self.tensors.items():
-            keys = list(dict.fromkeys(part.key for part in mapped.parts))
-            group = group_of[keys[0]]
-            for other in [group_of[key] for key in keys if group_of[key] is not group]:
-                group[0].extend(other[0])
-                group[1].extend(other[1])
-                group_of.update(dict.fromkeys(other[0], group))
-            group[1].append(name)
-        return list({id(group): group for group in group_of.values()}.values())
-
-    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
-        for keys, names in self._groups:
-            present = [key for key in keys if key in tensors]
-            if len(present) < len(keys) and (present or not self.optional):
-                missing = [key for key in keys if key not in tensors]
-                raise LoadMismatchError(
-                    f"{summarize_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-                    f"{did_you_mean(missing[0], tensors)}: {summarize_keys(names)} should be made of "
-                    f"{summarize_keys(keys)}. The checkpoint is incomplete, or of another model.",
-                    unexpected=missing,
-                )
-            if not present:
-                continue
-            for key in keys:
-                if tensors[key].shape != self.sources[key]:
-                    raise misfit(self, key, tensors[key], f"shape {self.sources[key]} is expected")
-            if len(dtypes := {tensors[key].dtype for key in keys}) > 1:
-                raise misfit(self, keys[0], tensors[keys[0]], f"with it, {summarize_keys(keys[1:])} have {dtypes}")
-            made = [(name, replace(compose(self.tensors[name], tensors), dtype=dtypes.copy().pop())) for name in names]
-            yield Step(tuple(keys), tuple(made))
-
-
-@dataclass(frozen=True)
-class Tie(Rule):
-    """Take two names for the same tensor, of which the second is stored (tied embeddings, say).
-
-    Attributes:
-        key: the name that is left out of an export, and that a load fills with the other tensor.
-        to: the name that is stored.
-    """
-
-    key: str
-    to: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
-        if self.key in tensors:
-            yield Step((self.key,), () if self.to in tensors else ((self.to, tensors[self.key]),))
-
-
-def apply_rules(
-    rules: Iterable[Rule], tensors: Mapping[str, TensorInfo], *, strict: bool = False
-) -> dict[str, MappedTensor]:
-    """Apply rules, in order, to the tensors of a checkpoint.
-
-    Args:
-        rules: the changes; each sees what those before it made.
-        tensors: what the checkpoint holds, by key.
-        strict: whether every tensor must be matched by a rule; otherwise those that are not keep name and shape.
-
-    Returns:
-        The new tensors by name.
-
-    Raises:
-        LoadMismatchError: a rule that is not optional matches nothing, or not as often as its `count` says; a member
-            of a `Concat` is missing; or, if `strict`, no rule matches some tensor (`missing` names them).
-        InvalidShardingError: a rule does not fit the shape or dtype of a tensor, consumes a tensor twice, or makes a
-            name that is there already.
-    """
-    current = {key: identity(key, info) for key, info in tensors.items()}
-    origins: dict[str, tuple[Rule, Step]] = {}
-    for rule in rules:
-        _apply(rule, current, origins)
-    untouched = [key for key in current if key not in origins]
-    if strict and untouched:
-        raise LoadMismatchError(
-            f"No rule matches {summarize_keys(untouched)}: add rules for them (`Drop` to leave them out).",
-            missing=untouched,
-        )
-    return current
-
-
-def _apply(rule: Rule, tensors: dict[str, MappedTensor], origins: dict[str, tuple[Rule, Step]]) -> None:
-    """Apply one rule in place; `origins` holds, for each tensor that a rule made, how it came about."""
-    steps = list(rule.steps(tensors))
-    if not steps and not rule.optional:
-        hint = next((text for text in (did_you_mean(pattern, tensors) for pattern in rule.reads) if text), "")
-        raise LoadMismatchError(
-            f"{rule} matches no tensor{hint}. Correct the pattern, or set optional=True if the tensor may be absent.",
-            unexpected=rule.reads,
-        )
-    if steps and rule.count not in (None, len(steps)):
-        raise LoadMismatchError(
-            f"{rule} should match {rule.count} times and matches {len(steps)} times, "
-            f"{summarize_keys(key for step in steps for key in step.consumed)}: the checkpoint is incomplete, or the "
-            "rule is for another model.",
-            unexpected=rule.reads,
-        )
-    consumed: dict[str, Step] = {}
-    for step in steps:
-        for key in step.consumed:
-            if key in consumed:
-                raise InvalidShardingError(
-                    f"{rule} uses {key!r} twice, for {_made_by(consumed[key])} and for {_made_by(step)}: make the "
-                    "patterns narrower."
-                )
-            consumed[key] = step
-            del tensors[key]
-            origins.pop(key, None)
-    for step in steps:
-        for name, tensor in step.produced:
-            if name in tensors:
-                earlier = _origin(*origins[name]) if name in origins else "it is in the checkpoint"
-                raise InvalidShardingError(
-                    f"Two tensors would be named {name!r}: {earlier}, and {_origin(rule, step)}. Give one of them "
-                    "another name, or drop it."
-                )
-            tensors[name] = tensor
-            origins[name] = rule, step
-
-
-def _made_by(step: Step) -> str:
-    return ", ".join(repr(name) for name, _ in step.produced[:3]) or "nothing"
-
-
-def _origin(rule: Rule, step: Step) -> str:
-    return f"{rule} makes it of {', '.join(map(repr, step.consumed))}"

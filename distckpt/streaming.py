@@ -1,28 +1,20 @@
-"""Write safetensors files from tensors that come one at a time: one tensor in memory, however large the model is.
+"""Write safetensors files from tensors that come one at a time: one tensor in memory, however large
+the model is.
 
-Names, dtypes and shapes are announced before, so that every byte has its place before the first tensor comes.
+Names, dtypes and shapes are announced before, so that every byte has its place before the first
+tensor comes.
 """
 
-from __future__ import annotations
-
-import math
-import operator
-import os
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
-
-import torch
-
-from distckpt._base.dtypes import FROM_NAME, TO_NAME
-from distckpt._base.errors import CheckpointExistsError
-from distckpt._commit import posix
-from distckpt._commit.target import check_replaceable, prepare_to_replace
-from distckpt._format import hf_names
-from distckpt._format.safetensors_file import Entry, stored_shape
-from distckpt._io.stream_files import LocalFiles, RemoteFiles, StreamLayout, lay_out, write_stream
-from distckpt._storage import locations
-from distckpt.tensors import as_torch_dtype
+from distckpt._base.public import set_public_home
+from distckpt._operations.streaming import (
+    DTYPE_ELEMENT_SIZE,
+    DTYPE_TO_SAFETENSORS,
+    StateDictMeta,
+    StateDictMetaItem,
+    TensorMeta,
+    save_safetensors_streaming,
+    save_safetensors_streaming_sharded,
+)
 
 __all__ = [
     "DTYPE_ELEMENT_SIZE",
@@ -34,208 +26,4 @@ __all__ = [
     "save_safetensors_streaming_sharded",
 ]
 
-DTYPE_TO_SAFETENSORS: dict[torch.dtype | str, str] = {
-    spelling: name
-    for dtype, name in TO_NAME.items()
-    for spelling in (dtype, str(dtype), str(dtype).removeprefix("torch."), name)
-}
-"""dtype in any of its spellings (torch.bfloat16, "torch.bfloat16", "bfloat16", "BF16") -> safetensors name."""
-
-DTYPE_ELEMENT_SIZE: dict[str, int] = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
-"""safetensors name -> bytes of one item of a tensor of torch (F4 packs two elements into it)."""
-
-StateDictMetaItem: TypeAlias = tuple[str, torch.dtype | str, Sequence[int]]
-"""Name, dtype in any spelling, and shape of a tensor that will come."""
-StateDictMeta: TypeAlias = Iterable[StateDictMetaItem]
-
-
-class TensorMeta(NamedTuple):
-    """Describe a tensor in advance: its name, its dtype as safetensors names it, and its shape as torch counts."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of its data."""
-        return math.prod(self.shape) * DTYPE_ELEMENT_SIZE[self.dtype]
-
-
-def save_safetensors_streaming(
-    tensor_iter: Iterable[tuple[str, torch.Tensor]],
-    filepath: str | os.PathLike[str],
-    state_dict_meta: StateDictMeta,
-    *,
-    rename: bool = True,
-    metadata: Mapping[str, str] | None = None,
-) -> str:
-    """Write a safetensors file from tensors that come one at a time.
-
-    An earlier file at the destination stays until the new one is complete and on disk. Nothing is left of an
-    unsuccessful call.
-
-        meta = [(name, tensor.dtype, tensor.shape) for name, tensor in model.state_dict().items()]
-        save_safetensors_streaming(model.state_dict().items(), "model.safetensors", meta)
-
-    Args:
-        tensor_iter: gives `(name, tensor)`, each announced tensor once, in any order; of any device and strides. A
-            tensor is let go before the next is asked for.
-        filepath: the file to write, or a URL. An object store takes tensors only in the order of the announcement
-            (or, where that would leave items unaligned, those of larger items first), and no file that exists.
-        state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
-        rename: whether to put the file in its place; otherwise the caller renames the temporary file beside it,
-            `<filepath>.tmp`, which must not be written to by another call meanwhile.
-        metadata: texts for the header, besides `format: pt`.
-
-    Returns:
-        `filepath`, or with `rename=False` the path of the complete temporary file.
-
-    Raises:
-        ValueError: tensors that come are not those announced, a dtype is not one of safetensors, or the
-            announcement contradicts itself.
-        CheckpointExistsError: an object store has such a file, or a directory of that name is there.
-    """
-    destination, location = os.fspath(filepath), locations.normalize(filepath)
-    layout = _lay_out([_read_meta(state_dict_meta)], metadata)
-    if not locations.is_local(location):
-        if not rename:
-            raise ValueError(f"rename=False needs a local path; {destination!r} can only be written in place")
-        _refuse([location] if locations.exists(location) else [])
-        write_stream(RemoteFiles([location], layout), layout, tensor_iter)
-        return destination
-    _refuse([location] if os.path.isdir(location) else [])
-    parent, name = locations.split(location)
-    temporary = locations.join(parent, f".{name}.{secrets.token_hex(8)}")
-    if not rename:
-        # Where programs look for it; one of an earlier call is replaced.
-        temporary = f"{location}.tmp"
-        locations.remove_file(temporary)
-    write_stream(LocalFiles([temporary], layout), layout, tensor_iter)
-    if not rename:
-        return temporary
-    try:
-        locations.replace_file(temporary, location)
-    except BaseException:
-        locations.remove_tree(temporary)
-        raise
-    return destination
-
-
-def save_safetensors_streaming_sharded(
-    tensor_iter: Iterable[tuple[str, torch.Tensor]],
-    output_dir: str | os.PathLike[str],
-    state_dict_meta: StateDictMeta,
-    *,
-    max_file_bytes: int = 5_000_000_000,
-    metadata: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Write a Hugging Face directory of weights from tensors that come one at a time.
-
-    Tensors are divided into `model-00001-of-0000n.safetensors` in the order of the announcement, with an index; what
-    fits one file becomes `model.safetensors` without. Everything is written beside the directory and put in its place
-    in one step: an earlier export there stays until then, other files there stay. On an object store files
-    are written in place, the index last.
-
-    Args:
-        tensor_iter: gives `(name, tensor)`, see `save_safetensors_streaming`.
-        output_dir: the directory to write, or a URL. An object store must not have an export there.
-        state_dict_meta: `(name, dtype, shape)` of every tensor that will come.
-        max_file_bytes: size of the tensors of a file at most; a larger tensor gets a file of its own.
-        metadata: texts for the headers, besides `format: pt`.
-
-    Returns:
-        The paths of the files with tensors, in order.
-
-    Raises:
-        ValueError: as `save_safetensors_streaming` does, or the limit is not positive.
-        CheckpointExistsError: an object store has an export there, or a file is in the way.
-    """
-    metas = {meta.name: meta for meta in _read_meta(state_dict_meta)}
-    groups = hf_names.group_keys_by_bytes({name: meta.num_bytes for name, meta in metas.items()}, max_file_bytes) or [
-        []
-    ]
-    layout = _lay_out([[metas[name] for name in group] for group in groups], metadata)
-    names = hf_names.output_filenames(hf_names.BASE_PREFIX, len(groups))
-    location = posix.resolve(os.fspath(output_dir))
-    posix.put_back(location)
-    _refuse(_in_the_way(location))
-    check_replaceable(location)
-    staging = posix.staging_location(location, secrets.token_hex(8))
-    files = [locations.join(staging, name) for name in names]
-    output = LocalFiles(files, layout) if locations.is_local(location) else RemoteFiles(files, layout)
-    try:
-        locations.make_directories(staging)
-        if locations.is_local(location):
-            prepare_to_replace(location, staging)
-        write_stream(output, layout, tensor_iter)
-        if len(names) > 1:
-            index = locations.join(staging, hf_names.index_filename(hf_names.BASE_PREFIX))
-            locations.write_bytes(index, _index(metas.values(), layout, names))
-        locations.sync_directory(staging)
-        posix.commit_beside_others(staging, location, hf_names.belongs_to_export)
-    except BaseException:
-        output.remove()
-        if staging != location:
-            locations.remove_tree(staging)
-        raise
-    return [locations.join(os.fspath(output_dir), name) for name in names]
-
-
-def _read_meta(state_dict_meta: StateDictMeta) -> list[TensorMeta]:
-    metas: dict[str, TensorMeta] = {}
-    for name, dtype, shape in state_dict_meta:
-        known = TO_NAME.get(_dtype_of(name, dtype))
-        if known is None:
-            raise ValueError(f"the tensor {name!r} is announced as {dtype}, which safetensors does not have")
-        sizes = tuple(operator.index(size) for size in shape)
-        if min(sizes, default=0) < 0:
-            raise ValueError(f"the tensor {name!r} is announced with the shape {sizes}")
-        if name in metas or name == "__metadata__" or not _is_text(name):
-            problem = "twice" if name in metas else "under a name that safetensors does not allow"
-            raise ValueError(f"the tensor {name!r} is announced {problem}")
-        metas[name] = TensorMeta(name, known, sizes)
-    return list(metas.values())
-
-
-def _dtype_of(name: str, dtype: torch.dtype | str) -> torch.dtype:
-    try:
-        return as_torch_dtype(dtype)
-    except ValueError as error:
-        raise ValueError(f"the tensor {name!r} is announced with an unknown dtype: {error}") from error
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value == value.encode("utf-8", "replace").decode()
-
-
-def _lay_out(groups: Sequence[Sequence[TensorMeta]], metadata: Mapping[str, str] | None) -> StreamLayout:
-    texts = {"format": "pt", **(metadata or {})}
-    bad = [key for key, value in texts.items() if not (_is_text(key) and _is_text(value))]
-    if bad:
-        raise ValueError(f"header metadata holds texts only, {bad[0]!r} is not one")
-    return lay_out([[Entry(*meta, meta.num_bytes) for meta in group] for group in groups], texts)
-
-
-def _index(metas: Iterable[TensorMeta], layout: StreamLayout, names: Sequence[str]) -> bytes:
-    total_bytes = sum(meta.num_bytes for meta in metas)
-    total_parameters = sum(math.prod(stored_shape(meta.dtype, meta.shape)) for meta in metas)
-    return hf_names.index_json(
-        {key: names[file] for key, (file, _) in layout.places.items()}, total_bytes, total_parameters
-    )
-
-
-def _in_the_way(location: str) -> list[str]:
-    if not locations.exists(location):
-        return []
-    if not locations.isdir(location):
-        return [location]
-    if locations.is_local(location):
-        return []
-    names = locations.list_names(location)
-    return [locations.join(location, name) for name in names if hf_names.belongs_to_export(name)]
-
-
-def _refuse(in_the_way: Sequence[str]) -> None:
-    if in_the_way:
-        raise CheckpointExistsError(f"{in_the_way[0]!r} is there already: remove it, or choose another place.")
+set_public_home(globals())

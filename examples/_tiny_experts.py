@@ -1,4 +1,6 @@
-"""Layers for the language model in `_tiny_lm`: a SwiGLU feed-forward layer and a mixture of such experts."""
+"""Layers for the language model in `_tiny_lm`: a SwiGLU feed-forward layer and a mixture of such
+experts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _tiny_lm import WIDTH, Axis, Layout, ParallelModule, RowLinear, TinyLM, _SumGradientOverRanks, all_reduce
+from _tiny_lm import (
+    WIDTH,
+    Axis,
+    Layout,
+    ParallelModule,
+    RowLinear,
+    TinyLM,
+    _SumGradientOverRanks,
+    all_reduce,
+)
 from torch import Tensor, nn
 
 from distckpt.experts import sequential_experts
@@ -23,7 +34,9 @@ class SwiGLU(ParallelModule):
         super().__init__(layout)
         halves = [torch.randn(hidden, WIDTH, generator=rng) * WIDTH**-0.5 for _ in range(2)]
         # One parameter: the first half is this rank's part of gate, the second half its part of up.
-        self.gate_up = nn.Parameter(torch.cat([half.chunk(self.tp.size)[self.tp.rank] for half in halves]))
+        self.gate_up = nn.Parameter(
+            torch.cat([half.chunk(self.tp.size)[self.tp.rank] for half in halves])
+        )
         self._split_axes["gate_up"] = 0
         self.down = RowLinear(layout, hidden, WIDTH, rng)
 
@@ -32,7 +45,9 @@ class SwiGLU(ParallelModule):
         return self.down(F.silu(gate) * up)
 
     def sharded_state_dict(self, prefix: str = "", offsets: Offsets = ()) -> dict[str, Any]:
-        """See ParallelModule. Gate and up are sharded separately, so that any number of ranks can load them."""
+        """See ParallelModule. Gate and up are sharded separately, so that any number of ranks can
+        load them.
+        """
         state = super().sharded_state_dict(prefix, offsets)
         state["gate_up"] = swiglu_factory(state["gate_up"])
         return state
@@ -50,14 +65,17 @@ class Router(ParallelModule):
 
 
 class MoE(ParallelModule):
-    """A layer in which each token uses one expert. The experts are distributed over the data parallel ranks."""
+    """A layer in which each token uses one expert. The experts are distributed over the data
+    parallel ranks.
+    """
 
     def __init__(self, layout: Layout, num_experts: int, hidden: int, rng: torch.Generator) -> None:
         super().__init__(layout)
         self.ep, self.num_local = layout.dp, num_experts // layout.dp.size
         self.first = self.ep.rank * self.num_local
         self.router = Router(layout, num_experts, rng)
-        # Create all experts, so that the initial weights do not depend on the layout; keep only this rank's.
+        # Create all experts, so that the initial weights do not depend on the layout; keep only
+        # this rank's.
         experts = [SwiGLU(layout, hidden, rng) for _ in range(num_experts)]
         self.experts = nn.ModuleList(experts[self.first : self.first + self.num_local])
 
@@ -67,12 +85,18 @@ class MoE(ParallelModule):
         chosen, output = weights.argmax(-1), torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts, self.first):
             own = (chosen == number).nonzero().squeeze(-1)
-            output = output.index_add(0, own, expert(tokens[own]) * weights[own, number].unsqueeze(-1))
+            output = output.index_add(
+                0, own, expert(tokens[own]) * weights[own, number].unsqueeze(-1)
+            )
         return _Return.apply(output, self.ep).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", offsets: Offsets = ()) -> dict[str, Any]:
-        """See ParallelModule. `sequential_experts` adds an axis with the global number of each expert."""
-        experts = [expert.sharded_state_dict(f"{prefix}experts.", offsets) for expert in self.experts]
+        """See ParallelModule. `sequential_experts` adds an axis with the global number of each
+        expert.
+        """
+        experts = [
+            expert.sharded_state_dict(f"{prefix}experts.", offsets) for expert in self.experts
+        ]
         return {
             "router": self.router.sharded_state_dict(f"{prefix}router.", offsets),
             "experts": sequential_experts(experts, self.ep.rank, self.ep.size, expert_dp_rank=0),
@@ -112,9 +136,13 @@ class _Return(torch.autograd.Function):
 
 
 def make_model(layout: Layout, seed: int, num_experts: int = 0) -> TinyLM:
-    """Make the language model with SwiGLU layers, or with mixtures of experts if `num_experts` is not 0."""
+    """Make the language model with SwiGLU layers, or with mixtures of experts if `num_experts` is
+    not 0.
+    """
     model = TinyLM(layout, seed)
     for layer in model.layers:
         rng = torch.Generator().manual_seed(seed + 100 + layer.number)
-        layer.mlp = MoE(layout, num_experts, WIDTH, rng) if num_experts else SwiGLU(layout, 2 * WIDTH, rng)
+        layer.mlp = (
+            MoE(layout, num_experts, WIDTH, rng) if num_experts else SwiGLU(layout, 2 * WIDTH, rng)
+        )
     return model

@@ -1,7 +1,8 @@
 """A tiny transformer language model with tensor, pipeline and data parallel layers.
 
-Every module describes how its weights are distributed over the processes (`sharded_state_dict`). This is all distckpt
-needs to save the model under one layout and load it under another; the rest is an ordinary Megatron-like model.
+Every module describes how its weights are distributed over the processes (`sharded_state_dict`).
+This is all distckpt needs to save the model under one layout and load it under another; the rest is
+an ordinary Megatron-like model.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distckpt.modules import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from distckpt.modules import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
 
 VOCAB, CONTEXT, WIDTH, NUM_HEADS, NUM_LAYERS, DROPOUT = 256, 64, 64, 4, 4, 0.1
 
 
-# --- Layouts -----------------------------------------------------------------------------------------------------
+# --- Layouts --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of data x pipeline x tensor parallel processes. The default is one process without a process group."""
+    """A grid of data x pipeline x tensor parallel processes. The default is one process without a
+    process group.
+    """
 
     dp: Axis = Axis()
     pp: Axis = Axis()
@@ -53,7 +59,9 @@ class Layout:
 
 
 def make_layout(tp: int, pp: int, dp: int) -> Layout | None:
-    """Lay out the first dp * pp * tp ranks as a grid; None on the other ranks, which must call this as well."""
+    """Lay out the first dp * pp * tp ranks as a grid; None on the other ranks, which must call this
+    as well.
+    """
     grid = torch.arange(dp * pp * tp).view(dp, pp, tp)
     axes = []
     for lines in (*(grid.movedim(axis, -1).flatten(0, 1) for axis in range(3)), grid.view(1, -1)):
@@ -71,7 +79,7 @@ def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceO
     return x
 
 
-# --- Tensor parallelism ------------------------------------------------------------------------------------------
+# --- Tensor parallelism ---------------------------------------------------------------------------
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -108,26 +116,31 @@ class ParallelModule(nn.Module):
         self._split_axes: dict[str, int | None] = {}
 
     def add_parameter(self, name: str, full: Tensor, split_axis: int | None = None) -> None:
-        """Register this rank's part of a full tensor as a parameter; without a `split_axis`, all of it."""
+        """Register this rank's part of a full tensor as a parameter; without a `split_axis`, all of
+        it.
+        """
         if split_axis is not None:
             full = full.chunk(self.tp.size, split_axis)[self.tp.rank].clone()
         self.register_parameter(name, nn.Parameter(full))
         self._split_axes[name] = split_axis
 
-    def sharded_state_dict(self, prefix: str = "", offsets: tuple[tuple[int, int, int], ...] = ()) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", offsets: tuple[tuple[int, int, int], ...] = ()
+    ) -> dict[str, Any]:
         """Describe the part of a global tensor that each parameter is.
 
         Args:
             prefix: prefix of the keys of the global tensors.
-            offsets: additional leading axes of the global tensors, as (axis, position, size); a layer passes its
-                number here.
+            offsets: additional leading axes of the global tensors, as (axis, position, size); a
+                layer passes its number here.
         """
         state: dict[str, Any] = {}
         for name, child in self.named_children():
             state[name] = child.sharded_state_dict(f"{prefix}{name}.", offsets)
         for name, parameter in self.named_parameters(recurse=False):
             axis, key = self._split_axes[name], prefix + name
-            # Nobody says which copies there are: save finds out when the shards of all ranks are known.
+            # Nobody says which copies there are: save finds out when the shards of all ranks are
+            # known.
             if axis is None:
                 state[name] = make_sharded_tensor_for_checkpoint(parameter, key, offsets)
             else:
@@ -143,42 +156,56 @@ class ColumnLinear(ParallelModule):
 
     def __init__(self, layout: Layout, inputs: int, outputs: int, rng: torch.Generator) -> None:
         super().__init__(layout)
-        self.add_parameter("weight", torch.randn(outputs, inputs, generator=rng) * inputs**-0.5, split_axis=0)
+        self.add_parameter(
+            "weight", torch.randn(outputs, inputs, generator=rng) * inputs**-0.5, split_axis=0
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(_SumGradientOverRanks.apply(x, self.tp), self.weight)
 
 
 class RowLinear(ParallelModule):
-    """A linear layer; each rank holds some of the input features, and the partial results are summed."""
+    """A linear layer; each rank holds some of the input features, and the partial results are
+    summed.
+    """
 
     def __init__(self, layout: Layout, inputs: int, outputs: int, rng: torch.Generator) -> None:
         super().__init__(layout)
-        self.add_parameter("weight", torch.randn(outputs, inputs, generator=rng) * inputs**-0.5, split_axis=1)
+        self.add_parameter(
+            "weight", torch.randn(outputs, inputs, generator=rng) * inputs**-0.5, split_axis=1
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return _SumOverRanks.apply(F.linear(x, self.weight), self.tp)
 
 
 def _own_ids(ids: Tensor, num_own: int, tp: Axis) -> tuple[Tensor, Tensor]:
-    """Convert token ids to indices into this rank's part of the vocabulary; also return which are in it."""
+    """Convert token ids to indices into this rank's part of the vocabulary; also return which are
+    in it.
+    """
     own = ids - tp.rank * num_own
     return own.clamp(0, num_own - 1), (own >= 0) & (own < num_own)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, tp: Axis) -> Tensor:
-    """Mean cross entropy where each rank has the logits of its part of the vocabulary, [..., VOCAB / tp]."""
+    """Mean cross entropy where each rank has the logits of its part of the vocabulary, [..., VOCAB
+    / tp].
+    """
     logits = logits - all_reduce(logits.detach().amax(-1, keepdim=True), tp, dist.ReduceOp.MAX)
     ids, is_own = _own_ids(targets, logits.size(-1), tp)
-    target_logit = _SumOverRanks.apply(logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * is_own, tp)
+    target_logit = _SumOverRanks.apply(
+        logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * is_own, tp
+    )
     return (_SumOverRanks.apply(logits.exp().sum(-1), tp).log() - target_logit).mean()
 
 
-# --- The model ---------------------------------------------------------------------------------------------------
+# --- The model ------------------------------------------------------------------------------------
 
 
 def dropout(x: Tensor, seed: int) -> Tensor:
-    """Apply dropout with a mask that depends only on the seed, so that it is the same in every layout."""
+    """Apply dropout with a mask that depends only on the seed, so that it is the same in every
+    layout.
+    """
     kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= DROPOUT
     return x * kept / (1 - DROPOUT)
 
@@ -205,7 +232,10 @@ class Embedding(ParallelModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         ids, is_own = _own_ids(tokens, len(self.tokens), self.tp)
-        return _SumOverRanks.apply(F.embedding(ids, self.tokens) * is_own.unsqueeze(-1), self.tp) + self.positions
+        return (
+            _SumOverRanks.apply(F.embedding(ids, self.tokens) * is_own.unsqueeze(-1), self.tp)
+            + self.positions
+        )
 
 
 class Attention(ParallelModule):
@@ -220,7 +250,11 @@ class Attention(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (NUM_HEADS // self.tp.size, 3, -1))
         query, key, value = heads.transpose(1, 2).unbind(3)
-        return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class MLP(ParallelModule):
@@ -261,7 +295,9 @@ class Head(ParallelModule):
 
 
 class TinyLM(ParallelModule):
-    """This process's pipeline stage of the model: tokens or activations in, activations or logits out."""
+    """This process's pipeline stage of the model: tokens or activations in, activations or logits
+    out.
+    """
 
     def __init__(self, layout: Layout, seed: int) -> None:
         super().__init__(layout)
@@ -280,7 +316,9 @@ class TinyLM(ParallelModule):
             x = layer(x, seed)
         return x if self.head is None else self.head(x)
 
-    def sharded_state_dict(self, prefix: str = "", offsets: tuple[tuple[int, int, int], ...] = ()) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", offsets: tuple[tuple[int, int, int], ...] = ()
+    ) -> dict[str, Any]:
         """See ParallelModule.
 
         All layers share their keys: `decoder.layers.mlp.up.weight` is one global tensor of shape
@@ -291,7 +329,9 @@ class TinyLM(ParallelModule):
             if child is not None:
                 state[name] = child.sharded_state_dict(f"{prefix}{name}.", offsets)
         state["layers"] = [
-            layer.sharded_state_dict(f"{prefix}decoder.layers.", (*offsets, (len(offsets), layer.number, NUM_LAYERS)))
+            layer.sharded_state_dict(
+                f"{prefix}decoder.layers.", (*offsets, (len(offsets), layer.number, NUM_LAYERS))
+            )
             for layer in self.layers
         ]
         return state

@@ -1,6 +1,7 @@
 """Code shared by the examples that resume in another layout, none of it about checkpoints.
 
-Starting and ending processes, batches of data, gradients through pipeline stages, and the comparison of losses.
+Starting and ending processes, batches of data, gradients through pipeline stages, and the
+comparison of losses.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from torch import Tensor
 
 import distckpt
 
-NUM_MICROBATCHES, MICROBATCH = 4, 4  # of each step, over all processes; every layout sees the same ones
+NUM_MICROBATCHES, MICROBATCH = (
+    4,
+    4,
+)  # of each step, over all processes; every layout sees the same ones
 TOLERANCE = 1e-5  # relative; another layout adds float32 numbers in another order
 
 
-# --- Processes ---------------------------------------------------------------------------------------------------
+# --- Processes ------------------------------------------------------------------------------------
 
 
 def start(doc: str) -> Path:
@@ -51,7 +55,9 @@ def finish(is_ok: bool) -> None:
 
 
 def in_plain_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new process without torchrun's environment and without a process group."""
+    """Call a function in a new process without torchrun's environment and without a process
+    group.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _forget_torchrun) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -59,11 +65,13 @@ def in_plain_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def _forget_torchrun() -> None:
     torch.set_num_threads(1)
     for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE") or name.startswith(("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(
+            ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+        ):
             del os.environ[name]
 
 
-# --- Batches -----------------------------------------------------------------------------------------------------
+# --- Batches --------------------------------------------------------------------------------------
 
 
 def make_batch(step: int) -> tuple[Tensor, int]:
@@ -72,8 +80,13 @@ def make_batch(step: int) -> tuple[Tensor, int]:
     Returns:
         Tokens, [NUM_MICROBATCHES, MICROBATCH, CONTEXT + 1], and a seed for dropout.
     """
-    rngs = [torch.Generator().manual_seed(NUM_MICROBATCHES * step + i) for i in range(NUM_MICROBATCHES)]
-    drawn = [[torch.randint(*bounds, (MICROBATCH, 1), generator=rng) for bounds in ((0, 256), (1, 5))] for rng in rngs]
+    rngs = [
+        torch.Generator().manual_seed(NUM_MICROBATCHES * step + i) for i in range(NUM_MICROBATCHES)
+    ]
+    drawn = [
+        [torch.randint(*bounds, (MICROBATCH, 1), generator=rng) for bounds in ((0, 256), (1, 5))]
+        for rng in rngs
+    ]
     windows = [(first + increment * torch.arange(CONTEXT + 1)) % 256 for first, increment in drawn]
     return torch.stack(windows), 1000 * NUM_MICROBATCHES * step
 
@@ -93,7 +106,7 @@ def _read_text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
-# --- Training ----------------------------------------------------------------------------------------------------
+# --- Training -------------------------------------------------------------------------------------
 
 
 class Trainer(Protocol):
@@ -117,7 +130,8 @@ def train(trainer: Trainer, until: int) -> list[float]:
 
 
 def train_and_resume(first: Trainer, second: Trainer, paths: Sequence[Path]) -> None:
-    """Train 6 steps and save halfway; load in another layout, save again, and resume; report on both.
+    """Train 6 steps and save halfway; load in another layout, save again, and resume; report on
+    both.
 
     Args:
         first: trains from the start, and saves.
@@ -133,7 +147,8 @@ def train_and_resume(first: Trainer, second: Trainer, paths: Sequence[Path]) -> 
 
 
 def forward_backward(model: TinyLM, layout: Layout, windows: Tensor, seed: int) -> float:
-    """Run this process's microbatches through its pipeline stage: all of them forward, then all backward.
+    """Run this process's microbatches through its pipeline stage: all of them forward, then all
+    backward.
 
     Args:
         model: the stage; its gradients are replaced.
@@ -173,7 +188,7 @@ def forward_backward(model: TinyLM, layout: Layout, windows: Tensor, seed: int) 
     return all_reduce(total, layout.world).item()
 
 
-# --- Verdicts ----------------------------------------------------------------------------------------------------
+# --- Verdicts -------------------------------------------------------------------------------------
 
 
 def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> tuple[float, bool]:
@@ -183,15 +198,23 @@ def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> t
     return max(differences), all(difference <= TOLERANCE for difference in differences)
 
 
-def report_layouts(expected: Sequence[float], resumed: Mapping[tuple[str, int], Sequence[float]]) -> bool:
-    """Compare the losses of resumed runs with those of the uninterrupted one; return whether all agree.
+def report_layouts(
+    expected: Sequence[float], resumed: Mapping[tuple[str, int], Sequence[float]]
+) -> bool:
+    """Compare the losses of resumed runs with those of the uninterrupted one; return whether all
+    agree.
 
     Args:
         expected: losses of the uninterrupted run, in the layout of the first row.
         resumed: losses by layout and number of ranks.
     """
-    print(f"  {'layout':<27}{'ranks':<7}{'first loss':<12}{'last loss':<12}max difference (relative)")
-    print(f"  {'TP2 x PP2 x DP1':<27}{4:<7}{expected[0]:<12.6f}{expected[-1]:<12.6f}the uninterrupted run")
+    print(
+        f"  {'layout':<27}{'ranks':<7}{'first loss':<12}{'last loss':<12}max difference (relative)"
+    )
+    print(
+        f"  {'TP2 x PP2 x DP1':<27}{4:<7}{expected[0]:<12.6f}{expected[-1]:<12.6f}the "
+        "uninterrupted run"
+    )
     all_ok = True
     for (name, num_ranks), losses in resumed.items():
         difference, is_ok = _largest_difference(losses, expected)
@@ -203,27 +226,43 @@ def report_layouts(expected: Sequence[float], resumed: Mapping[tuple[str, int], 
 
 
 def report(paths: Sequence[Path], losses: Sequence[float], resumed: Sequence[float]) -> None:
-    """Compare the values of two checkpoints and the losses of two runs; exit with an error if they differ.
+    """Compare the values of two checkpoints and the losses of two runs; exit with an error if they
+    differ.
 
     Args:
-        paths: the checkpoint of the first layout, and the one saved by the second layout after loading the first.
+        paths: the checkpoint of the first layout, and the one saved by the second layout after
+            loading the first.
         losses: of the uninterrupted run.
         resumed: of the steps after loading.
     """
     first, second = (distckpt.load_plain_tensors(path) for path in paths)
-    wrong = sorted(key for key in first.keys() | second.keys() if not _is_equal(first.get(key), second.get(key)))
+    wrong = sorted(
+        key
+        for key in first.keys() | second.keys()
+        if not _is_equal(first.get(key), second.get(key))
+    )
     expected = losses[len(losses) - len(resumed) :]
     difference, is_close = _largest_difference(resumed, expected)
     if dist.get_rank() == 0:
         num_values = sum(tensor.numel() for tensor in first.values())
         verdict = f"NOT equal: {wrong}" if wrong else "all equal, bit by bit"
         print(f"Loaded and saved again: {len(first)} tensors, {num_values} values, {verdict}.")
-        print(f"Loss: {losses[0]:.6f} at the start, {expected[0]:.6f} when saved, {expected[-1]:.6f} at the end.")
+        print(
+            f"Loss: {losses[0]:.6f} at the start, {expected[0]:.6f} when saved, {expected[-1]:.6f} "
+            "at the end."
+        )
         print(f"Loss after loading: {resumed[0]:.6f} to {resumed[-1]:.6f}.")
-        verdict = "continues with the same loss" if is_close else "does NOT continue with the same loss"
+        verdict = (
+            "continues with the same loss" if is_close else "does NOT continue with the same loss"
+        )
         print(f"Training {verdict}, largest relative difference {difference:.1e}.")
     finish(is_ok=is_close and not wrong)
 
 
 def _is_equal(first: Tensor | None, second: Tensor | None) -> bool:
-    return first is not None and second is not None and first.dtype == second.dtype and torch.equal(first, second)
+    return (
+        first is not None
+        and second is not None
+        and first.dtype == second.dtype
+        and torch.equal(first, second)
+    )

@@ -1,10 +1,11 @@
-"""Train on two processes, save in the background, lose a process, and resume from the newest complete checkpoint.
+"""Train on two processes, save in the background, lose a process, and resume from the newest
+complete checkpoint.
 
     python examples/async_training.py --work-dir /tmp/async_training
 
-Prints the loss of every fifth step and how long each save blocked training. Right after the fourth save has started,
-one process is killed, as if its machine had failed. The second run finds the newest complete checkpoint and repeats
-the losses of the first run from there.
+Prints the loss of every fifth step and how long each save blocked training. Right after the fourth
+save has started, one process is killed, as if its machine had failed. The second run finds the
+newest complete checkpoint and repeats the losses of the first run from there.
 """
 
 from __future__ import annotations
@@ -45,16 +46,22 @@ class HalfOfAnMLP(nn.Module):
 
 
 def describe(model: HalfOfAnMLP, optimizer: torch.optim.Adam, step: int) -> dict[str, Any]:
-    """Describe the part of each global tensor that this rank holds: a checkpoint needs nothing else."""
+    """Describe the part of each global tensor that this rank holds: a checkpoint needs nothing
+    else.
+    """
 
     def shard(key: str, tensor: Tensor, axis: int) -> distckpt.ShardedTensor:
-        return distckpt.ShardedTensor.from_rank_offsets(key, tensor.detach(), (axis, model.rank, NUM_RANKS))
+        return distckpt.ShardedTensor.from_rank_offsets(
+            key, tensor.detach(), (axis, model.rank, NUM_RANKS)
+        )
 
     state: dict[str, Any] = {"step": step}
     for name, parameter, axis in (("up", model.up, 1), ("down", model.down, 0)):
         state[name] = shard(f"model.{name}", parameter, axis)
         for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"{name}.{moment}"] = shard(f"optimizer.{moment}.{name}", optimizer.state[parameter][moment], axis)
+            state[f"{name}.{moment}"] = shard(
+                f"optimizer.{moment}.{name}", optimizer.state[parameter][moment], axis
+            )
     return state
 
 
@@ -101,7 +108,9 @@ def say(rank: int, text: str) -> None:
 
 def main() -> None:
     """Run twice; the first run loses a process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work-dir", required=True)
     work_dir = parser.parse_args().work_dir
     for dies in (True, False):

@@ -1,11 +1,13 @@
-"""A torch.distributed.checkpoint program that changes one import and resumes from its old checkpoints.
+"""A torch.distributed.checkpoint program that changes one import and resumes from its old
+checkpoints.
 
     python examples/from_dcp.py --work-dir /tmp/from_dcp
 
-Trains an FSDP2 model with AdamW on 4 gloo processes, with the `Stateful` AppState of PyTorch's recipe. Saves once with
-`torch.distributed.checkpoint` and once, asynchronously, with `distckpt.dcp`, and continues. Then 2 processes resume
-from each checkpoint through `distckpt.dcp`: both must reproduce the losses of the first run, up to the order of
-additions, and end with bitwise equal models.
+Trains an FSDP2 model with AdamW on 4 gloo processes, with the `Stateful` AppState of PyTorch's
+recipe. Saves once with `torch.distributed.checkpoint` and once, asynchronously, with
+`distckpt.dcp`, and continues. Then 2 processes resume
+from each checkpoint through `distckpt.dcp`: both must reproduce the losses of the first run, up to
+the order of additions, and end with bitwise equal models.
 """
 
 from __future__ import annotations
@@ -41,14 +43,23 @@ class AppState(Stateful):
         return {"model": model, "optim": optim, "step": self.step}
 
     def load_state_dict(self, state: dict) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
         self.step = state["step"]
 
 
 def build(seed: int) -> AppState:
     torch.manual_seed(seed)
     model = nn.Sequential(
-        nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH), nn.Linear(WIDTH, VOCAB)
+        nn.Embedding(VOCAB, WIDTH),
+        nn.Linear(WIDTH, 64),
+        nn.GELU(),
+        nn.Linear(64, WIDTH),
+        nn.Linear(WIDTH, VOCAB),
     )
     fully_shard(model)
     return AppState(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -56,7 +67,9 @@ def build(seed: int) -> AppState:
 
 def train_step(app: AppState, rank: int, size: int) -> float:
     """Train on this process's part of a batch; return the mean loss over all processes."""
-    tokens = torch.randint(VOCAB, (128,), generator=torch.Generator().manual_seed(app.step))[rank::size]
+    tokens = torch.randint(VOCAB, (128,), generator=torch.Generator().manual_seed(app.step))[
+        rank::size
+    ]
     app.optimizer.zero_grad()
     loss = nn.functional.cross_entropy(app.model(tokens), (3 * tokens + 1) % VOCAB)
     loss.backward()
@@ -68,9 +81,15 @@ def train_step(app: AppState, rank: int, size: int) -> float:
 
 
 def train(rank: int, size: int, rendezvous: str, work_dir: Path, resume_from: str | None) -> None:
-    """Train from the start and save, or resume from a checkpoint; store the losses and the final model."""
+    """Train from the start and save, or resume from a checkpoint; store the losses and the final
+    model.
+    """
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    app, losses, saving = build(seed=size), [], None  # another seed, so that nothing is right before loading
+    app, losses, saving = (
+        build(seed=size),
+        [],
+        None,
+    )  # another seed, so that nothing is right before loading
     if resume_from:
         dcp.load({"app": app}, checkpoint_id=work_dir / resume_from)
     while app.step < NUM_STEPS:
@@ -97,14 +116,18 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             args = (size, f"{folder}/rendezvous", work_dir, resume_from)
             torch.multiprocessing.spawn(train, args, nprocs=size)
-    first, *resumed = (json.loads((work_dir / f"losses_{name}.json").read_text()) for _, name in runs)
+    first, *resumed = (
+        json.loads((work_dir / f"losses_{name}.json").read_text()) for _, name in runs
+    )
     is_ok = True
     for (size, name), losses in zip(runs[1:], resumed, strict=True):
         off = max(abs(a - b) / b for a, b in zip(losses, first[SAVE_AT:], strict=True))  # relative
         print(f"Resumed on {size} from what was saved {name}: losses off by {off:.0e} at most")
         is_ok &= off < 1e-4
     ends = [distckpt.load_plain_tensors(work_dir / f"end_{name}") for _, name in runs[1:]]
-    equal = ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    equal = ends[0].keys() == ends[1].keys() and all(
+        torch.equal(ends[0][key], ends[1][key]) for key in ends[0]
+    )
     print(f"Both ended with {len(ends[0])} tensors, {'all' if equal else 'NOT'} equal.")
     sys.exit(0 if is_ok and equal else 1)
 

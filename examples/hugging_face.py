@@ -1,10 +1,12 @@
-"""Load a Hugging Face model into FSDP2 on 2 processes, train it, save it, and export it to Hugging Face again.
+"""Load a Hugging Face model into FSDP2 on 2 processes, train it, save it, and export it to Hugging
+Face again.
 
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py --work-dir /tmp/hugging_face
 
-The model is a tiny Llama with random weights; any `transformers` model works the same way. Each process creates the
-model on the meta device, shards it, and reads its slices of `model.safetensors`. After training, the checkpoint is
-exported to a directory for `from_pretrained`; no process ever holds the entire model.
+The model is a tiny Llama with random weights; any `transformers` model works the same way. Each
+process creates the model on the meta device, shards it, and reads its slices of
+`model.safetensors`. After training, the checkpoint is exported to a directory for
+`from_pretrained`; no process ever holds the entire model.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def make_tokens(step: int) -> Tensor:
 def load_divided(source: Path) -> torch.nn.Module:
     """Load a Hugging Face model of which this process holds only its shards."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(source), dtype=torch.float32
+        )
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -71,12 +75,18 @@ def train(model: torch.nn.Module, num_steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work-dir", required=True, type=Path, help="where to put models and checkpoint")
+    parser.add_argument(
+        "--work-dir", required=True, type=Path, help="where to put models and checkpoint"
+    )
     work_dir: Path = parser.parse_args().work_dir
     logging.disable_progress_bar()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    source, checkpoint, target = work_dir / "pretrained", work_dir / "step_20", work_dir / "exported"
+    source, checkpoint, target = (
+        work_dir / "pretrained",
+        work_dir / "step_20",
+        work_dir / "exported",
+    )
     if rank == 0:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(CONFIG).save_pretrained(source)
@@ -88,11 +98,16 @@ def main() -> None:
     report = distckpt.consolidate(checkpoint, target, extra_files_from=source, overwrite=True)
 
     tokens = make_tokens(100)
-    divided = model(input_ids=tokens, labels=tokens).loss.item()  # on both ranks: FSDP gathers the weights
+    divided = model(
+        input_ids=tokens, labels=tokens
+    ).loss.item()  # on both ranks: FSDP gathers the weights
     if rank == 0:
         exported = AutoModelForCausalLM.from_pretrained(target)
         whole = exported(input_ids=tokens, labels=tokens).loss.item()
-        print(f"loss {losses[0]:.4f} with the weights that were loaded, {losses[-1]:.4f} after {len(losses)} steps")
+        print(
+            f"loss {losses[0]:.4f} with the weights that were loaded, {losses[-1]:.4f} after "
+            f"{len(losses)} steps"
+        )
         print(f"exported {report.num_tensors} tensors to {', '.join(report.files)}")
         print(f"on other text: {divided:.6f} with FSDP2, {whole:.6f} with from_pretrained")
     dist.barrier()

@@ -1,11 +1,14 @@
-"""Save a mixture of experts at expert parallel 4, and load it at expert parallel 2 x tensor parallel 2.
+"""Save a mixture of experts at expert parallel 4, and load it at expert parallel 2 x tensor
+parallel 2.
 
     torchrun --standalone --nproc-per-node 4 examples/moe.py --work-dir /tmp/moe
 
-Each of the 4 ranks trains 2 of the 8 experts of a layer. After loading, 2 ranks each train one half of 4 experts, and
-the other 2 ranks the halves of the other 4. This works because a checkpoint numbers the experts globally and stores the
-parts of a fused SwiGLU weight separately: see `MoE` and `SwiGLU` in `_tiny_experts.py`. After loading, all values,
-including Adam's moments, must be bitwise equal, and the losses equal up to the order of additions.
+Each of the 4 ranks trains 2 of the 8 experts of a layer. After loading, 2 ranks each train one half
+of 4 experts, and the other 2 ranks the halves of the other 4. This works because a checkpoint
+numbers the experts globally and stores the
+parts of a fused SwiGLU weight separately: see `MoE` and `SwiGLU` in `_tiny_experts.py`. After
+loading, all values, including Adam's moments, must be bitwise equal, and the losses equal up to the
+order of additions.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ NUM_EXPERTS = 8
 
 
 class Trainer:
-    """A model, its optimizer, and the number of steps done. Experts are distributed over the data parallel ranks."""
+    """A model, its optimizer, and the number of steps done. Experts are distributed over the data
+    parallel ranks.
+    """
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self.layout, self.model, self.step = layout, make_model(layout, seed, NUM_EXPERTS), 0
@@ -33,7 +38,11 @@ class Trainer:
 
     def sharded_state_dict(self) -> dict[str, Any]:
         model = self.model.sharded_state_dict()
-        return {"model": model, "optimizer": sharded_optimizer_state_dict(self.optimizer, model), "step": self.step}
+        return {
+            "model": model,
+            "optimizer": sharded_optimizer_state_dict(self.optimizer, model),
+            "step": self.step,
+        }
 
     def save(self, path: Path) -> None:
         distckpt.save(self.sharded_state_dict(), path, overwrite=True)
@@ -57,7 +66,9 @@ class Trainer:
 def main() -> None:
     work_dir = start(__doc__)
     first = Trainer(make_layout(tp=1, pp=1, dp=4), seed=1)
-    second = Trainer(make_layout(tp=2, pp=1, dp=2), seed=2)  # another seed, so that nothing is right before loading
+    second = Trainer(
+        make_layout(tp=2, pp=1, dp=2), seed=2
+    )  # another seed, so that nothing is right before loading
     train_and_resume(first, second, [work_dir / "ep4", work_dir / "ep2-tp2"])
 
 

@@ -1,4 +1,5 @@
-"""Save to an object store, replace a checkpoint atomically, race two writers, export, and prune old steps.
+"""Save to an object store, replace a checkpoint atomically, race two writers, export, and prune old
+steps.
 
     python examples/object_storage.py                  # in memory
     python examples/object_storage.py --local-server   # a real S3 server (moto) on this machine
@@ -59,7 +60,9 @@ def run(url: str) -> None:
     assert bool((loaded["weight"] == 2).all())
     show("replaced by putting one marker; the old files are gone", url)
 
-    racers = iter([threading.Thread(target=distckpt.save, args=(state(4), place), kwargs={"overwrite": True})])
+    racers = iter(
+        [threading.Thread(target=distckpt.save, args=(state(4), place), kwargs={"overwrite": True})]
+    )
 
     def another_program_saves(num_bytes: int) -> None:
         for racer in racers:
@@ -107,7 +110,9 @@ def local_server() -> Iterator[str]:
 
 def main() -> None:
     """Parse the arguments and run on the chosen store."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="memory://example", help="an empty place")
     parser.add_argument("--local-server", action="store_true", help="start an S3 server")
     arguments = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Stop on a signal: SIGTERM reaches one of 2 processes, both save at the same step, and a new job resumes.
+"""Stop on a signal: SIGTERM reaches one of 2 processes, both save at the same step, and a new job
+resumes.
 
     python examples/preemption.py --work-dir /tmp/preemption
 
-`PreemptionGuard.should_stop` returns True on all ranks at the same step once one of them has received the signal.
-`CheckpointManager` finds the newest complete checkpoint. The second job repeats no step and loses none: its losses are
-those of an uninterrupted job.
+`PreemptionGuard.should_stop` returns True on all ranks at the same step once one of them has
+received the signal. `CheckpointManager` finds the newest complete checkpoint. The second job
+repeats no step and loses none: its losses are those of an uninterrupted job.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def describe(model: nn.Module, momentum: Tensor, step: int) -> dict[str, Any]:
 
 
 def train(rank: int, store_port: int, directory: Path, is_preempted: bool) -> None:
-    """Train from the newest checkpoint, or from the beginning; rank 1 may receive SIGTERM on the way."""
+    """Train from the newest checkpoint, or from the beginning; rank 1 may receive SIGTERM on the
+    way.
+    """
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", store_port, None, False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)

@@ -2,8 +2,8 @@
 
     python examples/single_process.py --work-dir /tmp/single_process
 
-Saves halfway, trains to the end, and resumes a new model from the checkpoint: the losses are equal. Then inspects the
-checkpoint without the model, and damages it to show that the damage is detected.
+Saves halfway, trains to the end, and resumes a new model from the checkpoint: the losses are equal.
+Then inspects the checkpoint without the model, and damages it to show that the damage is detected.
 """
 
 from __future__ import annotations
@@ -62,8 +62,14 @@ def main() -> None:
     resumed = Trainer(seed=2)  # another seed, so that nothing is right before loading
     resumed.load(path)
     again = [resumed.train_step() for _ in range(resumed.step, NUM_STEPS)]
-    print(f"loss {losses[0]:.4f} at the start, {losses[SAVE_AT]:.4f} when saved, {losses[-1]:.4f} at the end")
-    print(f"resumed: {again[0]:.4f} to {again[-1]:.4f}, {'equal' if again == losses[SAVE_AT:] else 'NOT EQUAL'}")
+    print(
+        f"loss {losses[0]:.4f} at the start, {losses[SAVE_AT]:.4f} when saved, {losses[-1]:.4f} at "
+        "the end"
+    )
+    print(
+        f"resumed: {again[0]:.4f} to {again[-1]:.4f}, "
+        f"{'equal' if again == losses[SAVE_AT:] else 'NOT EQUAL'}"
+    )
 
     weights = distckpt.load_plain_tensors(path)  # no model needed
     print(f"{len(weights)} tensors, 0.weight {tuple(weights['0.weight'].shape)}")

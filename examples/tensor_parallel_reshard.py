@@ -1,10 +1,13 @@
 """Save a tensor parallel layer on 4 processes and load it on 2 and on 1 with the same values.
 
-    torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_reshard.py --work-dir /tmp/tensor_parallel_reshard
+    torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_reshard.py --work-dir
+    /tmp/tensor_parallel_reshard
 
-Each process only describes the part of each global tensor that it holds. `up` is sharded by output features, `down` by
-input features, and `norm` is replicated: each process writes a part of it. A load may request any other parts.
-(`train_reshard_resume.py` does this in a complete training program, with pipeline and data parallelism.)
+Each process only describes the part of each global tensor that it holds. `up` is sharded by output
+features, `down` by
+input features, and `norm` is replicated: each process writes a part of it. A load may request any
+other parts. (`train_reshard_resume.py` does this in a complete training program, with pipeline and
+data parallelism.)
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ WIDTH, HIDDEN = 64, 256
 
 
 def describe(parts: dict[str, Tensor], rank: int, size: int) -> dict[str, ShardedTensor]:
-    """Describe the part of each global tensor that this one of `size` tensor parallel ranks holds."""
+    """Describe the part of each global tensor that this one of `size` tensor parallel ranks
+    holds.
+    """
     return {
         "up": ShardedTensor.from_rank_offsets("mlp.up.weight", parts["up"], (0, rank, size)),
         "down": ShardedTensor.from_rank_offsets("mlp.down.weight", parts["down"], (1, rank, size)),
@@ -58,7 +63,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     reports: list[distckpt.SaveReport] = []
-    distckpt.save(describe(make_parts(rank, size), rank, size), path, overwrite=True, on_report=reports.append)
+    distckpt.save(
+        describe(make_parts(rank, size), rank, size), path, overwrite=True, on_report=reports.append
+    )
     if rank == 0:
         print(f"saved by {size}: {reports[0].num_bytes} bytes")
 

@@ -1,6 +1,8 @@
-"""Train a language model on 4 processes, save it, resume training under three other layouts, and export it.
+"""Train a language model on 4 processes, save it, resume training under three other layouts, and
+export it.
 
-    torchrun --standalone --nproc-per-node 4 examples/train_reshard_resume.py --work-dir /tmp/reshard
+    torchrun --standalone --nproc-per-node 4 examples/train_reshard_resume.py --work-dir
+    /tmp/reshard
 
 1. Train at tensor parallel 2 x pipeline parallel 2; save halfway, and continue to the end.
 2. Load at tensor parallel 4 and resume.
@@ -8,10 +10,10 @@
 4. Load in one plain process without a process group and resume.
 5. Export the weights, without the optimizer, as a Hugging Face style safetensors file.
 
-The losses after loading must be those of the first run. This requires all state to be restored: the weights and both
-moments of Adam, sharded differently, the decayed learning rate, the step, and the state of the random number generator.
-Runs on CPU in under a minute; the training text is the source of Python's standard library. `_tiny_lm.py` shows how
-each layer describes its shards.
+The losses after loading must be those of the first run. This requires all state to be restored: the
+weights and both moments of Adam, sharded differently, the decayed learning rate, the step, and the
+state of the random number generator. Runs on CPU in under a minute; the training text is the source
+of Python's standard library. `_tiny_lm.py` shows how each layer describes its shards.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _tiny_lm import Layout, TinyLM, all_reduce, make_layout
-from _tiny_training import draw_batch, finish, forward_backward, in_plain_process, report_layouts, start, train
+from _tiny_training import (
+    draw_batch,
+    finish,
+    forward_backward,
+    in_plain_process,
+    report_layouts,
+    start,
+    train,
+)
 
 import distckpt
 from distckpt.optimizer import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
@@ -40,18 +50,31 @@ class Trainer:
         self.rng = torch.Generator().manual_seed(seed)  # draws batches and dropout masks
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Describe everything to save, or to load into. What is not sharded must be equal on all ranks."""
+        """Describe everything to save, or to load into. What is not sharded must be equal on all
+        ranks.
+        """
         model = self.model.sharded_state_dict()
         # The moments are sharded like the parameters.
-        optimizer = sharded_optimizer_state_dict(self.optimizer, model, process_group=self.layout.world.group)
-        return {"model": model, "optimizer": optimizer, "step": self.step, "rng": self.rng.get_state()}
+        optimizer = sharded_optimizer_state_dict(
+            self.optimizer, model, process_group=self.layout.world.group
+        )
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "step": self.step,
+            "rng": self.rng.get_state(),
+        }
 
     def save(self, path: Path) -> None:
         # Replace the checkpoint of an earlier run of this program.
-        distckpt.save(self.sharded_state_dict(), path, process_group=self.layout.world.group, overwrite=True)
+        distckpt.save(
+            self.sharded_state_dict(), path, process_group=self.layout.world.group, overwrite=True
+        )
 
     def load(self, path: Path) -> None:
-        state = distckpt.load(self.sharded_state_dict(), path, process_group=self.layout.world.group)
+        state = distckpt.load(
+            self.sharded_state_dict(), path, process_group=self.layout.world.group
+        )
         # The model's tensors were loaded in place; restore the rest.
         load_sharded_optimizer_state_dict(self.optimizer, state["optimizer"])
         self.step = state["step"]
@@ -76,11 +99,15 @@ def resume(layout: Layout, path: Path) -> list[float]:
 
 
 def export(path: Path, output_dir: Path) -> distckpt.ExportReport:
-    """Merge the shards of the weights, with separate names for each layer, without building the model."""
+    """Merge the shards of the weights, with separate names for each layer, without building the
+    model.
+    """
     weights = ("embedding.", "decoder.", "head.")  # the rest is the optimizer's
     rules = [Unstack("decoder.layers.**", "decoder.layers.{i}.{0}")]
     # The rule applies to the layers; other tensors keep their names.
-    return distckpt.consolidate(path, output_dir, keys=weights, rules=rules, unmatched="keep", overwrite=True)
+    return distckpt.consolidate(
+        path, output_dir, keys=weights, rules=rules, unmatched="keep", overwrite=True
+    )
 
 
 def main() -> None:
@@ -101,7 +128,10 @@ def main() -> None:
     is_ok = True
     if dist.get_rank() == 0:
         resumed["no process group", 1] = in_plain_process(resume, Layout(), path)
-        print(f"Trained {NUM_STEPS} steps on the standard library's source, loss {losses[0]:.4f} to {losses[-1]:.4f}.")
+        print(
+            f"Trained {NUM_STEPS} steps on the standard library's source, loss {losses[0]:.4f} to "
+            f"{losses[-1]:.4f}."
+        )
         print(f"Saved after step {SAVE_AT}, and trained on from there:")
         is_ok = report_layouts(losses[SAVE_AT:], resumed)
         size = f"{exported.num_tensors} tensors, {exported.num_bytes / 1e6:.1f} MB"

@@ -1,12 +1,14 @@
-"""Save the flattened, bucketed shards of a distributed optimizer (ZeRO-1), and load them under another layout.
+"""Save the flattened, bucketed shards of a distributed optimizer (ZeRO-1), and load them under
+another layout.
 
     torchrun --standalone --nproc-per-node 4 examples/zero1.py --work-dir /tmp/zero1
 
-Trains at tensor parallel 2 x data parallel 2, saves, and continues; then loads at pipeline parallel 2 x data parallel 2
-and resumes. Each data parallel rank holds an equal part of every bucket: a range of elements that may begin and end
-anywhere in the parameters, even inside a fused SwiGLU weight, which `zero1_shards` describes. After loading, all values
-must be bitwise equal, and the losses equal up to the order of additions. What each data parallel rank has of its own
-(`PerRank`) is restored, since the number of these ranks is the same.
+Trains at tensor parallel 2 x data parallel 2, saves, and continues; then loads at pipeline parallel
+2 x data parallel 2 and resumes. Each data parallel rank holds an equal part of every bucket: a
+range of elements that may begin and end anywhere in the parameters, even inside a fused SwiGLU
+weight, which `zero1_shards` describes. After loading, all values must be bitwise equal, and the
+losses equal up to the order of additions. What each data parallel rank has of its own (`PerRank`)
+is restored, since the number of these ranks is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class Bucket:
         self.share = -(-sum(p.numel() for p in params) // dp.size)
         self.first = dp.rank * self.share
         own = self._own_part([p.detach() for p in params]).clone()
-        self.state = {"param": own, "exp_avg": torch.zeros_like(own), "exp_avg_sq": torch.zeros_like(own)}
+        self.state = {
+            "param": own,
+            "exp_avg": torch.zeros_like(own),
+            "exp_avg_sq": torch.zeros_like(own),
+        }
 
     def _own_part(self, tensors: list[Tensor | None], reduce: bool = False) -> Tensor:
         flat = torch.cat([t.flatten() for t in tensors])
@@ -84,7 +90,8 @@ class Trainer:
         distckpt.save(self.sharded_state_dict(), path, overwrite=True)
 
     def load(self, path: Path) -> None:
-        # Tensors, including flattened ones, and `seen` are loaded in place; only the step is restored here.
+        # Tensors, including flattened ones, and `seen` are loaded in place; only the step is
+        # restored here.
         self.step = distckpt.load(self.sharded_state_dict(), path)["step"]
 
     def train_step(self) -> float:
@@ -99,7 +106,9 @@ class Trainer:
 def main() -> None:
     work_dir = start(__doc__)
     first = Trainer(make_layout(tp=2, pp=1, dp=2), seed=1)
-    second = Trainer(make_layout(tp=1, pp=2, dp=2), seed=2)  # another seed, so that nothing is right before loading
+    second = Trainer(
+        make_layout(tp=1, pp=2, dp=2), seed=2
+    )  # another seed, so that nothing is right before loading
     train_and_resume(first, second, [work_dir / "tp2-dp2", work_dir / "pp2-dp2"])
 
 

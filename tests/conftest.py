@@ -5,7 +5,8 @@ import gc
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Tests save and load files: how long an example takes says more about the machine than about the code.
+# Tests save and load files: how long an example takes says more about the machine than about the
+# code.
 settings.register_profile("files", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("files")
 
@@ -20,7 +21,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Collect garbage less often, and not in what stays to the end: it took a tenth of the time of small tests."""
+    """Collect garbage less often, and not in what stays to the end: it took a tenth of the time of
+    small tests.
+    """
     gc.freeze()
     gc.set_threshold(10_000)
 
@@ -46,7 +49,9 @@ def s3_server():
 
 @pytest.fixture
 def server(s3_server):
-    """The URL of a real S3 server that this process, and those it starts, find through the environment."""
+    """The URL of a real S3 server that this process, and those it starts, find through the
+    environment.
+    """
     from tests.support.s3_server import reached_at
 
     with reached_at(s3_server):

@@ -1,7 +1,7 @@
 """Copies between accelerators and host memory, beside what the accelerator is computing.
 
-Every thread that moves bytes has page-locked memory and a stream of its own, so one thread's copy runs while another
-one's bytes are written or read.
+Every thread that moves bytes has page-locked memory and a stream of its own, so one thread's copy
+runs while another one's bytes are written or read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 
 
 class DeviceLayer:
-    """The operations of a device that moving bytes needs, for every kind that torch has streams for: cuda, xpu, ..."""
+    """The operations of a device that moving bytes needs, for every kind that torch has streams
+    for: cuda, xpu, ...
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -38,15 +40,18 @@ class DeviceLayer:
         self.mark().synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> None:
-        """Queue a copy behind the work that was marked, on a stream of this thread; it is done when `wait` returns."""
+        """Queue a copy behind the work that was marked, on a stream of this thread; it is done when
+        `wait` returns.
+        """
         own = self._local.__dict__
         if "stream" not in own:
             own["stream"], own["sources"] = self._take_stream(), []
         own["stream"].wait_event(after)
-        # The device first: else leaving the stream would make device 0 the current one, and start a context on it.
+        # The device first: else leaving the stream would make device 0 the current one, and start a
+        # context on it.
         with self._module.device(self._device), self._module.stream(own["stream"]):
-            # Not by copy_: in host memory it would conjugate before the bytes have come, and let go of what is made
-            # contiguous before the device has read it.
+            # Not by copy_: in host memory it would conjugate before the bytes have come, and let go
+            # of what is made contiguous before the device has read it.
             source = source.resolve_conj().resolve_neg().contiguous()
             own["sources"].append(source)
             target.copy_(source, non_blocking=True)
@@ -56,13 +61,15 @@ class DeviceLayer:
         own = self._local.__dict__
         stream = own.pop("stream", None)
         if stream is not None:
-            # Not `stream.synchronize`: a program that looks for its own by `set_sync_debug_mode` would find this.
+            # Not `stream.synchronize`: a program that looks for its own by `set_sync_debug_mode`
+            # would find this.
             stream.record_event().synchronize()
             del own["sources"]
             self._idle_streams.append(stream)
 
     def _take_stream(self) -> Any:
-        # Of an earlier thread, since the memory that torch allocates for copies on a stream stays with the stream.
+        # Of an earlier thread, since the memory that torch allocates for copies on a stream stays
+        # with the stream.
         try:
             return self._idle_streams.pop()
         except IndexError:
@@ -82,7 +89,8 @@ def layer_of(tensor: torch.Tensor) -> DeviceLayer | None:
 class Copier:
     """Copies between host memory and the devices that some tensors are on.
 
-    Make it in the thread that computes: work that it has queued on a device is done before bytes are copied.
+    Make it in the thread that computes: work that it has queued on a device is done before bytes
+    are copied.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

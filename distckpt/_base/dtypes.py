@@ -34,11 +34,15 @@ _NAMES: dict[str, str] = {
 }
 """torch attribute name -> safetensors name; torch releases differ in which of them exist."""
 
-TO_NAME: dict[torch.dtype, str] = {getattr(torch, t): name for t, name in _NAMES.items() if hasattr(torch, t)}
+TO_NAME: dict[torch.dtype, str] = {
+    getattr(torch, t): name for t, name in _NAMES.items() if hasattr(torch, t)
+}
 FROM_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in TO_NAME.items()}
 
 PACKED_PER_ITEM: dict[str, int] = {"F4": 2}
-"""Elements packed into one torch item: a safetensors entry counts elements along its last axis, torch counts items."""
+"""Elements packed into one torch item: a safetensors entry counts elements along its last axis,
+torch counts items.
+"""
 
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,7 +53,9 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    """Convert CPU values to numpy: floats that it lacks become float32, packed ones their bytes (uint8)."""
+    """Convert CPU values to numpy: floats that it lacks become float32, packed ones their bytes
+    (uint8).
+    """
     if TO_NAME[values.dtype] in PACKED_PER_ITEM:
         values = values.view(torch.uint8)
     elif values.dtype.is_floating_point and values.dtype.itemsize == 1:
@@ -71,11 +77,17 @@ def item_values(dtype: torch.dtype) -> npt.NDArray[np.float32]:
 
 
 def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether every value of `source` has an equal value in `target` (bf16 in fp32, int64 not in fp32)."""
+    """Tell whether every value of `source` has an equal value in `target` (bf16 in fp32, int64 not
+    in fp32).
+    """
     if source == target:
         return True
     if source.is_complex or target.is_complex:
-        return not source.is_complex and is_lossless_cast(source, torch.float32) if target == torch.complex64 else False
+        return (
+            not source.is_complex and is_lossless_cast(source, torch.float32)
+            if target == torch.complex64
+            else False
+        )
     if source == torch.bool:
         return target not in _PECULIAR
     if target == torch.bool or source in _PECULIAR or target in _PECULIAR:
@@ -91,7 +103,9 @@ def is_lossless_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether converting keeps what values mean, apart from range and precision (complex to real does not)."""
+    """Tell whether converting keeps what values mean, apart from range and precision (complex to
+    real does not).
+    """
     if source == target:
         return True
     if source in _PECULIAR or target in _PECULIAR or target == torch.bool or target not in TO_NAME:
@@ -100,19 +114,24 @@ def is_convertible(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def is_summed(dtype: torch.dtype) -> bool:
-    """Tell whether checkpoints are merged by adding tensors of a dtype; integers and packed numbers are not."""
+    """Tell whether checkpoints are merged by adding tensors of a dtype; integers and packed numbers
+    are not.
+    """
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _PECULIAR
 
 
 def has_smaller_range(target: torch.dtype, source: torch.dtype) -> bool:
-    """Tell whether finite values of `source` may be infinite in `target`; those of float32 hardly are in bfloat16."""
+    """Tell whether finite values of `source` may be infinite in `target`; those of float32 hardly
+    are in bfloat16.
+    """
     are_floats = target != source and target.is_floating_point and source.is_floating_point
     return are_floats and 2 * torch.finfo(target).max < torch.finfo(source).max
 
 
 def _contains_float(target: torch.dtype, source: torch.dtype) -> bool:
     wide, narrow = torch.finfo(target), torch.finfo(source)
-    # Only float16, bfloat16, float32 and float64 can be targets: the 8-bit kinds differ in their special values.
+    # Only float16, bfloat16, float32 and float64 can be targets: the 8-bit kinds differ in their
+    # special values.
     if wide.bits <= narrow.bits or wide.bits == 8:
         return False
     # The smallest subnormal is tiny * eps: compare exponents and precision.

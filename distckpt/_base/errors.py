@@ -1,4 +1,4 @@
-"""The exception tree. `distckpt.core` is the public path."""
+"""The exception tree. `distckpt.megatron.core` is the public path."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ _Error = TypeVar("_Error", bound="CheckpointingException")
 
 
 class _Base(Exception):
-    """What `CheckpointingException` is derived from: a class of the layout of Megatron's, which can take its place."""
+    """What `CheckpointingException` is derived from: a class of the layout of Megatron's, which can
+    take its place.
+    """
 
 
 class CheckpointingException(_Base):
     """Base class of the errors of distckpt.
 
-    Where Megatron Core is imported, it is derived from that package's class of the same name, so that programs that
-    catch one catch the other.
+    Where Megatron Core is imported, it is derived from that package's class of the same name, so
+    that programs that catch one catch the other.
     """
 
     def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
-        theirs: Any = getattr(sys.modules.get(_MEGATRON), "CheckpointingException", CheckpointingException)
+        theirs: Any = getattr(
+            sys.modules.get(_MEGATRON), "CheckpointingException", CheckpointingException
+        )
         # The module may be another name for distckpt's own.
         if CheckpointingException.__bases__ == (_Base,) and theirs is not CheckpointingException:
             with contextlib.suppress(TypeError):  # Not a class, or not one of this layout.
@@ -57,7 +61,9 @@ class LoadMismatchError(CheckpointingException, LookupError):
         unexpected: keys that were asked for and are not in the checkpoint, or not as asked for.
     """
 
-    def __init__(self, message: str, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
+    def __init__(
+        self, message: str, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
+    ) -> None:
         super().__init__(message)
         self.missing = frozenset(missing)
         self.unexpected = frozenset(unexpected)
@@ -78,9 +84,15 @@ class RankFailedError(CheckpointingException):
     is_lost_contact = False
 
     def __init__(
-        self, failures: Mapping[int, BaseException], message: str | None = None, *, phase: str | None = None
+        self,
+        failures: Mapping[int, BaseException],
+        message: str | None = None,
+        *,
+        phase: str | None = None,
     ) -> None:
-        """Describe what the ranks were doing (`phase`) and each failure, or say `message` instead."""
+        """Describe what the ranks were doing (`phase`) and each failure, or say `message`
+        instead.
+        """
         super().__init__(_describe_failures(failures, phase) if message is None else message)
         self.failures = dict(sorted(failures.items()))
 
@@ -90,7 +102,9 @@ class RankFailedError(CheckpointingException):
 
 
 def _describe_failures(failures: Mapping[int, BaseException], phase: str | None) -> str:
-    lines = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
+    lines = [
+        f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())
+    ]
     if len(lines) > _MAX_LISTED_RANKS:
         lines[_MAX_LISTED_RANKS:] = [f"... and {len(lines) - _MAX_LISTED_RANKS} more"]
     ranks = "1 rank" if len(failures) == 1 else f"{len(failures)} ranks"

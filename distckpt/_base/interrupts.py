@@ -1,9 +1,10 @@
 """What interrupts an operation: signals, and calls in the middle of it.
 
-Python runs the handlers of signals between any two instructions of the main thread. An exception that one raised there,
-such as KeyboardInterrupt, could leave this rank outside of an exchange that the others wait in. So while several ranks
-work together, handlers run at points at which all ranks learn of their exceptions: at the ends of phases, and where
-threads move bytes within one. A call that a handler makes would find the operation in the middle of its work: refused.
+Python runs the handlers of signals between any two instructions of the main thread. An exception
+that one raised there, such as KeyboardInterrupt, could leave this rank outside of an exchange that
+the others wait in. So while several ranks work together, handlers run at points at which all ranks
+learn of their exceptions: at the ends of phases, and where threads move bytes within one. A call
+that a handler makes would find the operation in the middle of its work: refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from distckpt._base.errors import CheckpointingException
 
 INSISTING_SECONDS = 1.0
-"""A signal that comes again after so long is handled at once. Launchers pass on what the terminal has sent already."""
+"""A signal that comes again after so long is handled at once. Launchers pass on what the terminal
+has sent already.
+"""
 
 _SIGNALS = tuple(signal.valid_signals())
 
@@ -42,10 +45,11 @@ _thread = threading.local()
 
 
 def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Make a function an operation: it cannot be called in the middle of another one in the same thread.
+    """Make a function an operation: it cannot be called in the middle of another one in the same
+    thread.
 
-    Operations of this package are made of each other nevertheless. With `defer_signals` in it, handlers of signals wait
-    for `run_handlers`, or for its end.
+    Operations of this package are made of each other nevertheless. With `defer_signals` in it,
+    handlers of signals wait for `run_handlers`, or for its end.
     """
 
     @functools.wraps(function)
@@ -54,13 +58,13 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
         if running is not None:
             if not _is_own_call(sys._getframe(1)):
                 raise CheckpointingException(
-                    f"{function.__qualname__} was called in the middle of {running}, in the same thread: by a signal "
-                    "handler, or by a callback. Let it set a flag, and call when the other call has returned; see "
-                    "distckpt.PreemptionGuard for signals."
+                    f"{function.__qualname__} was called in the middle of {running}, in the same "
+                    "thread: by a signal handler, or by a callback. Let it set a flag, and call "
+                    "when the other call has returned; see distckpt.PreemptionGuard for signals."
                 )
             return run_operation(function.__qualname__, function, *args, **kwargs)
-        # A signal handler may have come just before the first step of another call, or just after its last one: what
-        # that one holds, or is going to hold, stays.
+        # A signal handler may have come just before the first step of another call, or just after
+        # its last one: what that one holds, or is going to hold, stays.
         is_first = not hasattr(_thread, "locks")
         locks: list[threading.Lock] = _thread.__dict__.setdefault("locks", [])
         num_held = len(locks)
@@ -77,18 +81,25 @@ def operation(function: Callable[_Parameters, _Result]) -> Callable[_Parameters,
     return call
 
 
-def run_operation(name: str, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result:
-    """Call a function. What it calls finds the name on the stack, whatever exceptions a signal handler raises."""
+def run_operation(
+    name: str, function: Callable[..., _Result], /, *args: Any, **kwargs: Any
+) -> _Result:
+    """Call a function. What it calls finds the name on the stack, whatever exceptions a signal
+    handler raises.
+    """
     return _run_named(name, [functools.partial(function, *args, **kwargs)])
 
 
 def _run_named(name: str, work: list[Callable[[], _Result]]) -> _Result:
-    # Before Python 3.13, what is in a frame when somebody looks at its variables stays as long as a traceback has it.
+    # Before Python 3.13, what is in a frame when somebody looks at its variables stays as long as a
+    # traceback has it.
     return work.pop()()
 
 
 def _is_own_call(caller: FrameType | None) -> bool:
-    """Tell whether nothing but this package lies between a caller and the operation it is in the middle of."""
+    """Tell whether nothing but this package lies between a caller and the operation it is in the
+    middle of.
+    """
     while caller is not None and caller.f_code is not _run_named.__code__:
         if not f"{caller.f_globals.get('__name__')}.".startswith(("distckpt.", "contextlib.")):
             return False
@@ -97,7 +108,9 @@ def _is_own_call(caller: FrameType | None) -> bool:
 
 
 def running_operation() -> str | None:
-    """Return the name of the operation that this thread is in the middle of, None when there is none."""
+    """Return the name of the operation that this thread is in the middle of, None when there is
+    none.
+    """
     frame: FrameType | None = sys._getframe(1)
     name = None
     while frame is not None:
@@ -108,7 +121,9 @@ def running_operation() -> str | None:
 
 
 def hold(lock: threading.Lock) -> None:
-    """Wait for a lock, and hold it until the end of the operation that this thread is in the middle of."""
+    """Wait for a lock, and hold it until the end of the operation that this thread is in the middle
+    of.
+    """
     locks = getattr(_thread, "locks", None)
     if locks is not None and lock not in locks:
         lock.acquire()
@@ -116,7 +131,9 @@ def hold(lock: threading.Lock) -> None:
 
 
 def defer_signals() -> None:
-    """Let the handlers of signals wait, until the end of the operation that this thread is in the middle of."""
+    """Let the handlers of signals wait, until the end of the operation that this thread is in the
+    middle of.
+    """
     if not _is_main_thread() or running_operation() is None:
         return
     for number in _SIGNALS:
@@ -137,7 +154,9 @@ def run_handlers() -> None:
 
 
 def is_forced() -> bool:
-    """Return whether a signal that came again has ended what this thread was doing, wherever that was."""
+    """Return whether a signal that came again has ended what this thread was doing, wherever that
+    was.
+    """
     return _is_forced and _is_main_thread()
 
 
@@ -159,7 +178,9 @@ def _defer(number: int, frame: FrameType | None) -> None:
 
 
 def _end_deferral() -> None:
-    """Restore the handlers, and run those that still wait: what has ended is in order on all ranks."""
+    """Restore the handlers, and run those that still wait: what has ended is in order on all
+    ranks.
+    """
     global _is_forced
     _is_forced = False
     # In such an order that any of the handlers may raise an exception as soon as it is back.

@@ -22,7 +22,9 @@ ALIGNMENT = 4096
 """Direct I/O needs addresses, positions and lengths in multiples of this."""
 
 HUGE_PAGE_BYTES = 2 << 20
-"""Scratch memory begins at a multiple of this: a disk is faster where one of its requests is few pages."""
+"""Scratch memory begins at a multiple of this: a disk is faster where one of its requests is few
+pages.
+"""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,14 +37,18 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def run_bytes(tensor: torch.Tensor, num_outer: int) -> Bytes:
-    """View the memory of a CPU tensor as bytes, contiguous behind its first `num_outer` axes, which the result has."""
+    """View the memory of a CPU tensor as bytes, contiguous behind its first `num_outer` axes, which
+    the result has.
+    """
     num_bytes = math.prod(tensor.shape[num_outer:]) * tensor.itemsize
     strides = (*(step * tensor.itemsize for step in tensor.stride()[:num_outer]), 1)
     return np.asarray(_Memory(tensor, (*tensor.shape[:num_outer], num_bytes), strides))
 
 
 class _Memory:
-    """Gives numpy access to the memory of a tensor. After `tensor.numpy()` its storage could never be resized again."""
+    """Gives numpy access to the memory of a tensor. After `tensor.numpy()` its storage could never
+    be resized again.
+    """
 
     def __init__(self, tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
         self._tensor = tensor
@@ -52,12 +58,16 @@ class _Memory:
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor after asking for huge pages for its memory, which is filled three times as fast then."""
+    """Return a new tensor after asking for huge pages for its memory, which is filled three times
+    as fast then.
+    """
     if tensor.is_cpu and tensor.nbytes >= 2 * HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         # From page to page, as numpy does: tensors beside each other remain one mapping.
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         length = tensor.data_ptr() + tensor.nbytes - start
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
+        )
     return tensor
 
 
@@ -67,11 +77,15 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:
-    """Tell whether several elements of a tensor may be one place in memory, as in expanded tensors."""
+    """Tell whether several elements of a tensor may be one place in memory, as in expanded
+    tensors.
+    """
     if tensor.is_contiguous():
         return False
     reach = 0
-    for stride, size in sorted((stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+    for stride, size in sorted(
+        (stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
+    ):
         if stride <= reach:
             return True
         reach += stride * (size - 1)
@@ -81,14 +95,19 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = None) -> Bytes:
     """Return this thread's scratch memory for a purpose; it is reused by the thread's next call.
 
-    It begins at a multiple of `ALIGNMENT`. With a device it is page-locked, so that the device reaches it by itself.
+    It begins at a multiple of `ALIGNMENT`. With a device it is page-locked, so that the device
+    reaches it by itself.
     """
     purpose = purpose if device is None else f"{purpose} pinned"
     buffer: Bytes | None = getattr(_local, purpose, None)
     if buffer is None or len(buffer) < num_bytes:
         size, alignment = max(num_bytes, UNIT_BYTES), ALIGNMENT if device else HUGE_PAGE_BYTES
         # numpy asks for huge pages. What is skipped at the beginning takes no memory.
-        memory = device.pinned_memory(size + alignment).numpy() if device else np.empty(size + alignment, np.uint8)
+        memory = (
+            device.pinned_memory(size + alignment).numpy()
+            if device
+            else np.empty(size + alignment, np.uint8)
+        )
         buffer = memory[-memory.ctypes.data % alignment :]
         setattr(_local, purpose, buffer)
     return buffer[:num_bytes]
@@ -98,8 +117,8 @@ def bounce_buffer(purpose: str, num_bytes: int, device: DeviceLayer | None = Non
 def paused_garbage_collection() -> Iterator[None]:
     """Keep the cyclic garbage collector from running.
 
-    Planning makes many small tuples that all live on; the collector would walk over them again and again, which takes
-    as long as the planning itself.
+    Planning makes many small tuples that all live on; the collector would walk over them again and
+    again, which takes as long as the planning itself.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -111,10 +130,12 @@ def paused_garbage_collection() -> Iterator[None]:
 
 
 def estimate_available_memory(*, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Estimate how many bytes of host memory this process can still take without swapping or being killed.
+    """Estimate how many bytes of host memory this process can still take without swapping or being
+    killed.
 
-    The smaller of what the machine has available and what the memory limits of this process's control groups (of
-    containers and batch jobs; version 1 and 2) leave. File cache that the kernel drops on demand counts as available.
+    The smaller of what the machine has available and what the memory limits of this process's
+    control groups (of containers and batch jobs; version 1 and 2) leave. File cache that the kernel
+    drops on demand counts as available.
 
     Args:
         proc: directory of the proc file system.
@@ -134,19 +155,25 @@ def _machine_memory(proc: str) -> Iterator[int]:
 
 
 def _cgroup_memory(proc: str, cgroups: str) -> Iterator[int]:
-    """Yield what each memory limit that applies leaves: a process is also bound by those of the groups around its."""
+    """Yield what each memory limit that applies leaves: a process is also bound by those of the
+    groups around its.
+    """
     for line in _lines(os.path.join(proc, "self", "cgroup")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             for root in (cgroups, os.path.join(cgroups, "unified")):
-                yield from _memory_upward(root, path, "memory.max", "memory.current", "inactive_file")
+                yield from _memory_upward(
+                    root, path, "memory.max", "memory.current", "inactive_file"
+                )
         elif "memory" in controllers.split(","):
             root = os.path.join(cgroups, "memory")
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             yield from _memory_upward(root, path, *names)
 
 
-def _memory_upward(root: str, path: str, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+def _memory_upward(
+    root: str, path: str, limit_name: str, usage_name: str, cache_name: str
+) -> Iterator[int]:
     # In a container the root may be the group itself, and the path one that is seen outside only.
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):

@@ -1,4 +1,6 @@
-"""Texts for error messages: many keys as a few patterns, similar names for an unknown key, valid choices."""
+"""Texts for error messages: many keys as a few patterns, similar names for an unknown key, valid
+choices.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def summarize_keys(keys: Iterable[str], limit: int = 10) -> str:
 
 
 class KeyFault(NamedTuple):
-    """A fault of a key: `text` is read after the key. Faults of one `kind` are described together."""
+    """A fault of a key: `text` is read after the key. Faults of one `kind` are described
+    together.
+    """
 
     key: str
     text: str
@@ -43,7 +47,8 @@ class KeyFault(NamedTuple):
 
 
 def summarize_faults(faults: Iterable[KeyFault], limit: int = 5) -> list[str]:
-    """Describe what is wrong with keys: one line for each kind of fault, with the text of the first.
+    """Describe what is wrong with keys: one line for each kind of fault, with the text of the
+    first.
 
     At most `limit` kinds are described; the keys of the rest are summarized in one more line.
     """
@@ -69,18 +74,24 @@ def natural_order(key: str) -> list[str | int]:
 
 
 def did_you_mean(key: str, candidates: Iterable[str]) -> str:
-    """Return ` (did you mean 'a' or 'b'?)` for the nearest names, an empty string when none is near."""
+    """Return ` (did you mean 'a' or 'b'?)` for the nearest names, an empty string when none is
+    near.
+    """
     near = difflib.get_close_matches(key, list(candidates)[:10_000], n=2, cutoff=0.75)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
 def nearest_names(keys: Sequence[str], known: Iterable[str]) -> str:
-    """Return a text to follow a list of unknown keys: by which prefix they differ from known ones, or a near name."""
+    """Return a text to follow a list of unknown keys: by which prefix they differ from known ones,
+    or a near name.
+    """
     return other_prefix(keys, known) or did_you_mean(keys[0], known)
 
 
 def other_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
-    """Return ` (stored with the prefix 'model.')` when most keys differ from known ones so, else an empty string."""
+    """Return ` (stored with the prefix 'model.')` when most keys differ from known ones so, else an
+    empty string.
+    """
     ends: dict[str, str] = {}
     for name in itertools.islice(known, 10_000):
         for start in _starts(name):
@@ -96,7 +107,9 @@ def other_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
     number = f"{count} of them " if count < min(len(keys), _MAX_COMPARED) else ""
     if not asked:
         return f" ({number}stored with the prefix {stored!r})"
-    return f" ({number}stored " + (f"with {stored!r} in place of {asked!r})" if stored else f"without {asked!r})")
+    return f" ({number}stored " + (
+        f"with {stored!r} in place of {asked!r})" if stored else f"without {asked!r})"
+    )
 
 
 def _starts(key: str) -> Iterator[int]:
@@ -106,7 +119,9 @@ def _starts(key: str) -> Iterator[int]:
 
 
 def without_numbers(key: str) -> tuple[str, ...]:
-    """Return what is between the numbers in a key, for grouping keys that differ in numbers only."""
+    """Return what is between the numbers in a key, for grouping keys that differ in numbers
+    only.
+    """
     return tuple(_NUMBER.split(key)[::2])
 
 
@@ -121,9 +136,16 @@ def _range_text(values: list[int]) -> str:
     if len(values) == 1:
         return str(values[0])
     # Consecutive numbers have the same distance from their places in the list.
-    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [n for _, n in run]
+        for _, run in itertools.groupby(enumerate(values), lambda pair: pair[1] - pair[0])
+    ]
     long = 2 if len(runs) == 1 else 3
-    texts = [text for run in runs for text in ([f"{run[0]}..{run[-1]}"] if len(run) >= long else map(str, run))]
+    texts = [
+        text
+        for run in runs
+        for text in ([f"{run[0]}..{run[-1]}"] if len(run) >= long else map(str, run))
+    ]
     return f"{{{','.join(texts[:6])}{',...' if len(texts) > 6 else ''}}}"
 
 
@@ -136,4 +158,6 @@ def check_num_bytes(name: str, value: object) -> None:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError when an argument is none of its choices."""
     if value not in choices:
-        raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")
+        raise ValueError(
+            f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}"
+        )

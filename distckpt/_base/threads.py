@@ -14,11 +14,15 @@ UNIT_BYTES = 8 << 20
 MAX_BUFFERS = 512
 """Buffers per vectored call, below every system's IOV_MAX."""
 NUM_THREADS = max(2, min(4, os.cpu_count() or 1))
-"""Enough to keep a disk busy while bytes are hashed; more threads than cores would only take turns."""
+"""Enough to keep a disk busy while bytes are hashed; more threads than cores would only take
+turns.
+"""
 DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Memory for data that is being moved, unless the caller says otherwise."""
 NUM_DIRECT_THREADS = 4
-"""So many read past the page cache: they wait for the disk, which is faster the more it is asked for at once."""
+"""So many read past the page cache: they wait for the disk, which is faster the more it is asked
+for at once.
+"""
 NUM_REQUESTS = 10
 """Requests to an object store at the same time: they wait for the network, not for a processor."""
 SIGNAL_SECONDS = 0.2
@@ -30,14 +34,17 @@ _Item = TypeVar("_Item")
 class Pool(ThreadPoolExecutor):
     """A pool in which the calling thread does the work that finds no new thread.
 
-    No thread starts beyond the limits on processes and memory, nor, in some versions of Python, while the interpreter
-    shuts down, when background saves still go on.
+    No thread starts beyond the limits on processes and memory, nor, in some versions of Python,
+    while the interpreter shuts down, when background saves still go on.
     """
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+    def submit(
+        self, function: Callable[..., Any], /, *arguments: Any, **options: Any
+    ) -> Future[Any]:
         """Call a function in a thread of the pool, or at once in this one."""
         future: Future[Any] = Future()
-        # A pool that could not start a thread has queued the call for its other threads nevertheless.
+        # A pool that could not start a thread has queued the call for its other threads
+        # nevertheless.
         tickets = [None]
         operation = running_operation() or "work in another thread"
 
@@ -52,7 +59,9 @@ class Pool(ThreadPoolExecutor):
                 future.set_result(run_operation(operation, function, *arguments, **options))
             except BaseException as error:
                 # Without the frame of this function, which refers to the future.
-                future.set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+                future.set_exception(
+                    error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+                )
 
         try:
             super().submit(call)
@@ -61,15 +70,20 @@ class Pool(ThreadPoolExecutor):
         return future
 
 
-def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_threads: int = NUM_THREADS) -> None:
-    """Call `function` on every item in a few threads; the first error stops the rest and is raised."""
+def run_threads(
+    function: Callable[[_Item], Any], items: Iterable[_Item], num_threads: int = NUM_THREADS
+) -> None:
+    """Call `function` on every item in a few threads; the first error stops the rest and is
+    raised.
+    """
     work = list(items)
     if len(work) <= 1 or num_threads == 1:
         for item in work:
             run_handlers()
             function(item)
         return
-    # next() on this is one step for the interpreter, so threads need no lock; a future for each item would cost more.
+    # next() on this is one step for the interpreter, so threads need no lock; a future for each
+    # item would cost more.
     upcoming = iter(work)
     errors: list[BaseException] = []
 
@@ -96,7 +110,9 @@ def run_threads(function: Callable[[_Item], Any], items: Iterable[_Item], num_th
 
 
 def wait_for_all(futures: Sequence[Future[Any]]) -> None:
-    """Wait until all have ended or one has failed; handlers of signals run meanwhile, see `interrupts`."""
+    """Wait until all have ended or one has failed; handlers of signals run meanwhile, see
+    `interrupts`.
+    """
     while True:
         done, others = wait(futures, SIGNAL_SECONDS, FIRST_EXCEPTION)
         run_handlers()
@@ -110,5 +126,7 @@ def num_threads_within(max_inflight_bytes: int, num_threads: int = NUM_THREADS) 
 
 
 def num_requests_within(max_inflight_bytes: int) -> int:
-    """Return how many requests of an object store may be under way, each with the memory of three units."""
+    """Return how many requests of an object store may be under way, each with the memory of three
+    units.
+    """
     return max(1, min(NUM_REQUESTS, max_inflight_bytes // (3 * UNIT_BYTES)))

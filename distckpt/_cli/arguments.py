@@ -1,6 +1,7 @@
 """The arguments of all verbs, and their types.
 
-Nothing here imports torch or numpy, so that help, mistakes in arguments and completion take no time.
+Nothing here imports torch or numpy, so that help, mistakes in arguments and completion take no
+time.
 """
 
 from __future__ import annotations
@@ -14,61 +15,106 @@ from typing import Any
 
 FORMATS = "fp8-block, fp8-block-ue8m0, fp8-tensor, fp8-channel, int8-channel, mxfp4, mxfp4-packed, int4, nvfp4"
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 
 def inspect(parser: ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    parser.add_argument(
+        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
+    )
     add_html(parser)
-    parser.add_argument("--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them")
-    parser.add_argument("--tree", action="store_true", help="list each module and tensor, layers one by one")
-    parser.add_argument("--depth", type=positive, metavar="N", help="show N levels of modules, with their totals")
-    parser.add_argument("--sort", choices=("key", "size"), default="key", help="order of modules (default: key)")
+    parser.add_argument(
+        "--key", metavar="K", help="show the chunks of this tensor and which ranks wrote them"
+    )
+    parser.add_argument(
+        "--tree", action="store_true", help="list each module and tensor, layers one by one"
+    )
+    parser.add_argument(
+        "--depth", type=positive, metavar="N", help="show N levels of modules, with their totals"
+    )
+    parser.add_argument(
+        "--sort", choices=("key", "size"), default="key", help="order of modules (default: key)"
+    )
 
 
 def ls(parser: ArgumentParser) -> None:
-    parser.add_argument("root", help="a directory that holds checkpoints, such as that of a manager: a path or URL")
+    parser.add_argument(
+        "root", help="a directory that holds checkpoints, such as that of a manager: a path or URL"
+    )
 
 
 def cat(parser: ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    parser.add_argument(
+        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
+    )
     parser.add_argument(
         "key",
         metavar="KEY[SLICE]",
         nargs="?",
         help="a tensor, or part of it as in 'up.weight[0:4, :, 3]', or an object (default: common state)",
     )
-    parser.add_argument("--npy", metavar="FILE", help="save all values of the tensor as a numpy file")
+    parser.add_argument(
+        "--npy", metavar="FILE", help="save all values of the tensor as a numpy file"
+    )
 
 
 def verify(parser: ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint: a path or URL")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--fast", action="store_true", help="marker, manifest, file sizes and headers only")
+    mode.add_argument(
+        "--fast", action="store_true", help="marker, manifest, file sizes and headers only"
+    )
     mode.add_argument("--full", action="store_true", help="read every byte once (the default)")
     parser.add_argument("--jobs", type=positive, default=8, help="threads (default: %(default)s)")
 
 
 def stats(parser: ArgumentParser) -> None:
-    parser.add_argument("path", help="a checkpoint, or a folder of safetensors files: a path or URL")
+    parser.add_argument(
+        "path", help="a checkpoint, or a folder of safetensors files: a path or URL"
+    )
     add_keys(parser)
 
 
 def diff(parser: ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL")
+    parser.add_argument(
+        "a", metavar="A", help="a checkpoint, or a Hugging Face directory: a path or URL"
+    )
     parser.add_argument("b", metavar="B", help="another checkpoint or Hugging Face directory")
     add_keys(parser)
     add_rename(parser)
     add_html(parser)
-    parser.add_argument("--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: 0)")
-    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="tolerated difference relative to B (default: 0)")
+    parser.add_argument(
+        "--atol", type=_tolerance, default=0.0, help="tolerated absolute difference (default: 0)"
+    )
+    parser.add_argument(
+        "--rtol",
+        type=_tolerance,
+        default=0.0,
+        help="tolerated difference relative to B (default: 0)",
+    )
 
 
 def consolidate(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a checkpoint, or a folder of shards: a path or URL")
-    parser.add_argument("output_dir", help="directory for model.safetensors, or several files and their index")
+    parser.add_argument(
+        "output_dir", help="directory for model.safetensors, or several files and their index"
+    )
     _add_export(parser)
-    parser.add_argument("--dry-run", action="store_true", help="list what would be exported and from where, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list what would be exported and from where, and stop",
+    )
 
 
 def merge(parser: ArgumentParser) -> None:
@@ -80,11 +126,15 @@ def merge(parser: ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     each = "one for each checkpoint, behind all paths (default: equal)"
     how.add_argument("--weights", nargs="+", type=_weight, metavar="W", help=each)
-    how.add_argument("--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest")
+    how.add_argument(
+        "--ema", type=_decay, metavar="DECAY", help="moving average, from the oldest to the newest"
+    )
 
 
 def contradiction(arguments: Namespace) -> str:
-    """Say what is wrong with arguments of which each one is right; an empty text where nothing is."""
+    """Say what is wrong with arguments of which each one is right; an empty text where nothing
+    is.
+    """
     if "checkpoints" not in arguments:
         return ""
     count = len(arguments.checkpoints) - (arguments.output_dir is None)
@@ -109,7 +159,12 @@ def _add_export(parser: ArgumentParser) -> None:
     )
     tied = "leave out or write tied copies of a tensor (default: drop)"
     parser.add_argument("--tied", choices=("drop", "write"), default="drop", help=tied)
-    parser.add_argument("--max-file-bytes", type=parse_size, metavar="SIZE", help="largest size of a file, such as 5GB")
+    parser.add_argument(
+        "--max-file-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="largest size of a file, such as 5GB",
+    )
     parser.add_argument(
         "--quantize",
         action="append",
@@ -117,16 +172,28 @@ def _add_export(parser: ArgumentParser) -> None:
         metavar="[PATTERN=]FORMAT",
         help=f"quantize what models usually quantize, or tensors by pattern, to one of {FORMATS}; can be repeated",
     )
-    parser.add_argument("--merge-adapter", metavar="DIR", help="add the LoRA that PEFT saved there to the weights")
-    parser.add_argument("--like", metavar="DIR", help="divide tensors among files as this Hugging Face directory does")
-    parser.add_argument("--extra-files-from", metavar="DIR", help="copy config, tokenizer and similar files from there")
+    parser.add_argument(
+        "--merge-adapter", metavar="DIR", help="add the LoRA that PEFT saved there to the weights"
+    )
+    parser.add_argument(
+        "--like",
+        metavar="DIR",
+        help="divide tensors among files as this Hugging Face directory does",
+    )
+    parser.add_argument(
+        "--extra-files-from",
+        metavar="DIR",
+        help="copy config, tokenizer and similar files from there",
+    )
     parser.add_argument("--extra-code", action="store_true", help="copy *.py files from there too")
     add_writing(parser)
     add_verify(parser)
 
 
 def completion(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script")
+    parser.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), help="the shell that reads the script"
+    )
 
 
 def import_hf(parser: ArgumentParser) -> None:
@@ -139,47 +206,92 @@ def import_hf(parser: ArgumentParser) -> None:
 
 
 def convert(parser: ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory")
+    parser.add_argument(
+        "source",
+        help="a checkpoint, a directory with a .metadata file, or a Hugging Face directory",
+    )
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
     to = "format of the new checkpoint; torch_dist is that of Megatron Core, which PyTorch reads as well"
     parser.add_argument("--to", choices=("distckpt", "torch_dist"), default="distckpt", help=to)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
-    parser.add_argument("--megatron-types", action="store_true", help="import Megatron Core, register its Enum classes")
-    parser.add_argument("--without-common-state", action="store_true", help="leave out values that are not sharded")
+    parser.add_argument(
+        "--megatron-types",
+        action="store_true",
+        help="import Megatron Core, register its Enum classes",
+    )
+    parser.add_argument(
+        "--without-common-state", action="store_true", help="leave out values that are not sharded"
+    )
 
 
 def reshard(parser: ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint: a path or URL")
     parser.add_argument("checkpoint", help="the new checkpoint: a path or URL")
     grid = "divide matching tensors into A x B parts, part i written by rank i; can be repeated"
-    parser.add_argument("--grid", action="append", metavar="PATTERN=AxB", type=_grid, default=[], help=grid)
+    parser.add_argument(
+        "--grid", action="append", metavar="PATTERN=AxB", type=_grid, default=[], help=grid
+    )
     add_output(parser)
     add_verify(parser)
 
 
 def prune(parser: ArgumentParser) -> None:
     parser.add_argument("root", help="the directory of a CheckpointManager: a path or URL")
-    parser.add_argument("--keep-last", type=positive, metavar="N", help="keep the newest N complete (default: all)")
-    parser.add_argument("--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N")
-    parser.add_argument("--best-metric", metavar="NAME", help="keep the checkpoints with its best values")
-    parser.add_argument("--best-mode", choices=("min", "max"), default="min", help="min or max is best (default: min)")
     parser.add_argument(
-        "--keep-best", type=positive, default=1, metavar="N", help="number of these to keep (default: 1)"
+        "--keep-last", type=positive, metavar="N", help="keep the newest N complete (default: all)"
+    )
+    parser.add_argument(
+        "--keep-every", type=positive, metavar="N", help="keep steps that are multiples of N"
+    )
+    parser.add_argument(
+        "--best-metric", metavar="NAME", help="keep the checkpoints with its best values"
+    )
+    parser.add_argument(
+        "--best-mode",
+        choices=("min", "max"),
+        default="min",
+        help="min or max is best (default: min)",
+    )
+    parser.add_argument(
+        "--keep-best",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of these to keep (default: 1)",
     )
     abandoned = "remove leftovers of saves that wrote nothing for this long (default: 60)"
-    parser.add_argument("--abandoned-after", type=positive, default=60, metavar="MINUTES", help=abandoned)
-    parser.add_argument("--dry-run", action="store_true", help="list what would be removed, without removing anything")
+    parser.add_argument(
+        "--abandoned-after", type=positive, default=60, metavar="MINUTES", help=abandoned
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list what would be removed, without removing anything",
+    )
 
 
 def bench(parser: ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="directory on the storage, or URL; everything written is removed")
-    parser.add_argument("--gb", type=positive_number, default=2.0, help="size of the whole state (default: 2)")
-    parser.add_argument("--ranks", type=positive, default=2, help="number of processes (default: %(default)s)")
-    parser.add_argument("--runs", type=positive, default=5, help="rounds to take the median of (default: %(default)s)")
+    parser.add_argument(
+        "dir", metavar="DIR", help="directory on the storage, or URL; everything written is removed"
+    )
+    parser.add_argument(
+        "--gb", type=positive_number, default=2.0, help="size of the whole state (default: 2)"
+    )
+    parser.add_argument(
+        "--ranks", type=positive, default=2, help="number of processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=positive,
+        default=5,
+        help="rounds to take the median of (default: %(default)s)",
+    )
 
 
 def trace(parser: ArgumentParser) -> None:
-    parser.add_argument("journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events")
+    parser.add_argument(
+        "journals", nargs="+", metavar="JOURNAL", help="lines of the logger distckpt.events"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the trace to write")
 
 
@@ -194,31 +306,41 @@ def add_keys(parser: ArgumentParser) -> None:
 
 def add_html(parser: ArgumentParser) -> None:
     """Declare `--html`."""
-    parser.add_argument("--html", metavar="FILE", help="write a self-contained page for the browser")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a self-contained page for the browser"
+    )
 
 
 def add_rename(parser: ArgumentParser) -> None:
     """Declare `--rename`."""
     help_text = "replace a prefix of keys; can be repeated"
-    parser.add_argument("--rename", action="append", metavar="OLD=NEW", type=pair, default=[], help=help_text)
+    parser.add_argument(
+        "--rename", action="append", metavar="OLD=NEW", type=pair, default=[], help=help_text
+    )
 
 
 def add_dtype(parser: ArgumentParser) -> None:
     """Declare `--dtype`, see `dtype_option`."""
     help_text = "convert to bf16, or only some: '*.norm.weight=fp32'; can be repeated"
-    parser.add_argument("--dtype", action="append", metavar="[PATTERN=]DTYPE", type=_dtype, help=help_text)
+    parser.add_argument(
+        "--dtype", action="append", metavar="[PATTERN=]DTYPE", type=_dtype, help=help_text
+    )
 
 
 def add_writing(parser: ArgumentParser) -> None:
     """Declare `--overwrite` and `--max-inflight-bytes`."""
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit")
+    parser.add_argument(
+        "--max-inflight-bytes", type=parse_size, metavar="SIZE", help="memory for data in transit"
+    )
 
 
 def add_verify(parser: ArgumentParser) -> None:
     """Declare `--verify`."""
     modes = ("none", "read", "full")
-    parser.add_argument("--verify", choices=modes, default="full", help="checksums to compare (default: full)")
+    parser.add_argument(
+        "--verify", choices=modes, default="full", help="checksums to compare (default: full)"
+    )
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -245,7 +367,9 @@ def parse_size(text: str) -> int:
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ArgumentTypeError(f"{text!r} is not a size; write 5GB, 256MiB or a number of bytes") from None
+        raise ArgumentTypeError(
+            f"{text!r} is not a size; write 5GB, 256MiB or a number of bytes"
+        ) from None
 
 
 def positive(text: str) -> int:
@@ -259,10 +383,17 @@ def positive_number(text: str) -> float:
 
 
 def _tolerance(text: str) -> float:
-    return _checked(text, float, lambda number: 0 <= number < math.inf, "a tolerance: use a number of at least 0")
+    return _checked(
+        text,
+        float,
+        lambda number: 0 <= number < math.inf,
+        "a tolerance: use a number of at least 0",
+    )
 
 
-def _checked(text: str, kind: Callable[[str], float], is_valid: Callable[[float], bool], name: str) -> float:
+def _checked(
+    text: str, kind: Callable[[str], float], is_valid: Callable[[float], bool], name: str
+) -> float:
     with contextlib.suppress(ValueError):
         if is_valid(number := kind(text)):
             return number

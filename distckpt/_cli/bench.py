@@ -40,20 +40,37 @@ def run(arguments: Namespace, output: Output) -> int:
     with scratch_folder(folder) as scratch:
         seconds = run_ranks(measure, task.num_ranks, task._replace(folder=scratch))
     titles = TITLES if locations.is_local(folder) else STORE_TITLES
-    figures = [_figure(case, titles[case], task.num_bytes, seconds[case]) for case in titles if case in seconds]
-    output.json({"location": folder, "num_bytes": task.num_bytes, "num_ranks": task.num_ranks, "figures": figures})
+    figures = [
+        _figure(case, titles[case], task.num_bytes, seconds[case])
+        for case in titles
+        if case in seconds
+    ]
+    output.json(
+        {
+            "location": folder,
+            "num_bytes": task.num_bytes,
+            "num_ranks": task.num_ranks,
+            "figures": figures,
+        }
+    )
     ranks, rounds = count_text(task.num_ranks, "rank"), count_text(task.num_runs, "round")
     output.line(f"{size_text(task.num_bytes)} in tensors of 16 MiB on {ranks}, median of {rounds}")
     output.line()
     columns = ("median_seconds", "gb_per_second", "raw_gb_per_second", "of_raw")
-    rows = [[figure["title"], *(f"{figure[column]:.3f}" for column in columns)] for figure in figures]
+    rows = [
+        [figure["title"], *(f"{figure[column]:.3f}" for column in columns)] for figure in figures
+    ]
     output.table(["", "seconds", "GB/s", "raw GB/s", "of raw"], rows)
     if len(figures) < len(titles):
-        output.line("cold load was not measured: the files cannot be dropped from the page cache here")
+        output.line(
+            "cold load was not measured: the files cannot be dropped from the page cache here"
+        )
     return 0
 
 
-def _figure(case: str, title: str, num_bytes: int, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+def _figure(
+    case: str, title: str, num_bytes: int, seconds: Mapping[str, list[float]]
+) -> dict[str, Any]:
     own, raw = (statistics.median(seconds[name]) for name in ("distckpt", "raw"))
     return {
         "case": case,
@@ -68,31 +85,44 @@ def _figure(case: str, title: str, num_bytes: int, seconds: Mapping[str, list[fl
 
 
 def _check_resources(task: Task) -> None:
-    needs = [("memory", estimate_available_memory(), 2 * task.num_bytes + task.num_ranks * RANK_BYTES)]
+    needs = [
+        ("memory", estimate_available_memory(), 2 * task.num_bytes + task.num_ranks * RANK_BYTES)
+    ]
     if locations.is_local(task.folder):
         if not os.path.isdir(task.folder):
-            raise CheckpointingException(f"{task.folder!r} is not a directory: name one on the storage to measure")
-        needs.append(("disk space", shutil.disk_usage(task.folder).free, round(1.1 * task.num_bytes)))
+            raise CheckpointingException(
+                f"{task.folder!r} is not a directory: name one on the storage to measure"
+            )
+        needs.append(
+            ("disk space", shutil.disk_usage(task.folder).free, round(1.1 * task.num_bytes))
+        )
     for what, available, needed in needs:
         if available < needed:
             raise CheckpointingException(
-                f"{size_text(needed)} of {what} are needed, {size_text(available)} are available: use a smaller --gb"
+                f"{size_text(needed)} of {what} are needed, {size_text(available)} are available: "
+                "use a smaller --gb"
             )
 
 
 @contextlib.contextmanager
 def scratch_folder(folder: str) -> Iterator[str]:
-    """Make a folder below a directory or URL that is removed afterwards, even if Ctrl-C is pressed again."""
+    """Make a folder below a directory or URL that is removed afterwards, even if Ctrl-C is pressed
+    again.
+    """
     scratch = locations.join(folder, f"distckpt-bench-{secrets.token_hex(8)}")
     try:
         if locations.is_local(folder):
             os.mkdir(scratch)
         else:
-            # Object stores have no directories: find out before the ranks start that this one cannot be written to.
+            # Object stores have no directories: find out before the ranks start that this one
+            # cannot be written to.
             locations.write_bytes(locations.join(scratch, "probe"), b"")
         yield scratch
     finally:
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         for _ in range(2):
             # A store may still carry out a request of a rank that was killed: look again.
             locations.remove_tree(scratch)

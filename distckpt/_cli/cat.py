@@ -19,9 +19,9 @@ import torch
 from distckpt._base.dtypes import FROM_NAME, to_numpy
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import did_you_mean
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.stored_values import StoredTensor, holds_objects, read_encoded
 from distckpt._cli.output import Output
-from distckpt._foreign.opening import open_checkpoint
-from distckpt._foreign.stored_values import StoredTensor, holds_objects, read_encoded
 from distckpt._format import codec
 from distckpt._format.codec import UnknownObject
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -35,7 +35,9 @@ _EDGE = 3
 _WINDOW_ELEMENTS = 4 << 20
 _WIDTH = 120
 _MAX_DECIMAL_BITS = 1 << 12
-"""Python prints longer integers as decimals slowly, and those over 4300 digits not at all; they are shown in hex."""
+"""Python prints longer integers as decimals slowly, and those over 4300 digits not at all; they are
+shown in hex.
+"""
 
 
 class Selection(NamedTuple):
@@ -56,7 +58,9 @@ def run(arguments: Namespace, output: Output) -> int:
     key, index = split_key(stored, arguments.key or COMMON_KEY)
     if key == COMMON_KEY or stored.is_object(key):
         if arguments.npy or index is not None:
-            raise ValueError(f"{key!r} is an object: it cannot be sliced or written as a numpy array")
+            raise ValueError(
+                f"{key!r} is an object: it cannot be sliced or written as a numpy array"
+            )
         _show_object(stored, key, output)
         return 0
     tensor = StoredTensor(stored, key)
@@ -71,11 +75,13 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-# --- Arguments --------------------------------------------------------------------------------------------------------
+# --- Arguments ------------------------------------------------------------------------------------
 
 
 def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
-    """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets themselves."""
+    """Divide `key[slice]` into the key and what is between the brackets; keys may hold brackets
+    themselves.
+    """
     known = stored.manifest.key_index
     if text in known or (text == COMMON_KEY and holds_objects(stored)):
         return text, None
@@ -84,7 +90,9 @@ def split_key(stored: StoredCheckpoint, text: str) -> tuple[str, str | None]:
     if key not in known:
         if key == COMMON_KEY:
             raise LoadMismatchError(f"There is no common state in {stored.location!r}: name a key")
-        raise LoadMismatchError(f"Not in {stored.location!r}: key {key!r}{did_you_mean(key, known)}")
+        raise LoadMismatchError(
+            f"Not in {stored.location!r}: key {key!r}{did_you_mean(key, known)}"
+        )
     return key, match[2] if match else None
 
 
@@ -92,7 +100,9 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
     """Parse what stands between the brackets as numpy would, without steps."""
     items = [item.strip() for item in text.split(",")] if text.strip() else []
     if items.count("...") > 1 or len(items) - items.count("...") > len(shape):
-        raise ValueError(f"[{text}] has more indices than the tensor has axes: its shape is {shape}")
+        raise ValueError(
+            f"[{text}] has more indices than the tensor has axes: its shape is {shape}"
+        )
     if "..." in items:
         place = items.index("...")
         items[place : place + 1] = [":"] * (len(shape) - len(items) + 1)
@@ -101,21 +111,27 @@ def parse_index(text: str, shape: tuple[int, ...]) -> Selection:
     for axis, (item, size) in enumerate(zip(items, shape, strict=True)):
         match = re.fullmatch(r"(-?\d+)|(-?\d+)?\s*:\s*(-?\d+)?", item)
         if match is None:
-            raise ValueError(f"[{text}]: {item!r} is neither an index nor start:stop (steps are not supported)")
+            raise ValueError(
+                f"[{text}]: {item!r} is neither an index nor start:stop (steps are not supported)"
+            )
         if match[1] is None:
-            start, stop, _ = slice(*(None if n is None else int(n) for n in (match[2], match[3]))).indices(size)
+            start, stop, _ = slice(
+                *(None if n is None else int(n) for n in (match[2], match[3]))
+            ).indices(size)
         else:
             start = int(match[1]) + (size if int(match[1]) < 0 else 0)
             stop = start + 1
             dropped.append(axis)
             if not 0 <= start < size:
-                raise ValueError(f"[{text}]: {match[1]} is out of range for axis {axis} of size {size}")
+                raise ValueError(
+                    f"[{text}]: {match[1]} is out of range for axis {axis} of size {size}"
+                )
         offset.append(start)
         extent.append(max(0, stop - start))
     return Selection(Region(tuple(offset), tuple(extent)), tuple(dropped))
 
 
-# --- Tensors ----------------------------------------------------------------------------------------------------------
+# --- Tensors --------------------------------------------------------------------------------------
 
 
 def printed(tensor: StoredTensor, selection: Selection) -> str:
@@ -130,14 +146,20 @@ def printed(tensor: StoredTensor, selection: Selection) -> str:
     for source, place in _corners(region, short):
         array[place.slices()] = to_numpy(tensor.read(source))
     array = array.reshape([n for axis, n in enumerate(short) if axis not in selection.dropped])
-    return np.array2string(array, separator=", ", max_line_width=_WIDTH, threshold=0, edgeitems=_EDGE)
+    return np.array2string(
+        array, separator=", ", max_line_width=_WIDTH, threshold=0, edgeitems=_EDGE
+    )
 
 
 def _corners(region: Region, short: tuple[int, ...]) -> Iterator[tuple[Region, Region]]:
-    """Yield the parts of a region that lie at its corners, each with its place in the shortened tensor."""
+    """Yield the parts of a region that lie at its corners, each with its place in the shortened
+    tensor.
+    """
     pairs = [(Region((), ()), Region((), ()))]
     for start, size, kept in zip(region.offset, region.shape, short, strict=True):
-        spans = [(0, 0, size)] if size == kept else [(0, 0, _EDGE), (size - _EDGE, kept - _EDGE, _EDGE)]
+        spans = (
+            [(0, 0, size)] if size == kept else [(0, 0, _EDGE), (size - _EDGE, kept - _EDGE, _EDGE)]
+        )
         pairs = [
             (
                 Region((*source.offset, start + at), (*source.shape, extent)),
@@ -176,7 +198,11 @@ def _npy_parts(tensor: StoredTensor, selection: Selection) -> Iterator[tuple[byt
     """Yield the bytes of a .npy file, and how many bytes of values are complete with them."""
     header = io.BytesIO()
     saved = _numpy_dtype(tensor.dtype)
-    fields = {"descr": np.lib.format.dtype_to_descr(saved), "fortran_order": False, "shape": selection.shape}
+    fields = {
+        "descr": np.lib.format.dtype_to_descr(saved),
+        "fortran_order": False,
+        "shape": selection.shape,
+    }
     np.lib.format.write_array_header_1_0(header, fields)
     yield header.getvalue(), 0
     done = 0
@@ -191,7 +217,11 @@ def _numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def _facts(tensor: StoredTensor, selection: Selection) -> dict[str, Any]:
-    shapes = {"global_shape": tensor.shape, "offset": selection.region.offset, "shape": selection.shape}
+    shapes = {
+        "global_shape": tensor.shape,
+        "offset": selection.region.offset,
+        "shape": selection.shape,
+    }
     return {"key": tensor.key, "dtype": tensor.dtype, **shapes}
 
 
@@ -200,13 +230,21 @@ def _title(tensor: StoredTensor, selection: Selection) -> str:
     return f"{tensor.key}{region}: {'x'.join(map(str, selection.shape)) or '()'} {tensor.dtype}"
 
 
-# --- Objects ----------------------------------------------------------------------------------------------------------
+# --- Objects --------------------------------------------------------------------------------------
 
 
 def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
     parts = read_encoded(stored, key)
-    values = {offset: plain(codec.decode(blob, placeholders=True)) for offset, blob in sorted(parts.items())}
-    output.json({"key": key, "parts": [{"offset": offset, "value": value} for offset, value in values.items()]})
+    values = {
+        offset: plain(codec.decode(blob, placeholders=True))
+        for offset, blob in sorted(parts.items())
+    }
+    output.json(
+        {
+            "key": key,
+            "parts": [{"offset": offset, "value": value} for offset, value in values.items()],
+        }
+    )
     for offset, value in values.items():
         if len(values) > 1:
             output.line(f"{key}{list(offset)}:")
@@ -216,14 +254,20 @@ def _show_object(stored: StoredCheckpoint, key: str, output: Output) -> None:
 def plain(value: Any) -> Any:
     """Convert an object to JSON values: other types become text, tensors and arrays a summary."""
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else _text(key): plain(item) for key, item in value.items()}
+        return {
+            key if isinstance(key, str) else _text(key): plain(item) for key, item in value.items()
+        }
     if isinstance(value, UnknownObject):
         return {repr(value): plain(value.state)}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     if isinstance(value, torch.Tensor | np.ndarray):
         listed = plain(value.tolist()) if math.prod(value.shape) <= _SUMMARIZED else None
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": listed}
+        return {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "values": listed,
+        }
     if isinstance(value, np.generic):
         return plain(value.item())
     is_json = value is None or isinstance(value, str | bool | int | float)

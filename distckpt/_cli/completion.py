@@ -1,4 +1,6 @@
-"""`distckpt completion`: print a script with which a shell completes verbs, options and file names."""
+"""`distckpt completion`: print a script with which a shell completes verbs, options and file
+names.
+"""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from distckpt._base.memory import paused_garbage_collection
+from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._cli.output import Output, count_text, size_text
 from distckpt._cli.selection import dtype_option, given, warn_of_overflows
-from distckpt._foreign.opening import open_checkpoint
 from distckpt._operations.consolidate import ExportReport, consolidate
 from distckpt._operations.export_plan import ExportPlan, Selection, check_is_adapter, plan_export
 from distckpt._operations.merge import merge
@@ -65,9 +65,9 @@ def _print_report(report: ExportReport, output_dir: str, output: Output) -> None
     output.json({"output_dir": output_dir, **fields})
     dtypes = ", ".join(f"{count} {name}" for name, count in sorted(report.dtypes.items()))
     output.line(
-        f"{count_text(report.num_tensors, 'tensor')} ({dtypes}), {report.num_parameters:,} parameters, "
-        f"{size_text(report.num_bytes)} in {count_text(len(report.files), 'file')} "
-        f"in {output_dir}, {report.seconds:.2f} s"
+        f"{count_text(report.num_tensors, 'tensor')} ({dtypes}), {report.num_parameters:,} "
+        f"parameters, {size_text(report.num_bytes)} in {count_text(len(report.files), 'file')} in "
+        f"{output_dir}, {report.seconds:.2f} s"
     )
     warn_of_overflows(report.overflows, output)
 
@@ -75,15 +75,21 @@ def _print_report(report: ExportReport, output_dir: str, output: Output) -> None
 def _show_plan(plan: ExportPlan, output: Output) -> None:
     """Print each tensor of an export, and the regions that it is made of."""
     sources = {
-        t.name: [f"{part.key} {part.source}" + f" + {part.add:g}" * bool(part.add) for part in t.mapped.parts]
+        t.name: [
+            f"{part.key} {part.source}" + f" + {part.add:g}" * bool(part.add)
+            for part in t.mapped.parts
+        ]
         for t in plan.outputs
     }
     for tensor in plan.outputs:
         if change := tensor.change:
-            sources[tensor.name] += [f"{key} of the adapter" for key in (change.replacement, change.a, change.b) if key]
+            sources[tensor.name] += [
+                f"{key} of the adapter" for key in (change.replacement, change.a, change.b) if key
+            ]
     if output.as_json:
         tensors = [
-            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]} for t in plan.outputs
+            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sources": sources[t.name]}
+            for t in plan.outputs
         ]
         output.json({"tensors": tensors, "left_out": plan.left_out})
         return
@@ -91,8 +97,12 @@ def _show_plan(plan: ExportPlan, output: Output) -> None:
         regions = sources[tensor.name]
         more = f" and {len(regions) - 1:,} more" if len(regions) > 1 else ""
         shape = "x".join(map(str, tensor.shape)) or "()"
-        output.line(f"{tensor.name}  {tensor.dtype} {shape}  <- {regions[0] if regions else 'empty'}{more}")
+        output.line(
+            f"{tensor.name}  {tensor.dtype} {shape}  <- {regions[0] if regions else 'empty'}{more}"
+        )
     for key in plan.left_out:
         output.line(f"left out: {key}")
     num_bytes = sum(tensor.num_bytes for tensor in plan.outputs)
-    output.line(f"{count_text(len(plan.outputs), 'tensor')}, {size_text(num_bytes)}; nothing was written")
+    output.line(
+        f"{count_text(len(plan.outputs), 'tensor')}, {size_text(num_bytes)}; nothing was written"
+    )

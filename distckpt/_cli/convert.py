@@ -1,4 +1,6 @@
-"""`distckpt convert`: convert a checkpoint that PyTorch or Megatron Core wrote, or make one for them."""
+"""`distckpt convert`: convert a checkpoint that PyTorch or Megatron Core wrote, or make one for
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from argparse import Namespace
 
 from distckpt._base.errors import CheckpointingException
 from distckpt._cli.output import Output, size_text
-from distckpt.interop import megatron, torch_dist
+from distckpt._megatron import interop as megatron
+from distckpt._operations import torch_dist
 
 
 def run(arguments: Namespace, output: Output) -> int:
@@ -24,16 +27,24 @@ def run(arguments: Namespace, output: Output) -> int:
             overwrite=arguments.overwrite,
             progress=progress,
         )
-    output.json({"location": report.location, "num_bytes": report.num_bytes, "seconds": report.seconds})
-    output.line(f"{size_text(report.num_bytes)} converted to {report.location} in {report.seconds:.2f} s")
+    output.json(
+        {"location": report.location, "num_bytes": report.num_bytes, "seconds": report.seconds}
+    )
+    output.line(
+        f"{size_text(report.num_bytes)} converted to {report.location} in {report.seconds:.2f} s"
+    )
     return 0
 
 
 def _export(arguments: Namespace, output: Output) -> int:
     if arguments.without_common_state:
-        raise CheckpointingException("--without-common-state is not available with --to torch_dist.")
+        raise CheckpointingException(
+            "--without-common-state is not available with --to torch_dist."
+        )
     with output.progress("exporting") as progress:
-        torch_dist.export(arguments.source, arguments.checkpoint, overwrite=arguments.overwrite, progress=progress)
+        torch_dist.export(
+            arguments.source, arguments.checkpoint, overwrite=arguments.overwrite, progress=progress
+        )
     output.json({"location": arguments.checkpoint})
     output.line(f"converted to {arguments.checkpoint}")
     return 0

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distckpt._base.messages import key_pattern, without_numbers
+from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._cli.output import MAX_LISTED, Output, count_text, shape_text, size_text
 from distckpt._cli.page import write_page
 from distckpt._cli.selection import given
-from distckpt._foreign.opening import open_checkpoint
 from distckpt._geometry.region import whole
 from distckpt._operations.diff import DiffReport, ObjectDifference, TensorDifference, diff
 from distckpt._plan.export import matches, renamed
@@ -25,8 +25,13 @@ def run(arguments: Namespace, output: Output) -> int:
     """Compare, list the differences, return 1 if there are any."""
     with output.progress("comparing") as progress:
         options = given(arguments, "keys", "atol", "rtol")
-        report = diff(arguments.a, arguments.b, rename=dict(arguments.rename), progress=progress, **options)
-    tensors = [{**item._asdict(), "relative_difference": item.relative_difference} for item in report.tensors]
+        report = diff(
+            arguments.a, arguments.b, rename=dict(arguments.rename), progress=progress, **options
+        )
+    tensors = [
+        {**item._asdict(), "relative_difference": item.relative_difference}
+        for item in report.tensors
+    ]
     lists = {"tensors": tensors, "objects": [item._asdict() for item in report.objects]}
     output.json({**vars(report), "is_same": report.is_same, **lists})
     if arguments.html:
@@ -49,10 +54,12 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0 if report.is_same else 1
 
 
-# --- The page ---------------------------------------------------------------------------------------------------------
+# --- The page -------------------------------------------------------------------------------------
 
 
-def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]) -> None:
+def _write_page(
+    path: str, report: DiffReport, keys: Sequence[str] | None, rename: Mapping[str, str]
+) -> None:
     a, b = (open_checkpoint(location) for location in (report.a, report.b))
     names = {
         renamed(key, rename): key
@@ -63,13 +70,20 @@ def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, renam
     for side, only in (("A", report.only_in_a), ("B", report.only_in_b)):
         changes |= {name: {"rate": None, "text": f"only in {side}"} for name in only}
     counts = {"tensors compared": report.num_compared, **_counts(report)}
-    shown = [(f"{count:,}", name) for name, count in counts.items() if count or name in ("equal", "differ")]
+    shown = [
+        (f"{count:,}", name)
+        for name, count in counts.items()
+        if count or name in ("equal", "differ")
+    ]
     note = "" if report.objects_compared else "Objects and common state were not compared."
     head = {
         "title": "No differences" if report.is_same else _title(report),
         "lines": [("A", report.a), ("B", report.b), ("", note)],
         "tiles": shown,
-        "objects": [[_place_of_object(item), *(value or "" for value in item.values)] for item in report.objects],
+        "objects": [
+            [_place_of_object(item), *(value or "" for value in item.values)]
+            for item in report.objects
+        ],
         "same": report.is_same,
     }
     write_page(path, a, names, head, changes, (b, report.only_in_b))
@@ -77,10 +91,16 @@ def _write_page(path: str, report: DiffReport, keys: Sequence[str] | None, renam
 
 def _title(report: DiffReport) -> str:
     counts = _counts(report)
-    parts = [f"{count:,} {name}" for name, count in counts.items() if count and name not in ("equal", "differ")]
+    parts = [
+        f"{count:,} {name}"
+        for name, count in counts.items()
+        if count and name not in ("equal", "differ")
+    ]
     if counts["differ"]:
         verb = "differs" if counts["differ"] == 1 else "differ"
-        parts.insert(0, f"{counts['differ']:,} of {count_text(report.num_compared, 'tensor')} {verb}")
+        parts.insert(
+            0, f"{counts['differ']:,} of {count_text(report.num_compared, 'tensor')} {verb}"
+        )
     return ", ".join(parts) or "All tensors are equal, but not all objects or common state"
 
 
@@ -93,11 +113,12 @@ def _change(tensor: TensorDifference) -> dict[str, Any]:
     return {**counts, **sizes, "where": _place(tensor), "text": _changes([tensor])}
 
 
-# --- Texts ------------------------------------------------------------------------------------------------------------
+# --- Texts ----------------------------------------------------------------------------------------
 
 
 def group_differences(report: DiffReport) -> list[list[str]]:
-    """Return a line of a table for tensors whose keys differ in numbers only, the largest relative difference first.
+    """Return a line of a table for tensors whose keys differ in numbers only, the largest relative
+    difference first.
 
     Tensors whose values are not compared, or on one side only, come last.
     """
@@ -108,18 +129,32 @@ def group_differences(report: DiffReport) -> list[list[str]]:
     lines = []
     for members in alike.values():
         sizes = [
-            _largest(getattr(tensor, name) for tensor in members) for name in ("max_difference", "relative_difference")
+            _largest(getattr(tensor, name) for tensor in members)
+            for name in ("max_difference", "relative_difference")
         ]
         numbers = [f"{size:.1e}" for size in sizes] if members[0].num_different else ["", ""]
         place = _place(members[0]) if len(members) == 1 and members[0].num_different else ""
         rank = -math.inf if not math.isfinite(sizes[1]) else -sizes[1]
-        lines.append((rank, [key_pattern([tensor.key for tensor in members]), _changes(members), *numbers, place]))
+        lines.append(
+            (
+                rank,
+                [
+                    key_pattern([tensor.key for tensor in members]),
+                    _changes(members),
+                    *numbers,
+                    place,
+                ],
+            )
+        )
     lines.sort(key=lambda line: line[0])
     for side, keys in (("A", report.only_in_a), ("B", report.only_in_b)):
         patterns: dict[object, list[str]] = {}
         for key in keys:
             patterns.setdefault(without_numbers(key), []).append(key)
-        lines += [(0.0, [key_pattern(names), f"only in {side}", "", "", ""]) for names in patterns.values()]
+        lines += [
+            (0.0, [key_pattern(names), f"only in {side}", "", "", ""])
+            for names in patterns.values()
+        ]
     return [cells for _, cells in lines]
 
 
@@ -137,7 +172,10 @@ def _changes(members: Sequence[TensorDifference]) -> str:
     if first.dtypes[0] != first.dtypes[1]:
         parts.append("dtype {} / {}".format(*first.dtypes))
     if first.num_different:
-        counts = (sum(tensor.num_different for tensor in members), sum(tensor.num_elements for tensor in members))
+        counts = (
+            sum(tensor.num_different for tensor in members),
+            sum(tensor.num_elements for tensor in members),
+        )
         parts.append("{:,} of {:,}".format(*counts))
     elif first.num_elements:
         parts.append("values equal")
@@ -167,7 +205,9 @@ def _place_of_object(difference: ObjectDifference) -> str:
 
 def _counts(report: DiffReport) -> dict[str, int]:
     """Count the tensors by how they compare."""
-    num_different = len([tensor for tensor in report.tensors if tensor.shapes[0] == tensor.shapes[1]])
+    num_different = len(
+        [tensor for tensor in report.tensors if tensor.shapes[0] == tensor.shapes[1]]
+    )
     return {
         "equal": report.num_compared - num_different,
         "differ": num_different,
@@ -182,9 +222,16 @@ def outcome(report: DiffReport) -> str:
     counts = _counts(report)
     compared = f"{counts.pop('equal'):,} equal, {counts['differ']:,} differ{'s' * (counts.pop('differ') == 1)}"
     rest = [f"{count:,} {name}" for name, count in counts.items() if count]
-    rest += [f"{count_text(len(report.objects), 'difference')} in common state and objects"] if report.objects else []
+    rest += (
+        [f"{count_text(len(report.objects), 'difference')} in common state and objects"]
+        if report.objects
+        else []
+    )
     return "; ".join(
-        [f"{count_text(report.num_compared, 'tensor')} compared: {compared}", *filter(None, [", ".join(rest)])]
+        [
+            f"{count_text(report.num_compared, 'tensor')} compared: {compared}",
+            *filter(None, [", ".join(rest)]),
+        ]
     )
 
 

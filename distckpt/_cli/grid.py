@@ -18,7 +18,9 @@ _TEXT_WIDTH, _TEXT_HEIGHT = 64, 16
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor on disk; `owner` is the rank that wrote it, or the file if its name contains no rank."""
+    """A piece of a tensor on disk; `owner` is the rank that wrote it, or the file if its name
+    contains no rank.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -36,27 +38,39 @@ def rank_of_file(name: str) -> int | None:
 
 
 def list_files(manifest: Manifest) -> list[dict[str, Any]]:
-    """List the files, with the rank in the name of each (None without one) and the bytes of its data."""
+    """List the files, with the rank in the name of each (None without one) and the bytes of its
+    data.
+    """
     data_bytes = np.zeros(len(manifest.files), np.int64)
     np.add.at(data_bytes, manifest.file_ids, manifest.num_bytes)
     return [
-        {"name": file.name, "rank": rank_of_file(file.name), "bytes": file.num_bytes, "data_bytes": int(size)}
+        {
+            "name": file.name,
+            "rank": rank_of_file(file.name),
+            "bytes": file.num_bytes,
+            "data_bytes": int(size),
+        }
         for file, size in zip(manifest.files, data_bytes, strict=True)
     ]
 
 
 def list_writers(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum up files by the rank that wrote them; a file without a rank in its name is listed itself."""
+    """Sum up files by the rank that wrote them; a file without a rank in its name is listed
+    itself.
+    """
     writers: dict[Any, dict[str, Any]] = {}
     for file in files:
         rank = file["rank"]
         name = file["name"] if rank is None else None
         found = writers.setdefault(
-            name if rank is None else rank, {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0}
+            name if rank is None else rank,
+            {"rank": rank, "file": name, "num_files": 0, "data_bytes": 0},
         )
         found["num_files"] += 1
         found["data_bytes"] += file["data_bytes"]
-    return sorted(writers.values(), key=lambda writer: (writer["rank"] is None, writer["rank"] or 0))
+    return sorted(
+        writers.values(), key=lambda writer: (writer["rank"] is None, writer["rank"] or 0)
+    )
 
 
 def balance_text(writers: Sequence[dict[str, Any]]) -> str:
@@ -83,10 +97,16 @@ def chunks_of(stored: StoredCheckpoint, key: str) -> list[Chunk]:
 
 
 def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ...] | None:
-    """Choose the axes of a picture: those that the tensor is divided along; None if there are more than two."""
+    """Choose the axes of a picture: those that the tensor is divided along; None if there are more
+    than two.
+    """
     if not chunks or math.prod(shape) == 0:
         return None
-    divided = [axis for axis, size in enumerate(shape) if any(chunk.shape[axis] != size for chunk in chunks)]
+    divided = [
+        axis
+        for axis, size in enumerate(shape)
+        if any(chunk.shape[axis] != size for chunk in chunks)
+    ]
     if len(divided) > 2:
         return None
     # The last axes fill up: an undivided matrix is drawn as a rectangle.
@@ -99,14 +119,19 @@ def drawn_axes(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> tuple[int, ..
 def text_picture(
     shape: tuple[int, ...], chunks: Sequence[Chunk], axes: tuple[int, ...], in_colour: bool
 ) -> Iterator[str]:
-    """Yield the lines of a picture: one character or coloured cell per part of the tensor, and a legend."""
+    """Yield the lines of a picture: one character or coloured cell per part of the tensor, and a
+    legend.
+    """
     owners = _owners(chunks)
     rows, columns = _extent(shape, axes)
     height, width = min(_TEXT_HEIGHT, rows), min(_TEXT_WIDTH, columns)
     rectangles = [(*_rectangle(chunk, axes), owners[chunk.owner]) for chunk in chunks]
     for line in range(height):
         at_row = (2 * line + 1) * rows // (2 * height)
-        cells = [_owner_at(rectangles, at_row, (2 * i + 1) * columns // (2 * width)) for i in range(width)]
+        cells = [
+            _owner_at(rectangles, at_row, (2 * i + 1) * columns // (2 * width))
+            for i in range(width)
+        ]
         yield "".join(_cell(owner, in_colour) for owner in cells)
     for owner, index in owners.items():
         yield f"{_cell(index, in_colour)} {printable(owner)}"
@@ -115,8 +140,13 @@ def text_picture(
 
 
 def _owners(chunks: Sequence[Chunk]) -> dict[str, int]:
-    """Return the number of each owner: its rank, or where files tell no ranks, one after the other."""
-    owners = sorted({chunk.owner: chunk.rank for chunk in chunks}.items(), key=lambda item: (len(item[0]), item[0]))
+    """Return the number of each owner: its rank, or where files tell no ranks, one after the
+    other.
+    """
+    owners = sorted(
+        {chunk.owner: chunk.rank for chunk in chunks}.items(),
+        key=lambda item: (len(item[0]), item[0]),
+    )
     return {owner: place if rank is None else rank for place, (owner, rank) in enumerate(owners)}
 
 
@@ -134,7 +164,9 @@ def _rectangle(chunk: Chunk, axes: tuple[int, ...]) -> tuple[int, int, int, int]
     return row, column, num_rows, num_columns
 
 
-def _owner_at(rectangles: Sequence[tuple[int, int, int, int, int]], row: int, column: int) -> int | None:
+def _owner_at(
+    rectangles: Sequence[tuple[int, int, int, int, int]], row: int, column: int
+) -> int | None:
     for first_row, first_column, num_rows, num_columns, owner in rectangles:
         if 0 <= row - first_row < num_rows and 0 <= column - first_column < num_columns:
             return owner

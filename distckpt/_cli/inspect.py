@@ -18,6 +18,8 @@ import numpy as np
 from distckpt._base.dtypes import PACKED_PER_ITEM
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.messages import did_you_mean, key_pattern, natural_order, without_numbers
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.stored_values import holds_objects, load_common_state
 from distckpt._cli import grid
 from distckpt._cli.cat import plain
 from distckpt._cli.grid import balance_text, list_files, list_writers, rank_of_file
@@ -26,8 +28,6 @@ from distckpt._cli.output import BOLD, Output, count_text, finite, shape_text, s
 from distckpt._cli.page import write_page
 from distckpt._cli.verify import strays_text
 from distckpt._commit.conditional_put import stray_files
-from distckpt._foreign.opening import open_checkpoint
-from distckpt._foreign.stored_values import holds_objects, load_common_state
 from distckpt._format.manifest import OBJECT, Manifest
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -41,7 +41,8 @@ _MAX_NAMES = 12
 
 
 class Group(NamedTuple):
-    """Keys that differ in numbers only and have one dtype and shape; `pattern` shows ranges of numbers.
+    """Keys that differ in numbers only and have one dtype and shape; `pattern` shows ranges of
+    numbers.
 
     Of a module, whose tensors have several, dtype and shape are empty.
     """
@@ -65,7 +66,15 @@ def run(arguments: Namespace, output: Output) -> int:
     facts = summary(stored)
     strays = stray_files(stored.location, {file.name for file in manifest.files})
     listed = [{**group._asdict(), "ranks": sorted(group.ranks)} for group in groups]
-    output.json({**facts, "groups": listed, "files": files, "writers": list_writers(files), "strays": strays})
+    output.json(
+        {
+            **facts,
+            "groups": listed,
+            "files": files,
+            "writers": list_writers(files),
+            "strays": strays,
+        }
+    )
     if arguments.html:
         _write_page(arguments.html, stored, facts)
         output.message(f"wrote {arguments.html}")
@@ -76,7 +85,7 @@ def run(arguments: Namespace, output: Output) -> int:
     return 0
 
 
-# --- The checkpoint ---------------------------------------------------------------------------------------------------
+# --- The checkpoint -------------------------------------------------------------------------------
 
 
 def summary(stored: StoredCheckpoint) -> dict[str, Any]:
@@ -95,7 +104,8 @@ def summary(stored: StoredCheckpoint) -> dict[str, Any]:
         "num_elements": sum(items),
         "tensor_bytes": int(manifest.num_bytes[of_tensors].sum()),
         "num_objects": sum(
-            dtype == OBJECT and key != COMMON_KEY for key, dtype in zip(manifest.keys, manifest.dtypes, strict=True)
+            dtype == OBJECT and key != COMMON_KEY
+            for key, dtype in zip(manifest.keys, manifest.dtypes, strict=True)
         ),
         "object_bytes": int(manifest.num_bytes[~of_tensors].sum()),
         "num_chunks": len(manifest.key_ids),
@@ -107,7 +117,9 @@ def summary(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return what the marker and common state say: when, which step, which format, the names in common state."""
+    """Return what the marker and common state say: when, which step, which format, the names in
+    common state.
+    """
     path = locations.join(stored.location, CONFIG_FNAME)
     marker = (read_marker(stored.location) if stored.manifest.origin is None else None) or {}
     note = marker.get("manager")
@@ -117,13 +129,16 @@ def _of_the_save(stored: StoredCheckpoint) -> dict[str, Any]:
     return {
         "saved_at": locations.modified_time(path) if marker else None,
         "step": note.get("step") if isinstance(note, dict) else None,
-        "format": (stored.manifest.origin or {}).get("format") or f"distckpt {marker.get('format_version', 1)}",
+        "format": (stored.manifest.origin or {}).get("format")
+        or f"distckpt {marker.get('format_version', 1)}",
         "common_state": names,
     }
 
 
 def group_keys(manifest: Manifest, is_merging: bool = True) -> list[Group]:
-    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`, unless told not to."""
+    """Group keys that differ in numbers only, such as `layers.0.weight` and `layers.1.weight`,
+    unless told not to.
+    """
     members: dict[tuple[object, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for key_id in sorted(range(len(manifest.keys)), key=lambda i: natural_order(manifest.keys[i])):
         key = manifest.keys[key_id]
@@ -173,9 +188,15 @@ def _write_page(path: str, stored: StoredCheckpoint, facts: dict[str, Any]) -> N
     names = {key: key for key in stored.manifest.key_index if not stored.is_object(key)}
     values = plain(load_common_state(stored)) if facts["common_state"] else {}
     common = json.dumps(finite(values), indent=2, ensure_ascii=False) if values else ""
-    lines = [("", text) for text in (facts["location"], _of_save_text(facts), _objects_text(facts)) if text]
+    lines = [
+        ("", text)
+        for text in (facts["location"], _of_save_text(facts), _objects_text(facts))
+        if text
+    ]
     name = stored.location.rstrip("/").rpartition("/")[2]
-    write_page(path, stored, names, {"title": name, "lines": lines, "common": common, "tiles": tiles})
+    write_page(
+        path, stored, names, {"title": name, "lines": lines, "common": common, "tiles": tiles}
+    )
 
 
 def _count_in_words(number: int) -> str:
@@ -186,7 +207,9 @@ def _count_in_words(number: int) -> str:
 
 
 def _objects_text(facts: dict[str, Any]) -> str:
-    """Count the objects and name what is in common state, in one line; empty where there is neither."""
+    """Count the objects and name what is in common state, in one line; empty where there is
+    neither.
+    """
     if not facts["object_bytes"]:
         return ""
     names = facts["common_state"]
@@ -196,13 +219,17 @@ def _objects_text(facts: dict[str, Any]) -> str:
     return f"{' and '.join(filter(None, parts))}, {size_text(facts['object_bytes'])}"
 
 
-def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any, output: Output) -> None:
+def _show(
+    facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any, output: Output
+) -> None:
     output.line(facts["location"], BOLD)
     output.line(_of_save_text(facts))
     tensors, elements, chunks, num_files = (
         count_text(facts[f"num_{noun}s"], noun) for noun in ("tensor", "element", "chunk", "file")
     )
-    output.line(f"{tensors}, {elements}, {size_text(facts['tensor_bytes'])}; {chunks} in {num_files}")
+    output.line(
+        f"{tensors}, {elements}, {size_text(facts['tensor_bytes'])}; {chunks} in {num_files}"
+    )
     if objects := _objects_text(facts):
         output.line(objects)
     output.line()
@@ -217,10 +244,14 @@ def _show(facts: dict[str, Any], lines: Sequence[tuple[str, Group]], files: Any,
 
 
 def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
-    """Draw a bar for the bytes of each rank, or of each file whose name contains no rank; one alone is named."""
+    """Draw a bar for the bytes of each rank, or of each file whose name contains no rank; one alone
+    is named.
+    """
     if len(writers) == 1:
         rank = writers[0]["rank"]
-        output.line(f"all in {writers[0]['file']}" if rank is None else f"all written by rank {rank}")
+        output.line(
+            f"all in {writers[0]['file']}" if rank is None else f"all written by rank {rank}"
+        )
         return
     largest = max((writer["data_bytes"] for writer in writers), default=0) or 1
     bar = "\u2588" if output.in_colour else "#"
@@ -233,8 +264,16 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
         ]
         for writer in writers[:_MAX_WRITERS]
     ]
-    swatches = [[] if writer["rank"] is None else [writer["rank"]] for writer in writers[:_MAX_WRITERS]]
-    output.table(["owner", "share", "files", "data"], shown, num_text=2, drop="files share", swatches=swatches)
+    swatches = [
+        [] if writer["rank"] is None else [writer["rank"]] for writer in writers[:_MAX_WRITERS]
+    ]
+    output.table(
+        ["owner", "share", "files", "data"],
+        shown,
+        num_text=2,
+        drop="files share",
+        swatches=swatches,
+    )
     if len(writers) > _MAX_WRITERS:
         output.line(f"... and {len(writers) - _MAX_WRITERS} more (all with --json)")
     if balance := balance_text(writers):
@@ -243,7 +282,13 @@ def _show_writers(writers: list[dict[str, Any]], output: Output) -> None:
 
 def _group_cells(group: Group) -> tuple[str, ...]:
     shape = shape_text(group.shape) if group.dtype else ""
-    return shape, group.dtype, str(group.num_keys), str(group.num_chunks), size_text(group.num_bytes)
+    return (
+        shape,
+        group.dtype,
+        str(group.num_keys),
+        str(group.num_chunks),
+        size_text(group.num_bytes),
+    )
 
 
 def _lines(groups: Sequence[Group], depth: int | None, is_by_size: bool) -> list[tuple[str, Group]]:
@@ -253,14 +298,23 @@ def _lines(groups: Sequence[Group], depth: int | None, is_by_size: bool) -> list
 
 
 def _tree(
-    members: Sequence[tuple[list[str], Group]], depth: int, is_by_size: bool, level: int = 0, parent: str = ""
+    members: Sequence[tuple[list[str], Group]],
+    depth: int,
+    is_by_size: bool,
+    level: int = 0,
+    parent: str = "",
 ) -> Iterator[tuple[str, Group]]:
     """Yield the lines of a tree of patterns, given in segments, down to `depth` levels."""
     by_first: dict[str, list[tuple[list[str], Group]]] = defaultdict(list)
     for (first, *rest), group in members:
         by_first[first].append((rest, group))
-    branches = [(first, below, _total(first, [group for _, group in below])) for first, below in by_first.items()]
-    for first, below, total in sorted(branches, key=lambda branch: -branch[2].num_bytes) if is_by_size else branches:
+    branches = [
+        (first, below, _total(first, [group for _, group in below]))
+        for first, below in by_first.items()
+    ]
+    for first, below, total in (
+        sorted(branches, key=lambda branch: -branch[2].num_bytes) if is_by_size else branches
+    ):
         leaves = [group for rest, group in below if not rest]
         deeper = [(rest, group) for rest, group in below if rest]
         for group in leaves:
@@ -276,7 +330,10 @@ def _tree(
 
 
 def _total(name: str, groups: Sequence[Group]) -> Group:
-    counts = (sum(getattr(group, field) for group in groups) for field in ("num_keys", "num_bytes", "num_chunks"))
+    counts = (
+        sum(getattr(group, field) for group in groups)
+        for field in ("num_keys", "num_bytes", "num_chunks")
+    )
     return Group(name, "", (), *counts)
 
 
@@ -285,25 +342,34 @@ def _segments(pattern: str) -> list[str]:
     return re.split(r"(?<!\.)\.(?!\.)", pattern)
 
 
-# --- One key ----------------------------------------------------------------------------------------------------------
+# --- One key --------------------------------------------------------------------------------------
 
 
 def _show_key(stored: StoredCheckpoint, key: str, output: Output) -> int:
     known = stored.manifest.key_index
     if key not in known:
         raise LoadMismatchError(f"{stored.location!r} has no key {key!r}{did_you_mean(key, known)}")
-    shape, dtype, stored_key = stored.global_shape(key), stored.dtype_name(key), stored.manifest.keys[known[key]]
+    shape, dtype, stored_key = (
+        stored.global_shape(key),
+        stored.dtype_name(key),
+        stored.manifest.keys[known[key]],
+    )
     chunks = grid.chunks_of(stored, key)
     facts = {"key": key, "stored_as": stored_key, "dtype": dtype, "shape": shape}
     output.json({**facts, "chunks": [chunk._asdict() for chunk in chunks]})
     tied = "" if stored_key == key else f", tied to {stored_key}"
     output.line(f"{key}: {shape_text(shape)} {dtype}, {count_text(len(chunks), 'chunk')}{tied}")
-    rows = [[str(Region(c.offset, c.shape)), c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"] for c in chunks]
+    rows = [
+        [str(Region(c.offset, c.shape)), c.owner, c.file, f"{c.first_byte:,}", f"{c.num_bytes:,}"]
+        for c in chunks
+    ]
     output.table(["region", "owner", "file", "first byte", "bytes"], rows, num_text=3)
     axes = grid.drawn_axes(shape, chunks)
     if not output.as_json:
         if axes is None:
-            output.line("(no picture: this tensor is divided along more than two axes, or is empty)")
+            output.line(
+                "(no picture: this tensor is divided along more than two axes, or is empty)"
+            )
         else:
             output.line()
             output.picture(grid.text_picture(shape, chunks, axes, output.in_colour))

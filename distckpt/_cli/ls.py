@@ -26,7 +26,9 @@ def run(arguments: Namespace, output: Output) -> int:
         ]
         for info in found
     ]
-    output.table(["checkpoint", "saved", "metrics", "state", "size"], rows, num_text=4, drop="metrics saved")
+    output.table(
+        ["checkpoint", "saved", "metrics", "state", "size"], rows, num_text=4, drop="metrics saved"
+    )
     for info in found:
         if info.problem:
             output.line(f"{info.name}: {info.problem}")
@@ -39,5 +41,9 @@ def time_text(seconds: float | None) -> str:
 
 
 def _state(info: CheckpointInfo) -> str:
-    words = ["not whole"] * (info.problem is not None) + ["newest"] * info.is_newest + ["pinned"] * info.pinned
+    words = (
+        ["not whole"] * (info.problem is not None)
+        + ["newest"] * info.is_newest
+        + ["pinned"] * info.pinned
+    )
     return ", ".join(words)

@@ -23,13 +23,26 @@ DIM, BOLD, GREEN, RED = "2", "1", "32", "31"
 
 _SECONDS_BETWEEN = 0.2
 _BAR_WIDTH = 30
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f", "#ff9da7", "#86bcb6")
+COLOURS = (
+    "#4e79a7",
+    "#f28e2b",
+    "#59a14f",
+    "#b07aa1",
+    "#e15759",
+    "#76b7b2",
+    "#edc948",
+    "#9c755f",
+    "#ff9da7",
+    "#86bcb6",
+)
 """Of ranks, in pictures as on terminals."""
 _MAX_SWATCHES = 16
 
 
 class Output:
-    """Prints the results and messages of a verb; with `as_json` the result is one JSON value only."""
+    """Prints the results and messages of a verb; with `as_json` the result is one JSON value
+    only.
+    """
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -61,11 +74,12 @@ class Output:
         drop: str = "",
         swatches: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Print a table of the result: the first `num_text` columns hold text, the others numbers, aligned right.
+        """Print a table of the result: the first `num_text` columns hold text, the others numbers,
+        aligned right.
 
-        On a terminal that is too narrow, names in the first column are broken at dots, and when they would have less
-        than 2/5 of the width, the columns named in `drop` are left out, one after the other. In colour, each row ends
-        with the colours of the ranks in its `swatches`.
+        On a terminal that is too narrow, names in the first column are broken at dots, and when
+        they would have less than 2/5 of the width, the columns named in `drop` are left out, one
+        after the other. In colour, each row ends with the colours of the ranks in its `swatches`.
         """
         if self.as_json:
             return
@@ -89,11 +103,17 @@ class Output:
     def error(self, text: str) -> None:
         """Print an error as one line."""
         line = "error: " + printable(" ".join(text.split()))
-        self.message(f"\x1b[31m{line}\x1b[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else line)
+        self.message(
+            f"\x1b[31m{line}\x1b[0m"
+            if sys.stderr.isatty() and "NO_COLOR" not in os.environ
+            else line
+        )
 
     @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], object]]:
-        """Show progress on a terminal; yield a function to call with the bytes done and the bytes in total."""
+        """Show progress on a terminal; yield a function to call with the bytes done and the bytes
+        in total.
+        """
         if not sys.stderr.isatty():
             yield lambda done, total: None
             return
@@ -119,8 +139,14 @@ class _Progress:
         rate = done / max(now - self._started, 1e-9)
         left = f"{(total - done) / rate:.0f} s" if rate else "unknown"
         text = f"{size_text(done)} of {size_text(total)}, {size_text(rate)}/s, {left} left"
-        room = min(_BAR_WIDTH, shutil.get_terminal_size().columns - len(self._label) - len(text) - 3)
-        bar = ("\u2501" * (room * done // max(total, 1))).ljust(room, "\u2500") + " " if room > 4 else ""
+        room = min(
+            _BAR_WIDTH, shutil.get_terminal_size().columns - len(self._label) - len(text) - 3
+        )
+        bar = (
+            ("\u2501" * (room * done // max(total, 1))).ljust(room, "\u2500") + " "
+            if room > 4
+            else ""
+        )
         print(f"\r{self._label} {bar}{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
@@ -132,10 +158,14 @@ def swatch(rank: int, letter: str = " ") -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that control a terminal or cannot be printed: names come from files that others wrote."""
+    """Escape characters that control a terminal or cannot be printed: names come from files that
+    others wrote.
+    """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
+    )
 
 
 def finite(value: Any) -> Any:
@@ -156,7 +186,8 @@ def table_lines(
     drop: Sequence[str] = (),
     width: int | None = None,
 ) -> list[str]:
-    """Lay out a table as lines whose columns are separated by two spaces; see `Output.table` for a `width`.
+    """Lay out a table as lines whose columns are separated by two spaces; see `Output.table` for a
+    `width`.
 
     The line of a row whose first cell is broken has several lines.
     """
@@ -164,7 +195,10 @@ def table_lines(
     widths = {column[0]: max(map(len, column)) for column in columns}
     if width is not None:
         most = widths[heads[0]]
-        least = min(most, max(2 * width // 5, *(len(line) for cell in columns[0] for line in _broken(cell, 1))))
+        least = min(
+            most,
+            max(2 * width // 5, *(len(line) for cell in columns[0] for line in _broken(cell, 1))),
+        )
         for head in drop:
             if sum(widths.values()) - most + least + 2 * len(widths) - 2 > width:
                 widths.pop(head, None)
@@ -181,18 +215,26 @@ def table_lines(
         if head in widths
     ]
     head, rule, *lines = ["  ".join(line).rstrip() for line in zip(*shown, strict=True)]
-    return [head, rule, *("\n".join([line, *name[1:]]) for line, name in zip(lines, names, strict=True))]
+    return [
+        head,
+        rule,
+        *("\n".join([line, *name[1:]]) for line, name in zip(lines, names, strict=True)),
+    ]
 
 
 def _wrapped(text: str, width: int) -> str:
     """Break a line between words."""
     if len(text) <= width:
         return text
-    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _broken(name: str, width: int) -> list[str]:
-    """Break a name after dots into lines of at most this width, or one part; `{0..3}` stays whole."""
+    """Break a name after dots into lines of at most this width, or one part; `{0..3}` stays
+    whole.
+    """
     indent = " " * (len(name) - len(name.lstrip()) + 2)
     lines = [""]
     for part in re.split(r"(?<=[^.]\.)(?=[^.])", name):

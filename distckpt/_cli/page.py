@@ -1,7 +1,8 @@
-"""One page of HTML about a checkpoint, or about the differences of two; `page.html` is its template.
+"""One page of HTML about a checkpoint, or about the differences of two; `page.html` is its
+template.
 
-All that comes from a checkpoint is in one compressed block of JSON, which no text in it can leave, and which the page
-shows as text.
+All that comes from a checkpoint is in one compressed block of JSON, which no text in it can leave,
+and which the page shows as text.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ def write_page(
         path: of the file.
         stored: the checkpoint.
         names: the tensors to show, as name on the page -> key.
-        head: what is said of the whole: `title`, `lines` (pairs of a label and a text), `tiles` (pairs of a number and
-            what it counts), `common` (a text); of a comparison also `same`, and `objects` (place, value in A, in B).
-        changes: of a comparison the differences by name: `text`, `rate` (rel L2, None where no values differ), and for
-            those `max`, `different`, `elements` and `where`.
+        head: what is said of the whole: `title`, `lines` (pairs of a label and a text), `tiles`
+            (pairs of a number and what it counts), `common` (a text); of a comparison also `same`,
+            and `objects` (place, value in A, in B).
+        changes: of a comparison the differences by name: `text`, `rate` (rel L2, None where no
+            values differ), and for those `max`, `different`, `elements` and `where`.
         other: the checkpoint it is compared with, and the keys that it alone has.
     """
     files = list_files(stored.manifest)
     writers = list_writers(files)
-    owners = [writer["file"] if writer["rank"] is None else f"rank {writer['rank']}" for writer in writers]
+    owners = [
+        writer["file"] if writer["rank"] is None else f"rank {writer['rank']}" for writer in writers
+    ]
     places = {owner: place for place, owner in enumerate(owners)}
     tensors = [_describe(stored, name, key, places, changes or {}) for name, key in names.items()]
     if other is not None:
@@ -67,13 +71,21 @@ def write_page(
         with open(path, "w", encoding="utf-8") as file:
             file.write(template.replace("@DATA@", base64.b64encode(data).decode()))
     except OSError as error:
-        raise CheckpointingException(f"The page cannot be written to {path!r}: {error.strerror}.") from error
+        raise CheckpointingException(
+            f"The page cannot be written to {path!r}: {error.strerror}."
+        ) from error
 
 
 def _describe(
-    stored: StoredCheckpoint, name: str, key: str, places: Mapping[str, int] | None, changes: Mapping[str, Any]
+    stored: StoredCheckpoint,
+    name: str,
+    key: str,
+    places: Mapping[str, int] | None,
+    changes: Mapping[str, Any],
 ) -> list[Any]:
-    """Return name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied tensor, difference."""
+    """Return name, dtype, shape, bytes, chunks (place of the owner, offset, shape, bytes), tied
+    tensor, difference.
+    """
     found = chunks_of(stored, key)
     chunks = [[places[c.owner], c.offset, c.shape, c.num_bytes] for c in found] if places else []
     size = sum(chunk.num_bytes for chunk in found)

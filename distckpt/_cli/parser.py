@@ -1,7 +1,7 @@
 """The verbs of the command line and its parser.
 
-To add a verb, list it in `VERBS`, declare its arguments in `arguments.py`, and define `run(arguments, output)` in its
-module, which is imported when the verb runs, and torch with it.
+To add a verb, list it in `VERBS`, declare its arguments in `arguments.py`, and define
+`run(arguments, output)` in its module, which is imported when the verb runs, and torch with it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class Verb(NamedTuple):
 
     Attributes:
         summary: one line for the help.
-        module: of `distckpt._cli`, whose `run` returns the exit code; an exception is printed as one line.
+        module: of `distckpt._cli`, whose `run` returns the exit code; an exception is printed as
+            one line.
         aliases: further names.
         error_code: the exit code for exceptions; 2 for checks, whose 1 means that the check failed.
-        arguments: the function in `arguments.py` that declares them, if it has another name than the module.
+        arguments: the function in `arguments.py` that declares them, if it has another name than
+            the module.
     """
 
     name: str
@@ -42,16 +44,44 @@ class Verb(NamedTuple):
 
 
 VERBS = (
-    Verb("ls", "List the checkpoints of a run: size, time, metrics, and whether they are whole.", "ls"),
+    Verb(
+        "ls",
+        "List the checkpoints of a run: size, time, metrics, and whether they are whole.",
+        "ls",
+    ),
     Verb("inspect", "Show the content of a checkpoint and which ranks wrote it.", "inspect"),
     Verb("cat", "Print values of a tensor or an object, or save them for numpy.", "cat"),
     Verb("verify", "Check that a checkpoint is complete and undamaged.", "verify", error_code=2),
     Verb("stats", "Norm, extremes, NaN and zeros of each tensor.", "stats", error_code=2),
-    Verb("diff", "Compare two checkpoints: keys, shapes, dtypes, values, objects.", "diff", error_code=2),
-    Verb("consolidate", "Merge the shards of a checkpoint into a Hugging Face directory.", "consolidate", ("export",)),
-    Verb("merge", "Average checkpoints into a Hugging Face directory.", "consolidate", arguments="merge"),
-    Verb("import", "Convert a Hugging Face directory to a checkpoint.", "reshard", arguments="import_hf"),
-    Verb("convert", "Convert a checkpoint of PyTorch, Megatron Core or DeepSpeed, or make one for these.", "convert"),
+    Verb(
+        "diff",
+        "Compare two checkpoints: keys, shapes, dtypes, values, objects.",
+        "diff",
+        error_code=2,
+    ),
+    Verb(
+        "consolidate",
+        "Merge the shards of a checkpoint into a Hugging Face directory.",
+        "consolidate",
+        ("export",),
+    ),
+    Verb(
+        "merge",
+        "Average checkpoints into a Hugging Face directory.",
+        "consolidate",
+        arguments="merge",
+    ),
+    Verb(
+        "import",
+        "Convert a Hugging Face directory to a checkpoint.",
+        "reshard",
+        arguments="import_hf",
+    ),
+    Verb(
+        "convert",
+        "Convert a checkpoint of PyTorch, Megatron Core or DeepSpeed, or make one for these.",
+        "convert",
+    ),
     Verb("reshard", "Rewrite a checkpoint as other ranks would have saved it.", "reshard"),
     Verb("prune", "Remove old checkpoints, and leftovers of interrupted saves.", "prune"),
     Verb("bench", "Measure saves and loads, and the raw speed of a storage.", "bench"),
@@ -93,9 +123,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"distckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in VERBS:
-        one = verbs.add_parser(verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary)
+        one = verbs.add_parser(
+            verb.name, aliases=verb.aliases, help=verb.summary, description=verb.summary
+        )
         getattr(arguments, verb.arguments or verb.module)(one)
         one.add_argument("--json", action="store_true", help="print the result as JSON")
-        one.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+        one.add_argument(
+            "--debug", action="store_true", help="show a traceback when something fails"
+        )
         one.set_defaults(module=verb.module, error_code=verb.error_code, parser=one)
     return parser

@@ -1,4 +1,6 @@
-"""`distckpt prune`: remove the checkpoints of a manager that its retention does not keep, and leftovers."""
+"""`distckpt prune`: remove the checkpoints of a manager that its retention does not keep, and
+leftovers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from distckpt._manager.retention import (
     surplus,
     unknown_metric,
 )
-from distckpt._manager.steps import Saved, is_free_to_remove, is_leftover, list_root, own_steps, problem_with, step_name
+from distckpt._manager.steps import (
+    Saved,
+    is_free_to_remove,
+    is_leftover,
+    list_root,
+    own_steps,
+    problem_with,
+    step_name,
+)
 from distckpt._storage import locations
 
 
@@ -41,7 +51,9 @@ def run(arguments: Namespace, output: Output) -> int:
     doing = "would remove" if arguments.dry_run else "removed"
     for name in names:
         what = f"{name}, left by an interrupted save or removal" if name in leftovers else name
-        output.line(f"cannot remove {what}: {problems[name]}" if name in problems else f"{doing} {what}")
+        output.line(
+            f"cannot remove {what}: {problems[name]}" if name in problems else f"{doing} {what}"
+        )
     for name in live:
         output.line(f"kept {name}: a save may still be writing it")
     removed = [item.step for item in surplus_steps if step_name(item.step) not in problems]
@@ -73,15 +85,20 @@ def _removable(root: str, saved: list[Saved], policy: Retention) -> list[Saved]:
     if policy.keep_last is None:
         return []
 
-    newest = next((item.step for item in reversed(saved) if problem_with(root, item.step) is None), None)
+    newest = next(
+        (item.step for item in reversed(saved) if problem_with(root, item.step) is None), None
+    )
     if newest is None:
         return []
-    # Steps newer than the newest complete one are damaged; whether to repair them is for the user to decide.
+    # Steps newer than the newest complete one are damaged; whether to repair them is for the user
+    # to decide.
     return surplus(root, policy, [item for item in saved if item.step <= newest], newest)
 
 
 def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
-    """Return the leftovers of interrupted saves and removals, and those that a save may still be writing."""
+    """Return the leftovers of interrupted saves and removals, and those that a save may still be
+    writing.
+    """
     names = [name for name in list_root(root) if is_leftover(name)]
     latest = _clock_of(root) - 60 * abandoned_after
 
@@ -89,7 +106,9 @@ def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
         location = locations.join(root, name)
         with running.claimed(location) as has_ended:
             if has_ended is None:
-                return max((time for _, time in changes_in(location).values()), default=0.0) < latest
+                return (
+                    max((time for _, time in changes_in(location).values()), default=0.0) < latest
+                )
             return has_ended
 
     dead = [name for name in names if is_free_to_remove(name) or is_dead(name)]
@@ -97,7 +116,9 @@ def _leftovers(root: str, abandoned_after: int) -> tuple[list[str], list[str]]:
 
 
 def _clock_of(root: str) -> float:
-    """Return the time by the clock that file times in a directory come from, which may be a server's."""
+    """Return the time by the clock that file times in a directory come from, which may be a
+    server's.
+    """
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=root) as probe:
         return os.fstat(probe.fileno()).st_mtime
     return time.time()

@@ -1,4 +1,6 @@
-"""`distckpt reshard` and `distckpt import`: write a checkpoint as some number of ranks would have saved it."""
+"""`distckpt reshard` and `distckpt import`: write a checkpoint as some number of ranks would have
+saved it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,17 @@ from distckpt._operations.reshard import reshard
 
 def run(arguments: Namespace, output: Output) -> int:
     """Reshard, or import, and print a summary."""
-    options: dict[str, Any] = {"num_ranks": arguments.ranks, **given(arguments, "overwrite", "max_inflight_bytes")}
+    options: dict[str, Any] = {
+        "num_ranks": arguments.ranks,
+        **given(arguments, "overwrite", "max_inflight_bytes"),
+    }
     if "hf_dir" in arguments:
         source, doing = arguments.hf_dir, "importing"
-        options |= {"keys": arguments.keys, "rename": dict(arguments.rename), "dtype": dtype_option(arguments.dtype)}
+        options |= {
+            "keys": arguments.keys,
+            "rename": dict(arguments.rename),
+            "dtype": dtype_option(arguments.dtype),
+        }
     else:
         source, doing = arguments.source, "resharding"
         options |= {"grids": dict(arguments.grid), "verify": arguments.verify}

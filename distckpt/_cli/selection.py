@@ -1,4 +1,6 @@
-"""Arguments that several verbs share: which tensors, under which names, in which dtype, and how to write them."""
+"""Arguments that several verbs share: which tensors, under which names, in which dtype, and how to
+write them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 
 
 def given(arguments: Namespace, *names: str) -> dict[str, Any]:
-    """Return the named arguments without those left out, for which the function called has defaults."""
+    """Return the named arguments without those left out, for which the function called has
+    defaults.
+    """
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
@@ -31,4 +35,6 @@ def dtype_option(given: Sequence[tuple[str, torch.dtype]] | None) -> Any:
 def warn_of_overflows(overflows: Mapping[str, int], output: Output) -> None:
     """Warn about values that did not fit the dtype they were converted to."""
     for name, count in overflows.items():
-        output.message(f"warning: {count} values of {name!r} did not fit the dtype they were converted to")
+        output.message(
+            f"warning: {count} values of {name!r} did not fit the dtype they were converted to"
+        )

@@ -7,8 +7,8 @@ import time
 from argparse import Namespace
 
 from distckpt._base.dtypes import FROM_NAME
+from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._cli.output import Output, count_text, size_text
-from distckpt._foreign.opening import open_checkpoint
 from distckpt._operations.stats import TensorStats, compute_stats
 from distckpt._ranks.report import counting
 from distckpt._storage import locations
@@ -30,15 +30,18 @@ def run(arguments: Namespace, output: Output) -> int:
     seconds = time.perf_counter() - started
     num_nan = sum(tensor.num_nan > 0 for tensor in found)
     output.line(
-        f"{count_text(len(found), 'tensor')}, {num_nan:,} with NaN; {size_text(num_bytes)} read in {seconds:.2f} s, "
-        f"{size_text(num_bytes / seconds)}/s"
+        f"{count_text(len(found), 'tensor')}, {num_nan:,} with NaN; {size_text(num_bytes)} read in "
+        f"{seconds:.2f} s, {size_text(num_bytes / seconds)}/s"
     )
     return 1 if num_nan else 0
 
 
 def _cells(tensor: TensorStats) -> list[str]:
     numbers = [f"{value:.3g}" for value in (tensor.norm, tensor.mean, tensor.min, tensor.max)]
-    counts = [f"{count:,}" if count else "" for count in (tensor.num_zero, tensor.num_nan, tensor.num_infinite)]
+    counts = [
+        f"{count:,}" if count else ""
+        for count in (tensor.num_zero, tensor.num_nan, tensor.num_infinite)
+    ]
     tallest = max(tensor.histogram, default=1) or 1
     bars = "".join(_BARS[count * (len(_BARS) - 1) // tallest] for count in tensor.histogram)
     return [tensor.key, *numbers, *counts, bars]

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distckpt._mapping.wrappers import ShardedTensor
+from distckpt._operations.load import load
+from distckpt._operations.save import save
 from distckpt._ranks.collectives import Ranks
 from distckpt._storage import locations
 from distckpt._storage.page_cache import cached_fraction
-from distckpt.mapping import ShardedTensor
-from distckpt.serialization import load, save
 
 REQUEST_BYTES = 16 << 20
 OBJECT_BYTES = 64 << 20
@@ -29,7 +30,9 @@ TENSOR_BYTES = 16 << 20
 
 
 class Task(NamedTuple):
-    """A measurement: `num_runs` rounds of saves and loads in a folder, of `num_tensors` tensors in each rank."""
+    """A measurement: `num_runs` rounds of saves and loads in a folder, of `num_tensors` tensors in
+    each rank.
+    """
 
     folder: str
     num_ranks: int
@@ -43,7 +46,9 @@ class Task(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """A way to save and load: `save(durable)` returns when all is on disk if durable, `load(cold)` reads it again."""
+    """A way to save and load: `save(durable)` returns when all is on disk if durable, `load(cold)`
+    reads it again.
+    """
 
     save: Callable[[bool], object]
     load: Callable[[bool], object]
@@ -54,13 +59,19 @@ def measure(rank: int, task: Task) -> dict[str, dict[str, list[float]]]:
     make_raw = _raw_file if locations.is_local(task.folder) else _raw_objects
     contestants = {
         "distckpt": _distckpt(rank, task),
-        "raw": make_raw(task.num_tensors * TENSOR_BYTES, locations.join(task.folder, f"rank-{rank}")),
+        "raw": make_raw(
+            task.num_tensors * TENSOR_BYTES, locations.join(task.folder, f"rank-{rank}")
+        ),
     }
     seconds: dict[str, dict[str, list[float]]] = {}
     # Round 0 warms up, and does not count.
     for number in range(task.num_runs + 1):
         if rank == 0:
-            print(f"round {number} of {task.num_runs}" if number else "warming up", file=sys.stderr, flush=True)
+            print(
+                f"round {number} of {task.num_runs}" if number else "warming up",
+                file=sys.stderr,
+                flush=True,
+            )
         # Each goes first by turns: the disk may still be busy with what the other has deleted.
         for name in sorted(contestants, reverse=number % 2 == 1):
             for case, took in _measure_cases(contestants[name], Ranks(), task.folder):
@@ -69,7 +80,9 @@ def measure(rank: int, task: Task) -> dict[str, dict[str, list[float]]]:
     return seconds
 
 
-def _measure_cases(contestant: Contestant, ranks: Ranks, folder: str) -> Iterator[tuple[str, float]]:
+def _measure_cases(
+    contestant: Contestant, ranks: Ranks, folder: str
+) -> Iterator[tuple[str, float]]:
     """Yield each case that this storage has, and the seconds that it took."""
     is_local = locations.is_local(folder)
     if is_local:
@@ -77,7 +90,9 @@ def _measure_cases(contestant: Contestant, ranks: Ranks, folder: str) -> Iterato
         _empty(ranks, folder)
     yield "save", _time(ranks, lambda: contestant.save(True))
     if is_local:
-        if ranks.broadcast(b"yes" if ranks.is_coordinator and drop_from_page_cache(folder) else b""):
+        if ranks.broadcast(
+            b"yes" if ranks.is_coordinator and drop_from_page_cache(folder) else b""
+        ):
             yield "cold_load", _time(ranks, lambda: contestant.load(True))
         contestant.load(False)  # brings all files into the page cache
     yield "warm_load", _time(ranks, lambda: contestant.load(False))
@@ -106,22 +121,32 @@ def _wait_for_all(ranks: Ranks) -> None:
 
 
 def _distckpt(rank: int, task: Task) -> Contestant:
-    """Save a checkpoint, and load it with checksums verified into tensors that are there already."""
+    """Save a checkpoint, and load it with checksums verified into tensors that are there
+    already.
+    """
     keys = [f"layers.{i}.weight" for i in range(task.num_tensors)]
     shards = {
-        key: ShardedTensor.from_rank_offsets(key, torch.randn(TENSOR_SHAPE), (0, rank, task.num_ranks)) for key in keys
+        key: ShardedTensor.from_rank_offsets(
+            key, torch.randn(TENSOR_SHAPE), (0, rank, task.num_ranks)
+        )
+        for key in keys
     }
     location = locations.join(task.folder, "checkpoint")
     return Contestant(
-        lambda durable: save(dict(shards), location, durable=durable), lambda cold: load(dict(shards), location)
+        lambda durable: save(dict(shards), location, durable=durable),
+        lambda cold: load(dict(shards), location),
     )
 
 
 def _raw_file(num_bytes: int, path: str) -> Contestant:
-    """Write and read one file: durable writes and cold reads go around the page cache, others through it."""
+    """Write and read one file: durable writes and cold reads go around the page cache, others
+    through it.
+    """
     memory = np.empty(num_bytes + 4096, np.uint8)
     memory = memory[-memory.ctypes.data % 4096 :][:num_bytes]  # aligned as direct I/O needs it
-    memory[:] = np.random.default_rng().integers(0, 256, num_bytes, np.uint8)  # no storage can compress this
+    memory[:] = np.random.default_rng().integers(
+        0, 256, num_bytes, np.uint8
+    )  # no storage can compress this
 
     def move(function: Callable[..., int], flags: int, is_direct: bool, is_durable: bool) -> None:
         def move_request(start: int) -> None:
@@ -145,7 +170,10 @@ def _raw_file(num_bytes: int, path: str) -> Contestant:
 def _raw_objects(num_bytes: int, prefix: str) -> Contestant:
     """Put and get objects of 64 MiB, a few at the same time."""
     block = np.random.default_rng().bytes(OBJECT_BYTES)
-    contents = {f"{prefix}-{start}": block[: num_bytes - start] for start in range(0, num_bytes, OBJECT_BYTES)}
+    contents = {
+        f"{prefix}-{start}": block[: num_bytes - start]
+        for start in range(0, num_bytes, OBJECT_BYTES)
+    }
 
     def get(url: str) -> None:
         _check(len(locations.read_bytes(url)), len(contents[url]))
@@ -154,7 +182,9 @@ def _raw_objects(num_bytes: int, prefix: str) -> Contestant:
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(function, contents, *arguments))
 
-    return Contestant(lambda durable: move(locations.write_bytes, contents.values()), lambda cold: move(get))
+    return Contestant(
+        lambda durable: move(locations.write_bytes, contents.values()), lambda cold: move(get)
+    )
 
 
 @contextlib.contextmanager
@@ -176,7 +206,9 @@ def _check(num_moved: int, num_bytes: int) -> None:
 
 
 def drop_from_page_cache(folder: str) -> bool:
-    """Drop all files in a folder, which are on disk, from the page cache; False where that cannot be done."""
+    """Drop all files in a folder, which are on disk, from the page cache; False where that cannot
+    be done.
+    """
     paths = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
     return hasattr(os, "posix_fadvise") and all([_drop_file(path) for path in paths])
 

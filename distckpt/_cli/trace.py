@@ -1,4 +1,6 @@
-"""`distckpt trace`: turn a journal of phases into a trace that Perfetto and chrome://tracing show."""
+"""`distckpt trace`: turn a journal of phases into a trace that Perfetto and chrome://tracing
+show.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ def run(arguments: Namespace, output: Output) -> int:
     events: list[Mapping[str, Any]] = []
     for path in arguments.journals:
         with open(path, encoding="utf-8") as file:
-            events += [_parsed(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+            events += [
+                _parsed(line, f"{path}:{number}")
+                for number, line in enumerate(file, 1)
+                if line.strip()
+            ]
     with open(arguments.output, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": _trace_events(events)}, file)
     output.json({"trace": arguments.output, "num_phases": len(events)})
@@ -30,7 +36,9 @@ def _parsed(line: str, place: str) -> Mapping[str, Any]:
         [event[name] for name in ("verb", "phase", "rank", "thread", "checkpoint")]
         float(event["start"]) + float(event["seconds"])
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointingException(f"{place} is no event of distckpt.events: {line.strip():.100}") from error
+        raise CheckpointingException(
+            f"{place} is no event of distckpt.events: {line.strip():.100}"
+        ) from error
     return event
 
 
@@ -42,7 +50,11 @@ def _trace_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]
         thread = threads.setdefault((event["rank"], event["thread"]), len(threads))
         times = {"ts": event["start"] * 1e6, "dur": event["seconds"] * 1e6}
         name = f"{event['verb']}: {event['phase']}"
-        traced.append({"name": name, "ph": "X", **times, "pid": event["rank"], "tid": thread, "args": event})
+        traced.append(
+            {"name": name, "ph": "X", **times, "pid": event["rank"], "tid": thread, "args": event}
+        )
     for (rank, name), thread in threads.items():
-        traced.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}})
+        traced.append(
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+        )
     return traced

@@ -36,7 +36,11 @@ def describe(problem: Problem) -> str:
     if problem.first_byte is not None:
         text += f"; bytes {problem.first_byte} to {problem.stop_byte}"
     if problem.key is not None:
-        name = "common state" if problem.key == COMMON_KEY else f"key {problem.key!r}, region {problem.region}"
+        name = (
+            "common state"
+            if problem.key == COMMON_KEY
+            else f"key {problem.key!r}, region {problem.region}"
+        )
         text += f"; {name}"
     return text
 
@@ -49,11 +53,17 @@ def strays_text(strays: Sequence[str]) -> str:
 
 def summary(report: VerifyReport) -> str:
     """Format the outcome as one line."""
-    verdict = "OK" if report.is_whole else f"DAMAGED ({count_text(len(report.problems), 'problem')})"
+    verdict = (
+        "OK" if report.is_whole else f"DAMAGED ({count_text(len(report.problems), 'problem')})"
+    )
     rate = f", {size_text(report.num_bytes / report.seconds)}/s" if report.mode == "full" else ""
-    note = "" if report.has_checksums else "; these files have no checksums: only their structure was checked"
+    note = (
+        ""
+        if report.has_checksums
+        else "; these files have no checksums: only their structure was checked"
+    )
     keys, files = count_text(report.num_keys, "key"), count_text(report.num_files, "file")
     return (
-        f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: {size_text(report.num_bytes)} read in "
-        f"{report.seconds:.2f} s{rate}{note}"
+        f"{verdict}: {report.location}, {keys} in {files}, {report.mode}: "
+        f"{size_text(report.num_bytes)} read in {report.seconds:.2f} s{rate}{note}"
     )

@@ -1,12 +1,14 @@
-"""Commit a save to an object store, where nothing can be renamed: the marker is put last, on a condition.
+"""Commit a save to an object store, where nothing can be renamed: the marker is put last, on a
+condition.
 
-Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/`, so files of two savers never meet.
-The marker names the manifest, and the manifest the files. It is put only if the marker that was there when the save
-began, or none, is still there. So of several savers one wins, and a reader finds the old checkpoint or the new one.
+Every save writes into folders of its own, `tensors-<nonce>/` and `objects-<nonce>/`, so files of
+two savers never meet. The marker names the manifest, and the manifest the files. It is put only if
+the marker that was there when the save began, or none, is still there. So of several savers one
+wins, and a reader finds the old checkpoint or the new one.
 
-What is no part of the checkpoint that the marker names was left by a save that was interrupted, or belongs to one that
-began before the marker was put and cannot win any more. Files that are there when a marker is about to be put are
-therefore safe to remove once it has been put.
+What is no part of the checkpoint that the marker names was left by a save that was interrupted, or
+belongs to one that began before the marker was put and cannot win any more. Files that are there
+when a marker is about to be put are therefore safe to remove once it has been put.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError, RankFailedError
+from distckpt._base.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    RankFailedError,
+)
 from distckpt._commit import posix
 from distckpt._format.manifest import MANIFEST_NAME
 from distckpt._format.marker import CONFIG_FNAME, encode_marker, read_marker
@@ -31,7 +38,9 @@ logger = logging.getLogger(__name__)
 SAVE = "save"
 """Field of the marker: the nonce of the save."""
 
-_OURS = re.compile(r"(?:tensors|objects)(?:-([0-9a-f]{16}))?/.+|manifest(?:-([0-9a-f]{16}))?\.safetensors")
+_OURS = re.compile(
+    r"(?:tensors|objects)(?:-([0-9a-f]{16}))?/.+|manifest(?:-([0-9a-f]{16}))?\.safetensors"
+)
 _FOLDER = re.compile(rb"(?:tensors|objects)-([0-9a-f]{16})/")
 
 
@@ -41,14 +50,17 @@ def folder_suffix(nonce: str) -> str:
 
 
 def stray_files(location: str, named: Container[str]) -> list[str]:
-    """Return the files of saves at a location that neither its manifest names nor its marker, relative to it.
+    """Return the files of saves at a location that neither its manifest names nor its marker,
+    relative to it.
 
     There are none on local disks, where a save becomes visible by a rename.
     """
     if locations.is_local(location):
         return []
     manifest_name = _manifest_named_by(read_marker(location) or {})
-    return [name for name in _files_of_saves(location) if name != manifest_name and name not in named]
+    return [
+        name for name in _files_of_saves(location) if name != manifest_name and name not in named
+    ]
 
 
 def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
@@ -60,7 +72,8 @@ def remove_checkpoint(location: str, is_meant: Callable[[str], bool]) -> bool:
     if not is_meant(location):
         return False
     if marker.has_conditions:
-        # Removals have no conditions. A marker that is put on one fails all saves that may replace this checkpoint.
+        # Removals have no conditions. A marker that is put on one fails all saves that may replace
+        # this checkpoint.
         fields = {**(read_marker(location) or {}), "removed": True}
         try:
             if not marker.replace(encode_marker(fields), version):
@@ -88,8 +101,8 @@ def remove_unfinished(location: str) -> None:
 class Transaction:
     """A save to an object store, used by the coordinator alone.
 
-    Without `has_folders` the save writes into no folders of its own, as strategies of users may. It cannot replace a
-    checkpoint then, and removes nothing but what it has written.
+    Without `has_folders` the save writes into no folders of its own, as strategies of users may. It
+    cannot replace a checkpoint then, and removes nothing but what it has written.
     """
 
     def __init__(self, location: str, nonce: str, overwrite: bool, has_folders: bool) -> None:
@@ -103,7 +116,11 @@ class Transaction:
         self._is_conditional = self._marker.has_conditions
         self._may_be_committed = False
         if self._version is not None and not (overwrite and has_folders):
-            advice = "pass overwrite=True" if has_folders else "save with another strategy: this one cannot replace it"
+            advice = (
+                "pass overwrite=True"
+                if has_folders
+                else "save with another strategy: this one cannot replace it"
+            )
             raise posix.already_complete(location, advice)
         if not self._is_conditional:
             self._warn_about_conditions()
@@ -115,15 +132,16 @@ class Transaction:
 
     def _overtaken(self) -> CheckpointExistsError:
         return CheckpointExistsError(
-            f"Another program has saved to {self._location!r}, or removed what was there, while this save was "
-            "being written: that stays. Choose another location, or save again."
+            f"Another program has saved to {self._location!r}, or removed what was there, while "
+            "this save was being written: that stays. Choose another location, or save again."
         )
 
     def commit(self, fields: Mapping[str, Any], files: Sequence[str] = ()) -> None:
-        """Put the marker unless it has changed since the save began, then remove what the checkpoint does not name.
+        """Put the marker unless it has changed since the save began, then remove what the
+        checkpoint does not name.
 
-        Nothing is put when any of these files is not there. After an OSError other than a refusal it is not known
-        whether the marker was put, and nothing is removed.
+        Nothing is put when any of these files is not there. After an OSError other than a refusal
+        it is not known whether the marker was put, and nothing is removed.
         """
         try:
             self._put_and_clear_up(fields, files)
@@ -141,8 +159,9 @@ class Transaction:
         if missing and self._marker.version() == self._version:
             more = f" (and {len(missing) - 1} more files)" if len(missing) > 1 else ""
             raise CheckpointingException(
-                f"{locations.join(self._location, missing[0])!r} was written and is missing{more}: another program "
-                "removes files there, or not all ranks write to the same store. Nothing was committed."
+                f"{locations.join(self._location, missing[0])!r} was written and is missing{more}: "
+                "another program removes files there, or not all ranks write to the same store. "
+                "Nothing was committed."
             )
         strays = self._strays(fields, present)
         uploads = self._uploads(strays=True)
@@ -182,7 +201,8 @@ class Transaction:
 
     def _warn_about_conditions(self) -> None:
         logger.warning(
-            "%s has no conditional writes: nothing keeps two programs that save there at the same time apart",
+            "%s has no conditional writes: nothing keeps two programs that save there at the "
+            "same time apart",
             self._location,
         )
 
@@ -196,17 +216,27 @@ class Transaction:
             with contextlib.suppress(CorruptCheckpointError):
                 old = read_marker(self._location) or {}
                 old_manifest, old_nonce = _manifest_named_by(old), old.get(SAVE, "")
-                replaced = {name for name in self._earlier if name == old_manifest or _nonce_of(name) == old_nonce}
+                replaced = {
+                    name
+                    for name in self._earlier
+                    if name == old_manifest or _nonce_of(name) == old_nonce
+                }
                 return sorted(replaced - {named})
             return []
         return [name for name in present if name != named and not self._is_own(name)]
 
     def _uploads(self, strays: bool) -> list[Upload]:
-        """Return unfinished uploads: of this save, and with `strays` of others that cannot win any more."""
+        """Return unfinished uploads: of this save, and with `strays` of others that cannot win any
+        more.
+        """
         uploads = self._remote.list_uploads()
         names = [(upload, upload.location[len(self._location) + 1 :]) for upload in uploads]
         every = strays and self._is_conditional and self._has_folders
-        return [upload for upload, name in names if _OURS.fullmatch(name) and (every or self._is_own(name))]
+        return [
+            upload
+            for upload, name in names
+            if _OURS.fullmatch(name) and (every or self._is_own(name))
+        ]
 
     def _is_own(self, name: str) -> bool:
         nonce = _nonce_of(name)
@@ -215,7 +245,9 @@ class Transaction:
         folders: set[bytes] = set()
         if name == MANIFEST_NAME:
             with contextlib.suppress(FileNotFoundError):
-                folders.update(_FOLDER.findall(locations.read_bytes(locations.join(self._location, name))))
+                folders.update(
+                    _FOLDER.findall(locations.read_bytes(locations.join(self._location, name)))
+                )
         if folders:
             return self._nonce.encode() in folders
         # Of a strategy that does not know of folders.
@@ -224,7 +256,8 @@ class Transaction:
 
 @contextlib.contextmanager
 def naming_winner(ranks: Ranks, transaction: Transaction | None, staging: str) -> Iterator[None]:
-    """Report uploads that are gone, on whatever ranks, as overtaken: a save that wins aborts those of the others.
+    """Report uploads that are gone, on whatever ranks, as overtaken: a save that wins aborts those
+    of the others.
 
     Report likewise that the directory that a save is written into is gone.
 
@@ -234,14 +267,17 @@ def naming_winner(ranks: Ranks, transaction: Transaction | None, staging: str) -
         yield
     except (FileNotFoundError, RankFailedError) as error:
         failures = error.failures.values() if isinstance(error, RankFailedError) else [error]
-        if ranks.are_in_step_after(error) and all(isinstance(failure, FileNotFoundError) for failure in failures):
+        if ranks.are_in_step_after(error) and all(
+            isinstance(failure, FileNotFoundError) for failure in failures
+        ):
             with ranks.phase("look for another program's save", decision=True):
                 if transaction is not None:
                     transaction.check_not_overtaken()
                 elif ranks.is_coordinator and not locations.exists(staging):
                     raise CheckpointingException(
-                        f"{staging!r} was removed by another program while this save was written into it: nothing was "
-                        "committed. Keep programs that clean up away from hidden directories there, and save again."
+                        f"{staging!r} was removed by another program while this save was written "
+                        "into it: nothing was committed. Keep programs that clean up away from "
+                        "hidden directories there, and save again."
                     ) from error
         raise
 

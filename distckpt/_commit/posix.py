@@ -1,6 +1,7 @@
 """Commit a save to a POSIX file system: written beside the target, made durable, and renamed.
 
-A reader sees a complete checkpoint or none. Object stores, which rename nothing: see `conditional_put`.
+A reader sees a complete checkpoint or none. Object stores, which rename nothing: see
+`conditional_put`.
 """
 
 from __future__ import annotations
@@ -54,13 +55,21 @@ def check_target(location: str, overwrite: bool, given: str | None = None) -> No
     if not locations.is_local(location):
         if state == "incomplete":
             logger.warning(
-                "%s holds files but no %s (an unfinished save?): those of a save are removed when this one is complete",
+                "%s holds files but no %s (an unfinished save?): those of a save are removed "
+                "when this one is complete",
                 location, CONFIG_FNAME,
             )  # fmt: skip
         return
     _check_what_is_there(location, overwrite)
-    if state == "incomplete" and not overwrite and given and os.path.islink(locations.normalize(given)):
-        raise target.refused(location, f"{given!r} is a link to it, and it holds files; overwrite=True keeps those")
+    if (
+        state == "incomplete"
+        and not overwrite
+        and given
+        and os.path.islink(locations.normalize(given))
+    ):
+        raise target.refused(
+            location, f"{given!r} is a link to it, and it holds files; overwrite=True keeps those"
+        )
 
 
 def _check_what_is_there(location: str, overwrite: bool) -> None:
@@ -72,14 +81,16 @@ def _check_what_is_there(location: str, overwrite: bool) -> None:
 def already_complete(location: str, advice: str) -> CheckpointExistsError:
     """Return the error about a complete checkpoint that must not be replaced."""
     return CheckpointExistsError(
-        f"{location!r} already holds a complete checkpoint. Choose another location, delete it, or {advice}."
+        f"{location!r} already holds a complete checkpoint. Choose another location, delete it, or "
+        f"{advice}."
     )
 
 
 def prepare(staging: str, names: Sequence[str] = SUBDIRECTORIES, durable: bool = True) -> None:
     """Create the directory of a save, with subdirectories.
 
-    When durable, the directories above `staging` are on disk on return; `sync` and `commit` see to the others.
+    When durable, the directories above `staging` are on disk on return; `sync` and `commit` see to
+    the others.
     """
     locations.make_directories(locations.split(staging)[0], durable)
     locations.make_directories(staging, durable=False)
@@ -97,7 +108,8 @@ def sync(staging: str) -> None:
 def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -> None:
     """Make a completely written save visible under its name; for the coordinator, as the last step.
 
-    Files of others that are in its place stay there. What an unfinished save has left is moved aside.
+    Files of others that are in its place stay there. What an unfinished save has left is moved
+    aside.
     """
     if not locations.is_local(location):
         return
@@ -127,7 +139,9 @@ def commit(staging: str, location: str, overwrite: bool, durable: bool = True) -
 
 
 def _was_interfered_with(error: OSError, staging: str) -> bool:
-    """Tell whether another program has put something at the target, or taken it away, since we looked: look again."""
+    """Tell whether another program has put something at the target, or taken it away, since we
+    looked: look again.
+    """
     if error.errno == errno.ENOENT:
         return locations.exists(staging)
     return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
@@ -140,7 +154,8 @@ def _move_aside(location: str, aside: str) -> None:
         # Another program has moved it.
         return
     if _state_of(aside) == "complete":
-        # Another program has finished its save since we looked, and we have moved that: back with it.
+        # Another program has finished its save since we looked, and we have moved that: back with
+        # it.
         locations.rename(aside, location)
         return
     _warn_about(location, aside)
@@ -148,21 +163,26 @@ def _move_aside(location: str, aside: str) -> None:
 
 def _warn_about(location: str, aside: str) -> None:
     logger.warning(
-        "%s held files of a save but no %s (an unfinished one?): moved to %s; delete it when nothing there is needed",
+        "%s held files of a save but no %s (an unfinished one?): moved to %s; delete it when "
+        "nothing there is needed",
         location, CONFIG_FNAME, aside,
     )  # fmt: skip
 
 
 def _swap(staging: str, location: str, durable: bool = True) -> None:
-    """Put a completely written directory in the place of another one, which is then in its place."""
+    """Put a completely written directory in the place of another one, which is then in its
+    place.
+    """
     if locations.exchange(staging, location, durable):
         return
     aside = _beside(staging, location, "old")
     logger.warning(
-        "this file system cannot swap directories: %s is absent for a moment, its earlier content is in %s meanwhile",
+        "this file system cannot swap directories: %s is absent for a moment, its earlier "
+        "content is in %s meanwhile",
         location, aside,
     )  # fmt: skip
-    # Left by an earlier attempt that another program overtook: the location holds that program's checkpoint now.
+    # Left by an earlier attempt that another program overtook: the location holds that program's
+    # checkpoint now.
     locations.remove_tree(aside)
     locations.rename(location, aside, durable)
     with locations.undone_by(lambda: locations.rename(aside, location, durable)):
@@ -172,23 +192,33 @@ def _swap(staging: str, location: str, durable: bool = True) -> None:
 
 
 def left_aside(location: str) -> str | None:
-    """Return where an overwrite that was interrupted between two renames has left the content of a location, if so."""
+    """Return where an overwrite that was interrupted between two renames has left the content of a
+    location, if so.
+    """
     if not locations.is_local(location) or locations.exists(location):
         return None
     return next(filter(_is_trusted, left_beside(location, "old")), None)
 
 
 def left_beside(location: str, kind: str) -> list[str]:
-    """Return what saves of a location have put beside it: directories of a kind, as "tmp" where they are written."""
+    """Return what saves of a location have put beside it: directories of a kind, as "tmp" where
+    they are written.
+    """
     parent, name = locations.split(location)
     prefix = f".{name}.{kind}-"
     names = locations.list_names(parent) if locations.isdir(parent) else []
-    found = [other for other in names if other.startswith(prefix) and _NONCE.fullmatch(other, len(prefix))]
+    found = [
+        other
+        for other in names
+        if other.startswith(prefix) and _NONCE.fullmatch(other, len(prefix))
+    ]
     return [locations.join(parent, other) for other in found]
 
 
 def _is_trusted(directory: str) -> bool:
-    """Tell whether a directory is ours, or that of the owner of the one it is in: others may put one with any name."""
+    """Tell whether a directory is ours, or that of the owner of the one it is in: others may put
+    one with any name.
+    """
     try:
         status, above = os.lstat(directory), os.stat(os.path.dirname(directory))
     except FileNotFoundError:
@@ -197,24 +227,31 @@ def _is_trusted(directory: str) -> bool:
 
 
 def put_back(location: str) -> None:
-    """Give a location its content again that an interrupted overwrite has left beside it. Only writers call."""
+    """Give a location its content again that an interrupted overwrite has left beside it. Only
+    writers call.
+    """
     aside = left_aside(location)
     if aside is None:
         return
     try:
         locations.rename(aside, location)
     except OSError as error:
-        # The overwrite was not interrupted: another program is about it, and has finished it meanwhile.
+        # The overwrite was not interrupted: another program is about it, and has finished it
+        # meanwhile.
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
             raise
         return
-    logger.warning("an overwrite of %s was interrupted: its earlier content is back, from %s", location, aside)
+    logger.warning(
+        "an overwrite of %s was interrupted: its earlier content is back, from %s", location, aside
+    )
 
 
 def commit_beside_others(staging: str, location: str, is_replaced: Callable[[str], bool]) -> None:
-    """Make a completely written directory visible, together with other files that are in its place already.
+    """Make a completely written directory visible, together with other files that are in its place
+    already.
 
-    Those stay, unless `staging` has one of the same name, or the name is one that the new content replaces.
+    Those stay, unless `staging` has one of the same name, or the name is one that the new content
+    replaces.
     """
     if not locations.is_local(location):
         return
@@ -228,7 +265,9 @@ def commit_beside_others(staging: str, location: str, is_replaced: Callable[[str
 def _swap_beside_others(
     staging: str, location: str, is_replaced: Callable[[str], bool], durable: bool = True
 ) -> Callable[[str], bool]:
-    """Swap two directories after linking into the new one what stays of the old one; return which names stay."""
+    """Swap two directories after linking into the new one what stays of the old one; return which
+    names stay.
+    """
     own = set(locations.list_names(staging))
 
     def stays(name: str) -> bool:
@@ -249,8 +288,12 @@ def _swap_beside_others(
     return stays
 
 
-def _clear_up(replaced: str, location: str, stays: Callable[[str], bool], aside: str | None = None) -> None:
-    """Remove the directory that was replaced, or move what an unfinished save has left in it `aside`."""
+def _clear_up(
+    replaced: str, location: str, stays: Callable[[str], bool], aside: str | None = None
+) -> None:
+    """Remove the directory that was replaced, or move what an unfinished save has left in it
+    `aside`.
+    """
     try:
         # What other programs have changed or added there since it was linked.
         for name in filter(stays, locations.list_names(replaced)):
@@ -261,7 +304,9 @@ def _clear_up(replaced: str, location: str, stays: Callable[[str], bool], aside:
             _warn_about(location, aside)
             return
     except OSError as error:
-        logger.warning("files of other programs may be left in %s, which was %s: %s", replaced, location, error)
+        logger.warning(
+            "files of other programs may be left in %s, which was %s: %s", replaced, location, error
+        )
         return
     locations.remove_tree(replaced)
 
@@ -282,7 +327,9 @@ def _state_of(location: str) -> _State:
         if not locations.exists(location):
             return "free"
         if not locations.isdir(location):
-            raise CheckpointExistsError(f"{location!r} is a file: a checkpoint is a directory. Choose another path.")
+            raise CheckpointExistsError(
+                f"{location!r} is a file: a checkpoint is a directory. Choose another path."
+            )
     elif not locations.isdir(location):
         return "free"
     if locations.exists(locations.join(location, CONFIG_FNAME)):

@@ -18,26 +18,30 @@ _OF_TORCH_SAVE = (".pt", ".pth", ".bin", ".ckpt")
 _MARKERS = (CONFIG_FNAME, ".metadata")
 _MAX_PROBED, _MAX_NAMED = 200, 6
 _ABOUT_PICKLES = (
-    "which distckpt does not open, since pickles can run code: read it with torch.load(path, weights_only=True), "
-    "load_state_dict it into the model, and save that with distckpt.save."
+    "which distckpt does not open, since pickles can run code: read it with torch.load(path, "
+    "weights_only=True), load_state_dict it into the model, and save that with distckpt.save."
 )
 
 
 def check_marker(marker: dict[str, Any] | None, location: str) -> dict[str, Any]:
-    """Check that a marker that was read, None when there is none, is of a readable format; as `verify_checkpoint`."""
+    """Check that a marker that was read, None when there is none, is of a readable format; as
+    `verify_checkpoint`.
+    """
     if marker is None:
         raise CheckpointNotFoundError(absence(location))
     parse_config(marker, location)
     oldest_reader = marker.get("min_reader_version", 1)
     if type(oldest_reader) is not int or not 1 <= oldest_reader < 2**31:
         raise CorruptCheckpointError(
-            f"{location!r} needs a reader of format version {oldest_reader!r:.50}, which is no version: its "
-            f"{CONFIG_FNAME} was damaged. Restore it from a copy, or load another checkpoint."
+            f"{location!r} needs a reader of format version {oldest_reader!r:.50}, which is no "
+            f"version: its {CONFIG_FNAME} was damaged. Restore it from a copy, or load another "
+            "checkpoint."
         )
     if oldest_reader > READER_VERSION:
         raise CorruptCheckpointError(
-            f"{location!r} needs a reader of format version {oldest_reader}; this release of distckpt reads up to "
-            f"{READER_VERSION}. Install a newer release: pip install --upgrade distckpt"
+            f"{location!r} needs a reader of format version {oldest_reader}; this release of "
+            f"distckpt reads up to {READER_VERSION}. Install a newer release: pip install "
+            "--upgrade distckpt"
         )
     return marker
 
@@ -48,11 +52,15 @@ def absence(location: str) -> str:
     if not locations.exists(location):
         text = f"Checkpoint directory {location!r} does not exist"
         if (aside := posix.left_aside(location)) is not None:
-            return f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
+            return (
+                f"{text}. Its overwriting was interrupted: rename {aside!r}, which is its content."
+            )
         if locations.is_local(location) and not locations.exists(parent):
             return f"{text}, and neither does {parent!r}."
         beside = _checkpoints_in(parent)
-        return f"{text}{did_you_mean(name, _names_in(parent))}." + (f" Beside it: {beside}." if beside else "")
+        return f"{text}{did_you_mean(name, _names_in(parent))}." + (
+            f" Beside it: {beside}." if beside else ""
+        )
     if not locations.isdir(location):
         if name in _MARKERS or is_manifest_name(name):
             return f"{location!r} is a file of a checkpoint: give the directory, {parent!r}."
@@ -66,7 +74,9 @@ def absence(location: str) -> str:
         return f"{location!r} holds files of torch.save ({pickles[0]!r}), {_ABOUT_PICKLES}"
     is_of_torch = any(name.endswith(".distcp") for name in names)
     lacks = ".metadata" if is_of_torch else CONFIG_FNAME
-    state = "so nothing was saved here" if not names else "nor files of another format at its top level"
+    state = (
+        "so nothing was saved here" if not names else "nor files of another format at its top level"
+    )
     if is_of_torch or "tensors" in names:
         state = "so a save did not finish here; load another step"
     return f"{location!r} is not a distributed checkpoint: it has no {lacks}, {state}."
@@ -79,7 +89,9 @@ def _names_in(directory: str) -> list[str]:
 
 
 def _checkpoints_in(directory: str) -> str:
-    """Name the newest checkpoints in a directory; an empty string when there are none, or none can be seen."""
+    """Name the newest checkpoints in a directory; an empty string when there are none, or none can
+    be seen.
+    """
     found: list[str] = []
     with contextlib.suppress(OSError):
         found = [

@@ -1,8 +1,9 @@
-"""Tell saves that are running from what interrupted ones have left beside a checkpoint, without comparing times.
+"""Tell saves that are running from what interrupted ones have left beside a checkpoint, without
+comparing times.
 
-The coordinator of a save to a local path locks its staging directory; the kernel releases the lock when the process
-ends, however it ends. Such locks are seen on the same kernel and mount only, so the nonce of a save begins with 8
-digits that stand for these two.
+The coordinator of a save to a local path locks its staging directory; the kernel releases the lock
+when the process ends, however it ends. Such locks are seen on the same kernel and mount only, so
+the nonce of a save begins with 8 digits that stand for these two.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ def locked_staging(staging: str, durable: bool) -> Iterator[None]:
             try:
                 is_there = held.enter_context(_locked(staging, fcntl.LOCK_EX))
                 if not is_there:
-                    # Before the next attempt, which would wait for this lock if the name was only seen late.
+                    # Before the next attempt, which would wait for this lock if the name was only
+                    # seen late.
                     held.close()
             except OSError as error:
                 # Without locks nobody can tell whether a save is running.
                 is_there = error.errno in _NOT_OFFERED
-                # Another program may have seen a directory that nobody had locked yet, and have removed it.
+                # Another program may have seen a directory that nobody had locked yet, and have
+                # removed it.
                 if not is_there and error.errno != errno.ENOENT:
                     raise
         yield
@@ -58,7 +61,8 @@ def locked_staging(staging: str, durable: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(staging: str) -> Iterator[bool | None]:
-    """Find out whether a save is running: True when it has ended, False when it goes on, None when unknown.
+    """Find out whether a save is running: True when it has ended, False when it goes on, None when
+    unknown.
 
     One that has ended stays locked for the body, which may remove what it has left.
     """
@@ -67,7 +71,9 @@ def claimed(staging: str) -> Iterator[bool | None]:
         has_ended: bool | None = None
         if locations.is_local(staging) and name.rpartition("-")[2].startswith(_place_of(parent)):
             try:
-                has_ended = held.enter_context(_locked(staging, fcntl.LOCK_EX | fcntl.LOCK_NB)) or None
+                has_ended = (
+                    held.enter_context(_locked(staging, fcntl.LOCK_EX | fcntl.LOCK_NB)) or None
+                )
             except BlockingIOError:
                 has_ended = False
             except OSError:
@@ -91,7 +97,9 @@ def _locked(directory: str, mode: int) -> Iterator[bool]:
 
 
 def _place_of(directory: str) -> str:
-    """Return 8 hex digits for this kernel since it was started, and the mount that a directory is on."""
+    """Return 8 hex digits for this kernel since it was started, and the mount that a directory is
+    on.
+    """
     try:
         text = f"{_BOOT_ID.read_text()} {os.stat(directory).st_dev}"
     except OSError:

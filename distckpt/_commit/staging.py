@@ -1,8 +1,8 @@
 """The directory that a save is written into: made by rank 0, and one and the same on all ranks.
 
-Ranks that share no storage would each leave their files where no other rank sees them. The name of the directory ends
-in a random nonce, so whoever sees it under its own path sees the directory that rank 0 has made, whatever that path is:
-nodes may mount one file system in different places.
+Ranks that share no storage would each leave their files where no other rank sees them. The name of
+the directory ends in a random nonce, so whoever sees it under its own path sees the directory that
+rank 0 has made, whatever that path is: nodes may mount one file system in different places.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _MAX_THREADS = 16
 
 
 class Staging(NamedTuple):
-    """The place that all ranks of a save write into, as this rank sees it, and where the save is to appear: `target`.
+    """The place that all ranks of a save write into, as this rank sees it, and where the save is to
+    appear: `target`.
 
-    `location` is that of the directory; the target itself on an object store. `first_host` and `first_target` are those
-    of rank 0, `num_bytes` is how much all ranks together are going to write.
+    `location` is that of the directory; the target itself on an object store. `first_host` and
+    `first_target` are those of rank 0, `num_bytes` is how much all ranks together are going to
+    write.
     """
 
     nonce: str
@@ -44,12 +46,17 @@ class Staging(NamedTuple):
 
 
 def choose_staging(ranks: Ranks, target: str, num_bytes: int) -> Staging:
-    """Choose where a save is written, given how much this rank is going to write; nothing is made yet.
+    """Choose where a save is written, given how much this rank is going to write; nothing is made
+    yet.
 
     Collective operation: all ranks must call it.
     """
-    chosen = [running.new_nonce(target), os.uname().nodename, target] if ranks.is_coordinator else []
-    sent = [json.loads(text) for text in ranks.all_gather(json.dumps([num_bytes, *chosen]).encode())]
+    chosen = (
+        [running.new_nonce(target), os.uname().nodename, target] if ranks.is_coordinator else []
+    )
+    sent = [
+        json.loads(text) for text in ranks.all_gather(json.dumps([num_bytes, *chosen]).encode())
+    ]
     _, nonce, host, first_target = sent[0]
     total = sum(own for own, *_ in sent)
     return Staging(nonce, posix.staging_location(target, nonce), target, host, first_target, total)
@@ -64,9 +71,9 @@ def make_staging(
 ) -> None:
     """Make the directory with subdirectories of these names, and check that all ranks see it.
 
-    Collective operation: all ranks must call it. A local directory is locked until `held` is closed. Nothing but
-    directories has been written when this raises, which it also does when there is no space for what the ranks are
-    going to write.
+    Collective operation: all ranks must call it. A local directory is locked until `held` is
+    closed. Nothing but directories has been written when this raises, which it also does when there
+    is no space for what the ranks are going to write.
     """
     with ranks.phase("create directories", decision=True):
         if ranks.is_coordinator:
@@ -90,7 +97,10 @@ def _naming_target(staging: Staging) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not str(error.filename).startswith(staging.location) or staging.location == staging.target:
+        if (
+            not str(error.filename).startswith(staging.location)
+            or staging.location == staging.target
+        ):
             raise
         text = f"{error.strerror}: a save makes a directory beside its target"
         raise OSError(error.errno, text, staging.target) from error
@@ -108,7 +118,9 @@ def _remove_empty_leftovers(target: str) -> None:
 
 
 def _check_space(staging: Staging) -> None:
-    """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many bytes."""
+    """Raise ENOSPC when a file system, which all ranks share, certainly has no room for so many
+    bytes.
+    """
     try:
         disk = os.statvfs(staging.location)
     except OSError:
@@ -128,14 +140,17 @@ def _check_is_seen(rank: int, staging: Staging, names: Sequence[str]) -> None:
         is_same = staging.target == staging.first_target
     if not is_same:
         raise CheckpointingException(
-            f"{staging.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place that rank 0 (host "
-            f"{staging.first_host!r}) calls {staging.first_target!r}: what one writes, the other does not see. Give "
-            "all ranks the same location, on storage that all nodes share."
+            f"{staging.target!r} on rank {rank} (host {os.uname().nodename!r}) is not the place "
+            f"that rank 0 (host {staging.first_host!r}) calls {staging.first_target!r}: what one "
+            "writes, the other does not see. Give all ranks the same location, on storage that "
+            "all nodes share."
         )
 
 
 def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int) -> None:
-    """Check that files, given as names in a local directory and sizes, are there; for the coordinator."""
+    """Check that files, given as names in a local directory and sizes, are there; for the
+    coordinator.
+    """
     wrong = dict(files)
     found: dict[str, int | None] = {}
 
@@ -155,9 +170,9 @@ def check_files(directory: str, files: Sequence[tuple[str, int]], num_ranks: int
     state = "is missing" if found[name] is None else f"has {found[name]} bytes instead of {size}"
     more = f" (and {len(wrong) - 1} more files)" if len(wrong) > 1 else ""
     raise CheckpointingException(
-        f"{locations.join(directory, name)!r} was written and {state} as rank 0 (host {os.uname().nodename!r}) sees "
-        f"it{more}: another program removes or changes files there, or not all ranks share this storage. Nothing was "
-        "committed."
+        f"{locations.join(directory, name)!r} was written and {state} as rank 0 (host "
+        f"{os.uname().nodename!r}) sees it{more}: another program removes or changes files there, "
+        "or not all ranks share this storage. Nothing was committed."
     )
 
 

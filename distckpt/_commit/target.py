@@ -1,4 +1,6 @@
-"""What is at the place of a save already: files of saves, which a new one replaces, and those of others, which stay."""
+"""What is at the place of a save already: files of saves, which a new one replaces, and those of
+others, which stay.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from distckpt._storage import locations
 
 _NONCE = "[0-9a-f]{16}"
 _FOLDER = re.compile(rf"(?:tensors|objects)(?:-{_NONCE})?")
-_FILE = re.compile(rf"{CONFIG_FNAME}|manifest(?:-{_NONCE})?\.safetensors|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}")
+_FILE = re.compile(
+    rf"{CONFIG_FNAME}|manifest(?:-{_NONCE})?\.safetensors|\.(?:{CONFIG_FNAME}|manifest\S*)\.{_NONCE}"
+)
 _CONTENT = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors|rank-\d+\.safetensors")
 _OF_TORCH = ".metadata"
 """The marker of `torch.distributed.checkpoint`."""
@@ -23,14 +27,17 @@ _BESIDE_A_CHECKPOINT = re.compile(rf"\..+\.(?:tmp|old|trash|incomplete|damaged)-
 def replaced_names(location: str) -> Callable[[str], bool]:
     """Return which names in a local directory a new checkpoint replaces: those of saves.
 
-    A checkpoint of another format is replaced with everything that is in its directory: readers would find two.
+    A checkpoint of another format is replaced with everything that is in its directory: readers
+    would find two.
     """
     try:
         marker = read_marker(location)
     except CorruptCheckpointError:
         marker = None
     is_ours = marker is not None and isinstance(marker.get("manifest"), dict)
-    if not is_ours and (marker is not None or locations.exists(locations.join(location, _OF_TORCH))):
+    if not is_ours and (
+        marker is not None or locations.exists(locations.join(location, _OF_TORCH))
+    ):
         return lambda name: True
     return lambda name: _FOLDER.fullmatch(name) is not None or _FILE.fullmatch(name) is not None
 
@@ -54,16 +61,21 @@ def check_replaceable(location: str) -> None:
         return
     for point in locations.mount_points_within(location):
         inner = os.path.relpath(point, location)
-        raise refused(location, "it is a mount point" if inner == "." else f"{inner!r} in it is a mount point")
+        raise refused(
+            location, "it is a mount point" if inner == "." else f"{inner!r} in it is a mount point"
+        )
     if _is_in_use(location):
         raise refused(location, "it is the current directory, or above it")
     for name in others_in(location):
-        if locations.exists(locations.join(location, name, CONFIG_FNAME)) or _BESIDE_A_CHECKPOINT.fullmatch(name):
+        if locations.exists(
+            locations.join(location, name, CONFIG_FNAME)
+        ) or _BESIDE_A_CHECKPOINT.fullmatch(name):
             raise refused(location, f"it holds other checkpoints ({name!r})")
 
 
 def prepare_to_replace(location: str, staging: str) -> None:
-    """Give a new local directory the access of the one whose place it is to take, if any, before data is in it.
+    """Give a new local directory the access of the one whose place it is to take, if any, before
+    data is in it.
 
     Nobody may read more than before. A directory that the file system will not rename is refused.
     """
@@ -74,7 +86,9 @@ def prepare_to_replace(location: str, staging: str) -> None:
 
 
 def _check_movable(location: str, staging: str) -> None:
-    """Refuse a directory of a lower layer: a rename fails for that before it fails for a target that is not empty."""
+    """Refuse a directory of a lower layer: a rename fails for that before it fails for a target
+    that is not empty.
+    """
     probe = locations.join(staging, ".probe")
     os.makedirs(locations.join(probe, "not_empty"))
     try:
@@ -90,9 +104,14 @@ def _check_movable(location: str, staging: str) -> None:
 
 
 def check_content(location: str, overwrite: bool) -> None:
-    """Refuse a local directory whose folders hold files of others; unasked, also one with a checkpoint of torch."""
+    """Refuse a local directory whose folders hold files of others; unasked, also one with a
+    checkpoint of torch.
+    """
     if not overwrite and locations.exists(locations.join(location, _OF_TORCH)):
-        raise refused(location, f"it holds a checkpoint of torch ({_OF_TORCH!r}); overwrite=True replaces that")
+        raise refused(
+            location,
+            f"it holds a checkpoint of torch ({_OF_TORCH!r}); overwrite=True replaces that",
+        )
     if replaced_names(location)(""):
         return  # another format, which is replaced with all that is there
     for name in filter(_FOLDER.fullmatch, _names_in(location)):
@@ -117,6 +136,6 @@ def _is_in_use(location: str) -> bool:
 def refused(location: str, reason: str) -> CheckpointExistsError:
     """Return the error about a directory that must not be replaced."""
     return CheckpointExistsError(
-        f"The directory {location!r} cannot be replaced by a new one: {reason}. Nothing there was changed. Write to a "
-        f"directory of its own, such as {locations.join(location, 'step_1')!r}."
+        f"The directory {location!r} cannot be replaced by a new one: {reason}. Nothing there was "
+        f"changed. Write to a directory of its own, such as {locations.join(location, 'step_1')!r}."
     )

@@ -15,14 +15,16 @@ _CLASSES = {
 }
 
 
-def location_in(checkpoint_id: str | os.PathLike[str] | None, storage: Any, argument: str) -> str | os.PathLike[str]:
+def location_in(
+    checkpoint_id: str | os.PathLike[str] | None, storage: Any, argument: str
+) -> str | os.PathLike[str]:
     """Return the location to save to or load from, given a `storage_writer` or `storage_reader`."""
     classes = _CLASSES[argument]
     if storage is not None and not _is_of_torch(storage, classes):
         raise CheckpointingException(
-            f"{argument} is a {type(storage).__name__}, which distckpt does not follow: it must be None or "
-            f"PyTorch's own {' or '.join(classes)}, whose path is used. Pass checkpoint_id=path; "
-            "distckpt.consolidate writes Hugging Face checkpoints."
+            f"{argument} is a {type(storage).__name__}, which distckpt does not follow: it must be "
+            f"None or PyTorch's own {' or '.join(classes)}, whose path is used. Pass "
+            "checkpoint_id=path; distckpt.consolidate writes Hugging Face checkpoints."
         )
     if checkpoint_id:
         return checkpoint_id
@@ -36,9 +38,10 @@ def check_planner(planner: Any, name: str) -> None:
     """Refuse a planner that is not PyTorch's default one, the class called `name`."""
     if planner is not None and not _is_of_torch(planner, (name,)):
         raise CheckpointingException(
-            f"planner is a {type(planner).__name__}, which distckpt does not follow: it must be None or "
-            f"PyTorch's own {name}. Change keys and tensors in the state dict instead; distckpt.load takes rules "
-            "for other names and shapes, and distckpt.load_plain_tensors loads everything."
+            f"planner is a {type(planner).__name__}, which distckpt does not follow: it must be "
+            f"None or PyTorch's own {name}. Change keys and tensors in the state dict instead; "
+            "distckpt.load takes rules for other names and shapes, and "
+            "distckpt.load_plain_tensors loads everything."
         )
 
 

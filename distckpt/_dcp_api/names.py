@@ -1,4 +1,6 @@
-"""Names of torch.distributed.checkpoint in `distckpt.dcp`: PyTorch's own, and those that are refused."""
+"""Names of torch.distributed.checkpoint in `distckpt.dcp`: PyTorch's own, and those that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ _TORCH_NAMES = (
     "HuggingFaceStorageReader",
 )
 _TORCH_MODULES = ("default_planner", "filesystem", "state_dict", "stateful")
-_FOLLOWS_NO_PLANNER = (
-    "custom planners are not supported: change the state dict, or use distckpt.load, which takes rules"
+_FOLLOWS_NO_PLANNER = "custom planners are not supported: change the state dict, or use distckpt.load, which takes rules"
+_FOLLOWS_NO_STORAGE = (
+    "storage classes are not supported: pass checkpoint_id, a path or any fsspec URL"
 )
-_FOLLOWS_NO_STORAGE = "storage classes are not supported: pass checkpoint_id, a path or any fsspec URL"
 _HAS_NO_METADATA = "use distckpt.load_tensors_metadata(path); save returns a SaveReport"
 _INSTEAD = {
     "BytesStorageMetadata": _HAS_NO_METADATA,
@@ -51,8 +53,8 @@ def torch_name(name: str) -> Any:
     """Look up a name of torch.distributed.checkpoint that `distckpt.dcp` does not define itself.
 
     Raises:
-        ImportError: it does not exist here, with what to use instead; `from ... import` would hide the text of an
-            AttributeError.
+        ImportError: it does not exist here, with what to use instead; `from ... import` would hide
+            the text of an AttributeError.
         AttributeError: torch.distributed.checkpoint has no such name.
     """
     if name in _TORCH_NAMES:

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from distckpt import serialization
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._dcp_api import arguments, shards, tree
+from distckpt._operations.async_save import async_save as save_in_background
+from distckpt._operations.save import save as save_now
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.exchanges import lone_group
-from distckpt.serialization import SaveReport
+from distckpt._ranks.report import SaveReport
 
 
 @operation
@@ -31,17 +32,18 @@ def save(
 
         dcp.save({"model": model.state_dict(), "step": 100}, checkpoint_id="checkpoints/step_100")
 
-    A checkpoint that is there is replaced, as PyTorch's writer does by default; it stays until the new one is complete.
+    A checkpoint that is there is replaced, as PyTorch's writer does by default; it stays until the
+    new one is complete.
 
     Collective operation: all ranks of the process group must call it, unless `no_dist` is set.
 
     Args:
-        state_dict: nested dicts and lists of DTensors, other tensors (the same on all ranks that have them), and values
-            that are saved as objects. Values at the top that have `state_dict` and `load_state_dict` are replaced by
-            their state dicts.
+        state_dict: nested dicts and lists of DTensors, other tensors (the same on all ranks that
+            have them), and values that are saved as objects. Values at the top that have
+            `state_dict` and `load_state_dict` are replaced by their state dicts.
         checkpoint_id: a path or fsspec URL.
-        storage_writer: a `FileSystemWriter` or `FsspecWriter` of PyTorch, whose path is used when `checkpoint_id` is
-            not given; its `overwrite` and `sync_files` are used too.
+        storage_writer: a `FileSystemWriter` or `FsspecWriter` of PyTorch, whose path is used when
+            `checkpoint_id` is not given; its `overwrite` and `sync_files` are used too.
         planner: None or a `DefaultSavePlanner`.
         process_group: the ranks that save together; None for the default group.
         no_dist: save from this process alone.
@@ -52,14 +54,17 @@ def save(
 
     Raises:
         InvalidShardingError: a DTensor is a partial sum, or two values have one key.
-        UnsupportedObjectError: a value is of a class that is not registered, see `distckpt.register_object_type`.
+        UnsupportedObjectError: a value is of a class that is not registered, see
+            `distckpt.register_object_type`.
         CheckpointExistsError: a checkpoint is there and the writer's `overwrite` is False.
         RankFailedError: raised on all ranks when any rank failed; nothing is committed.
     """
     arguments.check_planner(planner, "DefaultSavePlanner")
-    given = _save_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
+    given = _save_arguments(
+        state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives
+    )
     reports: list[SaveReport] = []
-    serialization.save(**given, on_report=reports.append)
+    save_now(**given, on_report=reports.append)
     return reports[0]
 
 
@@ -91,8 +96,8 @@ def async_save(
         async_stager: must be None: tensors are copied before this returns.
 
     Returns:
-        The future of what `save` returns. When the save fails and the result is never read, the next save
-        raises the error.
+        The future of what `save` returns. When the save fails and the result is never read, the
+        next save raises the error.
 
     Raises:
         CheckpointingException: as `save` does, for errors found before anything is written.
@@ -101,11 +106,14 @@ def async_save(
     arguments.check_planner(planner, "DefaultSavePlanner")
     if async_stager is not None:
         raise CheckpointingException(
-            f"async_stager ({type(async_stager).__name__}) must be None: distckpt copies what it saves itself, into "
-            "memory that it uses again. Leave it out; distckpt.async_save can limit that memory."
+            f"async_stager ({type(async_stager).__name__}) must be None: distckpt copies what it "
+            "saves itself, into memory that it uses again. Leave it out; distckpt.async_save can "
+            "limit that memory."
         )
-    return serialization.async_save(
-        **_save_arguments(state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives)
+    return save_in_background(
+        **_save_arguments(
+            state_dict, checkpoint_id, storage_writer, process_group, no_dist, use_collectives
+        )
     )
 
 
@@ -120,8 +128,8 @@ def _save_arguments(
     """Convert the arguments to those of `distckpt.save`."""
     if not use_collectives:
         raise CheckpointingException(
-            "use_collectives must be True: ranks agree on what is saved and commit it together. To save from one "
-            "process alone pass no_dist=True."
+            "use_collectives must be True: ranks agree on what is saved and commit it together. "
+            "To save from one process alone pass no_dist=True."
         )
     group = lone_group() if no_dist else process_group
     ranks = Ranks(group)

@@ -1,7 +1,7 @@
 """Convert state dicts of torch.distributed.checkpoint to sharded state dicts.
 
-They hold less information: which ranks have copies of a tensor, and which ranks have a value at all, is only known once
-all ranks are compared.
+They hold less information: which ranks have copies of a tensor, and which ranks have a value at
+all, is only known once all ranks are compared.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._dcp_api import tree
 from distckpt._format.checksum import checksum
-from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
-from distckpt._ranks.collectives import Ranks
-from distckpt.mapping import (
+from distckpt._mapping.wrappers import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
@@ -26,6 +24,8 @@ from distckpt.mapping import (
     ShardedTensor,
     is_main_replica,
 )
+from distckpt._models.dtensor import is_dtensor, is_in_mesh, shard_of_dtensor
+from distckpt._ranks.collectives import Ranks
 
 _MAIN, _EVERYWHERE = 1, 2
 """Flags of a key on a rank: it has the main copy; all ranks have the key."""
@@ -34,9 +34,10 @@ _MAIN, _EVERYWHERE = 1, 2
 def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
     """Convert a state dict whose tensors are plain, DTensors or PyTorch's sharded tensors.
 
-    The result is the same nested dict. Values that all ranks have stay as they are, to become common state; those that
-    only some ranks have become sharded objects. Collective operation: all ranks must call it. It compares a hash of the
-    keys, and the keys themselves only where they differ.
+    The result is the same nested dict. Values that all ranks have stay as they are, to become
+    common state; those that only some ranks have become sharded objects. Collective operation: all
+    ranks must call it. It compares a hash of the keys, and the keys themselves only where they
+    differ.
 
     Raises:
         InvalidShardingError: a DTensor is a partial sum, or two values have one key.
@@ -65,8 +66,8 @@ def sharded(state_dict: Mapping[Any, Any], ranks: Ranks) -> ShardedStateDict:
 def shards_of(key: str, value: Any, rank: int) -> list[ShardedBase]:
     """Describe the part of a value that this rank holds; anything but a tensor is an object.
 
-    Replica ids are zero for main copies if rank 0 has the value. `rank` distinguishes copies of values that carry no
-    information about copies.
+    Replica ids are zero for main copies if rank 0 has the value. `rank` distinguishes copies of
+    values that carry no information about copies.
     """
     if not isinstance(value, torch.Tensor):
         return [ShardedObject(key, value, (1,), (0,), rank)]
@@ -88,10 +89,19 @@ def _shards_of_torch(key: str, value: Any) -> Iterator[ShardedTensor]:
         local, place = shard.tensor, shard.metadata
         if is_dtensor(local) or _is_torch_sharded(local):
             raise InvalidShardingError(
-                f"Key {key!r} is a sharded tensor of sharded tensors, as FSDP1 makes of what tensor parallelism has "
-                "divided: give FSDP1 a device mesh, so that its state dict has DTensors."
+                f"Key {key!r} is a sharded tensor of sharded tensors, as FSDP1 makes of what "
+                "tensor parallelism has divided: give FSDP1 a device mesh, so that its state dict "
+                "has DTensors."
             )
-        yield ShardedTensor(key, local, local.dtype, tuple(place.shard_sizes), shape, tuple(place.shard_offsets), None)
+        yield ShardedTensor(
+            key,
+            local,
+            local.dtype,
+            tuple(place.shard_sizes),
+            shape,
+            tuple(place.shard_offsets),
+            None,
+        )
 
 
 def _copy_number(shard: ShardedBase) -> tuple[int, ...]:
@@ -100,7 +110,8 @@ def _copy_number(shard: ShardedBase) -> tuple[int, ...]:
 
 
 def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Return the flags of this rank's keys, given each key with the number of the copy that this rank holds.
+    """Return the flags of this rank's keys, given each key with the number of the copy that this
+    rank holds.
 
     The lowest number on any rank is the main copy. Collective operation: all ranks must call it.
     """
@@ -110,21 +121,28 @@ def _compare(ranks: Ranks, copies: Sequence[tuple[str, tuple[int, ...]]]) -> dic
         # Equal keys on all ranks do not imply that rank 0 has the main copies then.
         digest = -1
     if ranks.all_equal(digest):
-        return {key: _EVERYWHERE | (_MAIN if is_main_replica(number) else 0) for key, number in copies}
+        return {
+            key: _EVERYWHERE | (_MAIN if is_main_replica(number) else 0) for key, number in copies
+        }
     tables = ranks.gather(json.dumps(copies).encode())
-    flags = ranks.decide_each("compare keys", lambda: _flags([json.loads(table) for table in tables]))
+    flags = ranks.decide_each(
+        "compare keys", lambda: _flags([json.loads(table) for table in tables])
+    )
     return dict(zip((key for key, _ in copies), flags, strict=True))
 
 
 def _flags(tables: Sequence[Sequence[tuple[str, list[int]]]]) -> list[bytes]:
-    """Return, for each rank, the flags of its keys, given the keys and copy numbers of all ranks."""
+    """Return, for each rank, the flags of its keys, given the keys and copy numbers of all
+    ranks.
+    """
     lowest: dict[str, list[int]] = {}
     for key, number in (entry for table in tables for entry in table):
         lowest[key] = min(lowest.get(key, number), number)
     held_by = Counter(key for table in tables for key, _ in table)
     return [
         bytes(
-            (_MAIN if number == lowest[key] else 0) | (_EVERYWHERE if held_by[key] == len(tables) else 0)
+            (_MAIN if number == lowest[key] else 0)
+            | (_EVERYWHERE if held_by[key] == len(tables) else 0)
             for key, number in table
         )
         for table in tables

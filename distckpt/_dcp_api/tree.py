@@ -1,4 +1,6 @@
-"""Flatten state dicts as torch.distributed.checkpoint does: values with dotted keys, in nested dicts and lists."""
+"""Flatten state dicts as torch.distributed.checkpoint does: values with dotted keys, in nested
+dicts and lists.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,13 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
-    """Replace the values at the top that have state dicts of their own by those; `in_order` calls them by key."""
+    """Replace the values at the top that have state dicts of their own by those; `in_order` calls
+    them by key.
+    """
     if not isinstance(state_dict, Mapping):
         raise CheckpointingException(
-            f"state_dict is a {type(state_dict).__name__} and must be a dict, such as " + '{"model": model}.'
+            f"state_dict is a {type(state_dict).__name__} and must be a dict, such as "
+            + '{"model": model}.'
         )
     values = ((key, state_dict[key]) for key in (sorted(state_dict) if in_order else state_dict))
     return {key: value.state_dict() if is_stateful(value) else value for key, value in values}
@@ -52,7 +57,8 @@ def leaves(state_dict: Mapping[Any, Any]) -> list[Leaf]:
         key = _key(path)
         if key in found:
             raise InvalidShardingError(
-                f"Two values have the key {key!r}, those at {list(found[key].path)} and at {list(path)}: rename one."
+                f"Two values have the key {key!r}, those at {list(found[key].path)} and at "
+                f"{list(path)}: rename one."
             )
         found[key] = Leaf(key, path, value)
 
@@ -61,7 +67,9 @@ def leaves(state_dict: Mapping[Any, Any]) -> list[Leaf]:
 
 
 def with_leaves(node: Any, replace: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Copy the dicts and lists of a state dict, with each value replaced by `replace(path, value)`."""
+    """Copy the dicts and lists of a state dict, with each value replaced by `replace(path,
+    value)`.
+    """
     if isinstance(node, Mapping):
         return {part: with_leaves(child, replace, (*path, part)) for part, child in node.items()}
     if _is_flattened(node):
@@ -72,7 +80,10 @@ def with_leaves(node: Any, replace: Callable[[Path, Any], Any], path: Path = ())
 def _is_flattened(node: Any) -> bool:
     if not isinstance(node, list):
         return False
-    return any(item is HOLE or isinstance(item, torch.Tensor | Mapping) or _is_flattened(item) for item in node)
+    return any(
+        item is HOLE or isinstance(item, torch.Tensor | Mapping) or _is_flattened(item)
+        for item in node
+    )
 
 
 def put(state_dict: Any, path: Path, value: Any) -> None:
@@ -96,10 +107,11 @@ def find(tree: Any, path: Iterable[Any]) -> Any:
 
 
 def by_key(common: Any) -> dict[str, Any]:
-    """Return the values of common state by key, which is less exact than a path: `a.b` may be nested or not.
+    """Return the values of common state by key, which is less exact than a path: `a.b` may be
+    nested or not.
 
-    PyTorch compares keys, so that state dicts may be flat when saved and nested when loaded, and its format turns all
-    keys of dicts into text.
+    PyTorch compares keys, so that state dicts may be flat when saved and nested when loaded, and
+    its format turns all keys of dicts into text.
     """
     found: dict[str, Any] = {}
     with_leaves(common, lambda path, value: found.setdefault(_key(path), _compact(value)))

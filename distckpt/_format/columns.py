@@ -1,4 +1,6 @@
-"""Tables as bytes: named numpy columns and one JSON value, in one safetensors blob. Used in messages and on disk."""
+"""Tables as bytes: named numpy columns and one JSON value, in one safetensors blob. Used in
+messages and on disk.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ def pack(fields: Any, columns: Mapping[str, Column]) -> bytes:
 
 
 def compress(data: bytes) -> bytes:
-    """Compress bytes for a message: those of equal weight in its numbers of 64 bits, mostly zeros, go side by side."""
+    """Compress bytes for a message: those of equal weight in its numbers of 64 bits, mostly zeros,
+    go side by side.
+    """
     words = np.frombuffer(data + bytes(-len(data) % _WORD_BYTES), np.uint8).reshape(-1, _WORD_BYTES)
     return len(data).to_bytes(_WORD_BYTES, "big") + zlib.compress(words.T.tobytes(), level=1)
 
 
 def decompress(data: bytes) -> bytes:
-    """Undo `compress`; a ValueError says that it cannot be undone, whatever size the bytes claim to have."""
+    """Undo `compress`; a ValueError says that it cannot be undone, whatever size the bytes claim to
+    have.
+    """
     num_bytes = int.from_bytes(data[:_WORD_BYTES], "big")
     padded = num_bytes + -num_bytes % _WORD_BYTES
     if padded > _MAX_RATIO * len(data):

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from distckpt._base.arrays import estimate_array_nbytes
 from distckpt._base.messages import natural_order
-from distckpt.tensors import estimate_array_nbytes
 
 BASE_PREFIX = "model"
 SUFFIX = ".safetensors"
@@ -19,9 +19,11 @@ _FILE_NAME_END = re.compile(r"(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?\
 
 
 def shard_filename(base_prefix: str, idx: int, total: int) -> str:
-    """Return the name of file `idx` of `total`, counted from 1, such as `model-00001-of-00004.safetensors`.
+    """Return the name of file `idx` of `total`, counted from 1, such as
+    `model-00001-of-00004.safetensors`.
 
-    `base_prefix` stands before the numbers, with directory or URL. ValueError when there is no such file.
+    `base_prefix` stands before the numbers, with directory or URL. ValueError when there is no such
+    file.
     """
     if not 1 <= idx <= total:
         raise ValueError(f"there is no file {idx} of {total}: files are counted from 1")
@@ -29,12 +31,16 @@ def shard_filename(base_prefix: str, idx: int, total: int) -> str:
 
 
 def index_filename(base_prefix: str) -> str:
-    """Return the name of the index of several output files, such as `model.safetensors.index.json`."""
+    """Return the name of the index of several output files, such as
+    `model.safetensors.index.json`.
+    """
     return f"{base_prefix}{INDEX_SUFFIX}"
 
 
 def output_filenames(base_prefix: str, total: int) -> list[str]:
-    """Return the names of all output files, in order: a single file carries no number, and needs no index."""
+    """Return the names of all output files, in order: a single file carries no number, and needs no
+    index.
+    """
     if total == 1:
         return [base_prefix + SUFFIX]
     return [shard_filename(base_prefix, idx, total) for idx in range(1, total + 1)]
@@ -43,26 +49,34 @@ def output_filenames(base_prefix: str, total: int) -> list[str]:
 def derive_base_prefix_from_path(path_str: str | os.PathLike[str]) -> str:
     """Return what the names of the files of one model have in common.
 
-    `/x/model.safetensors`, `/x/model.safetensors.index.json` and `/x/model-00001-of-00004.safetensors` (with any
-    number of digits) all give `/x/model`; other paths are returned as they are.
+    `/x/model.safetensors`, `/x/model.safetensors.index.json` and
+    `/x/model-00001-of-00004.safetensors` (with any number of digits) all give `/x/model`; other
+    paths are returned as they are.
     """
     return _FILE_NAME_END.sub("", os.fspath(path_str))
 
 
 def belongs_to_export(name: str) -> bool:
-    """Tell whether a file name is one that an export of a model has for its tensors or their index."""
+    """Tell whether a file name is one that an export of a model has for its tensors or their
+    index.
+    """
     return derive_base_prefix_from_path(name) == BASE_PREFIX != name
 
 
-def group_keys_by_shard_size(flat_state: Mapping[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Divide tensors into output files, in the order in which they come, and return the keys of each.
+def group_keys_by_shard_size(
+    flat_state: Mapping[str, Any], max_shard_size_bytes: int
+) -> list[list[str]]:
+    """Divide tensors into output files, in the order in which they come, and return the keys of
+    each.
 
     Args:
         flat_state: key -> tensor, or anything else that `estimate_array_nbytes` takes.
-        max_shard_size_bytes: size of the tensors of a file at most; a larger tensor gets a file of its own. It must be
-            positive, else ValueError.
+        max_shard_size_bytes: size of the tensors of a file at most; a larger tensor gets a file of
+            its own. It must be positive, else ValueError.
     """
-    return group_keys_by_bytes({k: estimate_array_nbytes(x) for k, x in flat_state.items()}, max_shard_size_bytes)
+    return group_keys_by_bytes(
+        {k: estimate_array_nbytes(x) for k, x in flat_state.items()}, max_shard_size_bytes
+    )
 
 
 def group_keys_by_bytes(num_bytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
@@ -71,21 +85,26 @@ def group_keys_by_bytes(num_bytes: Mapping[str, int], max_file_bytes: int) -> li
 
 
 def optimize_shard_layout(state: Mapping[str, Any], max_shard_size_bytes: int) -> list[list[str]]:
-    """Divide tensors into output files such that those of a module stay together, so that few files are read for it.
+    """Divide tensors into output files such that those of a module stay together, so that few files
+    are read for it.
 
-    Keys are ordered with `layers.2` before `layers.10`. What stays together is a numbered module such as
-    `model.layers.3`, or else the parameters of one module such as `model.embed_tokens`. A module that is larger than
-    a file is divided at the next numbers within (`experts.0`, `experts.1`), then into its innermost modules, then into
-    single tensors.
+    Keys are ordered with `layers.2` before `layers.10`. What stays together is a numbered module
+    such as `model.layers.3`, or else the parameters of one module such as `model.embed_tokens`. A
+    module that is larger than a file is divided at the next numbers within (`experts.0`,
+    `experts.1`), then into its innermost modules, then into single tensors.
 
     Takes dotted keys; arguments and result are those of `group_keys_by_shard_size`.
     """
     num_bytes = {key: estimate_array_nbytes(state[key]) for key in sorted(state, key=natural_order)}
-    return _fill_files(_modules(list(num_bytes), num_bytes, max_shard_size_bytes, 0), max_shard_size_bytes)
+    return _fill_files(
+        _modules(list(num_bytes), num_bytes, max_shard_size_bytes, 0), max_shard_size_bytes
+    )
 
 
 def _fill_files(units: Iterable[tuple[list[str], int]], max_file_bytes: int) -> list[list[str]]:
-    """Put units of keys (with their bytes) into files one after the other; a unit that does not fit begins a file."""
+    """Put units of keys (with their bytes) into files one after the other; a unit that does not fit
+    begins a file.
+    """
     if max_file_bytes <= 0:
         raise ValueError(f"the size of a file must be positive, not {max_file_bytes} bytes")
     files: list[list[str]] = []
@@ -102,7 +121,9 @@ def _fill_files(units: Iterable[tuple[list[str], int]], max_file_bytes: int) -> 
 def _modules(
     keys: Sequence[str], num_bytes: Mapping[str, int], limit: int, level: int
 ) -> Iterator[tuple[list[str], int]]:
-    """Group keys by the `level`-th of the modules around them, outermost first; groups above the limit further."""
+    """Group keys by the `level`-th of the modules around them, outermost first; groups above the
+    limit further.
+    """
     groups: dict[str, list[str]] = {}
     for key in keys:
         around = _modules_around(key)
@@ -116,9 +137,13 @@ def _modules(
 
 
 def _modules_around(key: str) -> list[str]:
-    """Return the units that a key may stay with, outermost first: numbered modules, its own module, the key alone."""
+    """Return the units that a key may stay with, outermost first: numbered modules, its own module,
+    the key alone.
+    """
     parts = key.split(".")
-    ends = [end for end in range(1, len(parts)) if parts[end - 1].isdigit() or end == len(parts) - 1]
+    ends = [
+        end for end in range(1, len(parts)) if parts[end - 1].isdigit() or end == len(parts) - 1
+    ]
     return [*(".".join(parts[:end]) + "." for end in ends), key]
 
 
@@ -128,5 +153,7 @@ def index_json(weight_map: Mapping[str, str], total_bytes: int, total_parameters
     `weight_map` has the name of the file that holds each key; `total_parameters` counts elements.
     """
     metadata = {"total_parameters": total_parameters, "total_size": total_bytes}
-    text = json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2, sort_keys=True)
+    text = json.dumps(
+        {"metadata": metadata, "weight_map": dict(weight_map)}, indent=2, sort_keys=True
+    )
     return (text + "\n").encode()

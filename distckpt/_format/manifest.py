@@ -1,4 +1,6 @@
-"""The manifest: which chunk of which key lies where. Columnar, so that 10^6 chunks open and plan in milliseconds."""
+"""The manifest: which chunk of which key lies where. Columnar, so that 10^6 chunks open and plan in
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ MAX_BLOCK_BYTES = 64 << 20
 """Readers hold a few whole blocks in memory."""
 CHECKSUM = "xxh3-64"
 OBJECT = "OBJECT"
-"""In the place of a dtype name: the chunks of this key are encoded objects, one per cell of the global shape."""
+"""In the place of a dtype name: the chunks of this key are encoded objects, one per cell of the
+global shape.
+"""
 
 
 class ShardFile(NamedTuple):
-    """A file of the checkpoint: `name` relative to its directory, its size, and its header's size and checksum."""
+    """A file of the checkpoint: `name` relative to its directory, its size, and its header's size
+    and checksum.
+    """
 
     name: str
     num_bytes: int
@@ -45,17 +51,21 @@ class ShardFile(NamedTuple):
 
 
 class ChunkTable(NamedTuple):
-    """Chunks and the files they lie in: of one rank while it saves, of the complete checkpoint in its manifest.
+    """Chunks and the files they lie in: of one rank while it saves, of the complete checkpoint in
+    its manifest.
 
-    A further column of the manifest is added here, and filled where its values are known: in `_plan.layout.chunk_table`
-    when a save is planned, in `SafetensorsSave` when it is written, in `_foreign.pieces` for files of others. Whatever
-    only joins, sorts, selects, sends or stores chunks takes it along.
+    A further column of the manifest is added here, and filled where its values are known: in
+    `_plan.layout.chunk_table` when a save is planned, in `SafetensorsSave` when it is written, in
+    `_foreign.pieces` for files of others. Whatever only joins, sorts, selects, sends or stores
+    chunks takes it along.
 
     Attributes:
         files: `file_ids` index them.
-        key_ids: which of the manifest's keys each chunk belongs to; int64 of shape (n,), like all but the following.
+        key_ids: which of the manifest's keys each chunk belongs to; int64 of shape (n,), like all
+            but the following.
         offsets: of the regions, with `shapes`; int64 of shape (n, max ndim), padded with 0 and 1.
-        block_checksums: uint64 xxh3-64 digests of the blocks of all chunks in order; empty where they are unknown.
+        block_checksums: uint64 xxh3-64 digests of the blocks of all chunks in order; empty where
+            they are unknown.
     """
 
     files: list[ShardFile]
@@ -85,7 +95,9 @@ class ChunkTable(NamedTuple):
 
     @classmethod
     def empty(cls) -> ChunkTable:
-        """Return a table without chunks, to be filled with `_replace`; columns that are known later stay empty."""
+        """Return a table without chunks, to be filled with `_replace`; columns that are known later
+        stay empty.
+        """
         none, no_regions = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
         return cls([], none, none, none, none, no_regions, no_regions, np.zeros(0, np.uint64))
 
@@ -93,7 +105,8 @@ class ChunkTable(NamedTuple):
     def join(cls, tables: Sequence[ChunkTable], ndim: int) -> ChunkTable:
         """Put tables together, sorted by key and offset; regions get `ndim` axes.
 
-        Checksums may be in a later table than their chunks, as long as all of them are in the order of all chunks.
+        Checksums may be in a later table than their chunks, as long as all of them are in the order
+        of all chunks.
         """
         first_files = itertools.accumulate((len(table.files) for table in tables), initial=0)
         columns = [
@@ -117,9 +130,15 @@ class ChunkTable(NamedTuple):
         counts, starts = counts[rows], starts[rows]
         # For each block: the first block of its chunk, plus its number within the chunk.
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        chosen = {name: column[rows] for name, column in self.columns().items() if name != "block_checksums"}
+        chosen = {
+            name: column[rows]
+            for name, column in self.columns().items()
+            if name != "block_checksums"
+        }
         return ChunkTable(
-            self.files, **chosen, block_checksums=self.block_checksums[np.repeat(starts, counts) + within]
+            self.files,
+            **chosen,
+            block_checksums=self.block_checksums[np.repeat(starts, counts) + within],
         )
 
 
@@ -134,8 +153,10 @@ class Manifest:
         aliases: key -> key whose chunks hold the same tensor (tied tensors are stored once).
         block_bytes: every chunk is checksummed in blocks of this many bytes, the last one shorter.
         has_checksums: False for files that others wrote; `block_checksums` is empty then.
-        origin: None for distckpt's own; else the name of the reader as `format`, and JSON fields for that reader.
-        quantization: what the configuration of another program's files said of quantised tensors, see `settings_of`.
+        origin: None for distckpt's own; else the name of the reader as `format`, and JSON fields
+            for that reader.
+        quantization: what the configuration of another program's files said of quantised tensors,
+            see `settings_of`.
     """
 
     def __init__(
@@ -172,20 +193,33 @@ class Manifest:
         np.cumsum(-(-self.num_bytes // block_bytes), out=self.block_starts[1:])
 
     def with_chunks(self, tables: Sequence[ChunkTable]) -> Manifest:
-        """Return the manifest of the same keys with the chunks of all tables, see `ChunkTable.join`."""
+        """Return the manifest of the same keys with the chunks of all tables, see
+        `ChunkTable.join`.
+        """
         chunks = ChunkTable.join(tables, max(map(len, self.global_shapes), default=0))
         return Manifest(
-            self.keys, self.dtypes, self.global_shapes, chunks, self.aliases, quantization=self.quantization
+            self.keys,
+            self.dtypes,
+            self.global_shapes,
+            chunks,
+            self.aliases,
+            quantization=self.quantization,
         )
 
     def check_size(self, tables: Sequence[ChunkTable]) -> None:
-        """Refuse chunks that make this manifest larger than readers accept, before they are written."""
+        """Refuse chunks that make this manifest larger than readers accept, before they are
+        written.
+        """
         ndim = max(map(len, self.global_shapes), default=0)
         num_chunks = sum(len(table.key_ids) for table in tables)
         num_blocks = sum(int((-(-table.num_bytes // self.block_bytes)).sum()) for table in tables)
-        names = sum(map(len, self.keys)) + sum(len(file.name) for table in tables for file in table.files)
+        names = sum(map(len, self.keys)) + sum(
+            len(file.name) for table in tables for file in table.files
+        )
         # Four columns of one number for each chunk, two of one for each axis.
-        at_least = 8 * (num_chunks * (4 + 2 * ndim) + num_blocks + len(self.keys) * (1 + ndim)) + names
+        at_least = (
+            8 * (num_chunks * (4 + 2 * ndim) + num_blocks + len(self.keys) * (1 + ndim)) + names
+        )
         if at_least > MAX_TABLE_BYTES:
             content = f"{len(self.keys)} keys, {num_chunks} chunks, {num_blocks} blocks of {self.block_bytes} bytes"
             raise _too_large(f"at least {at_least} bytes ({content})")
@@ -205,7 +239,9 @@ class Manifest:
     @functools.cached_property
     def scales_key(self) -> str | None:
         """A key of scales that belong to codes, None where there are none."""
-        codes = (key for key, dtype in zip(self.keys, self.dtypes, strict=True) if may_be_codes(dtype))
+        codes = (
+            key for key, dtype in zip(self.keys, self.dtypes, strict=True) if may_be_codes(dtype)
+        )
         return next((scales for key in codes for scales in scales_of(key, self.key_index)), None)
 
     def chunk_rows(self, key_id: int) -> slice:
@@ -215,7 +251,9 @@ class Manifest:
     def chunk_region(self, row: int) -> Region:
         """Return the region of the global tensor that a chunk holds."""
         ndim = len(self.global_shapes[self.key_ids[row]])
-        return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
+        return Region(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
+        )
 
     def to_bytes(self) -> bytes:
         """Encode as the content of `manifest.safetensors`."""
@@ -228,7 +266,10 @@ class Manifest:
             "block_bytes": self.block_bytes,
             "checksum": CHECKSUM if self.has_checksums else None,
         }
-        optional = {"origin": self.origin, "quantization": None if self.origin else self.quantization}
+        optional = {
+            "origin": self.origin,
+            "quantization": None if self.origin else self.quantization,
+        }
         fields |= {name: value for name, value in optional.items() if value is not None}
         columns = {
             "key_shapes": self._key_shapes(),
@@ -250,15 +291,23 @@ class Manifest:
             chunks = ChunkTable(files, **{name: columns[name] for name in ChunkTable._fields[1:]})
             _check_columns(chunks, key_shapes, key_ndims, len(fields["keys"]))
             is_axis = np.arange(key_shapes.shape[1]) < key_ndims[:, None]
-            _require(bool((is_axis.sum(axis=1) == key_ndims).all()), "a key has more axes than the table")
+            _require(
+                bool((is_axis.sum(axis=1) == key_ndims).all()), "a key has more axes than the table"
+            )
             key_shapes = np.where(is_axis, key_shapes, 1)
             block_bytes = int(fields["block_bytes"])
             # Blocks begin between items of every size.
-            _require(0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0, f"block_bytes is {block_bytes}")
+            _require(
+                0 < block_bytes <= MAX_BLOCK_BYTES and block_bytes % 16 == 0,
+                f"block_bytes is {block_bytes}",
+            )
             manifest = cls(
                 keys=[str(key) for key in fields["keys"]],
                 dtypes=[str(name) for name in fields["dtypes"]],
-                global_shapes=[tuple(row[:n]) for row, n in zip(key_shapes.tolist(), key_ndims.tolist(), strict=True)],
+                global_shapes=[
+                    tuple(row[:n])
+                    for row, n in zip(key_shapes.tolist(), key_ndims.tolist(), strict=True)
+                ],
                 chunks=chunks,
                 aliases={str(alias): str(key) for alias, key in fields["aliases"].items()},
                 block_bytes=block_bytes,
@@ -267,7 +316,14 @@ class Manifest:
                 quantization=fields.get("quantization"),
             )
             manifest._check(key_shapes)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             raise CorruptCheckpointError(
                 f"The manifest {location!r} is damaged ({type(error).__name__}: {error}). "
                 "Load another checkpoint, or restore this file from a copy."
@@ -282,24 +338,38 @@ class Manifest:
 
     def _check(self, key_shapes: IntArray) -> None:
         num_chunks, num_keys, keys = len(self.key_ids), len(self.keys), set(self.keys)
-        _require(len(self.dtypes) == len(self.global_shapes) == num_keys, "keys and dtypes differ in number")
+        _require(
+            len(self.dtypes) == len(self.global_shapes) == num_keys,
+            "keys and dtypes differ in number",
+        )
         _require(len(keys) == num_keys, "keys are not distinct")
         _require(set(self.dtypes) <= {OBJECT, *FROM_NAME}, "a dtype is unknown")
         _require(keys.issuperset(self.aliases.values()), "an alias has no target")
         _require(keys.isdisjoint(self.aliases), "an alias has the name of a key")
-        _require(self.origin is None or isinstance(self.origin, dict), "its origin is not described")
-        _require(are_settings(self.quantization), "what it says of quantised tensors is none of the settings")
+        _require(
+            self.origin is None or isinstance(self.origin, dict), "its origin is not described"
+        )
+        _require(
+            are_settings(self.quantization),
+            "what it says of quantised tensors is none of the settings",
+        )
         # Our own files are in a folder at most; those of other programs may lie deeper.
         max_parts = 2 if self.origin is None else 4
         for file in self.files:
-            _require(locations.is_inner_name(file.name, max_parts), f"the file name {file.name!r:.300} leads elsewhere")
+            _require(
+                locations.is_inner_name(file.name, max_parts),
+                f"the file name {file.name!r:.300} leads elsewhere",
+            )
             fits = 0 <= file.header_bytes <= min(file.num_bytes, 8 + MAX_HEADER_BYTES)
             _require(fits, f"the file {file.name!r} has a header of {file.header_bytes} bytes")
         if num_chunks == 0:
             return
         _require(bool((np.diff(self.key_ids) >= 0).all()), "chunks are not sorted by key")
         _require(self.key_ids[0] >= 0 and self.key_ids[-1] < num_keys, "a chunk has no key")
-        _require(bool(((self.file_ids >= 0) & (self.file_ids < len(self.files))).all()), "a chunk has no file")
+        _require(
+            bool(((self.file_ids >= 0) & (self.file_ids < len(self.files))).all()),
+            "a chunk has no file",
+        )
         self._check_positions(key_shapes)
 
     def _check_positions(self, key_shapes: IntArray) -> None:
@@ -310,27 +380,41 @@ class Manifest:
         sizes = np.array([f.num_bytes for f in self.files], np.int64)[self.file_ids]
         starts = np.array([f.header_bytes for f in self.files], np.int64)[self.file_ids]
         fits = (self.num_bytes >= 0) & (self.first_bytes >= starts) & (self.num_bytes <= sizes)
-        _require(bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()), "a chunk lies outside its file")
+        _require(
+            bool((fits & (self.first_bytes <= sizes - self.num_bytes)).all()),
+            "a chunk lies outside its file",
+        )
         # Tensors have fewer than 2**62 elements, so none of these products wraps around.
-        num_elements = functools.reduce(np.multiply, self.shapes.T, np.ones(len(self.key_ids), np.int64))
+        num_elements = functools.reduce(
+            np.multiply, self.shapes.T, np.ones(len(self.key_ids), np.int64)
+        )
         _require(bool((num_elements < 2**58).all()), "a chunk is larger than any file")
-        item_sizes = {name: 0 if name == OBJECT else FROM_NAME[name].itemsize for name in set(self.dtypes)}
+        item_sizes = {
+            name: 0 if name == OBJECT else FROM_NAME[name].itemsize for name in set(self.dtypes)
+        }
         per_item = np.array([item_sizes[name] for name in self.dtypes], np.int64)[self.key_ids]
         exact = num_elements * per_item == self.num_bytes
         _require(bool((exact | (per_item == 0)).all()), "a chunk's size contradicts its shape")
-        # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would wrap around.
+        # No byte is in two chunks, so a small file cannot claim large tensors. Integer sums would
+        # wrap around.
         in_files = np.bincount(self.file_ids, self.num_bytes.astype(np.float64), len(self.files))
-        _require(all(in_files <= [float(f.num_bytes) for f in self.files]), "chunks take more room than their file has")
+        _require(
+            all(in_files <= [float(f.num_bytes) for f in self.files]),
+            "chunks take more room than their file has",
+        )
         _require(self.block_checksums.dtype == np.uint64, "checksums are not uint64")
         num_blocks = int(self.block_starts[-1]) if self.has_checksums else 0
         _require(len(self.block_checksums) == num_blocks, "the number of checksums is wrong")
-        _require(self.has_checksums or self.block_bytes == BLOCK_BYTES, "blocks without checksums of an odd size")
+        _require(
+            self.has_checksums or self.block_bytes == BLOCK_BYTES,
+            "blocks without checksums of an odd size",
+        )
 
 
 def _too_large(size: str) -> CheckpointingException:
     return CheckpointingException(
-        f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES}. Nothing was "
-        "committed: save the state as several checkpoints."
+        f"The manifest of this checkpoint would have {size}, and readers accept {MAX_TABLE_BYTES}. "
+        "Nothing was committed: save the state as several checkpoints."
     )
 
 
@@ -340,7 +424,9 @@ def is_manifest_name(name: object) -> bool:
 
 
 def marker_fields(data: bytes, name: str = MANIFEST_NAME) -> dict[str, Any]:
-    """Return the fields by which the marker of a checkpoint names its manifest, given the manifest's bytes."""
+    """Return the fields by which the marker of a checkpoint names its manifest, given the
+    manifest's bytes.
+    """
     return {
         "format_version": FORMAT_VERSION,
         "min_reader_version": MIN_READER_VERSION,
@@ -354,7 +440,9 @@ def _known_checksum(name: object) -> bool:
     return name == CHECKSUM
 
 
-def _check_columns(chunks: ChunkTable, key_shapes: IntArray, key_ndims: IntArray, num_keys: int) -> None:
+def _check_columns(
+    chunks: ChunkTable, key_shapes: IntArray, key_ndims: IntArray, num_keys: int
+) -> None:
     """Check dtypes and shapes first of all: a column without elements can claim any length."""
     columns = {**chunks.columns(), "key_shapes": key_shapes, "key_ndims": key_ndims}
     _require(columns.pop("block_checksums").ndim == 1, "checksums are not one column")
@@ -368,7 +456,9 @@ def _check_columns(chunks: ChunkTable, key_shapes: IntArray, key_ndims: IntArray
     _require(key_shapes.ndim == 2 and bool((key_shapes >= 0).all()), "a global shape is negative")
     # Floating point detects products that would wrap around in int64.
     num_elements = np.prod(key_shapes.astype(np.float64), axis=1)
-    _require(bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds")
+    _require(
+        bool((num_elements < 2.0**62).all()), "a tensor has more elements than any storage holds"
+    )
 
 
 def _require(condition: bool, what: str) -> None:

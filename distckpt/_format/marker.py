@@ -1,8 +1,10 @@
-"""The marker file that says "this directory is a complete checkpoint". `distckpt.core` is the public path.
+"""The marker file that says "this directory is a complete checkpoint". `distckpt.megatron.core` is
+the public path.
 
-The marker (`metadata.json`) is written last. A reader that finds no marker sees no checkpoint; a reader
-that finds one may rely on everything it names. It carries Megatron's `CheckpointingConfig` fields beside
-distckpt's own, so programs written for Megatron Core recognise a distckpt checkpoint and the other way round.
+The marker (`metadata.json`) is written last. A reader that finds no marker sees no checkpoint; a
+reader that finds one may rely on everything it names. It carries Megatron's `CheckpointingConfig`
+fields beside distckpt's own, so programs written for Megatron Core recognise a distckpt checkpoint
+and the other way round.
 """
 
 from __future__ import annotations
@@ -56,12 +58,14 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> CheckpointingConfig | None:
-    """Read the format of a checkpoint from its marker; None when there is no marker, or the location is empty.
+    """Read the format of a checkpoint from its marker; None when there is no marker, or the
+    location is empty.
 
     Fields that this version does not know are dropped.
 
     Raises:
-        CorruptCheckpointError: the marker is not JSON, lacks `sharded_backend`, or has a field of a wrong type.
+        CorruptCheckpointError: the marker is not JSON, lacks `sharded_backend`, or has a field of a
+            wrong type.
     """
     if not checkpoint_dir:
         return None
@@ -69,19 +73,28 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str] | None) -> Checkpoi
     return None if fields is None else parse_config(fields, checkpoint_dir)
 
 
-def parse_config(fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
-    """Return the format of a checkpoint that the fields of its marker name, see `maybe_load_config`."""
+def parse_config(
+    fields: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]
+) -> CheckpointingConfig:
+    """Return the format of a checkpoint that the fields of its marker name, see
+    `maybe_load_config`.
+    """
     path = _marker_path(checkpoint_dir)
     if "sharded_backend" not in fields:
         raise CorruptCheckpointError(
-            f"{path}: the field 'sharded_backend' is missing; this is not the marker of a distributed checkpoint"
+            f"{path}: the field 'sharded_backend' is missing; this is not the marker of a "
+            "distributed checkpoint"
         )
     backend = fields["sharded_backend"]
     version = fields.get("sharded_backend_version", 1)
     if not isinstance(backend, str) or len(backend) > _MAX_BACKEND_CHARS:
-        raise CorruptCheckpointError(f"{path}: 'sharded_backend' must be a string, found {backend!r:.100}")
+        raise CorruptCheckpointError(
+            f"{path}: 'sharded_backend' must be a string, found {backend!r:.100}"
+        )
     if not isinstance(version, int) or isinstance(version, bool) or abs(version) >= 2**31:
-        raise CorruptCheckpointError(f"{path}: 'sharded_backend_version' must be an integer, found {version!r:.100}")
+        raise CorruptCheckpointError(
+            f"{path}: 'sharded_backend_version' must be an integer, found {version!r:.100}"
+        )
     return CheckpointingConfig(backend, version)
 
 
@@ -94,17 +107,20 @@ def save_config(
 ) -> None:
     """Write the marker of a checkpoint, in one step.
 
-    Call it last: from then on the location, an existing directory or URL prefix, counts as a complete checkpoint.
+    Call it last: from then on the location, an existing directory or URL prefix, counts as a
+    complete checkpoint.
 
     Args:
-        extra: further JSON fields of the marker; a field of `config` wins over one of the same name here.
+        extra: further JSON fields of the marker; a field of `config` wins over one of the same name
+            here.
         durable: whether it must be on disk on return.
     """
     write_marker(checkpoint_dir, {**(extra or {}), **asdict(config)}, durable)
 
 
 def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read every field of the marker of a checkpoint, as JSON gives them, without the checksum; None without marker.
+    """Read every field of the marker of a checkpoint, as JSON gives them, without the checksum;
+    None without marker.
 
     Raises:
         CorruptCheckpointError: the marker is not a JSON object, or does not match its checksum.
@@ -123,10 +139,13 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
             f"{path}: not valid JSON ({error}); restore the file or use another checkpoint"
         ) from error
     if not isinstance(fields, dict):
-        raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
+        raise CorruptCheckpointError(
+            f"{path}: expected a JSON object, found {type(fields).__name__}"
+        )
     if not _matches_checksum(content, fields):
         raise CorruptCheckpointError(
-            f"{path}: the content does not match the checksum in it: the file was damaged or edited. Restore it from a "
+            f"{path}: the content does not match the checksum in it: the file was damaged or "
+            "edited. Restore it from a "
             f'copy, or load another checkpoint. If it was edited on purpose, set "{_CHECKSUM}" to null.'
         )
     fields.pop(_CHECKSUM, None)
@@ -134,7 +153,9 @@ def read_marker(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any] | None
 
 
 def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
-    """Tell whether a marker has its checksum, or needs none: since it is older, of another program, or says so."""
+    """Tell whether a marker has its checksum, or needs none: since it is older, of another program,
+    or says so.
+    """
     if _CHECKSUM not in fields:
         version = fields.get("format_version")
         return not (isinstance(version, int) and version >= CHECKSUM_VERSION)
@@ -146,12 +167,16 @@ def _matches_checksum(content: bytes, fields: Mapping[str, Any]) -> bool:
 
 
 def note_of_module(names: Sequence[str]) -> dict[str, Any]:
-    """Return the field for the first names in the keys of the module at `model`; none for too many."""
+    """Return the field for the first names in the keys of the module at `model`; none for too
+    many.
+    """
     return {_MODULE_NAMES: list(names)} if 0 < len(names) <= _MAX_NAMES else {}
 
 
 def names_of_module(marker: Mapping[str, Any]) -> list[str]:
-    """Return the first names in the keys of the module that was saved at `model`; none if they are unknown."""
+    """Return the first names in the keys of the module that was saved at `model`; none if they are
+    unknown.
+    """
     names = marker.get(_MODULE_NAMES)
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -186,17 +211,20 @@ def _judging(path: str, no_file: Set[int] = _NO_FILE) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise CorruptCheckpointError(
-                f"{path!r} has {error.strerror}, which no such file has. Restore it from a copy, or load another "
-                "checkpoint."
+                f"{path!r} has {error.strerror}, which no such file has. Restore it from a copy, "
+                "or load another checkpoint."
             ) from error
         if error.errno in no_file and locations.is_local(path):
             raise CorruptCheckpointError(
-                f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another checkpoint."
+                f"{path!r} is no file ({error.strerror}): restore it from a copy, or load another "
+                "checkpoint."
             ) from error
         raise
 
 
-def write_marker(checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True) -> None:
+def write_marker(
+    checkpoint_dir: str | os.PathLike[str], fields: Mapping[str, Any], durable: bool = True
+) -> None:
     """Write the marker of a checkpoint from raw fields, in one step; see `save_config`.
 
     Raises:

@@ -1,10 +1,12 @@
 """The safetensors byte layout: `[u64 header length][JSON header, padded with spaces][data]`.
 
-No other module has it. Data starts at a multiple of `DATA_ALIGNMENT`, entries follow one another without gaps in
-descending order of item size, so that every entry is aligned to its items. Small files of bytes, which are made as one
-(`join_file`), are padded no further than the format prescribes.
+No other module has it. Data starts at a multiple of `DATA_ALIGNMENT`, entries follow one another
+without gaps in descending order of item size, so that every entry is aligned to its items. Small
+files of bytes, which are made as one (`join_file`), are padded no further than the format
+prescribes.
 
-What is read is not trusted: functions that read raise `ValueError` for what contradicts the format or itself.
+What is read is not trusted: functions that read raise `ValueError` for what contradicts the format
+or itself.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in FROM_NAME.items()}
 
 
 class Entry(NamedTuple):
-    """One tensor in a file: its name, safetensors dtype name, shape in torch items, size, and where it begins."""
+    """One tensor in a file: its name, safetensors dtype name, shape in torch items, size, and where
+    it begins.
+    """
 
     name: str
     dtype: str
@@ -40,7 +44,9 @@ class Entry(NamedTuple):
 
 
 def shard_file_name(rank: int, index: int, count: int) -> str:
-    """Name the index-th (from 0) of the `count` shard files of a rank, as torch's sharded Hugging Face writer does."""
+    """Name the index-th (from 0) of the `count` shard files of a rank, as torch's sharded Hugging
+    Face writer does.
+    """
     return f"shard-{rank + 1:05d}-model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -57,9 +63,11 @@ def layout_order(entries: Sequence[Entry]) -> list[int]:
 def build_header(
     entries: Sequence[Entry], metadata: Mapping[str, str], alignment: int = DATA_ALIGNMENT
 ) -> tuple[bytes, list[int]]:
-    """Lay out a file of entries that are in `layout_order`, with data from a multiple of `alignment` on.
+    """Lay out a file of entries that are in `layout_order`, with data from a multiple of
+    `alignment` on.
 
-    Returns the header (all bytes before the data) and where in the file each entry begins; the file ends with the last.
+    Returns the header (all bytes before the data) and where in the file each entry begins; the file
+    ends with the last.
     """
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     members = [f'"__metadata__":{encode(dict(metadata))}']
@@ -70,20 +78,28 @@ def build_header(
         offsets.append(position)
         sizes = ",".join(map(str, stored_shape(dtype, shape)))
         end = position + num_bytes
-        members.append(f'{encode(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{position},{end}]}}')
+        members.append(
+            f'{encode(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{position},{end}]}}'
+        )
         position = end
     text = f"{{{','.join(members)}}}".encode("utf-8", "surrogatepass")
     padded = -(-(8 + len(text)) // alignment) * alignment
     if padded - 8 > MAX_HEADER_BYTES:
-        raise ValueError(f"a safetensors header of {padded} bytes for {len(entries)} entries exceeds 100 MB")
+        raise ValueError(
+            f"a safetensors header of {padded} bytes for {len(entries)} entries exceeds 100 MB"
+        )
     data = struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
     return data, [len(data) + offset for offset in offsets]
 
 
-def join_file(entries: Mapping[str, bytes | bytearray | memoryview], metadata: Mapping[str, str]) -> bytes:
-    """Make a file of entries that are bytes (U8), in the order given; the same arguments give the same bytes.
+def join_file(
+    entries: Mapping[str, bytes | bytearray | memoryview], metadata: Mapping[str, str]
+) -> bytes:
+    """Make a file of entries that are bytes (U8), in the order given; the same arguments give the
+    same bytes.
 
-    The safetensors library is of no use here: it writes metadata in random order and copies the data twice.
+    The safetensors library is of no use here: it writes metadata in random order and copies the
+    data twice.
     """
     described = [Entry(name, "U8", (len(raw),), len(raw)) for name, raw in entries.items()]
     header, _ = build_header(described, metadata, alignment=8)
@@ -91,7 +107,9 @@ def join_file(entries: Mapping[str, bytes | bytearray | memoryview], metadata: M
 
 
 def header_length(head: bytes | memoryview, file_bytes: int) -> int:
-    """Return how many bytes at the beginning of a file are not data; `head` has at least 8 of them."""
+    """Return how many bytes at the beginning of a file are not data; `head` has at least 8 of
+    them.
+    """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > min(file_bytes - 8, MAX_HEADER_BYTES):
         raise ValueError("the header is cut off")
@@ -99,7 +117,9 @@ def header_length(head: bytes | memoryview, file_bytes: int) -> int:
 
 
 def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str, str], list[Entry]]:
-    """Return the metadata, and the entries in the order of their bytes, from the first `header_length` bytes."""
+    """Return the metadata, and the entries in the order of their bytes, from the first
+    `header_length` bytes.
+    """
     described = parse_json(str(header[8:], "utf-8"))
     metadata = described.pop("__metadata__", {}) if type(described) is dict else None
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
@@ -109,7 +129,9 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
     position = len(header)
     for entry in entries:
         if entry.first_byte != position:
-            raise ValueError(f"the entry {entry.name[:50]!r} begins at {entry.first_byte} instead of {position}")
+            raise ValueError(
+                f"the entry {entry.name[:50]!r} begins at {entry.first_byte} instead of {position}"
+            )
         position += entry.num_bytes
     if position != file_bytes:
         raise ValueError(f"the entries end at byte {position}, the file at {file_bytes}")
@@ -117,7 +139,9 @@ def parse_header(header: bytes | memoryview, file_bytes: int) -> tuple[dict[str,
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON as the format demands it: without names that an object has twice, and without NaN and infinities."""
+    """Parse JSON as the format demands it: without names that an object has twice, and without NaN
+    and infinities.
+    """
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct_pairs)
     except RecursionError as error:
@@ -125,7 +149,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the header metadata that lets torch's and NeMo Automodel's readers find each entry's global offset."""
+    """Return the header metadata that lets torch's and NeMo Automodel's readers find each entry's
+    global offset.
+    """
     info = {key: {"saved_offsets": list(region.offset)} for key, region in regions.items()}
     return {
         "format": "pt",
@@ -136,7 +162,9 @@ def sharding_metadata(regions: Mapping[str, Region], extra: Mapping[str, str]) -
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape as the format counts it: elements of packed types along the last axis, where torch has items."""
+    """Return the shape as the format counts it: elements of packed types along the last axis, where
+    torch has items.
+    """
     packed = PACKED_PER_ITEM.get(dtype, 1)
     if packed == 1:
         return shape
@@ -150,14 +178,19 @@ def _stored_entry(name: str, entry: Any, data_start: int) -> Entry:
             continue
         raise ValueError(f"the entry {name[:50]!r} has no proper shape and position")
     if dtype not in _ITEM_BYTES:
-        raise ValueError(f"the entry {name[:50]!r} has the dtype {dtype!r:.50}, which torch does not have")
+        raise ValueError(
+            f"the entry {name[:50]!r} has the dtype {dtype!r:.50}, which torch does not have"
+        )
     if dtype in PACKED_PER_ITEM:
         packed = PACKED_PER_ITEM[dtype]
         if not shape or shape[-1] % packed:
             raise ValueError(f"the size of the entry {name[:50]!r} is not a whole number of bytes")
         shape = [*shape[:-1], shape[-1] // packed]
     if len(shape) > MAX_NDIM or math.prod(shape) * _ITEM_BYTES[dtype] != end - first:
-        raise ValueError(f"the entry {name[:50]!r} of shape {shape!s:.100} and dtype {dtype} has {end - first} bytes")
+        raise ValueError(
+            f"the entry {name[:50]!r} of shape {shape!s:.100} and dtype {dtype} has {end - first} "
+            "bytes"
+        )
     return Entry(name, dtype, tuple(shape), end - first, data_start + first)
 
 

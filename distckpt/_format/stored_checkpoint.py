@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,15 +23,19 @@ class StoredCheckpoint(NamedTuple):
     Attributes:
         location: path or URL.
         manifest: of whatever format; files that distckpt did not write have one made for them.
-        verify: "none"; or "read" and "full", which mean the same: every block of which a byte is used is verified.
-        quantized: chunks of a view that are not stored but computed from others, see `_plan.decoded`.
-        sources: of a view in which every tensor is the sum of theirs, each times a weight, see `_plan.merged`.
+        verify: whether every block of which a byte is used is compared with its checksum.
+        marker: the fields of the marker; of another format, those that its marker would need.
+        quantized: chunks of a view that are not stored but computed from others, see
+            `_plan.decoded`.
+        sources: of a view in which every tensor is the sum of theirs, each times a weight, see
+            `_plan.merged`.
         files: that stay open from one read to the next; None where every read opens its own.
     """
 
     location: str
     manifest: Manifest
-    verify: str = "read"
+    verify: bool = True
+    marker: Mapping[str, Any] = MappingProxyType({})
     quantized: Mapping[int, QuantizedTensor] = MappingProxyType({})
     sources: tuple[tuple[StoredCheckpoint, float], ...] = ()
     files: OpenFiles | None = None
@@ -44,7 +48,7 @@ class StoredCheckpoint(NamedTuple):
     @property
     def verifies(self) -> bool:
         """Tell whether reads are compared with checksums; not all formats have some."""
-        return self.verify != "none" and self.manifest.has_checksums
+        return self.verify and self.manifest.has_checksums
 
     def path_of_file(self, file_id: int) -> str:
         """Return the location of a file."""

@@ -1,7 +1,7 @@
 """Regions of a global tensor: intersecting, cutting and comparing them.
 
-A region is an offset and a shape, counted in elements of the global tensor. Arrays of regions are pairs of int64
-arrays `offsets`, `shapes` of shape (n, ndim).
+A region is an offset and a shape, counted in elements of the global tensor. Arrays of regions are
+pairs of int64 arrays `offsets`, `shapes` of shape (n, ndim).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _MAX_CORNERS = 1 << 22
 
 
 class Region(NamedTuple):
-    """A rectangle of indices of a tensor: `offset` of its first element and `shape`, one int per axis."""
+    """A rectangle of indices of a tensor: `offset` of its first element and `shape`, one int per
+    axis.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -34,24 +36,36 @@ class Region(NamedTuple):
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True))
+            + "]"
+        )
 
     def relative_to(self, origin: tuple[int, ...]) -> Region:
         """Count the offset from `origin`."""
         return Region(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
 
     def slices(self, step: tuple[int, ...] = ()) -> tuple[slice, ...]:
-        """Return the index that selects this region of a tensor; with `step`, so many indices further on each time."""
+        """Return the index that selects this region of a tensor; with `step`, so many indices
+        further on each time.
+        """
         if not step:
             return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
-        return tuple(slice(o, o + n * s, s) for o, n, s in zip(self.offset, self.shape, step, strict=True))
+        return tuple(
+            slice(o, o + n * s, s) for o, n, s in zip(self.offset, self.shape, step, strict=True)
+        )
 
 
 def covering(region: Region, step: tuple[int, ...]) -> Region:
-    """Return the region from the first to the last element of one whose elements lie `step` apart along the axes."""
+    """Return the region from the first to the last element of one whose elements lie `step` apart
+    along the axes.
+    """
     if not step:
         return region
-    return Region(region.offset, tuple((n - 1) * s + 1 for n, s in zip(region.shape, step, strict=True)))
+    return Region(
+        region.offset, tuple((n - 1) * s + 1 for n, s in zip(region.shape, step, strict=True))
+    )
 
 
 def whole(shape: tuple[int, ...]) -> Region:
@@ -68,7 +82,8 @@ def intersect(first: Region, second: Region) -> Region | None:
     """Return the elements that two regions share as a region, None when they share none."""
     start = tuple(map(max, first.offset, second.offset))
     stop = tuple(
-        min(a + n, b + m) for a, n, b, m in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
+        min(a + n, b + m)
+        for a, n, b, m in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
     )
     if any(lo >= hi for lo, hi in zip(start, stop, strict=True)):
         return None
@@ -80,7 +95,8 @@ def intersect_many(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Intersect n regions with others: as many, one with one, or the same one with all.
 
-    Returns `(rows, offsets, shapes)`: the indices of those that share elements, and what they have in common.
+    Returns `(rows, offsets, shapes)`: the indices of those that share elements, and what they have
+    in common.
     """
     others = np.asarray(other_offsets, np.int64)
     start = np.maximum(offsets, others)
@@ -89,8 +105,11 @@ def intersect_many(
     return rows, start[rows], (stop - start)[rows]
 
 
-def regions_to_arrays(regions: Sequence[Region], ndim: int | None = None) -> tuple[IntArray, IntArray]:
-    """Stack regions into `(offsets, shapes)` of shape (n, ndim), padding offsets with 0 and shapes with 1.
+def regions_to_arrays(
+    regions: Sequence[Region], ndim: int | None = None
+) -> tuple[IntArray, IntArray]:
+    """Stack regions into `(offsets, shapes)` of shape (n, ndim), padding offsets with 0 and shapes
+    with 1.
 
     Without `ndim`, as many axes as the longest has.
     """
@@ -103,7 +122,9 @@ def regions_to_arrays(regions: Sequence[Region], ndim: int | None = None) -> tup
 def widen(columns: IntArray, ndim: int, fill: int) -> IntArray:
     """Pad `(n, d)` offsets or shapes to `ndim` axes."""
     # Not np.pad, which takes ten times as long for a few rows.
-    return np.concatenate([columns, np.full((len(columns), ndim - columns.shape[1]), fill, np.int64)], axis=1)
+    return np.concatenate(
+        [columns, np.full((len(columns), ndim - columns.shape[1]), fill, np.int64)], axis=1
+    )
 
 
 def row_hashes(columns: Sequence[IntArray]) -> npt.NDArray[np.uint64]:
@@ -126,8 +147,8 @@ def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def flat_range_regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
     """Cut elements [start, stop) of a row-major tensor into regions, at most 2 * ndim - 1 of them.
 
-    The regions come in memory order and each is contiguous in memory, so their flattened contents, one after another,
-    are exactly the flat slice.
+    The regions come in memory order and each is contiguous in memory, so their flattened contents,
+    one after another, are exactly the flat slice.
     """
     if stop <= start:
         return
@@ -152,7 +173,9 @@ def _inside_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iter
 
 
 def flat_start(shape: tuple[int, ...], region: Region) -> int:
-    """Return the flat index, inside a row-major tensor of `shape`, of the region's first element."""
+    """Return the flat index, inside a row-major tensor of `shape`, of the region's first
+    element.
+    """
     index = 0
     for size, offset in zip(shape, region.offset, strict=True):
         index = index * size + offset
@@ -160,23 +183,30 @@ def flat_start(shape: tuple[int, ...], region: Region) -> int:
 
 
 def covering_elements(shape: tuple[int, ...], region: Region) -> int:
-    """Count the elements from the first to the last one of a region, those between its runs included."""
+    """Count the elements from the first to the last one of a region, those between its runs
+    included.
+    """
     if region.num_elements == 0:
         return 0
-    last = Region(tuple(o + n - 1 for o, n in zip(region.offset, region.shape, strict=True)), (1,) * len(shape))
+    last = Region(
+        tuple(o + n - 1 for o, n in zip(region.offset, region.shape, strict=True)),
+        (1,) * len(shape),
+    )
     return flat_start(shape, last) - flat_start(shape, region) + 1
 
 
 def cut_region(
     region: Region, max_elements: int, *, shape: tuple[int, ...] | None = None, multiple: int = 1
 ) -> Iterator[Region]:
-    """Cut a region across its leading axes into pieces of at most `max_elements`, in row-major order.
+    """Cut a region across its leading axes into pieces of at most `max_elements`, in row-major
+    order.
 
-    Pieces are runs of rows; only rows that are larger than the limit are cut along later axes. The edges lie at
-    multiples of a number of rows that depends on the shape alone, so that regions which overlap share most of them.
+    Pieces are runs of rows; only rows that are larger than the limit are cut along later axes. The
+    edges lie at multiples of a number of rows that depends on the shape alone, so that regions
+    which overlap share most of them.
 
-    With `multiple`, a piece begins only where its first element's flat index in the row-major tensor of `shape` is a
-    multiple of it. Pieces may then be larger.
+    With `multiple`, a piece begins only where its first element's flat index in the row-major
+    tensor of `shape` is a multiple of it. Pieces may then be larger.
     """
     if region.num_elements <= max_elements:
         yield region
@@ -191,7 +221,9 @@ def cut_region(
     step = max(1, max_elements // (math.prod(region.shape[axis + 1 :]) * num_rows)) * num_rows
     edges = [first, *(range((first // step + 1) * step, end, step) if can_cut else ()), end]
     for low, high in itertools.pairwise(edges):
-        piece = Region(with_item(region.offset, axis, low), with_item(region.shape, axis, high - low))
+        piece = Region(
+            with_item(region.offset, axis, low), with_item(region.shape, axis, high - low)
+        )
         if high - low == 1:
             yield from cut_region(piece, max_elements, shape=shape, multiple=multiple)
         else:
@@ -199,14 +231,19 @@ def cut_region(
 
 
 def step_over(region: Region, num_axes: int) -> Iterator[Region]:
-    """Cut a region into pieces with a single index along each of its first axes, in row-major order."""
-    first = itertools.product(*(range(o, o + n) for o, n in zip(region.offset[:num_axes], region.shape, strict=False)))
+    """Cut a region into pieces with a single index along each of its first axes, in row-major
+    order.
+    """
+    first = itertools.product(
+        *(range(o, o + n) for o, n in zip(region.offset[:num_axes], region.shape, strict=False))
+    )
     for index in first:
         yield Region(index + region.offset[num_axes:], (1,) * num_axes + region.shape[num_axes:])
 
 
 def num_outer_axes(shape: tuple[int, ...], region: Region) -> int:
-    """Return how many leading axes one must step over to walk a region as contiguous runs of memory.
+    """Return how many leading axes one must step over to walk a region as contiguous runs of
+    memory.
 
     The runs are `region.shape[num_outer_axes:]`; leading axes of extent 1 cost no step.
     """
@@ -223,24 +260,36 @@ def run_starts(shape: tuple[int, ...], region: Region) -> IntArray:
     """Return the flat index of the first element of each of these runs, in order."""
     starts: IntArray = np.array([flat_start(shape, region)], np.int64)
     for axis in range(num_outer_axes(shape, region)):
-        starts = np.add.outer(starts, np.arange(region.shape[axis]) * math.prod(shape[axis + 1 :])).reshape(-1)
+        starts = np.add.outer(
+            starts, np.arange(region.shape[axis]) * math.prod(shape[axis + 1 :])
+        ).reshape(-1)
     return starts
 
 
 def reshaped_regions(
     region: Region, shape: tuple[int, ...], new_shape: tuple[int, ...]
 ) -> Iterator[tuple[Region, Region]]:
-    """Cut a region where a row of either shape ends; yield each piece, and where it lies after a reshape."""
+    """Cut a region where a row of either shape ends; yield each piece, and where it lies after a
+    reshape.
+    """
     groups = _axis_groups(shape, new_shape)
-    for runs in itertools.product(*(list(_runs(region, shape, old, new_shape, new)) for old, new in groups)):
+    for runs in itertools.product(
+        *(list(_runs(region, shape, old, new_shape, new)) for old, new in groups)
+    ):
         old = _region_of([item for run in runs for item in run[0]], len(shape))
         new = _region_of([item for run in runs for item in run[1]], len(new_shape))
         yield old, new
 
 
-def _axis_groups(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Divide the axes of two shapes, without those of size 1, into the smallest groups of as many elements."""
-    axes, new_axes = ([axis for axis, size in enumerate(sizes) if size != 1] for sizes in (shape, new_shape))
+def _axis_groups(
+    shape: tuple[int, ...], new_shape: tuple[int, ...]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Divide the axes of two shapes, without those of size 1, into the smallest groups of as many
+    elements.
+    """
+    axes, new_axes = (
+        [axis for axis, size in enumerate(sizes) if size != 1] for sizes in (shape, new_shape)
+    )
     while axes:
         old, new = [axes.pop(0)], [new_axes.pop(0)]
         num, new_num = shape[old[0]], new_shape[new[0]]
@@ -259,15 +308,23 @@ _Span: TypeAlias = tuple[int, int, int]
 
 
 def _runs(
-    region: Region, shape: tuple[int, ...], old: list[int], new_shape: tuple[int, ...], new: list[int]
+    region: Region,
+    shape: tuple[int, ...],
+    old: list[int],
+    new_shape: tuple[int, ...],
+    new: list[int],
 ) -> Iterator[tuple[list[_Span], list[_Span]]]:
-    """Cut a region, along a group of axes, into runs that lie along the last axis of the group in both shapes."""
+    """Cut a region, along a group of axes, into runs that lie along the last axis of the group in
+    both shapes.
+    """
     start, length = region.offset[old[-1]], region.shape[old[-1]]
     if len(old) == len(new) == 1:
         yield [(old[0], start, length)], [(new[0], start, length)]
         return
     width, new_width = shape[old[-1]], new_shape[new[-1]]
-    for outer in itertools.product(*(range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1])):
+    for outer in itertools.product(
+        *(range(region.offset[a], region.offset[a] + region.shape[a]) for a in old[:-1])
+    ):
         row = 0
         for axis, index in zip(old, outer, strict=False):
             row = row * shape[axis] + index
@@ -278,7 +335,13 @@ def _runs(
             for axis in reversed(new[:-1]):
                 rest, index = divmod(rest, new_shape[axis])
                 spans.append((axis, index, 1))
-            yield [*((a, i, 1) for a, i in zip(old, outer, strict=False)), (old[-1], at - row * width, num)], spans
+            yield (
+                [
+                    *((a, i, 1) for a, i in zip(old, outer, strict=False)),
+                    (old[-1], at - row * width, num),
+                ],
+                spans,
+            )
             at += num
 
 
@@ -290,7 +353,9 @@ def _region_of(spans: Sequence[_Span], ndim: int) -> Region:
 
 
 class TilingFault(NamedTuple):
-    """A fault of regions that should tile a tensor: `element` is covered `num_covers` times instead of once."""
+    """A fault of regions that should tile a tensor: `element` is covered `num_covers` times instead
+    of once.
+    """
 
     tensor: int
     element: tuple[int, ...]
@@ -300,15 +365,17 @@ class TilingFault(NamedTuple):
 def find_tiling_faults(
     tensor_ids: IntArray, offsets: IntArray, shapes: IntArray, global_shapes: IntArray
 ) -> list[TilingFault]:
-    """Find every tensor whose regions do not cover each of its elements exactly once, in the order of their ids.
+    """Find every tensor whose regions do not cover each of its elements exactly once, in the order
+    of their ids.
 
-    `tensor_ids` (n,) are indices into `global_shapes` (t, ndim); `offsets` and `shapes` (n, ndim) are of regions that
-    lie inside their tensors. ValueError when so many axes are divided that the corners would not fit memory.
+    `tensor_ids` (n,) are indices into `global_shapes` (t, ndim); `offsets` and `shapes` (n, ndim)
+    are of regions that lie inside their tensors. ValueError when so many axes are divided that the
+    corners would not fit memory.
 
-    A region is the sum of signed steps at its 2^ndim corners, and this sum is unique. So regions tile a tensor exactly
-    when their signed corners, added up, equal those of the whole tensor: one sort, whatever the grid (regular,
-    irregular, with empty pieces), in O(n 2^ndim log n). The first corner that is left over, in row-major order, is
-    an element covered the wrong number of times.
+    A region is the sum of signed steps at its 2^ndim corners, and this sum is unique. So regions
+    tile a tensor exactly when their signed corners, added up, equal those of the whole tensor: one
+    sort, whatever the grid (regular, irregular, with empty pieces), in O(n 2^ndim log n). The first
+    corner that is left over, in row-major order, is an element covered the wrong number of times.
     """
     num_tensors = len(global_shapes)
     ids = np.concatenate([tensor_ids, np.arange(num_tensors, dtype=np.int64)])
@@ -316,18 +383,24 @@ def find_tiling_faults(
     high = low + np.concatenate([shapes, global_shapes])
     weight = np.repeat(np.array([1, -1]), [len(tensor_ids), num_tensors])
     weight[(high <= low).any(axis=1)] = 0
-    # Where nothing is divided, the corners at both ends say the same: those at the beginning will do.
+    # Where nothing is divided, the corners at both ends say the same: those at the beginning will
+    # do.
     is_divided = (shapes != global_shapes[tensor_ids]).any(axis=0)
     num_divided = int(is_divided.sum())
     if num_divided > _MAX_DIVIDED_AXES and len(ids) << num_divided > _MAX_CORNERS:
-        raise ValueError(f"{len(tensor_ids)} regions divide tensors along {num_divided} axes, too many to compare")
+        raise ValueError(
+            f"{len(tensor_ids)} regions divide tensors along {num_divided} axes, too many to "
+            "compare"
+        )
     # Corners lie in 0..size, hence the strides of a tensor one larger along every axis.
     places = np.where(is_divided, global_shapes + 1, 1)
     strides = np.ones_like(global_shapes)
     for axis in range(global_shapes.shape[1] - 2, -1, -1):
         strides[:, axis] = strides[:, axis + 1] * places[:, axis + 1]
 
-    corner_ids, positions, sums = _sum_corners(ids, low * strides[ids], high * strides[ids], weight, is_divided)
+    corner_ids, positions, sums = _sum_corners(
+        ids, low * strides[ids], high * strides[ids], weight, is_divided
+    )
     wrong = np.flatnonzero(sums)
     _, firsts = np.unique(corner_ids[wrong], return_index=True)
     faults = []
@@ -340,7 +413,11 @@ def find_tiling_faults(
 
 
 def _sum_corners(
-    ids: IntArray, low: IntArray, high: IntArray, weight: IntArray, is_divided: npt.NDArray[np.bool_]
+    ids: IntArray,
+    low: IntArray,
+    high: IntArray,
+    weight: IntArray,
+    is_divided: npt.NDArray[np.bool_],
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Add up the signed corners of regions, whose edges are given as flat positions, per axis.
 
@@ -348,7 +425,9 @@ def _sum_corners(
     """
     position, sign = np.zeros((len(ids), 1), np.int64), weight[:, None]
     for axis in np.flatnonzero(is_divided).tolist():
-        position = np.concatenate([position + low[:, axis, None], position + high[:, axis, None]], axis=1)
+        position = np.concatenate(
+            [position + low[:, axis, None], position + high[:, axis, None]], axis=1
+        )
         sign = np.concatenate([sign, -sign], axis=1)
     corner_ids = np.repeat(ids, position.shape[1])
     flat_position, flat_sign = position.reshape(-1), sign.reshape(-1)

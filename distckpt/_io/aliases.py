@@ -1,4 +1,6 @@
-"""Targets of a load that share memory: read together, one would be overwritten while its checksum is taken."""
+"""Targets of a load that share memory: read together, one would be overwritten while its checksum
+is taken.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,15 @@ import torch
 from distckpt._base.dtypes import as_integers
 from distckpt._base.errors import LoadMismatchError
 from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._mapping.wrappers import ShardedTensor
 from distckpt._plan.load import Copy, Request
-from distckpt.mapping import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
 
 class Separated(NamedTuple):
-    """The targets to read into, those that were given, and which of them (second) have elements of which earlier one.
+    """The targets to read into, those that were given, and which of them (second) have elements of
+    which earlier one.
 
     The second stands for memory of its own while it is read.
     """
@@ -32,9 +35,14 @@ class Separated(NamedTuple):
 
 
 def separate(
-    stored: StoredCheckpoint, requests: Sequence[Request], copies: Sequence[Copy], targets: Sequence[torch.Tensor]
+    stored: StoredCheckpoint,
+    requests: Sequence[Request],
+    copies: Sequence[Copy],
+    targets: Sequence[torch.Tensor],
 ) -> Separated:
-    """Give each target that has elements of an earlier one, and is stored elsewhere, memory of its own."""
+    """Give each target that has elements of an earlier one, and is stored elsewhere, memory of its
+    own.
+    """
     shared = sorted((second, first) for first, second in _overlapping(targets))
     concerned = {number for pair in shared for number in pair}
     sources: dict[int, set[Any]] = defaultdict(set)
@@ -53,7 +61,9 @@ def separate(
 
 
 def join(requests: Sequence[Request], separated: Separated, location: str) -> None:
-    """Give shared memory the value that was read last, and warn where it differs from the one read before."""
+    """Give shared memory the value that was read last, and warn where it differs from the one read
+    before.
+    """
     for first, second in separated.pairs:
         target, value = separated.given[first].detach(), separated.targets[second]
         before = target.clone()
@@ -62,8 +72,8 @@ def join(requests: Sequence[Request], separated: Separated, location: str) -> No
         one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (before, target))
         if not torch.equal(one, other):
             logger.warning(
-                "%r and %r of %s have different values, and were to be loaded into one tensor: it has that of %r now. "
-                "Request one of them, or untie the tensors.",
+                "%r and %r of %s have different values, and were to be loaded into one tensor: "
+                "it has that of %r now. Request one of them, or untie the tensors.",
                 requests[first].key, requests[second].key, location, requests[second].key,
             )  # fmt: skip
 
@@ -81,7 +91,9 @@ def _overlapping(targets: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
         earlier = [other for other in earlier if ends[other] > starts[number]]
         for other in earlier:
             same_device = targets[other].device == targets[number].device
-            if same_device and np.shares_memory(_as_array(targets[other]), _as_array(targets[number])):
+            if same_device and np.shares_memory(
+                _as_array(targets[other]), _as_array(targets[number])
+            ):
                 yield min(other, number), max(other, number)
         earlier.append(number)
 
@@ -98,11 +110,15 @@ def _as_array(target: torch.Tensor) -> Any:
     size = target.element_size()
     strides = tuple(step * size for step in target.stride())
     place = {"version": 3, "shape": tuple(target.shape), "typestr": f"|V{size}", "strides": strides}
-    return np.asarray(SimpleNamespace(__array_interface__={**place, "data": (target.data_ptr(), False)}))
+    return np.asarray(
+        SimpleNamespace(__array_interface__={**place, "data": (target.data_ptr(), False)})
+    )
 
 
 def settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Give a tensor what was loaded for it elsewhere, since several of its elements are one place in memory."""
+    """Give a tensor what was loaded for it elsewhere, since several of its elements are one place
+    in memory.
+    """
     target = shard.data
     if target is None or target is loaded:
         return loaded
@@ -111,9 +127,9 @@ def settled(shard: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:
         target[once].copy_(loaded[once])
         if not torch.equal(as_integers(target.resolve_conj().resolve_neg()), as_integers(loaded)):
             raise LoadMismatchError(
-                f"Key {shard.key!r}: several elements of the tensor are one place in memory (strides "
-                f"{target.stride()}), but have different values in the checkpoint. Give it memory of its own: "
-                "clone() it before loading.",
+                f"Key {shard.key!r}: several elements of the tensor are one place in memory "
+                f"(strides {target.stride()}), but have different values in the checkpoint. Give "
+                "it memory of its own: clone() it before loading.",
                 unexpected=[shard.key],
             )
     return target

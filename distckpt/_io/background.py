@@ -1,7 +1,8 @@
-"""Run tasks one after the other in the background thread of this process, also when the process ends.
+"""Run tasks one after the other in the background thread of this process, also when the process
+ends.
 
-A thread and not a process: memory is shared, nothing lies in /dev/shm, and moving bytes holds the interpreter's lock
-for next to none of the time.
+A thread and not a process: memory is shared, nothing lies in /dev/shm, and moving bytes holds the
+interpreter's lock for next to none of the time.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ _Result = TypeVar("_Result")
 
 
 class Task(concurrent.futures.Future[_Result]):
-    """Something that the background thread does, and the future of its result, which cannot be cancelled.
+    """Something that the background thread does, and the future of its result, which cannot be
+    cancelled.
 
-    The end of the process waits `exit_timeout` seconds for it; with 0 it is abandoned then. `is_abandoned` is set when
-    it is to stop as soon as it can. `location` is that of the checkpoint that it writes, if any.
+    The end of the process waits `exit_timeout` seconds for it; with 0 it is abandoned then.
+    `is_abandoned` is set when it is to stop as soon as it can. `location` is that of the checkpoint
+    that it writes, if any.
     """
 
     def __init__(
@@ -50,10 +53,14 @@ class Task(concurrent.futures.Future[_Result]):
         self.is_abandoned = is_abandoned or threading.Event()
 
     def disown(self) -> None:
-        """In a forked process, forget what the parent's thread does, and its locks, which may have been held."""
+        """In a forked process, forget what the parent's thread does, and its locks, which may have
+        been held.
+        """
         super().__init__()
         self.set_running_or_notify_cancel()
-        self.set_exception(CheckpointingException(f"{self.name} goes on in the process that forked this one."))
+        self.set_exception(
+            CheckpointingException(f"{self.name} goes on in the process that forked this one.")
+        )
 
     def result(self, timeout: float | None = None) -> _Result:
         """Wait until it has ended, and return or raise what it did."""
@@ -63,7 +70,9 @@ class Task(concurrent.futures.Future[_Result]):
             # The task itself may have raised one.
             if self.done():
                 raise
-        raise TimeoutError(f"{self.name} is not done after {timeout} s and goes on in the background")
+        raise TimeoutError(
+            f"{self.name} is not done after {timeout} s and goes on in the background"
+        )
 
     def run(self) -> None:
         """Do it, in the background thread."""
@@ -84,7 +93,9 @@ class Task(concurrent.futures.Future[_Result]):
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the variables in the frames of tracebacks: they would keep everything alive that was worked on."""
+    """Clear the variables in the frames of tracebacks: they would keep everything alive that was
+    worked on.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -112,7 +123,9 @@ class _Worker:
                 _exit_code.is_failure = True
 
     def close(self) -> None:
-        """From now on, do tasks in the threads that submit them: nothing waits any more for this one."""
+        """From now on, do tasks in the threads that submit them: nothing waits any more for this
+        one.
+        """
         with self.lock:
             self.is_closed = True
 
@@ -155,7 +168,9 @@ def run_in_order(function: Callable[[], _Result], name: str, location: str | Non
 
 
 def pending_tasks() -> list[Task[Any]]:
-    """Return the tasks that have not ended, in order; none in the background thread, which cannot wait for itself."""
+    """Return the tasks that have not ended, in order; none in the background thread, which cannot
+    wait for itself.
+    """
     if threading.current_thread() is _worker.thread:
         return []
     with _worker.lock:
@@ -176,7 +191,8 @@ def wait_for_all() -> None:
 class _ExitCode:
     """Makes the exit code of the process 1 when it is destroyed, if a save was lost.
 
-    That is when Python clears its modules, after all exit functions; those of other libraries are not skipped.
+    That is when Python clears its modules, after all exit functions; those of other libraries are
+    not skipped.
     """
 
     is_failure = False
@@ -197,14 +213,22 @@ def _at_exit() -> None:
     try:
         for task in tasks:
             if task.exit_timeout > 0:
-                logger.info("the process ends while %s goes on: waiting up to %.0f s", task.name, task.exit_timeout)
-            concurrent.futures.wait([task], max(0.0, started + task.exit_timeout - time.monotonic()))
+                logger.info(
+                    "the process ends while %s goes on: waiting up to %.0f s",
+                    task.name,
+                    task.exit_timeout,
+                )
+            concurrent.futures.wait(
+                [task], max(0.0, started + task.exit_timeout - time.monotonic())
+            )
     finally:
         abandoned = pending_tasks()
         for task in abandoned:
             # The others are no saves, and nothing is lost with them.
             if task.exit_timeout > 0 or task.location is not None:
-                logger.warning("the process ends: %s is abandoned, nothing of it is committed", task.name)
+                logger.warning(
+                    "the process ends: %s is abandoned, nothing of it is committed", task.name
+                )
             task.is_abandoned.set()
         concurrent.futures.wait(abandoned, STOP_SECONDS)
         # Who waits for 0 s wants it to be abandoned.
@@ -221,8 +245,9 @@ def _forget_after_fork() -> None:
     _exit_code.is_failure = False
 
 
-# When ordinary exit functions run, thread pools refuse work already. This one must run before pools are closed:
-# functions registered later run earlier, and the import of concurrent.futures.thread has registered the closing.
+# When ordinary exit functions run, thread pools refuse work already. This one must run before pools
+# are closed: functions registered later run earlier, and the import of concurrent.futures.thread
+# has registered the closing.
 try:
     getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 except RuntimeError:

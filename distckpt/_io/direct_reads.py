@@ -1,4 +1,6 @@
-"""Which files are read past the page cache: those that nobody has read yet, and nobody else on the machine reads."""
+"""Which files are read past the page cache: those that nobody has read yet, and nobody else on the
+machine reads.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ def unread_files(stored: StoredCheckpoint, chunks: IntArray | None = None) -> fr
     if not locations.is_local(stored.location):
         return frozenset()
     file_ids = stored.manifest.file_ids if chunks is None else stored.manifest.file_ids[chunks]
-    paths = [stored.path_of_file(file_id) for file_id in np.flatnonzero(np.bincount(file_ids)).tolist()]
+    paths = [
+        stored.path_of_file(file_id) for file_id in np.flatnonzero(np.bincount(file_ids)).tolist()
+    ]
     return frozenset(path for path in paths if may_be_read_directly(path))
 
 
-def files_to_read_directly(ranks: Ranks, stored: StoredCheckpoint, copies: Sequence[Copy]) -> frozenset[str]:
-    """Return the files that this rank may read past the page cache: none where ranks of a machine read the same bytes.
+def files_to_read_directly(
+    ranks: Ranks, stored: StoredCheckpoint, copies: Sequence[Copy]
+) -> frozenset[str]:
+    """Return the files that this rank may read past the page cache: none where ranks of a machine
+    read the same bytes.
 
     Collective operation: all ranks must call it.
     """

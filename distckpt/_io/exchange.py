@@ -1,4 +1,6 @@
-"""Exchanging values of tensors between ranks in messages, straight from and into tensors or through a few buffers."""
+"""Exchanging values of tensors between ranks in messages, straight from and into tensors or through
+a few buffers.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,18 @@ ALIGN_BYTES = 16
 MAX_UNDER_WAY = 64
 """Number of messages of a rank on their way at a time."""
 MAX_BUFFERS = 8
-"""Number of messages at a time that go through a buffer instead of straight from or into a target."""
+"""Number of messages at a time that go through a buffer instead of straight from or into a
+target.
+"""
 
 
 class Message(NamedTuple):
     """Values of some units, or of one part of a unit, on their way between this rank and `peer`.
 
-    All ranks carry out their messages in ascending `order` (number of the first unit, number of the part, receiving
-    rank), in which no two messages of a wave are equal. So of all that are not done, the first is the next for both its
-    ranks, and there is no deadlock. `views` are the places of the units in the targets.
+    All ranks carry out their messages in ascending `order` (number of the first unit, number of the
+    part, receiving rank), in which no two messages of a wave are equal. So of all that are not
+    done, the first is the next for both its ranks, and there is no deadlock. `views` are the places
+    of the units in the targets.
     """
 
     order: tuple[int, int, int]
@@ -44,7 +49,9 @@ class Message(NamedTuple):
         return sum(map(_padded_bytes, self.views[:-1])) + self.views[-1].nbytes
 
 
-def make_messages(rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int, torch.Tensor]]) -> Iterator[Message]:
+def make_messages(
+    rank: int, peer: int, is_sent: bool, units: Iterable[tuple[int, torch.Tensor]]
+) -> Iterator[Message]:
     """Divide what goes from one rank to another in a wave into messages, the same on both ranks.
 
     `units` has the number of each unit, ascending, and its place in the target.
@@ -67,7 +74,9 @@ def make_buffers(max_bytes: int) -> deque[torch.Tensor]:
     return deque(memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(count))
 
 
-def _small_together(units: Iterable[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, torch.Tensor]]]:
+def _small_together(
+    units: Iterable[tuple[int, torch.Tensor]],
+) -> Iterator[list[tuple[int, torch.Tensor]]]:
     """Join small units, as many as a message holds; yield others one by one."""
     small: list[tuple[int, torch.Tensor]] = []
     room = MESSAGE_BYTES
@@ -96,10 +105,13 @@ class _UnderWay(NamedTuple):
     buffer: torch.Tensor | None
 
 
-def exchange(ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor], problems: list[Exception]) -> None:
+def exchange(
+    ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor], problems: list[Exception]
+) -> None:
     """Carry out the messages of one wave, some at a time; all ranks must call it.
 
-    Errors with this rank's own tensors are added to `problems` and not raised: other ranks wait for the messages.
+    Errors with this rank's own tensors are added to `problems` and not raised: other ranks wait for
+    the messages.
     """
     under_way: deque[_UnderWay] = deque()
     tags: dict[tuple[int, bool], int] = defaultdict(int)
@@ -120,7 +132,9 @@ def exchange(ranks: Ranks, messages: list[Message], buffers: deque[torch.Tensor]
         _finish(ranks, under_way.popleft(), buffers, problems)
 
 
-def _finish(ranks: Ranks, item: _UnderWay, buffers: deque[torch.Tensor], problems: list[Exception]) -> None:
+def _finish(
+    ranks: Ranks, item: _UnderWay, buffers: deque[torch.Tensor], problems: list[Exception]
+) -> None:
     ranks.finish(item.transfer)
     if item.buffer is not None:
         if not item.message.is_sent:
@@ -129,16 +143,21 @@ def _finish(ranks: Ranks, item: _UnderWay, buffers: deque[torch.Tensor], problem
 
 
 def _straight_memory(message: Message) -> torch.Tensor | None:
-    """Return the bytes of a message where they lie in a target as they are sent, None when they do not."""
+    """Return the bytes of a message where they lie in a target as they are sent, None when they do
+    not.
+    """
     view = message.views[0]
     if len(message.views) > 1 or not is_plain_memory(view):
         return None
-    # A tensor of one item counts as contiguous whatever its strides, but view() refuses most of them.
+    # A tensor of one item counts as contiguous whatever its strides, but view() refuses most of
+    # them.
     return view.detach().as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 def _copy_views(message: Message, memory: torch.Tensor, problems: list[Exception]) -> None:
-    """Copy the views of a message into the memory that is sent, or what was received there into the views."""
+    """Copy the views of a message into the memory that is sent, or what was received there into the
+    views.
+    """
     start = 0
     try:
         for view in message.views:

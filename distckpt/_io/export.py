@@ -1,4 +1,6 @@
-"""Writing output files: ranges of a checkpoint's chunks, through a bounded window, in their new place."""
+"""Writing output files: ranges of a checkpoint's chunks, through a bounded window, in their new
+place.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.threads import NUM_THREADS, UNIT_BYTES
 from distckpt._format import safetensors_file
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.mapped import resolve, target_view
 from distckpt._geometry.region import Region, cut_region, flat_range_regions, intersect, whole
 from distckpt._io.read import read_chunks_into
 from distckpt._io.sums import read_requests, round_once
@@ -26,15 +27,20 @@ from distckpt._plan.load import Request
 from distckpt._quantization.encode import encode, needs_maximum, regions_to_encode
 from distckpt._quantization.numbers import scratch
 from distckpt._quantization.quantized import part_regions
+from distckpt._rules.mapped import resolve, target_view
 
 _WINDOWS_PER_THREAD = 4
-"""Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening, conversion."""
+"""Buffers of `UNIT_BYTES` a thread may use at a time: window, bounce buffer with its widening,
+conversion.
+"""
 _COUNTED_AT_ONCE = 1 << 18
 """Elements; counting makes several temporary tensors of 8 bytes an element."""
 _ENCODED_AT_ONCE = 1 << 20
 """Elements."""
 _counting = threading.Lock()
-"""Held while a thread adds to the number of overflows of a tensor, to which others may add as well."""
+"""Held while a thread adds to the number of overflows of a tensor, to which others may add as
+well.
+"""
 
 
 def num_export_threads(max_inflight_bytes: int) -> int:
@@ -51,8 +57,9 @@ def write_output_file(
 ) -> dict[str, int]:
     """Write one output file at a location that does not exist yet.
 
-    Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes, from several
-    threads. Returns how many values did not fit the dtype they were converted to, for tensors that have such values.
+    Each thread uses up to four windows of `UNIT_BYTES`. `progress` is called with numbers of bytes,
+    from several threads. Returns how many values did not fit the dtype they were converted to, for
+    tensors that have such values.
     """
     entries = [safetensors_file.Entry(t.name, t.dtype, t.shape, t.num_bytes) for t in file.tensors]
     order = safetensors_file.layout_order(entries)
@@ -61,13 +68,18 @@ def write_output_file(
     overflows: dict[str, int] = {}
     fill = filling(stored, tensors, overflows)
     sizes = [entry.num_bytes for entry in entries]
-    settings = WriteSettings(with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress)
+    settings = WriteSettings(
+        with_checksums=False, num_threads=num_threads, num_requests=num_threads, progress=progress
+    )
     write_files([NewFile(location, header, sizes, fill)], settings)
     return overflows
 
 
-def check_tied(stored: StoredCheckpoint, pairs: Iterable[tuple[OutputTensor, OutputTensor]]) -> None:
-    """Compare tensors that are stored apart with those that take their places in the export, a window at a time.
+def check_tied(
+    stored: StoredCheckpoint, pairs: Iterable[tuple[OutputTensor, OutputTensor]]
+) -> None:
+    """Compare tensors that are stored apart with those that take their places in the export, a
+    window at a time.
 
     Raises:
         LoadMismatchError: they differ.
@@ -76,25 +88,37 @@ def check_tied(stored: StoredCheckpoint, pairs: Iterable[tuple[OutputTensor, Out
         left_out, exported = pair
         kinds = {(each.shape, each.mapped.dtype) for each in pair}
         for region in cut_region(whole(exported.shape), _ENCODED_AT_ONCE):
-            views = [torch.empty(region.shape, dtype=FROM_NAME[exported.mapped.dtype]) for _ in pair]
+            views = [
+                torch.empty(region.shape, dtype=FROM_NAME[exported.mapped.dtype]) for _ in pair
+            ]
             if len(kinds) == 1:
-                _read_regions(stored, [(each, region, view) for each, view in zip(pair, views, strict=True)])
-            if len(kinds) > 1 or not torch.equal(*(view.view(-1).view(torch.uint8) for view in views)):
+                _read_regions(
+                    stored, [(each, region, view) for each, view in zip(pair, views, strict=True)]
+                )
+            if len(kinds) > 1 or not torch.equal(
+                *(view.view(-1).view(torch.uint8) for view in views)
+            ):
                 raise LoadMismatchError(
-                    f"{left_out.name!r} and {exported.name!r} are stored in {stored.location!r} and differ; the "
-                    "configuration says that they are one tensor, and only the second would be exported. Let "
-                    "tie_word_embeddings be false there, or leave out the one that is not of the model with `keys`.",
+                    f"{left_out.name!r} and {exported.name!r} are stored in {stored.location!r} "
+                    "and differ; the configuration says that they are one tensor, and only the "
+                    "second would be exported. Let tie_word_embeddings be false there, or leave "
+                    "out the one that is not of the model with `keys`.",
                     unexpected=[left_out.name],
                 )
 
 
-def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows: dict[str, int]) -> Fill:
+def filling(
+    stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows: dict[str, int]
+) -> Fill:
     """Return the function that fills a file whose chunks are `tensors`.
 
-    It adds to `overflows`, by name, the number of values that did not fit the dtype they were converted to.
+    It adds to `overflows`, by name, the number of values that did not fit the dtype they were
+    converted to.
     """
     chunks = [_complete_chunk(stored, tensor) for tensor in tensors]
-    to_encode = {tensor.encoded.quantized.parts["codes"].key: tensor for tensor in tensors if tensor.encoded}
+    to_encode = {
+        tensor.encoded.quantized.parts["codes"].key: tensor for tensor in tensors if tensor.encoded
+    }
     find_maximum = functools.cache(lambda key: _find_maximum(stored, to_encode[key]))
 
     def fill(unit: Sequence[Span], memory_of_thread: Bytes) -> list[Bytes]:
@@ -111,17 +135,25 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
                 plain.append((chunk, memory))
             elif tensor.encoded is not None:
                 quantized = tensor.encoded.quantized
-                maximum = find_maximum(quantized.parts["codes"].key) if needs_maximum(quantized) else 0.0
+                maximum = (
+                    find_maximum(quantized.parts["codes"].key) if needs_maximum(quantized) else 0.0
+                )
                 _encode_range(stored, tensor, span, memory, maximum)
             else:
                 values = torch.from_numpy(memory).view(FROM_NAME[tensor.dtype])
                 ranges = as_read if _can_read_as(stored, tensor) else to_cast
                 ranges.append(_Range(tensor, span.start // values.itemsize, values))
-        read_chunks_into(stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1)
+        read_chunks_into(
+            stored, [chunk for chunk, _ in plain], [memory for _, memory in plain], num_threads=1
+        )
         _read_ranges(stored, as_read)
         if stored.sources:
             # Sums that overflowed are computed again, to count them.
-            to_cast += [each for each in as_read if _is_sum(stored, each.tensor) and not _is_finite(each.values)]
+            to_cast += [
+                each
+                for each in as_read
+                if _is_sum(stored, each.tensor) and not _is_finite(each.values)
+            ]
         for tensor, num_overflows in _read_and_cast(stored, to_cast):
             with _counting:
                 overflows[tensor.name] = overflows.get(tensor.name, 0) + num_overflows
@@ -131,7 +163,9 @@ def filling(stored: StoredCheckpoint, tensors: Sequence[OutputTensor], overflows
 
 
 class _Range(NamedTuple):
-    """Flat memory for elements of an output tensor, from the one of index `first` on, in the dtype to read them in."""
+    """Flat memory for elements of an output tensor, from the one of index `first` on, in the dtype
+    to read them in.
+    """
 
     tensor: OutputTensor
     first: int
@@ -139,16 +173,22 @@ class _Range(NamedTuple):
 
 
 def _can_read_as(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
-    """Tell whether a tensor can be read in its dtype in the output, with no loss beyond the one rounding of a sum."""
+    """Tell whether a tensor can be read in its dtype in the output, with no loss beyond the one
+    rounding of a sum.
+    """
     dtype, target = FROM_NAME[tensor.mapped.dtype], FROM_NAME[tensor.dtype]
     if _is_sum(stored, tensor):
-        is_rounded_last = tensor.change is None and not any(part.add for part in tensor.mapped.parts)
+        is_rounded_last = tensor.change is None and not any(
+            part.add for part in tensor.mapped.parts
+        )
         return is_rounded_last and (target.is_floating_point or target.is_complex)
     return tensor.change is None and is_lossless_cast(dtype, target)
 
 
 def _computed_dtype(stored: StoredCheckpoint, tensor: OutputTensor) -> torch.dtype:
-    """Return the dtype that a tensor is read in: that of sums, which are rounded once, is not that of their terms."""
+    """Return the dtype that a tensor is read in: that of sums, which are rounded once, is not that
+    of their terms.
+    """
     dtype = FROM_NAME[tensor.mapped.dtype]
     if _is_sum(stored, tensor):
         return torch.complex128 if dtype.is_complex else torch.float64
@@ -160,13 +200,20 @@ def _is_sum(stored: StoredCheckpoint, tensor: OutputTensor) -> bool:
 
 
 def _complete_chunk(stored: StoredCheckpoint, tensor: OutputTensor) -> int | None:
-    """Return the chunk whose bytes are exactly those of a tensor, None when there is no such chunk."""
+    """Return the chunk whose bytes are exactly those of a tensor, None when there is no such
+    chunk.
+    """
     part = tensor.mapped.parts[0] if len(tensor.mapped.parts) == 1 else None
-    is_computed = stored.sources or tensor.encoded or tensor.change or tensor.dtype != tensor.mapped.dtype
+    is_computed = (
+        stored.sources or tensor.encoded or tensor.change or tensor.dtype != tensor.mapped.dtype
+    )
     if part is None or part.add or is_computed or part.order != tuple(range(len(part.order))):
         return None
     chunks = stored.chunks_of(part.key)
-    is_whole = part.source.shape == stored.global_shape(part.key) and part.target.shape == tensor.mapped.shape
+    is_whole = (
+        part.source.shape == stored.global_shape(part.key)
+        and part.target.shape == tensor.mapped.shape
+    )
     has_one = len(chunks) == 1 and int(stored.manifest.num_bytes[chunks[0]]) == tensor.num_bytes
     return chunks[0] if is_whole and has_one and chunks[0] not in stored.quantized else None
 
@@ -184,7 +231,9 @@ def _read_ranges(stored: StoredCheckpoint, ranges: Sequence[_Range]) -> None:
     _read_regions(stored, wanted)
 
 
-def _read_regions(stored: StoredCheckpoint, wanted: Sequence[tuple[OutputTensor, Region, torch.Tensor]]) -> None:
+def _read_regions(
+    stored: StoredCheckpoint, wanted: Sequence[tuple[OutputTensor, Region, torch.Tensor]]
+) -> None:
     """Read regions of tensors, each into a view of its shape."""
     found = [
         (target_view(view, *pair), pair[1])
@@ -219,16 +268,25 @@ def _apply(change: Change, region: Region, view: torch.Tensor) -> None:
     row, column = region.offset[::-1] if change.transposed else region.offset
     ranks = change.adapter.global_shape(change.a)[0]
     num = max(change.num_experts, 1)
-    b = read(change.b, Region((row + change.first_row, 0), (view.shape[0], ranks)))[:, change.expert :: num]
-    a = read(change.a, Region((change.expert * (ranks // num), column), (ranks // num, view.shape[1])))
+    b = read(change.b, Region((row + change.first_row, 0), (view.shape[0], ranks)))[
+        :, change.expert :: num
+    ]
+    a = read(
+        change.a, Region((change.expert * (ranks // num), column), (ranks // num, view.shape[1]))
+    )
     view.add_((b * change.scaling) @ a)
 
 
-def _read_and_cast(stored: StoredCheckpoint, ranges: Sequence[_Range]) -> Iterator[tuple[OutputTensor, int]]:
+def _read_and_cast(
+    stored: StoredCheckpoint, ranges: Sequence[_Range]
+) -> Iterator[tuple[OutputTensor, int]]:
     """Read ranges and convert them; yield numbers of values that do not fit."""
     dtypes = [_computed_dtype(stored, tensor) for tensor, _, _ in ranges]
     # Places in memory fit any dtype.
-    sizes = [-(-len(target) * dtype.itemsize // 16) * 16 for (_, _, target), dtype in zip(ranges, dtypes, strict=True)]
+    sizes = [
+        -(-len(target) * dtype.itemsize // 16) * 16
+        for (_, _, target), dtype in zip(ranges, dtypes, strict=True)
+    ]
     for unit in units_of(sizes, UNIT_BYTES, 16):
         memory = torch.from_numpy(bounce_buffer("cast", UNIT_BYTES))
         wide: list[_Range] = []
@@ -258,11 +316,15 @@ def _cast(values: torch.Tensor, target: torch.Tensor) -> int:
 
 
 def _count_overflowed_sums(stored: StoredCheckpoint, computed: _Range) -> int:
-    """Count the results that are not finite though all of their terms are: these times 0 are 0, and others not."""
+    """Count the results that are not finite though all of their terms are: these times 0 are 0, and
+    others not.
+    """
     tensor, first, values = computed
     if not (tensor.change or _is_sum(stored, tensor)) or _is_finite(values):
         return 0
-    nothing = stored._replace(sources=tuple((source, 0.0) for source, _ in stored.sources or [(stored, 0.0)]))
+    nothing = stored._replace(
+        sources=tuple((source, 0.0) for source, _ in stored.sources or [(stored, 0.0)])
+    )
     change = tensor.change and tensor.change._replace(scaling=0.0)
     zeros = scratch("zeros", values.shape, torch.promote_types(values.dtype, torch.float64))
     _read_ranges(nothing, [_Range(tensor._replace(change=change), first, zeros)])
@@ -278,7 +340,9 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 def _read_values(stored: StoredCheckpoint, tensor: OutputTensor, region: Region) -> torch.Tensor:
-    """Read a region of a tensor that is to be quantized, with the axes of the quantized form, as float32."""
+    """Read a region of a tensor that is to be quantized, with the axes of the quantized form, as
+    float32.
+    """
     assert tensor.encoded is not None
     quantized = tensor.encoded.quantized
     values = scratch("to encode", region.shape, torch.float32)
@@ -296,31 +360,41 @@ def _find_maximum(stored: StoredCheckpoint, tensor: OutputTensor) -> float:
     return max(float(_read_values(stored, tensor, piece).abs_().max()) for piece in pieces)
 
 
-def _encode_range(stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes, maximum: float) -> None:
+def _encode_range(
+    stored: StoredCheckpoint, tensor: OutputTensor, span: Span, memory: Bytes, maximum: float
+) -> None:
     """Quantize what a range of a part is made of."""
     assert tensor.encoded is not None
     (quantized, role), dtype = tensor.encoded, FROM_NAME[tensor.dtype]
     content, done = torch.from_numpy(memory).view(dtype), 0
-    for wanted in flat_range_regions(tensor.shape, span.start // dtype.itemsize, span.stop // dtype.itemsize):
+    for wanted in flat_range_regions(
+        tensor.shape, span.start // dtype.itemsize, span.stop // dtype.itemsize
+    ):
         target = content[done : done + wanted.num_elements].view(wanted.shape)
         done += wanted.num_elements
         for region in regions_to_encode(quantized, role, wanted, _ENCODED_AT_ONCE):
             try:
-                part = encode(quantized, _read_values(stored, tensor, region), region, maximum)[role]
+                part = encode(quantized, _read_values(stored, tensor, region), region, maximum)[
+                    role
+                ]
             except ValueError as error:
                 raise CheckpointingException(
-                    f"{tensor.name!r} cannot be quantized: {error}, in region {region} of the tensor it is made of. "
-                    "Leave the tensor out of `quantize`, or correct it."
+                    f"{tensor.name!r} cannot be quantized: {error}, in region {region} of the "
+                    "tensor it is made of. Leave the tensor out of `quantize`, or correct it."
                 ) from error
             place = part_regions(quantized, region)[role]
             common = intersect(place, wanted)
             if common is not None:
                 part = part.contiguous().view(dtype).view(place.shape)
-                target[common.relative_to(wanted.offset).slices()] = part[common.relative_to(place.offset).slices()]
+                target[common.relative_to(wanted.offset).slices()] = part[
+                    common.relative_to(place.offset).slices()
+                ]
 
 
 def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
-    """Count the values beyond the range of what they were converted to; infinities may stay infinite."""
+    """Count the values beyond the range of what they were converted to; infinities may stay
+    infinite.
+    """
     dtype = converted.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         limits = torch.iinfo(dtype)
@@ -330,16 +404,21 @@ def _count_overflows(values: torch.Tensor, converted: torch.Tensor) -> int:
         integers = values.numpy()
         return len(values) - int(((integers >= limits.min) & (integers <= limits.max)).sum())
     info = torch.finfo(dtype)
-    # What is less than half a unit in the last place above the largest number is rounded to it. Some 8-bit floats
-    # hold their largest number, or NaN, in the place of infinities.
+    # What is less than half a unit in the last place above the largest number is rounded to it.
+    # Some 8-bit floats hold their largest number, or NaN, in the place of infinities.
     limit = info.max + math.ldexp(info.eps / 2, math.frexp(info.max)[1] - 1)
     if values.dtype.is_floating_point:
         low, high = values.aminmax()
         if -limit < low.item() <= high.item() < limit:
             return 0
     if values.dtype.is_complex:
-        values, converted = values.view(-1, 1).view(values.dtype.to_real()), converted.view(-1, 1).view(dtype.to_real())
+        values, converted = (
+            values.view(-1, 1).view(values.dtype.to_real()),
+            converted.view(-1, 1).view(dtype.to_real()),
+        )
     doubles = values.double()
     beyond = doubles.abs() >= limit
-    kept = doubles.isinf() & (converted.real if converted.is_complex() else converted.float()).isinf()
+    kept = (
+        doubles.isinf() & (converted.real if converted.is_complex() else converted.float()).isinf()
+    )
     return int((beyond & ~kept).view(len(values), -1).any(1).sum())

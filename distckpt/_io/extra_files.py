@@ -1,4 +1,6 @@
-"""Files beside the tensors of a model, such as config and tokenizer, which an export takes over from a directory."""
+"""Files beside the tensors of a model, such as config and tokenizer, which an export takes over
+from a directory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ from distckpt._storage import locations
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 256 << 20
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".index.json",
+)
 
 
 class ExtraFiles(NamedTuple):
@@ -39,7 +50,9 @@ def list_extra_files(directory: str, with_code: bool) -> list[str]:
     names = [name for name in locations.list_names(directory) if not name.startswith(".")]
     code = [name for name in names if name.endswith(".py") and not with_code]
     if code:
-        logger.warning("%s: left out, as extra_code is not set: %s", directory, summarize_keys(code))
+        logger.warning(
+            "%s: left out, as extra_code is not set: %s", directory, summarize_keys(code)
+        )
     names = [name for name in names if not name.endswith(_WEIGHT_SUFFIXES) and name not in code]
     paths = [path for name in names if not locations.isdir(path := locations.join(directory, name))]
     for path in paths:
@@ -55,16 +68,20 @@ def _check(path: str, directory: str) -> None:
         allowed = [root, os.path.join(parent, "blobs")] if name == "snapshots" else [root]
         if not any(os.path.commonpath([folder, target]) == folder for folder in allowed):
             raise CheckpointingException(
-                f"{path!r} is a link to {target!r}, outside of its directory: if the export may hold that file, copy "
-                "it there."
+                f"{path!r} is a link to {target!r}, outside of its directory: if the export may "
+                "hold that file, copy it there."
             )
     num_bytes = locations.file_size(path)
     if num_bytes > _MAX_BYTES:
-        raise CheckpointingException(f"{path!r} has {num_bytes} bytes, more than the {_MAX_BYTES} of an extra file.")
+        raise CheckpointingException(
+            f"{path!r} has {num_bytes} bytes, more than the {_MAX_BYTES} of an extra file."
+        )
 
 
 def write_extra_files(files: ExtraFiles, target: str) -> None:
-    """Copy and write files into a new directory; copies on local disks have the modes of the originals."""
+    """Copy and write files into a new directory; copies on local disks have the modes of the
+    originals.
+    """
     for path in files.copied:
         copy = locations.join(target, locations.split(path)[1])
         data = locations.read_bytes(path, _MAX_BYTES)
@@ -73,7 +90,10 @@ def write_extra_files(files: ExtraFiles, target: str) -> None:
             continue
         mode = os.stat(path).st_mode & 0o777
         # As `cp` does: open to no more users than the original is, nor than the umask lets in.
-        with locations.naming(copy), open(copy, "xb", opener=functools.partial(os.open, mode=mode)) as file:
+        with (
+            locations.naming(copy),
+            open(copy, "xb", opener=functools.partial(os.open, mode=mode)) as file,
+        ):
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -94,16 +114,23 @@ def adapt_config(
         paths: of the files to copy.
         outputs: tensors of the export.
         quantization: the `quantization_config` of tensors that are quantised now.
-        dtype: of all other tensors, where one was given; else it follows the tensors, if they have one in common.
+        dtype: of all other tensors, where one was given; else it follows the tensors, if they have
+            one in common.
     """
     by_name = {locations.split(path)[1]: path for path in paths}
     name = CONFIG_NAMES[0]
     try:
-        content = dict(json.loads(locations.read_bytes(by_name[name], _MAX_BYTES))) if name in by_name else {}
+        content = (
+            dict(json.loads(locations.read_bytes(by_name[name], _MAX_BYTES)))
+            if name in by_name
+            else {}
+        )
     except (ValueError, TypeError) as error:
         if quantization is None:
             return ExtraFiles(paths)
-        raise CheckpointingException(f"{by_name[name]!r} is no JSON object ({error}): correct it.") from error
+        raise CheckpointingException(
+            f"{by_name[name]!r} is no JSON object ({error}): correct it."
+        ) from error
     before = json.dumps(content)
     parts = parts_of(content)
     stays_quantized = quantization is None and any(may_be_codes(output.dtype) for output in outputs)
@@ -115,7 +142,9 @@ def adapt_config(
     if quantization is not None:
         content["quantization_config"] = quantization
     dtype = dtype.get("*") if isinstance(dtype, Mapping) else dtype
-    floats = {FROM_NAME[output.dtype] for output in outputs if FROM_NAME[output.dtype].is_floating_point}
+    floats = {
+        FROM_NAME[output.dtype] for output in outputs if FROM_NAME[output.dtype].is_floating_point
+    }
     if dtype is None and len(floats) == 1 and quantization is None and not stays_quantized:
         (dtype,) = floats
     for part in parts if dtype else ():

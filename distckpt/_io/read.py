@@ -1,4 +1,6 @@
-"""Reading chunks: grouped by file, in file order, straight into the target where its memory has the same layout."""
+"""Reading chunks: grouped by file, in file order, straight into the target where its memory has the
+same layout.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from distckpt._format.checksum import block_checksums
 from distckpt._format.marker import file_size
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import flat_start, num_outer_axes, run_starts
-from distckpt._io.read_parts import READ_UNIT_BYTES, ReadPart, direct_parts, divide_copy, regions_within
+from distckpt._io.read_parts import (
+    READ_UNIT_BYTES,
+    ReadPart,
+    direct_parts,
+    divide_copy,
+    regions_within,
+)
 from distckpt._plan.load import Copy
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations, object_store
@@ -46,17 +54,20 @@ def read_copies(
 ) -> None:
     """Fill requested regions from chunks.
 
-    `targets` has for each request a tensor of its region's shape, of any strides, device and dtype. Each thread has a
-    buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called with numbers of bytes, from several
-    threads. `with_check=False` leaves `check_files` to the caller. Damage raises CorruptCheckpointError, which names
-    file, key, region and bytes.
+    `targets` has for each request a tensor of its region's shape, of any strides, device and dtype.
+    Each thread has a buffer of about `READ_UNIT_BYTES`, or `REQUEST_BYTES`. `progress` is called
+    with numbers of bytes, from several threads. `with_check=False` leaves `check_files` to the
+    caller. Damage raises CorruptCheckpointError, which names file, key, region and bytes.
     """
-    # Checksums are of blocks: where there are some to verify, what lies between the runs is needed as well.
+    # Checksums are of blocks: where there are some to verify, what lies between the runs is needed
+    # as well.
     exact = locations.is_local(stored.location) and not stored.verifies
     copier = Copier(targets)
     unit_bytes = _unit_bytes(stored.location)
     parts = [
-        part for copy in copies for part in divide_copy(stored, copy, targets[copy.request], exact, copier, unit_bytes)
+        part
+        for copy in copies
+        for part in divide_copy(stored, copy, targets[copy.request], exact, copier, unit_bytes)
     ]
     if with_check:
         check_files(stored, [part.chunk for part in parts])
@@ -64,7 +75,9 @@ def read_copies(
 
 
 def read_chunks(stored: StoredCheckpoint, chunks: Sequence[int]) -> list[bytes]:
-    """Return the bytes of some chunks as they are stored, after comparing them with their checksums."""
+    """Return the bytes of some chunks as they are stored, after comparing them with their
+    checksums.
+    """
     # Before memory is allocated: sizes may be damaged.
     check_files(stored, chunks)
     contents = [np.empty(int(stored.manifest.num_bytes[chunk]), np.uint8) for chunk in chunks]
@@ -84,7 +97,11 @@ def read_chunks_into(
     if with_check:
         check_files(stored, chunks)
     block, pairs = stored.manifest.block_bytes, zip(chunks, memories, strict=True)
-    parts = [part for chunk, memory in pairs for part in direct_parts(chunk, 0, memory, (0, len(memory)), block)]
+    parts = [
+        part
+        for chunk, memory in pairs
+        for part in direct_parts(chunk, 0, memory, (0, len(memory)), block)
+    ]
     _read_parts(stored, parts, Copier(()), num_threads)
 
 
@@ -117,7 +134,13 @@ def _read_parts(
         reading = _Reading(stored, copier, open_files)
         candidates = set(files.tolist()) if open_files.direct else ()
         direct = {file for file in candidates if stored.path_of_file(file) in open_files.direct}
-        units = _units(in_order, files[order].tolist(), positions[order].tolist(), _unit_bytes(stored.location), direct)
+        units = _units(
+            in_order,
+            files[order].tolist(),
+            positions[order].tolist(),
+            _unit_bytes(stored.location),
+            direct,
+        )
 
         def read_unit(unit: list[ReadPart]) -> None:
             if int(manifest.file_ids[unit[0].chunk]) not in direct or unit[0].sparse:
@@ -139,7 +162,11 @@ def _useful_bytes(stored: StoredCheckpoint, part: ReadPart) -> int:
 
 
 def _units(
-    parts: Sequence[ReadPart], files: Sequence[int], positions: Sequence[int], unit_bytes: int, direct: Collection[int]
+    parts: Sequence[ReadPart],
+    files: Sequence[int],
+    positions: Sequence[int],
+    unit_bytes: int,
+    direct: Collection[int],
 ) -> Iterator[list[ReadPart]]:
     """Join parts that follow one another in a file: one call reads them all.
 
@@ -201,7 +228,9 @@ def _read_unit(reading: _Reading, unit: list[ReadPart]) -> None:
 
 
 def _runs_of(unit: list[ReadPart], copier: Copier) -> list[list[Bytes]]:
-    """Return the memory that the bytes of each part are read to: scratch memory for those that go nowhere else."""
+    """Return the memory that the bytes of each part are read to: scratch memory for those that go
+    nowhere else.
+    """
     if unit[0].memory is None:
         return [[bounce_buffer("read", unit[0].stop - unit[0].start, copier.layer)]]
     others = [part.stop - part.start - len(part.memory) for part in unit if part.memory is not None]
@@ -209,13 +238,19 @@ def _runs_of(unit: list[ReadPart], copier: Copier) -> list[list[Bytes]]:
     runs: list[list[Bytes]] = []
     for part, num_others in zip(unit, others, strict=True):
         assert part.memory is not None
-        before, after, scratch = scratch[: part.lead], scratch[part.lead : num_others], scratch[num_others:]
+        before, after, scratch = (
+            scratch[: part.lead],
+            scratch[part.lead : num_others],
+            scratch[num_others:],
+        )
         runs.append([run for run in (before, part.memory, after) if len(run)])
     return runs
 
 
 def _read_sparse(reading: _Reading, part: ReadPart) -> None:
-    """Read a part run by run, straight to where the runs belong if their memory is contiguous there."""
+    """Read a part run by run, straight to where the runs belong if their memory is contiguous
+    there.
+    """
     stored, copier, files = reading
     region, target = part.region, part.target
     shape = stored.manifest.chunk_region(part.chunk).shape
@@ -223,7 +258,9 @@ def _read_sparse(reading: _Reading, part: ReadPart) -> None:
     goal = target
     has_runs = target.dtype == dtype and is_plain_memory(target[(0,) * outer])
     if not has_runs or copier.is_away(target):
-        values = torch.from_numpy(bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer))
+        values = torch.from_numpy(
+            bounce_buffer("read", region.num_elements * dtype.itemsize, copier.layer)
+        )
         goal = values.view(dtype).view(region.shape)
     memory = run_bytes(goal, outer)
     path, first_byte = stored.path_of(part.chunk), int(stored.manifest.first_bytes[part.chunk])
@@ -251,7 +288,11 @@ def _deliver(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes, copier: Co
     try:
         for region in regions_within(stored, part):
             begin = flat_start(shape, region) - part.start // dtype.itemsize
-            target = part.target[region.relative_to(part.region.offset).slices()] if shape else part.target
+            target = (
+                part.target[region.relative_to(part.region.offset).slices()]
+                if shape
+                else part.target
+            )
             _copy(values.as_strided(region.shape, strides, begin), target, copier)
     finally:
         # Also after an error: the buffer is used again.
@@ -259,7 +300,9 @@ def _deliver(stored: StoredCheckpoint, part: ReadPart, buffer: Bytes, copier: Co
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, copier: Copier) -> None:
-    """Copy values out of scratch memory, converting the dtype where it differs; it is done after `copier.wait`."""
+    """Copy values out of scratch memory, converting the dtype where it differs; it is done after
+    `copier.wait`.
+    """
     if target.dtype == source.dtype and not (target.is_conj() or target.is_neg()):
         source, target = as_integers(source), as_integers(target)
     copier.copy(target, source)
@@ -278,9 +321,10 @@ def _verify(stored: StoredCheckpoint, part: ReadPart, runs: Sequence[Bytes]) -> 
             key = stored.key_of(chunk)
             name = "common state" if key == COMMON_KEY else f"key {key!r}"
             raise CorruptCheckpointError(
-                f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to {start + min(block, size - low)}: "
-                f"chunk {manifest.chunk_region(chunk)} of {name} was damaged or replaced after "
-                "the save. Restore the file from a copy or load another checkpoint."
+                f"Checksum mismatch in {stored.path_of(chunk)!r}, bytes {start} to "
+                f"{start + min(block, size - low)}: chunk {manifest.chunk_region(chunk)} of {name} "
+                "was damaged or replaced after the save. Restore the file from a copy or load "
+                "another checkpoint."
             )
 
 
@@ -300,8 +344,8 @@ def _read_into(reading: _Reading, first: ReadPart, buffers: list[Bytes]) -> None
 def _cut_off(stored: StoredCheckpoint, part: ReadPart, end: int) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{stored.path_of(part.chunk)!r} ends at byte {end}, but the manifest says that key "
-        f"{stored.key_of(part.chunk)!r} goes on after it: the file was cut off. Restore it from a copy or load another "
-        "checkpoint."
+        f"{stored.key_of(part.chunk)!r} goes on after it: the file was cut off. Restore it from a "
+        "copy or load another checkpoint."
     )
 
 
@@ -310,7 +354,9 @@ def check_files(stored: StoredCheckpoint, chunks: Sequence[int]) -> None:
     # On an object store each takes a request.
     num_threads = 1 if locations.is_local(stored.location) else NUM_REQUESTS
     # np.unique would import a part of numpy, at a time when perhaps no file can be opened any more.
-    file_ids = np.flatnonzero(np.bincount(stored.manifest.file_ids[np.array(chunks, np.int64)])).tolist()
+    file_ids = np.flatnonzero(
+        np.bincount(stored.manifest.file_ids[np.array(chunks, np.int64)])
+    ).tolist()
     check = _check_file if stored.files is None else _check_file_once
     run_threads(lambda file_id: check(stored, file_id), file_ids, num_threads)
 
@@ -326,11 +372,13 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> None:
         actual = file_size(path)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing, but the manifest of {stored.location!r} needs it: it was deleted, or is not visible "
-            "on this machine yet. Restore it from a copy, or check that all machines see the same directory."
+            f"{path!r} is missing, but the manifest of {stored.location!r} needs it: it was "
+            "deleted, or is not visible on this machine yet. Restore it from a copy, or check "
+            "that all machines see the same directory."
         ) from error
     if actual != expected:
         raise CorruptCheckpointError(
-            f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says {expected}: the file was cut "
-            "off, extended or replaced. Restore it from a copy or load another checkpoint."
+            f"{path!r} has {actual} bytes, but the manifest of {stored.location!r} says "
+            f"{expected}: the file was cut off, extended or replaced. Restore it from a copy or "
+            "load another checkpoint."
         )

@@ -31,14 +31,26 @@ def read_values(
     num_threads: int = NUM_THREADS,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill requested regions, see `read_copies`; those of quantised tensors too, in pieces that stay in cache."""
+    """Fill requested regions, see `read_copies`; those of quantised tensors too, in pieces that
+    stay in cache.
+    """
     if not stored.quantized:
         read_copies(stored, copies, targets, num_threads, progress)
         return
-    read_copies(stored, [c for c in copies if c.chunk not in stored.quantized], targets, num_threads, progress)
+    read_copies(
+        stored,
+        [c for c in copies if c.chunk not in stored.quantized],
+        targets,
+        num_threads,
+        progress,
+    )
     pieces = plan_decoding(stored, [copy for copy in copies if copy.chunk in stored.quantized])
     check_files(stored, [part.chunk for piece in pieces for part in piece.copies])
-    run_threads(lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress), pieces, num_threads)
+    run_threads(
+        lambda piece: _read_piece(stored, piece, target_of(piece, targets), progress),
+        pieces,
+        num_threads,
+    )
 
 
 def read_apart(
@@ -47,11 +59,15 @@ def read_apart(
     num_threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill targets whose requests' elements lie apart, in pieces: what covers one is read, and its elements taken."""
+    """Fill targets whose requests' elements lie apart, in pieces: what covers one is read, and its
+    elements taken.
+    """
     pieces = [
         (request, target, piece)
         for request, target in wanted
-        for piece in cut_region(whole(request.region.shape), PIECE_ELEMENTS // math.prod(request.step))
+        for piece in cut_region(
+            whole(request.region.shape), PIECE_ELEMENTS // math.prod(request.step)
+        )
     ]
 
     def read(item: tuple[Request, torch.Tensor, Region]) -> None:
@@ -61,14 +77,20 @@ def read_apart(
         values = scratch("covering", cover.shape, FROM_NAME[stored.dtype_name(request.key)])
         copies = plan_load(stored, [request._replace(region=cover, step=())])
         read_values(stored, copies, [values], 1, progress)
-        target[piece.slices()].copy_(values[tuple(slice(None, None, step) for step in request.step)])
+        target[piece.slices()].copy_(
+            values[tuple(slice(None, None, step) for step in request.step)]
+        )
 
     with torch.no_grad():
         run_threads(read, pieces, num_threads)
 
 
-def warn_of_overflows(stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]) -> None:
-    """Name tensors with infinities or NaN that were converted to a floating point dtype of a smaller range."""
+def warn_of_overflows(
+    stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]
+) -> None:
+    """Name tensors with infinities or NaN that were converted to a floating point dtype of a
+    smaller range.
+    """
     counts: Counter[str] = Counter()
     for request, target in zip(requests, targets, strict=True):
         if has_smaller_range(target.dtype, FROM_NAME[stored.dtype_name(request.key)]):
@@ -76,11 +98,18 @@ def warn_of_overflows(stored: StoredCheckpoint, requests: Sequence[Request], tar
                 counts[request.key] += int((~target[piece.slices()].float().isfinite()).sum())
     if counts := +counts:
         named = summarize_keys(counts)
-        logger.warning("%d values are not finite after conversion to a smaller range: %s", counts.total(), named)
+        logger.warning(
+            "%d values are not finite after conversion to a smaller range: %s",
+            counts.total(),
+            named,
+        )
 
 
 def _read_piece(
-    stored: StoredCheckpoint, piece: Piece, target: torch.Tensor, progress: Callable[[int], None] | None
+    stored: StoredCheckpoint,
+    piece: Piece,
+    target: torch.Tensor,
+    progress: Callable[[int], None] | None,
 ) -> None:
     quantized = piece.quantized
     parts = {
@@ -90,8 +119,9 @@ def _read_piece(
     read_copies(stored, piece.copies, list(parts.values()), 1, progress, with_check=False)
     if "shape" in parts and tuple(parts["shape"].tolist()) != quantized.shape:
         raise CorruptCheckpointError(
-            f"Key {quantized.parts['codes'].key!r} in {stored.location!r} holds codes for the shape {quantized.shape}, "
-            f"but the shape stored beside it is {parts['shape'].tolist()}: the files are damaged, or packed otherwise "
-            "than they say. Request the stored dtypes to load what is there."
+            f"Key {quantized.parts['codes'].key!r} in {stored.location!r} holds codes for the "
+            f"shape {quantized.shape}, but the shape stored beside it is "
+            f"{parts['shape'].tolist()}: the files are damaged, or packed otherwise than they say. "
+            "Request the stored dtypes to load what is there."
         )
     decode(quantized, parts, piece.region, target)

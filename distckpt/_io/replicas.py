@@ -15,13 +15,15 @@ import torch
 from distckpt._base.dtypes import as_integers
 from distckpt._base.memory import is_plain_memory, tensor_bytes
 from distckpt._format.checksum import checksum
+from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
 from distckpt._plan.cache import SavePlan
 from distckpt._state.shards import Shard, ShardTable, region_view, shard_regions
-from distckpt.mapping import ShardedObject, ShardedTensor
 
 NUM_BLOCKS = 16
 BLOCK_BYTES = 64
-"""So many blocks of a tensor are a sample of it, the first and the last among them; small tensors are hashed whole."""
+"""So many blocks of a tensor are a sample of it, the first and the last among them; small tensors
+are hashed whole.
+"""
 
 
 def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) -> None:
@@ -29,7 +31,11 @@ def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) ->
     # In the order of the rows.
     held = [(shard, region) for shard in shards for region in shard_regions(shard)]
     if of_samples:
-        views = {row: region_view(s, region) for row, (s, region) in enumerate(held) if isinstance(s, ShardedTensor)}
+        views = {
+            row: region_view(s, region)
+            for row, (s, region) in enumerate(held)
+            if isinstance(s, ShardedTensor)
+        }
         table.digests[list(views)] = sampled_digests(list(views.values()))
         return
     for row, (shard, region) in enumerate(held):
@@ -37,14 +43,24 @@ def add_digests(table: ShardTable, shards: Sequence[Shard], of_samples: bool) ->
             content = shard.data
         else:
             view = region_view(shard, region)
-            plain = view if is_plain_memory(view) else view.cpu().resolve_conj().resolve_neg().contiguous()
+            plain = (
+                view
+                if is_plain_memory(view)
+                else view.cpu().resolve_conj().resolve_neg().contiguous()
+            )
             content = tensor_bytes(plain)
         table.digests[row] = max(1, checksum(content))
 
 
 def weighted_digest(plan: SavePlan, shards: Sequence[Shard]) -> int:
-    """Return a number of this rank. The sum of all ranks is 0 where samples of replicas are equal, modulo 2**64."""
-    views = [region_view(s, region) for i, region in plan.replicas or () if isinstance(s := shards[i], ShardedTensor)]
+    """Return a number of this rank. The sum of all ranks is 0 where samples of replicas are equal,
+    modulo 2**64.
+    """
+    views = [
+        region_view(s, region)
+        for i, region in plan.replicas or ()
+        if isinstance(s := shards[i], ShardedTensor)
+    ]
     return int((sampled_digests(views) * plan.weights).sum(dtype=np.uint64).view(np.int64))
 
 
@@ -61,12 +77,15 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
         elif tensor.numel():
             elsewhere[tensor.device].append(i)
     for device, numbers in elsewhere.items():
-        # One copy to a device and one from it for all of them: each waits for what the program has queued there.
+        # One copy to a device and one from it for all of them: each waits for what the program has
+        # queued there.
         places = [_places(tensors[i]) for i in numbers]
         split = torch.split_with_sizes(torch.cat(places).to(device), [len(each) for each in places])
         taken = [_taken(tensors[i], each) for i, each in zip(numbers, split, strict=True)]
         ends = np.cumsum([len(sample) for sample in taken])
-        for i, sample in zip(numbers, np.split(tensor_bytes(torch.cat(taken).cpu()), ends[:-1]), strict=True):
+        for i, sample in zip(
+            numbers, np.split(tensor_bytes(torch.cat(taken).cpu()), ends[:-1]), strict=True
+        ):
             samples[i] = sample
     return np.array([max(1, checksum(sample)) for sample in samples], np.uint64)
 

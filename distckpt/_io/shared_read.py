@@ -1,7 +1,8 @@
 """Shared reads: of ranks that request the same bytes one reads them and sends them to the others.
 
-In waves: every rank reads its part of a wave straight into its targets; then the ranks exchange what they read, while
-they read their parts of the next wave. Before each exchange they agree that all have read, so no rank waits in vain.
+In waves: every rank reads its part of a wave straight into its targets; then the ranks exchange
+what they read, while they read their parts of the next wave. Before each exchange they agree that
+all have read, so no rank waits in vain.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ Read = Callable[[Sequence[Copy]], None]
 class Sharing(NamedTuple):
     """The ranks that load together, and when they share reads.
 
-    `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the checkpoint is read
-    through this machine's file system, whose cache ranks share anyway. `max_inflight_bytes` is memory for messages.
+    `mode` is "on", "off" or "auto"; ranks share within their `group`. `is_local` says that the
+    checkpoint is read through this machine's file system, whose cache ranks share anyway.
+    `max_inflight_bytes` is memory for messages.
     """
 
     ranks: Ranks
@@ -51,12 +53,18 @@ class Sharing(NamedTuple):
 
 
 def read_sharing(
-    sharing: Sharing, manifest: Manifest, copies: Sequence[Copy], targets: Sequence[torch.Tensor], read: Read
+    sharing: Sharing,
+    manifest: Manifest,
+    copies: Sequence[Copy],
+    targets: Sequence[torch.Tensor],
+    read: Read,
 ) -> None:
-    """Fill requested regions from chunks; what several ranks request is read by one of them where that pays.
+    """Fill requested regions from chunks; what several ranks request is read by one of them where
+    that pays.
 
-    Collective operation: all ranks must call it. `targets` has for each request a tensor of its region's shape, of any
-    strides, device and dtype. `read` fills them from storage; calls do not overlap, but come from other threads too.
+    Collective operation: all ranks must call it. `targets` has for each request a tensor of its
+    region's shape, of any strides, device and dtype. `read` fills them from storage; calls do not
+    overlap, but come from other threads too.
 
     Raises:
         RankFailedError: a rank could not read what others wait for.
@@ -74,7 +82,9 @@ def read_sharing(
             return
     with ranks.phase("describe the reads"):
         units, copy_of = divide(manifest, copies)
-        table = describe_units(manifest, units, [target.dtype for target in targets], sharing.group, place)
+        table = describe_units(
+            manifest, units, [target.dtype for target in targets], sharing.group, place
+        )
         pieces = _Pieces(copies, units, copy_of)
     left = np.arange(len(units))
     if is_auto:
@@ -87,7 +97,9 @@ def read_sharing(
     if plan.num_waves and (not is_auto or plan.most_bytes >= MIN_SHARED_BYTES):
         with ranks.phase("prepare to share reads"):
             is_own = plan.readers == ranks.rank
-            to_read = [pieces.join(left[is_own & (plan.waves == wave)]) for wave in range(plan.num_waves)]
+            to_read = [
+                pieces.join(left[is_own & (plan.waves == wave)]) for wave in range(plan.num_waves)
+            ]
         units = [pieces.units[i] for i in left.tolist()]
         _read_in_waves(sharing, plan, to_read, read, units, targets)
         left = left[plan.readers < 0]
@@ -95,7 +107,9 @@ def read_sharing(
 
 
 def _may_pay(numbers: IntArray) -> bool:
-    """Tell from every rank's (place, group, bytes) whether some group has two places with enough to read."""
+    """Tell from every rank's (place, group, bytes) whether some group has two places with enough to
+    read.
+    """
     places = defaultdict(set)
     for place, group, num_bytes in numbers.tolist():
         if num_bytes >= MIN_REQUESTED_BYTES:
@@ -104,7 +118,9 @@ def _may_pay(numbers: IntArray) -> bool:
 
 
 def host_number() -> int:
-    """Return a number that is the same for processes on one machine, and differs between machines."""
+    """Return a number that is the same for processes on one machine, and differs between
+    machines.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()
@@ -117,13 +133,18 @@ def _plan_together(ranks: Ranks, table: UnitTable) -> SharePlan:
     tables = ranks.gather(table.to_bytes())
 
     def plan() -> list[bytes]:
-        return [share.to_bytes() for share in plan_shares([UnitTable.from_bytes(data) for data in tables])]
+        return [
+            share.to_bytes()
+            for share in plan_shares([UnitTable.from_bytes(data) for data in tables])
+        ]
 
     return SharePlan.from_bytes(ranks.decide_each("plan shared reads", plan))
 
 
 class _Pieces(NamedTuple):
-    """The copies that this rank requests, the units they are divided into, and for each of these its copy."""
+    """The copies that this rank requests, the units they are divided into, and for each of these
+    its copy.
+    """
 
     copies: Sequence[Copy]
     units: Sequence[Copy]
@@ -134,11 +155,18 @@ class _Pieces(NamedTuple):
         num_given = np.bincount(self.copy_of[units], minlength=len(self.copies))
         is_complete = num_given == np.bincount(self.copy_of, minlength=len(self.copies))
         complete = [self.copies[i] for i in np.flatnonzero(is_complete & (num_given > 0)).tolist()]
-        return [*complete, *(self.units[i] for i in units[~is_complete[self.copy_of[units]]].tolist())]
+        return [
+            *complete,
+            *(self.units[i] for i in units[~is_complete[self.copy_of[units]]].tolist()),
+        ]
 
 
-def _read_sample(ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read) -> tuple[IntArray, bool]:
-    """Read some units, others on each rank; return the units that are left, and whether all ranks read fast."""
+def _read_sample(
+    ranks: Ranks, pieces: _Pieces, num_bytes: IntArray, read: Read
+) -> tuple[IntArray, bool]:
+    """Read some units, others on each rank; return the units that are left, and whether all ranks
+    read fast.
+    """
     in_turn = np.roll(np.arange(len(num_bytes)), -(len(num_bytes) * ranks.rank // ranks.size))
     is_sample = np.cumsum(num_bytes[in_turn]) - num_bytes[in_turn] < SAMPLE_BYTES
     sample_bytes = int(num_bytes[in_turn[is_sample]].sum())
@@ -193,9 +221,15 @@ def _messages(
 
     by_peer: dict[tuple[int, bool], list[tuple[int, torch.Tensor]]] = defaultdict(list)
     sends = np.flatnonzero(plan.waves[plan.send_units] == wave)
-    for number, peer in zip(plan.send_units[sends].tolist(), plan.send_ranks[sends].tolist(), strict=True):
+    for number, peer in zip(
+        plan.send_units[sends].tolist(), plan.send_ranks[sends].tolist(), strict=True
+    ):
         by_peer[peer, True].append(content(number))
     received = np.flatnonzero((plan.waves == wave) & (plan.readers != rank))
     for number in received[np.argsort(plan.sequence[received])].tolist():
         by_peer[int(plan.readers[number]), False].append(content(number))
-    return [m for (peer, is_sent), some in by_peer.items() for m in make_messages(rank, peer, is_sent, some)]
+    return [
+        m
+        for (peer, is_sent), some in by_peer.items()
+        for m in make_messages(rank, peer, is_sent, some)
+    ]

@@ -1,8 +1,10 @@
-"""Staging: what a save in the background writes is copied first, so that training may go on with its tensors.
+"""Staging: what a save in the background writes is copied first, so that training may go on with
+its tensors.
 
-The memory that takes the copies is used again by the next save of the same structure; no page of it is new then, and
-staging costs one copy of the bytes. Pages that are new cost several times as much, so memory can be reserved before the
-first save. Without room for everything, the rest is copied while files are being written.
+The memory that takes the copies is used again by the next save of the same structure; no page of it
+is new then, and staging costs one copy of the bytes. Pages that are new cost several times as much,
+so memory can be reserved before the first save. Without room for everything, the rest is copied
+while files are being written.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from distckpt._io.write import Fill, NewFile, Span, copy_into, units_of
 MAX_SETS = 2
 """So many saves may have staged data at the same time; the next one waits."""
 PINNED_UNITS = 4
-"""Units in a buffer of page-locked memory, since torch rounds the size of each buffer up to a power of two."""
+"""Units in a buffer of page-locked memory, since torch rounds the size of each buffer up to a power
+of two.
+"""
 
 
 class _Set(NamedTuple):
@@ -49,10 +53,14 @@ class StagingMemory:
         self._num_waiting = 0
         self._is_reserving = False
 
-    def take(self, sizes: Sequence[int], layer: DeviceLayer | None = None, timeout: float | None = None) -> list[Bytes]:
-        """Return a buffer of each size, after waiting up to `timeout` seconds while `MAX_SETS` sets are in use.
+    def take(
+        self, sizes: Sequence[int], layer: DeviceLayer | None = None, timeout: float | None = None
+    ) -> list[Bytes]:
+        """Return a buffer of each size, after waiting up to `timeout` seconds while `MAX_SETS` sets
+        are in use.
 
-        Memory that a device copies to is allocated by its layer. Buffers that were kept are freed when they do not
+        Memory that a device copies to is allocated by its layer. Buffers that were kept are freed
+        when they do not
         fit: the structure has changed.
         """
         with self._changed:
@@ -62,8 +70,8 @@ class StagingMemory:
                 if time.monotonic() < deadline:
                     continue
                 raise CheckpointingException(
-                    f"{MAX_SETS} saves are being written in the background, and neither was done within {timeout} s: "
-                    "save less often, or look for what blocks writing."
+                    f"{MAX_SETS} saves are being written in the background, and neither was done "
+                    f"within {timeout} s: save less often, or look for what blocks writing."
                 )
             self._num_used += 1
             fitting = self._fitting(sizes, layer)
@@ -76,10 +84,14 @@ class StagingMemory:
             self._end_use()
             raise
 
-    def reserve(self, sizes: Sequence[int], layer: DeviceLayer | None, is_abandoned: threading.Event) -> None:
-        """Keep a buffer of each size, whose pages are there, for the next save; for a thread in the background.
+    def reserve(
+        self, sizes: Sequence[int], layer: DeviceLayer | None, is_abandoned: threading.Event
+    ) -> None:
+        """Keep a buffer of each size, whose pages are there, for the next save; for a thread in the
+        background.
 
-        Nothing is done when the memory of a save is in use, which the next one can have, or is kept and fits. Whoever
+        Nothing is done when the memory of a save is in use, which the next one can have, or is kept
+        and fits. Whoever
         takes or frees memory meanwhile ends this: buffers are then kept as they are.
         """
         with self._changed:
@@ -117,7 +129,11 @@ class StagingMemory:
 
     def _fitting(self, sizes: Sequence[int], layer: DeviceLayer | None) -> list[_Set]:
         wanted = list(sizes), layer is not None
-        return [kept for kept in self._idle if ([len(buffer) for buffer in kept.buffers], kept.is_pinned) == wanted]
+        return [
+            kept
+            for kept in self._idle
+            if ([len(buffer) for buffer in kept.buffers], kept.is_pinned) == wanted
+        ]
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait a moment for something; a reservation ends meanwhile."""
@@ -150,10 +166,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class Staging:
-    """The copies of one save, made by `num_threads` threads in at most `max_bytes` of `memory`; None is no limit.
+    """The copies of one save, made by `num_threads` threads in at most `max_bytes` of `memory`;
+    None is no limit.
 
-    `staged` is set when the tensors are not needed any more. With `only_measures` nothing is copied: `needed` is then
-    what the copies would need, sizes of buffers and what allocates them.
+    `staged` is set when the tensors are not needed any more. With `only_measures` nothing is
+    copied: `needed` is then what the copies would need, sizes of buffers and what allocates them.
     """
 
     def __init__(
@@ -167,7 +184,12 @@ class Staging:
         self.needed: tuple[list[int], DeviceLayer | None] = [], None
         self._only_measures = only_measures
         self.staged = threading.Event()
-        self._memory, self._max_bytes, self._timeout, self._num_threads = memory, max_bytes, timeout, num_threads
+        self._memory, self._max_bytes, self._timeout, self._num_threads = (
+            memory,
+            max_bytes,
+            timeout,
+            num_threads,
+        )
         self._buffers: list[Bytes] | None = None
         self._lock = threading.Lock()
         self._num_uncopied = 0
@@ -175,10 +197,14 @@ class Staging:
     def copy(self, files: Sequence[NewFile]) -> list[NewFile]:
         """Return the same files filled from copies, as far as there is room.
 
-        What is left over is copied when its turn to be written comes; `staged` is set when that is done.
+        What is left over is copied when its turn to be written comes; `staged` is set when that is
+        done.
         """
         chosen = _choose([file.chunk_bytes for file in files], self._max_bytes)
-        sizes = [[file.chunk_bytes[i] for i in chunks] for file, chunks in zip(files, chosen, strict=True)]
+        sizes = [
+            [file.chunk_bytes[i] for i in chunks]
+            for file, chunks in zip(files, chosen, strict=True)
+        ]
         device = next((file.device for file in files if file.device is not None), None)
         divided = [_buffer_bytes(each, device) for each in sizes]
         self.needed = list(itertools.chain(*divided)), device
@@ -188,7 +214,9 @@ class Staging:
         buffers = iter(self._buffers)
         staged: list[NewFile] = []
         units: list[tuple[Fill, Sequence[Span], Bytes]] = []
-        for file, chunks, chunk_bytes, buffer_bytes in zip(files, chosen, sizes, divided, strict=True):
+        for file, chunks, chunk_bytes, buffer_bytes in zip(
+            files, chosen, sizes, divided, strict=True
+        ):
             starts = dict(zip(chunks, itertools.accumulate(chunk_bytes, initial=0), strict=False))
             ends = [0, *itertools.accumulate(buffer_bytes)]
             copies = _Copies(starts, list(itertools.islice(buffers, len(buffer_bytes))), ends)
@@ -230,17 +258,27 @@ class Staging:
 
 
 def threads_to_copy_with(num_ranks: int) -> int:
-    """Return how many threads may copy on each rank, when all ranks of this machine copy at the same time.
+    """Return how many threads may copy on each rank, when all ranks of this machine copy at the
+    same time.
 
     All ranks of the group count as on this machine, unless the launcher says how many are.
     """
-    num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, min(NUM_THREADS, num_processors // (int(local) if local.isdigit() and int(local) else num_ranks)))
+    return max(
+        1,
+        min(
+            NUM_THREADS,
+            num_processors // (int(local) if local.isdigit() and int(local) else num_ranks),
+        ),
+    )
 
 
 def _choose(sizes: Sequence[Sequence[int]], max_bytes: int | None) -> list[list[int]]:
-    """Choose for each file the chunks to copy at once: as many as there is room for, beginning at the end.
+    """Choose for each file the chunks to copy at once: as many as there is room for, beginning at
+    the end.
 
     Files are written from the beginning, so what has room is what would be copied last.
     """
@@ -267,7 +305,9 @@ def _buffer_bytes(chunk_bytes: Sequence[int], device: DeviceLayer | None) -> lis
 
 
 class _Copies(NamedTuple):
-    """Chunks one after the other in buffers: where each chunk begins, and 0 and where each buffer ends."""
+    """Chunks one after the other in buffers: where each chunk begins, and 0 and where each buffer
+    ends.
+    """
 
     starts: Mapping[int, int]
     buffers: list[Bytes]
@@ -281,8 +321,12 @@ class _Copies(NamedTuple):
         return [found] if stop <= end else [found, *self.between(end, stop)]
 
 
-def _filling(copies: _Copies, rest: Fill | None = None, note_copied: Callable[[int], None] | None = None) -> Fill:
-    """Return what gives the copies of chunks; other chunks are copied from `rest`, and how much of them is noted."""
+def _filling(
+    copies: _Copies, rest: Fill | None = None, note_copied: Callable[[int], None] | None = None
+) -> Fill:
+    """Return what gives the copies of chunks; other chunks are copied from `rest`, and how much of
+    them is noted.
+    """
 
     def fill(unit: Sequence[Span], scratch: Bytes) -> list[Bytes]:
         buffers: list[Bytes] = []

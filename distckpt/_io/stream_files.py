@@ -1,4 +1,6 @@
-"""Writing files from tensors that come one at a time: on local disks in any order, on object stores in order."""
+"""Writing files from tensors that come one at a time: on local disks in any order, on object stores
+in order.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from distckpt._base.memory import Bytes, tensor_bytes
 from distckpt._base.messages import did_you_mean, summarize_keys
 from distckpt._base.threads import UNIT_BYTES
 from distckpt._format.safetensors_file import Entry, build_header, layout_order
+from distckpt._io.tensors import chunk_tensor_by_memory, to_plain_memory
 from distckpt._io.write import create_file, write_all
 from distckpt._storage import locations as storage_locations
 from distckpt._storage import object_store
-from distckpt.tensors import chunk_tensor_by_memory, to_plain_memory
 
 
 class StreamLayout(NamedTuple):
-    """The layout of all files: header and size of each, and by name the file and entry of each tensor, in order."""
+    """The layout of all files: header and size of each, and by name the file and entry of each
+    tensor, in order.
+    """
 
     headers: list[bytes]
     num_bytes: list[int]
@@ -42,7 +46,9 @@ def lay_out(groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> S
 
 
 def _aligned(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Keep the order of the announcement, in which tensors mostly come, unless items would be unaligned."""
+    """Keep the order of the announcement, in which tensors mostly come, unless items would be
+    unaligned.
+    """
     position = 0
     for entry in entries:
         if position % FROM_NAME[entry.dtype].itemsize:
@@ -61,7 +67,9 @@ class LocalFiles:
         self._open_file, self._fd = -1, -1
 
     def create(self) -> None:
-        """Create every file at its full size, so that a full disk is found before the first tensor comes."""
+        """Create every file at its full size, so that a full disk is found before the first tensor
+        comes.
+        """
         headers, sizes = self._layout.headers, self._layout.num_bytes
         for location, header, num_bytes in zip(self._locations, headers, sizes, strict=True):
             create_file(location, header, num_bytes)
@@ -71,7 +79,10 @@ class LocalFiles:
         """Write a tensor."""
         if self._open_file != file:
             self._close()
-            self._fd, self._open_file = os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC), file
+            self._fd, self._open_file = (
+                os.open(self._locations[file], os.O_WRONLY | os.O_CLOEXEC),
+                file,
+            )
         position = entry.first_byte
         with storage_locations.naming(self._locations[file]):
             for window in _windows(tensor):
@@ -123,8 +134,8 @@ class RemoteFiles:
         if entry != expected:
             raise ValueError(
                 f"the tensor {entry.name!r} came where {expected.name!r} has its place; "
-                f"{self._locations[expected_file]!r} can only be written in order: give the tensors in this order, or "
-                "write to a local file"
+                f"{self._locations[expected_file]!r} can only be written in order: give the "
+                "tensors in this order, or write to a local file"
             )
         if file == len(self._created):
             self._begin_next()
@@ -137,7 +148,8 @@ class RemoteFiles:
 
     def remove(self) -> None:
         """Remove the files."""
-        # An open file becomes visible when it is closed, at the latest by the garbage collector: close, then remove.
+        # An open file becomes visible when it is closed, at the latest by the garbage collector:
+        # close, then remove.
         with contextlib.suppress(Exception):
             self._close()
         for location in self._created:
@@ -159,9 +171,13 @@ class RemoteFiles:
 
 
 def write_stream(
-    output: LocalFiles | RemoteFiles, layout: StreamLayout, tensor_iter: Iterable[tuple[str, torch.Tensor]]
+    output: LocalFiles | RemoteFiles,
+    layout: StreamLayout,
+    tensor_iter: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write every tensor that comes, and remove the files unless all that were announced have come."""
+    """Write every tensor that comes, and remove the files unless all that were announced have
+    come.
+    """
     try:
         output.create()
         awaited = dict.fromkeys(layout.places)
@@ -173,7 +189,8 @@ def write_stream(
             del tensor
         if awaited:
             raise ValueError(
-                f"{len(awaited)} of {len(layout.places)} announced tensors were not written: {summarize_keys(awaited)}"
+                f"{len(awaited)} of {len(layout.places)} announced tensors were not written: "
+                f"{summarize_keys(awaited)}"
             )
         output.finish()
     except BaseException:
@@ -181,20 +198,32 @@ def write_stream(
         raise
 
 
-def _check(layout: StreamLayout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor) -> None:
+def _check(
+    layout: StreamLayout, awaited: Mapping[str, None], name: str, tensor: torch.Tensor
+) -> None:
     if name not in layout.places:
-        raise ValueError(f"the tensor {name!r} came but was not announced{did_you_mean(str(name), layout.places)}")
+        raise ValueError(
+            f"the tensor {name!r} came but was not "
+            f"announced{did_you_mean(str(name), layout.places)}"
+        )
     if name not in awaited:
         raise ValueError(f"the tensor {name!r} came twice")
     if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
-        raise ValueError(f"{name!r} came as a {type(tensor).__name__}: give plain tensors (of a DTensor full_tensor())")
+        raise ValueError(
+            f"{name!r} came as a {type(tensor).__name__}: give plain tensors (of a DTensor "
+            "full_tensor())"
+        )
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"the tensor {name!r} came as {tensor.dtype} in {tensor.layout} on {tensor.device}: not dense")
+        raise ValueError(
+            f"the tensor {name!r} came as {tensor.dtype} in {tensor.layout} on {tensor.device}: "
+            "not dense"
+        )
     _, entry = layout.places[name]
     dtype, shape = TO_NAME.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
     if (dtype, shape) != (entry.dtype, entry.shape):
         raise ValueError(
-            f"the tensor {name!r} came as {dtype} {shape}, but was announced as {entry.dtype} {entry.shape}"
+            f"the tensor {name!r} came as {dtype} {shape}, but was announced as {entry.dtype} "
+            f"{entry.shape}"
         )
 
 

@@ -1,4 +1,6 @@
-"""Reading merged checkpoints: sums of the values of several, computed in float64 and rounded once."""
+"""Reading merged checkpoints: sums of the values of several, computed in float64 and rounded
+once.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ from distckpt._quantization.numbers import scratch
 _TERMS_BYTES = 2 * UNIT_BYTES
 """So much is read of all checkpoints together before it is summed."""
 _SUMMED_AT_ONCE = 1 << 17
-"""Elements: their sums stay in the cache that processors share, and fewer would cost as much for calls as for sums."""
+"""Elements: their sums stay in the cache that processors share, and fewer would cost as much for
+calls as for sums.
+"""
 
 
-def read_requests(stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]) -> None:
-    """Fill requested regions in this thread; those of merged checkpoints with sums, rounded to the targets' dtypes."""
+def read_requests(
+    stored: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]
+) -> None:
+    """Fill requested regions in this thread; those of merged checkpoints with sums, rounded to the
+    targets' dtypes.
+    """
     if not stored.sources:
         read_values(stored, plan_load(stored, requests), targets, num_threads=1)
         return
@@ -46,12 +54,18 @@ def read_requests(stored: StoredCheckpoint, requests: Sequence[Request], targets
 
 
 def round_once(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Convert values, overwriting those in float64, which torch takes to 16 and 8 bits by way of float32.
+    """Convert values, overwriting those in float64, which torch takes to 16 and 8 bits by way of
+    float32.
 
-    So that this does not round twice, they are shortened first: of the digits that are cut off, the last one that stays
-    says whether there was any (as many as 13 stay). The scratch memory is that of products, which is in cache.
+    So that this does not round twice, they are shortened first: of the digits that are cut off, the
+    last one that stays says whether there was any (as many as 13 stay). The scratch memory is that
+    of products, which is in cache.
     """
-    if values.dtype == torch.float64 and target.dtype.is_floating_point and target.dtype.itemsize < 4:
+    if (
+        values.dtype == torch.float64
+        and target.dtype.is_floating_point
+        and target.dtype.itemsize < 4
+    ):
         bits, cut = values.view(torch.int64).numpy(), (1 << 40) - 1
         rest = np.bitwise_and(bits, cut, out=scratch("product", bits.shape, torch.int64).numpy())
         np.bitwise_or(bits, np.add(rest, cut, out=rest), out=bits)
@@ -62,7 +76,9 @@ def round_once(values: torch.Tensor, target: torch.Tensor) -> None:
 def _batches(
     view: StoredCheckpoint, requests: Sequence[Request], targets: Sequence[torch.Tensor]
 ) -> Iterator[tuple[list[torch.dtype], list[tuple[Request, torch.Tensor]]]]:
-    """Divide requests so that all values for a batch, of the same dtypes, need little memory; yield these dtypes."""
+    """Divide requests so that all values for a batch, of the same dtypes, need little memory; yield
+    these dtypes.
+    """
     batch: list[tuple[Request, torch.Tensor]] = []
     room, kind = 0, None
     dtypes: list[torch.dtype] = []
@@ -72,19 +88,28 @@ def _batches(
         next_kind = (view.dtype_name(request.key), target.dtype, next_dtypes)
         size = sum(dtype.itemsize for dtype in next_dtypes)
         # Pieces of even size: each is a plan of its own.
-        for piece in cut_region(request.region, -(-count // -(-count * size // _TERMS_BYTES)) if count else 1):
+        for piece in cut_region(
+            request.region, -(-count // -(-count * size // _TERMS_BYTES)) if count else 1
+        ):
             if piece.num_elements * size > room or next_kind != kind:
                 if batch:
                     yield dtypes, batch
                 batch, room, kind, dtypes = [], _TERMS_BYTES, next_kind, next_dtypes
-            batch.append((request._replace(region=piece), target[piece.relative_to(request.region.offset).slices()]))
+            batch.append(
+                (
+                    request._replace(region=piece),
+                    target[piece.relative_to(request.region.offset).slices()],
+                )
+            )
             room -= piece.num_elements * size
     if batch:
         yield dtypes, batch
 
 
 def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
-    """Return the dtype to read: values of codes are more precise than the dtype in which the model has them."""
+    """Return the dtype to read: values of codes are more precise than the dtype in which the model
+    has them.
+    """
     is_quantized = any(chunk in source.quantized for chunk in source.chunks_of(key)[:1])
     return torch.float32 if is_quantized else FROM_NAME[source.dtype_name(key)]
 
@@ -92,14 +117,20 @@ def _term_dtype(source: StoredCheckpoint, key: str) -> torch.dtype:
 def _read_terms(
     view: StoredCheckpoint, dtypes: Sequence[torch.dtype], requests: Sequence[Request]
 ) -> list[torch.Tensor]:
-    """Return the values of each checkpoint, those of one request after the other, in scratch memory."""
+    """Return the values of each checkpoint, those of one request after the other, in scratch
+    memory.
+    """
     count = sum(request.region.num_elements for request in requests)
-    starts = list(itertools.accumulate((-(-count * dtype.itemsize // 64) * 64 for dtype in dtypes), initial=0))
+    starts = list(
+        itertools.accumulate((-(-count * dtype.itemsize // 64) * 64 for dtype in dtypes), initial=0)
+    )
     memory = torch.from_numpy(bounce_buffer("terms", starts[-1]))
     terms: list[torch.Tensor] = []
     for (source, _), dtype, start in zip(view.sources, dtypes, starts, strict=False):
         terms.append(memory[start : start + count * dtype.itemsize].view(dtype))
-        read_values(source, plan_load(source, requests), _divided(terms[-1], requests), num_threads=1)
+        read_values(
+            source, plan_load(source, requests), _divided(terms[-1], requests), num_threads=1
+        )
     return terms
 
 
@@ -112,7 +143,9 @@ def _divided(values: torch.Tensor, requests: Sequence[Request]) -> list[torch.Te
     ]
 
 
-def _fill_with_sum(target: torch.Tensor, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> None:
+def _fill_with_sum(
+    target: torch.Tensor, terms: Sequence[torch.Tensor], weights: Sequence[float]
+) -> None:
     """Round the sum of flat terms times their weights, each product and sum in float64."""
     if target.dtype.is_complex and any(values.dtype.is_complex for values in terms):
         # Part by part: the weights are real.
@@ -121,11 +154,13 @@ def _fill_with_sum(target: torch.Tensor, terms: Sequence[torch.Tensor], weights:
     with np.errstate(all="ignore"):
         for low in range(0, len(target), _SUMMED_AT_ONCE):
             place = target[low : low + _SUMMED_AT_ONCE]
-            total, product = (scratch(name, place.shape, torch.float64) for name in ("sum", "product"))
+            total, product = (
+                scratch(name, place.shape, torch.float64) for name in ("sum", "product")
+            )
             for index, (values, weight) in enumerate(zip(terms, weights, strict=True)):
                 part, goal = values[low : low + _SUMMED_AT_ONCE], product if index else total
-                # Torch widens float16 fast to float32 only. Not `total.add_(part, alpha=weight)`, which rounds
-                # products or not, depending on where they are.
+                # Torch widens float16 fast to float32 only. Not `total.add_(part, alpha=weight)`,
+                # which rounds products or not, depending on where they are.
                 goal.copy_(part.float() if part.dtype == torch.float16 else part)
                 np.multiply(goal.numpy(), weight, out=goal.numpy())
                 if index:
@@ -133,13 +168,16 @@ def _fill_with_sum(target: torch.Tensor, terms: Sequence[torch.Tensor], weights:
             round_once(total, place)
 
 
-def _check_equal(view: StoredCheckpoint, requests: Sequence[Request], terms: Sequence[torch.Tensor]) -> None:
+def _check_equal(
+    view: StoredCheckpoint, requests: Sequence[Request], terms: Sequence[torch.Tensor]
+) -> None:
     """Refuse different values of tensors of which there is no sum."""
     first, *others = [_divided(as_integers(values), requests) for values in terms]
     for (source, _), values in zip(view.sources[1:], others, strict=True):
         for request, one, other in zip(requests, first, values, strict=True):
             if not torch.equal(one, other):
                 raise CheckpointingException(
-                    f"Key {request.key!r} is {view.dtype_name(request.key)}, of which there is no sum, and its values "
-                    f"in {source.location!r} differ from those in {view.location!r}: leave the key out with `keys`."
+                    f"Key {request.key!r} is {view.dtype_name(request.key)}, of which there is no "
+                    f"sum, and its values in {source.location!r} differ from those in "
+                    f"{view.location!r}: leave the key out with `keys`."
                 )

@@ -44,13 +44,16 @@ class Span(NamedTuple):
 
 
 Fill: TypeAlias = Callable[[Sequence[Span], Bytes], list[Bytes]]
-"""Gives the bytes of some spans, in order: views of memory that is there, or of the scratch memory it is handed."""
+"""Gives the bytes of some spans, in order: views of memory that is there, or of the scratch memory
+it is handed.
+"""
 
 
 class NewFile(NamedTuple):
     """A file to be written at a location where nothing is: a header, then chunks without gaps.
 
-    `fill` gives the bytes of chunks, from several threads. `device` is where they come from, when not from host memory.
+    `fill` gives the bytes of chunks, from several threads. `device` is where they come from, when
+    not from host memory.
     """
 
     location: str
@@ -60,8 +63,12 @@ class NewFile(NamedTuple):
     device: DeviceLayer | None = None
 
     def below(self, directory: str, suffix: str = "") -> NewFile:
-        """Return the file, whose location is a name in a checkpoint, in that directory, see `in_folder`."""
-        return self._replace(location=locations.join(directory, *in_folder(self.location, suffix).split("/")))
+        """Return the file, whose location is a name in a checkpoint, in that directory, see
+        `in_folder`.
+        """
+        return self._replace(
+            location=locations.join(directory, *in_folder(self.location, suffix).split("/"))
+        )
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,14 @@ class WriteSettings:
 
     Attributes:
         durable: whether bytes must be on disk when `write_files` returns.
-        direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file system takes it.
+        direct: whether to go around the page cache (`O_DIRECT`); None where it pays and the file
+            system takes it.
         with_checksums: whether to compute checksums, of blocks of `block_bytes`.
         num_threads: that fill and write at the same time, each `UNIT_BYTES` at most.
         num_requests: that are made of an object store at the same time.
         max_part_bytes: memory that each of them may have for a part of an object.
-        progress: called with the number of bytes whenever some have been written, from several threads.
+        progress: called with the number of bytes whenever some have been written, from several
+            threads.
     """
 
     durable: bool = True
@@ -89,11 +98,12 @@ class WriteSettings:
 
 
 def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArray[np.uint64]:
-    """Write files, and return the checksums of the blocks of all their chunks, in order; none without checksums.
+    """Write files, and return the checksums of the blocks of all their chunks, in order; none
+    without checksums.
 
-    One pool of threads takes the units of all files in order, so that the data of one file goes to disk (fsync) while
-    the next is being written. Space for all of them is reserved first: a full disk is found before anything is
-    written, where the file system can tell.
+    One pool of threads takes the units of all files in order, so that the data of one file goes to
+    disk (fsync) while the next is being written. Space for all of them is reserved first: a full
+    disk is found before anything is written, where the file system can tell.
     """
     outputs = [_Output(file, settings) for file in files]
     local = [output for output in outputs if output.is_local]
@@ -101,21 +111,29 @@ def write_files(files: Sequence[NewFile], settings: WriteSettings) -> npt.NDArra
         for output in local:
             create_file(output.file.location, output.file.header, output.num_bytes)
         units = [(output, number) for output in local for number in range(len(output.units))]
-        # Writers through the page cache would wait for each other: the system lets one at a time into a file.
+        # Writers through the page cache would wait for each other: the system lets one at a time
+        # into a file.
         pays = any(output.may_be_direct or output.file.device for output in local)
-        run_threads(lambda item: item[0].write_unit(item[1]), units, settings.num_threads if pays else 1)
+        run_threads(
+            lambda item: item[0].write_unit(item[1]), units, settings.num_threads if pays else 1
+        )
     finally:
         for output in local:
-            # What was written completely is closed. An error of closing others would hide the one that matters.
+            # What was written completely is closed. An error of closing others would hide the one
+            # that matters.
             with contextlib.suppress(OSError):
                 output.close()
     remote = [output.outgoing() for output in outputs if not output.is_local]
     upload_files(remote, settings.num_requests, settings.max_part_bytes, settings.progress)
-    return np.array([digest for output in outputs for unit in output.checksums for digest in unit], np.uint64)
+    return np.array(
+        [digest for output in outputs for unit in output.checksums for digest in unit], np.uint64
+    )
 
 
 def in_folder(name: str, suffix: str) -> str:
-    """Return the name of a file with a suffix to that of its folder, see `PreparedSave.folder_suffix`."""
+    """Return the name of a file with a suffix to that of its folder, see
+    `PreparedSave.folder_suffix`.
+    """
     folder, _, file = name.partition("/")
     return f"{folder}{suffix}/{file}"
 
@@ -175,7 +193,8 @@ class _Output:
     def _open(self) -> None:
         with self._lock:
             if self._fd < 0:
-                # Files are opened when their turn comes: a rank may have more of them than it may have open.
+                # Files are opened when their turn comes: a rank may have more of them than it may
+                # have open.
                 self._fd = os.open(self.file.location, os.O_WRONLY | os.O_CLOEXEC)
                 self._direct_fd = self._open_direct()
 
@@ -198,7 +217,9 @@ class _Output:
             raise
 
     def _buffers_of(self, number: int) -> list[Bytes]:
-        buffers = self.file.fill(self.units[number], bounce_buffer("write", self._unit_bytes, self.file.device))
+        buffers = self.file.fill(
+            self.units[number], bounce_buffer("write", self._unit_bytes, self.file.device)
+        )
         self._keep_checksums(number, buffers)
         return buffers
 
@@ -208,10 +229,14 @@ class _Output:
             self.checksums[number] = block_checksums(sizes, buffers, self.settings.block_bytes)
 
     def _write_direct(self, number: int) -> None:
-        """Write through an aligned window; what is left at its edges goes through the page cache."""
+        """Write through an aligned window; what is left at its edges goes through the page
+        cache.
+        """
         position, num_bytes = self._starts[number], self._sizes[number]
         phase = position % ALIGNMENT
-        window = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)[phase : phase + num_bytes]
+        window = bounce_buffer("write", self._unit_bytes + ALIGNMENT, self.file.device)[
+            phase : phase + num_bytes
+        ]
         copy_into(window, self.file.fill(self.units[number], window))
         self._keep_checksums(number, [window])
         first = min(-position % ALIGNMENT, num_bytes)
@@ -221,10 +246,14 @@ class _Output:
         write_all(self._fd, [window[written:]], position + written)
 
 
-def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]) -> NewFile:
-    """Describe a file each of whose chunks is the row-major contents of some tensors, one after the other.
+def file_of_tensors(
+    location: str, header: bytes, contents: Sequence[Sequence[torch.Tensor]]
+) -> NewFile:
+    """Describe a file each of whose chunks is the row-major contents of some tensors, one after the
+    other.
 
-    Call it in the thread that computes: what this has queued on a device so far is done before bytes are copied.
+    Call it in the thread that computes: what this has queued on a device so far is done before
+    bytes are copied.
     """
     copier = Copier(tensor for chunk in contents for tensor in chunk)
 
@@ -233,7 +262,11 @@ def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[to
         used = 0
         try:
             for span in unit:
-                buffers.extend(_span_bytes(contents[span.chunk], span, scratch[used : used + span.num_bytes], copier))
+                buffers.extend(
+                    _span_bytes(
+                        contents[span.chunk], span, scratch[used : used + span.num_bytes], copier
+                    )
+                )
                 used += span.num_bytes
         finally:
             # Also after an error: the memory is used again.
@@ -245,7 +278,9 @@ def file_of_tensors(location: str, header: bytes, contents: Sequence[Sequence[to
 
 
 def create_file(location: str, header: bytes, num_bytes: int) -> None:
-    """Create a local file with its full size, so that a full disk is found early, and write its header."""
+    """Create a local file with its full size, so that a full disk is found early, and write its
+    header.
+    """
     with locations.naming(location):
         fd = os.open(location, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
@@ -320,8 +355,12 @@ def units_of(
         yield unit
 
 
-def _span_bytes(tensors: Sequence[torch.Tensor], span: Span, scratch: Bytes, copier: Copier) -> list[Bytes]:
-    """Return bytes [start, stop) of a chunk: views of tensor memory where that is possible, copies in `scratch`."""
+def _span_bytes(
+    tensors: Sequence[torch.Tensor], span: Span, scratch: Bytes, copier: Copier
+) -> list[Bytes]:
+    """Return bytes [start, stop) of a chunk: views of tensor memory where that is possible, copies
+    in `scratch`.
+    """
     buffers: list[Bytes] = []
     begin = 0
     for tensor in tensors:
@@ -339,12 +378,17 @@ def _span_bytes(tensors: Sequence[torch.Tensor], span: Span, scratch: Bytes, cop
 
 
 def _copy_range(tensor: torch.Tensor, start: int, stop: int, target: Bytes, copier: Copier) -> None:
-    """Copy bytes [start, stop) of a tensor's row-major content, from any device and with any strides."""
+    """Copy bytes [start, stop) of a tensor's row-major content, from any device and with any
+    strides.
+    """
     item = tensor.element_size()
     values = torch.from_numpy(target).view(tensor.dtype)
     if not (tensor.is_conj() or tensor.is_neg()):
         tensor, values = as_integers(tensor), as_integers(values)
     filled = 0
     for region in flat_range_regions(tuple(tensor.shape), start // item, stop // item):
-        copier.copy(values[filled : filled + region.num_elements].view(region.shape), tensor[region.slices()])
+        copier.copy(
+            values[filled : filled + region.num_elements].view(region.shape),
+            tensor[region.slices()],
+        )
         filled += region.num_elements

@@ -7,10 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
+from distckpt._base.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._commit import posix
 from distckpt._commit.presence import absence
-from distckpt._foreign.opening import open_checkpoint
 from distckpt._format.marker import CONFIG_FNAME, read_marker
 from distckpt._manager import steps
 from distckpt._storage import locations
@@ -24,13 +28,15 @@ class CheckpointInfo(NamedTuple):
         location: its path or URL.
         step: the step that a manager saved, or the number at the end of the name, if any.
         num_bytes: the size of its files; 0 where that cannot be read.
-        saved_at: when it was committed, in seconds since 1970, by the clock of the storage; None where that is unknown.
+        saved_at: when it was committed, in seconds since 1970, by the clock of the storage; None
+            where that is unknown.
         metrics: the metrics that were given to `CheckpointManager.save`.
         pinned: whether managers never remove it.
-        problem: why it cannot be loaded; None when marker, manifest, and the sizes and headers of all files are right.
-        is_newest: whether it has the highest step of those without a problem, the one that `CheckpointManager.latest`
-            returns; or, where no manager saves, the highest number, or where none has a number, whether it was saved
-            last.
+        problem: why it cannot be loaded; None when marker, manifest, and the sizes and headers of
+            all files are right.
+        is_newest: whether it has the highest step of those without a problem, the one that
+            `CheckpointManager.latest` returns; or, where no manager saves, the highest number, or
+            where none has a number, whether it was saved last.
     """
 
     name: str
@@ -45,13 +51,14 @@ class CheckpointInfo(NamedTuple):
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """List the checkpoints in a directory, those of a `CheckpointManager` or others, by step; those without one first.
+    """List the checkpoints in a directory, those of a `CheckpointManager` or others, by step; those
+    without one first.
 
         newest = next(info for info in distckpt.list_checkpoints("checkpoints") if info.is_newest)
         distckpt.load(state, newest.location)
 
-    Markers, manifests, and the sizes and headers of files are read, as `distckpt.verify(mode="fast")` does. Any rank
-    may call, alone; nothing is changed.
+    Markers, manifests, and the sizes and headers of files are read, as
+    `distckpt.verify(mode="fast")` does. Any rank may call, alone; nothing is changed.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or an unfinished checkpoint.

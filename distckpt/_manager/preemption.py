@@ -24,10 +24,13 @@ class PreemptionGuard:
 
     Args:
         signals: numbers of the signals; schedulers send SIGTERM some time before they kill.
-        process_group: the ranks that stop together; None for the default group, or this process alone.
+        process_group: the ranks that stop together; None for the default group, or this process
+            alone.
     """
 
-    def __init__(self, signals: Sequence[int] = (signal.SIGTERM,), process_group: Any = None) -> None:
+    def __init__(
+        self, signals: Sequence[int] = (signal.SIGTERM,), process_group: Any = None
+    ) -> None:
         self.received = False
         self._signals = tuple(signals)
         self._process_group = process_group
@@ -50,13 +53,16 @@ class PreemptionGuard:
     def should_stop(self) -> bool:
         """Return True, on all ranks alike, when any rank has received a signal.
 
-        Collective operation: all ranks must call it. It exchanges one number, so calling it at every step is fine.
+        Collective operation: all ranks must call it. It exchanges one number, so calling it at
+        every step is fine.
         """
         own = int(self.received)
         stops = not Ranks(self._process_group).all_equal(own) or bool(own)
         # Not before the exchange: the others would wait for it.
         if not self._before:
-            raise CheckpointingException("No signal is caught: use the PreemptionGuard in a `with` statement.")
+            raise CheckpointingException(
+                "No signal is caught: use the PreemptionGuard in a `with` statement."
+            )
         return stops
 
     def _note(self, number: int, frame: FrameType | None) -> None:

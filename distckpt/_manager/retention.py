@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Retention:
-    """The conditions of which a step must meet one to be kept, see `CheckpointManager`; without `keep_last` all are."""
+    """The conditions of which a step must meet one to be kept, see `CheckpointManager`; without
+    `keep_last` all are.
+    """
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -39,21 +41,28 @@ class Retention:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         check_choice("best_mode", self.best_mode, ("min", "max"))
         if self.keep_best != 1 and self.best_metric is None:
-            raise ValueError(f"keep_best={self.keep_best} must be of some metric: give best_metric as well.")
+            raise ValueError(
+                f"keep_best={self.keep_best} must be of some metric: give best_metric as well."
+            )
         others = (self.keep_every, self.keep, self.best_metric)
         if self.keep_last is None and any(other is not None for other in others):
-            raise ValueError("Without keep_last every checkpoint is kept: give keep_last as well, at least 1.")
+            raise ValueError(
+                "Without keep_last every checkpoint is kept: give keep_last as well, at least 1."
+            )
 
 
 def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -> list[Saved]:
     """Return the steps that are not to be kept, oldest first.
 
-    `saved` are in ascending order; `newest` is kept and counts as complete. As few others as possible are checked.
+    `saved` are in ascending order; `newest` is kept and counts as complete. As few others as
+    possible are checked.
     """
     if policy.keep_last is None:
         return []
     # Without any metrics there is no best step yet.
-    if any(item.metrics for item in saved) and (problem := unknown_metric(policy.best_metric, metric_names(saved))):
+    if any(item.metrics for item in saved) and (
+        problem := unknown_metric(policy.best_metric, metric_names(saved))
+    ):
         logger.warning("nothing is removed from %s: %s", root, problem)
         return []
     kept = {newest, *_best(policy, saved)}
@@ -61,7 +70,8 @@ def surplus(root: str, policy: Retention, saved: Sequence[Saved], newest: int) -
     for item in reversed(saved):
         step = item.step
         if num_complete < policy.keep_last and step != newest:
-            # Also one that is incomplete, or cannot be read today: only what is older than enough complete ones goes.
+            # Also one that is incomplete, or cannot be read today: only what is older than enough
+            # complete ones goes.
             kept.add(step)
             num_complete += steps.problem_with(root, step) is None
         is_round = policy.keep_every is not None and step % policy.keep_every == 0
@@ -79,7 +89,9 @@ def unknown_metric(metric: str | None, names: Collection[str]) -> str | None:
     """Return a message about a metric that is not among those that are there, None when it is."""
     if metric is None or metric in names:
         return None
-    return f"no step has the best_metric {metric!r}, only {sorted(names)}{did_you_mean(metric, names)}"
+    return (
+        f"no step has the best_metric {metric!r}, only {sorted(names)}{did_you_mean(metric, names)}"
+    )
 
 
 def _best(policy: Retention, saved: Sequence[Saved]) -> list[int]:
@@ -88,7 +100,9 @@ def _best(policy: Retention, saved: Sequence[Saved]) -> list[int]:
         return []
     sign = 1 if policy.best_mode == "min" else -1
     # Of equal values the newer step is the better one.
-    ranked = sorted((sign * item.metrics[metric], -item.step) for item in saved if metric in item.metrics)
+    ranked = sorted(
+        (sign * item.metrics[metric], -item.step) for item in saved if metric in item.metrics
+    )
     return [-step for _, step in ranked[: policy.keep_best]]
 
 
@@ -108,7 +122,9 @@ def remove_steps(root: str, surplus: Sequence[Saved]) -> dict[int, str]:
 
 
 def remove_step(root: str, step: int, save: str) -> bool:
-    """Remove a step, so that it is never half deleted under its name; False when another save is there."""
+    """Remove a step, so that it is never half deleted under its name; False when another save is
+    there.
+    """
     location = locations.join(root, step_name(step))
 
     def is_that_save(place: str) -> bool:
@@ -134,7 +150,9 @@ def remove_step(root: str, step: int, save: str) -> bool:
 
 
 def _check_removable(directory: str) -> None:
-    """Raise PermissionError when this user may not remove all files in a directory, before any is removed."""
+    """Raise PermissionError when this user may not remove all files in a directory, before any is
+    removed.
+    """
     for inner, _, _ in os.walk(directory):
         if not os.access(inner, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, "its files cannot be removed by this user", inner)
@@ -152,7 +170,9 @@ def _discard(directory: str) -> None:
 
 
 def changes_in(location: str) -> dict[str, tuple[int, float]]:
-    """Return the size and the time of the last change of each file and directory of a save, by path."""
+    """Return the size and the time of the last change of each file and directory of a save, by
+    path.
+    """
     if not locations.is_local(location):
         return dict.fromkeys(conditional_put.unfinished_files(location), (0, 0.0))
     found = {}
@@ -165,7 +185,9 @@ def changes_in(location: str) -> dict[str, tuple[int, float]]:
 
 
 class Looks:
-    """What a manager has seen in its directory; it removes nothing else, since other programs may save there too."""
+    """What a manager has seen in its directory; it removes nothing else, since other programs may
+    save there too.
+    """
 
     def __init__(self, patience: float, removes_steps: bool) -> None:
         self._saves: set[tuple[int, str]] | None = None if removes_steps else set()
@@ -176,31 +198,44 @@ class Looks:
     def look(self, root: str) -> set[tuple[int, str]]:
         """Remember the steps that are there, when this is the first look."""
         if self._saves is None:
-            places = [(name, step) for name in steps.list_root(root) if (step := steps.step_in(name)) is not None]
+            places = [
+                (name, step)
+                for name in steps.list_root(root)
+                if (step := steps.step_in(name)) is not None
+            ]
             found = [steps.saved_at(locations.join(root, name), step) for name, step in places]
             saved = [item for item in found if item is not None]
             self._saves = {(item.step, item.save) for item in saved}
             self._metrics.update(metric_names(saved))
         return self._saves
 
-    def begin_save(self, root: str, step: int, metrics: Collection[str], best_metric: str | None) -> str:
-        """Return a name for a save of this manager; ValueError when neither it nor an earlier one has the metric."""
+    def begin_save(
+        self, root: str, step: int, metrics: Collection[str], best_metric: str | None
+    ) -> str:
+        """Return a name for a save of this manager; ValueError when neither it nor an earlier one
+        has the metric.
+        """
         saves = self.look(root)
         self._metrics.update(metrics)
         if metrics and (problem := unknown_metric(best_metric, self._metrics)):
             raise ValueError(
-                f"{problem}. Where it is not measured at every step, give NaN for it, or no metrics at all."
+                f"{problem}. Where it is not measured at every step, give NaN for it, or no "
+                "metrics at all."
             )
         name = secrets.token_hex(8)
         saves.add((step, name))
         return name
 
     def knows(self, saved: Saved) -> bool:
-        """Tell whether a step was there at the first look, or saved by this manager: all others may be in use."""
+        """Tell whether a step was there at the first look, or saved by this manager: all others may
+        be in use.
+        """
         return (saved.step, saved.save) in (self._saves or ())
 
     def is_abandoned(self, location: str) -> bool:
-        """Return True when nothing has changed in an unfinished save since a look long ago, on this process's clock."""
+        """Return True when nothing has changed in an unfinished save since a look long ago, on this
+        process's clock.
+        """
         found, now = changes_in(location), time.monotonic()
         before, since = self._unfinished.get(location, (None, now))
         if before != found:
@@ -210,7 +245,8 @@ class Looks:
 
 
 def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) -> bool:
-    """Remove what an interrupted save or removal has left in a directory; False when it is still there.
+    """Remove what an interrupted save or removal has left in a directory; False when it is still
+    there.
 
     `is_abandoned` is asked about saves that may be running on other machines.
     """
@@ -231,7 +267,9 @@ def clear_leftover(root: str, name: str, is_abandoned: Callable[[str], bool]) ->
 
 
 def clear_leftovers(root: str, looks: Looks) -> None:
-    """Remove what interrupted saves and removals of earlier runs have left, and give a lost step its name back."""
+    """Remove what interrupted saves and removals of earlier runs have left, and give a lost step
+    its name back.
+    """
     for name in steps.list_root(root):
         replaced = steps.replaced_step(name)
         if replaced is not None:
@@ -242,5 +280,7 @@ def clear_leftovers(root: str, looks: Looks) -> None:
         for step in set(steps.all_steps(root)).difference(steps.committed_steps(root)):
             location = locations.join(root, step_name(step))
             if looks.is_abandoned(location):
-                logger.info("removing what an interrupted save of step %d has left in %s", step, root)
+                logger.info(
+                    "removing what an interrupted save of step %d has left in %s", step, root
+                )
                 conditional_put.remove_unfinished(location)

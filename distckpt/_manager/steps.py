@@ -12,22 +12,26 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._checkpoint.opening import BACKEND
 from distckpt._commit import posix
 from distckpt._foreign.hugging_face import INDEX_NAME
-from distckpt._foreign.opening import BACKEND
 from distckpt._format.marker import CONFIG_FNAME, parse_config, read_marker
 from distckpt._operations.consistent_read import marker_of
 from distckpt._operations.verify import verify
 from distckpt._storage import locations
 
 NOTE = "manager"
-"""Field of the marker that says which step a manager saved, its metrics, and whether it is pinned."""
+"""Field of the marker that says which step a manager saved, its metrics, and whether it is
+pinned.
+"""
 TRACKER = "latest_checkpointed_iteration.txt"
 
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
-_LEFTOVER = re.compile(rf"\.step_\d{{8,}}\.(tmp|trash)-[0-9a-f]{{16}}|\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}")
+_LEFTOVER = re.compile(
+    rf"\.step_\d{{8,}}\.(tmp|trash)-[0-9a-f]{{16}}|\.{re.escape(TRACKER)}\.[0-9a-f]{{16}}"
+)
 _REPLACED = re.compile(r"\.step_(\d{8,})\.old-[0-9a-f]{16}")
 
 
@@ -43,7 +47,11 @@ class Saved(NamedTuple):
 def step_name(step: int) -> str:
     """Return the name of the directory of a step."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        got = "a dict: it is save(step, state) and load(state, step)" if isinstance(step, Mapping) else f"{step!r:.100}"
+        got = (
+            "a dict: it is save(step, state) and load(state, step)"
+            if isinstance(step, Mapping)
+            else f"{step!r:.100}"
+        )
         raise ValueError(f"A step is an integer from 0, got {got}.")
     return f"step_{step:08d}"
 
@@ -61,7 +69,9 @@ def is_leftover(name: str) -> bool:
 
 
 def replaced_step(name: str) -> int | None:
-    """Return the step of a directory that holds an earlier checkpoint while that is being overwritten."""
+    """Return the step of a directory that holds an earlier checkpoint while that is being
+    overwritten.
+    """
     match = _REPLACED.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -73,7 +83,9 @@ def step_in(name: str) -> int | None:
 
 
 def is_free_to_remove(name: str) -> bool:
-    """Return True for the name of a leftover that is no directory of a save, which may be running."""
+    """Return True for the name of a leftover that is no directory of a save, which may be
+    running.
+    """
     return is_leftover(name) and ".tmp-" not in name
 
 
@@ -88,7 +100,9 @@ def write_tracker(root: str, step: int, durable: bool) -> None:
 
 
 def list_root(root: str) -> list[str]:
-    """Return the sorted names in the root, none when it is not there; refuse a root that is a checkpoint itself."""
+    """Return the sorted names in the root, none when it is not there; refuse a root that is a
+    checkpoint itself.
+    """
     try:
         names = locations.list_names(root)
     except FileNotFoundError:
@@ -106,8 +120,12 @@ def all_steps(root: str) -> list[int]:
 
 
 def committed_steps(root: str) -> list[int]:
-    """Return the steps that have a marker, or a directory that cannot be read, in ascending order."""
-    return [step for step in all_steps(root) if _may_be_committed(locations.join(root, step_name(step)))]
+    """Return the steps that have a marker, or a directory that cannot be read, in ascending
+    order.
+    """
+    return [
+        step for step in all_steps(root) if _may_be_committed(locations.join(root, step_name(step)))
+    ]
 
 
 def _may_be_committed(location: str) -> bool:
@@ -119,12 +137,15 @@ def _may_be_committed(location: str) -> bool:
 
 
 def problem_with(root: str, step: int) -> str | None:
-    """Check marker, manifest, and sizes and headers of the files of a step; return the problem, None without one."""
+    """Check marker, manifest, and sizes and headers of the files of a step; return the problem,
+    None without one.
+    """
     location = locations.join(root, step_name(step))
     while True:
         before = marker_of(location)
         problem = problem_at(location, step)
-        # Another program may have replaced it meanwhile, so that parts of two checkpoints were seen.
+        # Another program may have replaced it meanwhile, so that parts of two checkpoints were
+        # seen.
         if problem is None or marker_of(location) == before:
             return problem
 
@@ -152,7 +173,9 @@ def problem_at(location: str, step: int | None) -> str | None:
 
 
 def must_replace(root: str, step: int) -> bool:
-    """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object store."""
+    """Move a damaged checkpoint of a step aside; True when it can only be replaced, on an object
+    store.
+    """
     location = locations.join(root, step_name(step))
     if not locations.exists(locations.join(location, CONFIG_FNAME)):
         return False
@@ -160,7 +183,9 @@ def must_replace(root: str, step: int) -> bool:
     if problem is None:
         return False
     if not locations.is_local(location):
-        logger.warning("%s is incomplete (%s): it is replaced when the new one is complete", location, problem)
+        logger.warning(
+            "%s is incomplete (%s): it is replaced when the new one is complete", location, problem
+        )
         return True
     aside = locations.join(root, f".{step_name(step)}.damaged-{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # another program has removed it
@@ -173,8 +198,12 @@ def must_replace(root: str, step: int) -> bool:
     return False
 
 
-def newest_complete_step(root: str, known_problems: Mapping[int, str]) -> tuple[int | None, dict[int, str]]:
-    """Return the newest complete step, None when there is none, and the problem of each newer one."""
+def newest_complete_step(
+    root: str, known_problems: Mapping[int, str]
+) -> tuple[int | None, dict[int, str]]:
+    """Return the newest complete step, None when there is none, and the problem of each newer
+    one.
+    """
     skipped: dict[int, str] = {}
     for step in reversed(all_steps(root)):
         problem = known_problems.get(step) or problem_with(root, step)
@@ -226,6 +255,13 @@ def saved_at(location: str, step: int) -> Saved | None:
         numbers = finite_numbers(metrics)
     is_odd = not isinstance(metrics, dict) or len(numbers) < len(metrics)
     if is_odd:
-        logger.warning("step %d in %s is not removed: its metrics are no numbers (%.200r)", step, location, metrics)
+        logger.warning(
+            "step %d in %s is not removed: its metrics are no numbers (%.200r)",
+            step,
+            location,
+            metrics,
+        )
     # Earlier versions gave saves no names.
-    return Saved(step, str(noted.get("save")), numbers, is_odd or noted.get("pinned", False) is not False)
+    return Saved(
+        step, str(noted.get("save")), numbers, is_odd or noted.get("pinned", False) is not False
+    )

@@ -1,4 +1,6 @@
-"""The base of what a sharded state dict holds. `distckpt.mapping` is the public path and defines the words."""
+"""The base of what a sharded state dict holds. `distckpt.mapping` is the public path and defines
+the words.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,23 @@ ReplicaId: TypeAlias = int | tuple[int, ...]
 class OpenReplicaId(tuple[int, ...]):
     """A replica id of a shard for which nobody has said which copy is the main one.
 
-    Among the ranks that hold the same region the lowest one becomes it, of those whose first number is 0 if there are
-    any. Where a copy has the replica id 0 otherwise, that one is it.
+    Among the ranks that hold the same region the lowest one becomes it, of those whose first number
+    is 0 if there are any. Where a copy has the replica id 0 otherwise, that one is it.
     """
 
 
 class BufferReplicaId(OpenReplicaId):
-    """That of a buffer, whose copies may differ (running statistics): only the main replica is written."""
+    """That of a buffer, whose copies may differ (running statistics): only the main replica is
+    written.
+    """
 
 
 class ShardedBase(ABC):
     """Base of the parts of global tensors and objects in a sharded state dict.
 
-    Two of them are equal when they are of one class, describe the same thing and hold the very same `data`
-    object. Values are not compared, since `==` of two tensors is a tensor and not an answer. They are
-    mutable and therefore not hashable.
+    Two of them are equal when they are of one class, describe the same thing and hold the very same
+    `data` object. Values are not compared, since `==` of two tensors is a tensor and not an answer.
+    They are mutable and therefore not hashable.
 
     Attributes:
         key: name of the global tensor or object. Assignable, for renaming.
@@ -46,7 +50,9 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Check that the attributes agree with one another; InvalidShardingError when they do not."""
+        """Check that the attributes agree with one another; InvalidShardingError when they do
+        not.
+        """
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
@@ -57,7 +63,10 @@ class ShardedBase(ABC):
             self._fail(f"the key must be a string, got {type(self.key).__name__}")
         numbers = (self.replica_id,) if isinstance(self.replica_id, Integral) else self.replica_id
         if min(integers(type(self), self.key, "replica_id", numbers), default=0) < 0:
-            self._fail(f"replica_id {self.replica_id} must not be negative; count copies from 0, the main one")
+            self._fail(
+                f"replica_id {self.replica_id} must not be negative; count copies from 0, the main "
+                "one"
+            )
 
     def _fail(self, problem: str) -> NoReturn:
         fail(type(self), self.key, problem)
@@ -83,7 +92,9 @@ def flat_bounds(flattened_range: slice, local_shape: tuple[int, ...]) -> tuple[i
 
 
 def integers(kind: type, key: str, attribute: str, values: Any) -> tuple[int, ...]:
-    """Return `values` as Python integers; InvalidShardingError naming the attribute when they are none."""
+    """Return `values` as Python integers; InvalidShardingError naming the attribute when they are
+    none.
+    """
     try:
         return tuple(map(index, values))
     except TypeError:
@@ -94,31 +105,43 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def unsuitable(data: Any) -> str:
-    """Say why the elements of a tensor cannot be saved or loaded, and the way out; "" for ordinary tensors."""
+    """Say why the elements of a tensor cannot be saved or loaded, and the way out; "" for ordinary
+    tensors.
+    """
     kind, is_strided = type(data), data.layout is torch.strided
-    if kind in _PLAIN and is_strided and data.data_ptr() and not (data.is_nested or data.is_quantized):
+    if (
+        kind in _PLAIN
+        and is_strided
+        and data.data_ptr()
+        and not (data.is_nested or data.is_quantized)
+    ):
         return ""
     if torch.nn.parameter.is_lazy(data):
         return "has no shape before the first call of its module: call it once before describing the module"
     if data.is_nested:
-        return "is a nested tensor: describe its values() and offsets(), each under a key of its own"
+        return (
+            "is a nested tensor: describe its values() and offsets(), each under a key of its own"
+        )
     if hasattr(kind, "local_shards"):
         return f"holds a {kind.__module__}.{kind.__name__}, as FSDP1 makes them: use fully_shard, or distckpt.dcp"
     if hasattr(kind, "device_mesh"):
         return f"holds a {kind.__name__}: give its local part (to_local()) with the offsets of that part"
     if not is_strided or data.is_quantized:
         return (
-            f"has layout {data.layout} and dtype {data.dtype}, and only dense tensors can be saved and loaded: take "
-            "its to_dense() or dequantize(), or describe its parts (indices() and values()), each under its own key"
+            f"has layout {data.layout} and dtype {data.dtype}, and only dense tensors can be saved "
+            "and loaded: take its to_dense() or dequantize(), or describe its parts (indices() "
+            "and values()), each under its own key"
         )
     if data.is_meta:
         return (
-            "has no data (it is on the meta device): call module.to_empty(device=...) before describing the module, or "
-            "give load the module itself, and materialize='cpu' or another device"
+            "has no data (it is on the meta device): call module.to_empty(device=...) before "
+            "describing the module, or give load the module itself, and materialize='cpu' or "
+            "another device"
         )
     if data.numel() and not data.data_ptr():
         return (
-            f"has no memory of its own ({kind.__name__}): a tensor that was freed, as FSDP1 frees parameters (use "
-            "torch.distributed.fsdp.fully_shard), or one that is made of others: describe those"
+            f"has no memory of its own ({kind.__name__}): a tensor that was freed, as FSDP1 frees "
+            "parameters (use torch.distributed.fsdp.fully_shard), or one that is made of others: "
+            "describe those"
         )
     return ""

@@ -1,6 +1,8 @@
-"""Tell what a leaf of a sharded state dict is: an object of distckpt, or the one of Megatron Core of the same name.
+"""Tell what a leaf of a sharded state dict is: an object of distckpt, or the one of Megatron Core
+of the same name.
 
-Megatron's classes are recognised by their names and fields: it need not be installed, and any version of it will do.
+Megatron's classes are recognised by their names and fields: it need not be installed, and any
+version of it will do.
 """
 
 from __future__ import annotations
@@ -9,7 +11,15 @@ import functools
 from typing import Any
 
 _FIELDS = {
-    "ShardedTensor": {"key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations"},
+    "ShardedTensor": {
+        "key",
+        "data",
+        "dtype",
+        "local_shape",
+        "global_shape",
+        "global_offset",
+        "axis_fragmentations",
+    },
     "ShardedObject": {"key", "data", "global_shape", "global_offset", "replica_id"},
     "ShardedTensorFactory": {"key", "data", "build_fn", "merge_fn", "replica_id"},
 }
@@ -18,7 +28,9 @@ _FIELDS = {
 
 @functools.cache
 def kind_of(cls: type) -> str | None:
-    """Return the name of the sharded class that a class is, or is derived from; None for all others."""
+    """Return the name of the sharded class that a class is, or is derived from; None for all
+    others.
+    """
     for base in cls.__mro__:
         fields = _FIELDS.get(base.__name__)
         if fields is not None and fields <= set(getattr(base, "__dataclass_fields__", ())):
@@ -29,7 +41,9 @@ def kind_of(cls: type) -> str | None:
 
 
 def is_a(value: Any, *classes: type) -> bool:
-    """Tell whether a value is an instance of one of the classes, or of Megatron's class of the same name."""
+    """Tell whether a value is an instance of one of the classes, or of Megatron's class of the same
+    name.
+    """
     if isinstance(value, classes):
         return True
     kind = kind_of(type(value))  # type: ignore[arg-type]  # Classes are hashable.

@@ -24,22 +24,23 @@ class ShardedTensor(ShardedBase):
 
     Attributes:
         key: name of the global tensor.
-        data: the local tensor, of shape `local_shape`; a 1-D tensor when `flattened_range` is set. None
-            in descriptions without data, and before `init_data`.
+        data: the local tensor, of shape `local_shape`; a 1-D tensor when `flattened_range` is set.
+            None in descriptions without data, and before `init_data`.
         dtype: element type of `data`.
-        local_shape: shape of the local tensor, without prepended axes. For a flat shard, the shape before
-            flattening.
+        local_shape: shape of the local tensor, without prepended axes. For a flat shard, the shape
+            before flattening.
         global_shape: shape of the global tensor, prepended axes included.
-        global_offset: index in the global tensor of the first element of the local tensor, per axis, counted in
-            elements, prepended axes included.
-        axis_fragmentations: number of shards along each axis of the global tensor; None when the grid is not
-            regular.
+        global_offset: index in the global tensor of the first element of the local tensor, per
+            axis, counted in elements, prepended axes included.
+        axis_fragmentations: number of shards along each axis of the global tensor; None when the
+            grid is not regular.
         replica_id: which copy of this shard this is, see `is_main_replica`.
         prepend_axis_num: number of prepended axes.
-        allow_shape_mismatch: when loading, accept a stored tensor of another global shape (a padded one, say).
+        allow_shape_mismatch: when loading, accept a stored tensor of another global shape (a padded
+            one, say).
         flattened_range: the elements that a flat shard holds: `data` is
-            `full_local_tensor.flatten()[flattened_range]`. Python's rules apply to an omitted start or stop and
-            to a stop past the end. None when the shard holds the whole local tensor.
+            `full_local_tensor.flatten()[flattened_range]`. Python's rules apply to an omitted start
+            or stop and to a stop past the end. None when the shard holds the whole local tensor.
     """
 
     key: str
@@ -59,7 +60,9 @@ class ShardedTensor(ShardedBase):
         self.global_shape = integers(type(self), self.key, "global_shape", self.global_shape)
         self.global_offset = integers(type(self), self.key, "global_offset", self.global_offset)
         if self.axis_fragmentations is not None:
-            self.axis_fragmentations = integers(type(self), self.key, "axis_fragmentations", self.axis_fragmentations)
+            self.axis_fragmentations = integers(
+                type(self), self.key, "axis_fragmentations", self.axis_fragmentations
+            )
         self.validate_metadata_integrity()
 
     @property
@@ -68,7 +71,8 @@ class ShardedTensor(ShardedBase):
         return self.axis_fragmentations is not None
 
     def validate_metadata_integrity(self) -> None:
-        """Check that the attributes agree with one another and with `data`, else raise InvalidShardingError.
+        """Check that the attributes agree with one another and with `data`, else raise
+        InvalidShardingError.
 
         The class checks itself when it is made; call this after assigning to attributes.
         """
@@ -80,7 +84,11 @@ class ShardedTensor(ShardedBase):
             self._check_data(self.data)
 
     def _check_grid(self) -> None:
-        local, prepended, fragmentations = self.local_shape, self.prepend_axis_num, self.axis_fragmentations
+        local, prepended, fragmentations = (
+            self.local_shape,
+            self.prepend_axis_num,
+            self.axis_fragmentations,
+        )
         if not isinstance(prepended, Integral) or prepended < 0:
             self._fail("prepend_axis_num must be an integer of at least 0")
         if len(self.global_shape) != len(self.global_offset):
@@ -96,11 +104,14 @@ class ShardedTensor(ShardedBase):
         grid = zip(self.global_shape, (1,) * prepended + local, self.global_offset, strict=True)
         for axis, (global_size, size, offset) in enumerate(grid):
             if offset + size > global_size and not self.allow_shape_mismatch:
-                self._fail(f"reaches past the end of global axis {axis}; correct the offset or global_shape")
+                self._fail(
+                    f"reaches past the end of global axis {axis}; correct the offset or "
+                    "global_shape"
+                )
             if fragmentations is not None and size and offset % size:
                 self._fail(
-                    f"global_offset on axis {axis} must be a multiple of the local size {size} on a regular grid; "
-                    "pass axis_fragmentations=None for shards of different sizes"
+                    f"global_offset on axis {axis} must be a multiple of the local size {size} on "
+                    "a regular grid; pass axis_fragmentations=None for shards of different sizes"
                 )
 
     def _check_flattened_range(self, flattened_range: slice) -> None:
@@ -112,7 +123,10 @@ class ShardedTensor(ShardedBase):
 
     def _check_data(self, data: torch.Tensor) -> None:
         if not isinstance(data, torch.Tensor):
-            self._fail(f"data must be a torch.Tensor, got {type(data).__name__}; use ShardedObject for other values")
+            self._fail(
+                f"data must be a torch.Tensor, got {type(data).__name__}; use ShardedObject for "
+                "other values"
+            )
         if data.dtype != self.dtype:
             self._fail(f"data has dtype {data.dtype}, but the attribute dtype is {self.dtype}")
         if self.flattened_range is None:
@@ -120,36 +134,47 @@ class ShardedTensor(ShardedBase):
                 self._fail(f"data has shape {tuple(data.shape)}, which must be local_shape")
             return
         if data.ndim != 1:
-            self._fail(f"data has shape {tuple(data.shape)}, but must be 1-D where flattened_range is set")
+            self._fail(
+                f"data has shape {tuple(data.shape)}, but must be 1-D where flattened_range is set"
+            )
         start, stop = self._flat_bounds()
         if data.numel() != stop - start:
-            self._fail(f"data has {data.numel()} elements, but flattened_range selects {stop - start}")
+            self._fail(
+                f"data has {data.numel()} elements, but flattened_range selects {stop - start}"
+            )
 
     def _flat_bounds(self) -> tuple[int, int]:
         """Return the first and last + 1 of the held elements in the flattened local tensor."""
         if self.flattened_range is None:
-            self._fail("flattened_range is not set; use global_slice() for a shard that is not flat")
+            self._fail(
+                "flattened_range is not set; use global_slice() for a shard that is not flat"
+            )
         return flat_bounds(self.flattened_range, self.local_shape)
 
     def _fail(self, problem: str) -> NoReturn:
         flat = "" if self.flattened_range is None else f", flattened_range {self.flattened_range}"
         super()._fail(
-            f"{problem} (local_shape {self.local_shape}, prepend_axis_num {self.prepend_axis_num}, global_shape "
-            f"{self.global_shape}, global_offset {self.global_offset}, axis_fragmentations "
-            f"{self.axis_fragmentations}{flat})"
+            f"{problem} (local_shape {self.local_shape}, prepend_axis_num {self.prepend_axis_num}, "
+            f"global_shape {self.global_shape}, global_offset {self.global_offset}, "
+            f"axis_fragmentations {self.axis_fragmentations}{flat})"
         )
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Return the index of the local tensor in the global tensor: an int for a prepended axis, a slice for another.
+        """Return the index of the local tensor in the global tensor: an int for a prepended axis, a
+        slice for another.
 
-        `global_tensor[shard.global_slice()]` has the shape `local_shape`. A flattened_range is not taken into account,
-        see `global_coordinates`.
+        `global_tensor[shard.global_slice()]` has the shape `local_shape`. A flattened_range is not
+        taken into account, see `global_coordinates`.
         """
         prepended, offsets = self._split_axes(self.global_offset)
-        return (*prepended, *(slice(off, off + size) for off, size in zip(offsets, self.local_shape, strict=True)))
+        return (
+            *prepended,
+            *(slice(off, off + size) for off, size in zip(offsets, self.local_shape, strict=True)),
+        )
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.intp], ...]:
-        """Return where in the local tensor the elements of a flat shard lie; for others InvalidShardingError.
+        """Return where in the local tensor the elements of a flat shard lie; for others
+        InvalidShardingError.
 
         One index array per axis of `local_shape`, each with one entry per element, in order.
         """
@@ -159,7 +184,8 @@ class ShardedTensor(ShardedBase):
         return tuple(np.unravel_index(np.arange(start, stop), self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.intp] | int, ...]:
-        """Return where in the global tensor the elements of a flat shard lie; for others InvalidShardingError.
+        """Return where in the global tensor the elements of a flat shard lie; for others
+        InvalidShardingError.
 
         One entry per global axis: an int for a prepended axis, an index array for another, so that
         `global_tensor[shard.global_coordinates()]` are the elements in order.
@@ -169,7 +195,8 @@ class ShardedTensor(ShardedBase):
         return (*prepended, *(coords + off for coords, off in zip(local, offsets, strict=True)))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Return the index in the grid of shards per global axis; 0 on an axis along which the local tensor is empty.
+        """Return the index in the grid of shards per global axis; 0 on an axis along which the
+        local tensor is empty.
 
         Raises:
             InvalidShardingError: the offset is not a multiple of the local size on some axis.
@@ -177,14 +204,20 @@ class ShardedTensor(ShardedBase):
         prepended, offsets = self._split_axes(self.global_offset)
         if any(size and off % size for off, size in zip(offsets, self.local_shape, strict=True)):
             self._fail("not on a regular grid: global_offset is not a multiple of local_shape")
-        return (*prepended, *(off // size if size else 0 for off, size in zip(offsets, self.local_shape, strict=True)))
+        return (
+            *prepended,
+            *(
+                off // size if size else 0
+                for off, size in zip(offsets, self.local_shape, strict=True)
+            ),
+        )
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
         """Return the shape of one cell of the grid of shards, prepended axes included.
 
         Raises:
-            InvalidShardingError: the grid is not regular, or an axis does not divide evenly (which is
-                accepted, rounding down, with `allow_shape_mismatch`).
+            InvalidShardingError: the grid is not regular, or an axis does not divide evenly (which
+                is accepted, rounding down, with `allow_shape_mismatch`).
         """
         if self.axis_fragmentations is None:
             self._fail("a grid that is not regular has no single cell shape")
@@ -220,23 +253,26 @@ class ShardedTensor(ShardedBase):
         Args:
             key: name of the global tensor.
             data: the local tensor.
-            rank_offsets: for each divided axis `(axis, position, number of parts)`. Axes are counted in
-                the global tensor, prepended axes included. Axes that are not mentioned are not divided.
+            rank_offsets: for each divided axis `(axis, position, number of parts)`. Axes are
+                counted in the global tensor, prepended axes included. Axes that are not mentioned
+                are not divided.
             replica_id: which copy of this shard this is, see `is_main_replica`.
             prepend_axis_num: number of axes that the global tensor has in front of those of `data`.
             flattened_range: must be None, see `from_rank_offsets_flat`.
             init_kwargs: further attributes of the class.
 
         Raises:
-            InvalidShardingError: an axis that is out of range or mentioned twice, a position outside the
-                parts, or attributes that do not agree with `data`.
+            InvalidShardingError: an axis that is out of range or mentioned twice, a position
+                outside the parts, or attributes that do not agree with `data`.
         """
         if flattened_range is not None:
             fail(cls, key, "from_rank_offsets takes no flattened_range; use from_rank_offsets_flat")
         _check_tensor(cls, key, data)
         local_shape = tuple(data.shape)
         grid = grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
-        return cls(key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs)
+        return cls(
+            key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs
+        )
 
     @classmethod
     def from_rank_offsets_flat(
@@ -250,7 +286,8 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Make a flat shard: a run of elements of a local tensor, whose grid is that of `from_rank_offsets`.
+        """Make a flat shard: a run of elements of a local tensor, whose grid is that of
+        `from_rank_offsets`.
 
         Args:
             key: name of the global tensor.
@@ -260,18 +297,26 @@ class ShardedTensor(ShardedBase):
             flattened_range: which elements of the flattened local tensor `data` holds. Required.
 
         Raises:
-            InvalidShardingError: as for `from_rank_offsets`, and when `flattened_range` is missing, has a step,
-                or holds another number of elements than the 1-D `data`.
+            InvalidShardingError: as for `from_rank_offsets`, and when `flattened_range` is missing,
+                has a step, or holds another number of elements than the 1-D `data`.
         """
         if not isinstance(flattened_range, slice):
-            fail(cls, key, "from_rank_offsets_flat needs a flattened_range; use from_rank_offsets without one")
+            fail(
+                cls,
+                key,
+                "from_rank_offsets_flat needs a flattened_range; use from_rank_offsets without one",
+            )
         _check_tensor(cls, key, data)
         local_shape = integers(cls, key, "non_flat_local_shape", non_flat_local_shape)
         grid = grid_from_ranks(key, local_shape, rank_offsets, prepend_axis_num)
         init_kwargs["flattened_range"] = flattened_range
-        return cls(key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs)
+        return cls(
+            key, data, data.dtype, local_shape, *grid, replica_id, prepend_axis_num, **init_kwargs
+        )
 
-    def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
+    def init_data(
+        self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
         """Allocate `data` by `init_fn(shape, dtype=..., device=...)`, unless it is set.
 
         The shape is `local_shape`, or for a flat shard the number of elements held.
@@ -287,38 +332,53 @@ class ShardedTensor(ShardedBase):
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """Keep a part of one axis of the local tensor, like `torch.narrow`.
 
-        Every rank is taken to keep the same part of its own local tensor, so that the global tensor shrinks
-        in proportion. The data are views. `dim` does not count prepended axes.
+        Every rank is taken to keep the same part of its own local tensor, so that the global tensor
+        shrinks in proportion. The data are views. `dim` does not count prepended axes.
 
         Returns:
-            One shard. For a flat shard as many as it takes for the kept elements to be runs of `data`, with
+            One shard. For a flat shard as many as it takes for the kept elements to be runs of
+            `data`, with
             the empty runs left out: at most one for the first axis, none when nothing is kept.
 
         Raises:
-            InvalidShardingError: no such part, or the shards are not on a regular grid along this axis.
+            InvalidShardingError: no such part, or the shards are not on a regular grid along this
+                axis.
         """
         if not -len(self.local_shape) <= dim < len(self.local_shape):
             self._fail(f"narrow: local_shape has no axis {dim}")
         dim %= len(self.local_shape)
         size, axis = self.local_shape[dim], dim + self.prepend_axis_num
         if start < 0 or length < 0 or start + length > size:
-            self._fail(f"narrow: start {start} and length {length} do not lie within axis {dim} of local_shape")
+            self._fail(
+                f"narrow: start {start} and length {length} do not lie within axis {dim} of "
+                "local_shape"
+            )
         global_size, global_offset = self.global_shape[axis], self.global_offset[axis]
         if (global_size % size or global_offset % size) if size else global_size:
-            self._fail(f"narrow: needs shards of one size along axis {dim}, but not all have size {size} there")
+            self._fail(
+                f"narrow: needs shards of one size along axis {dim}, but not all have size {size} "
+                "there"
+            )
         scaled = replace(
             self.without_data(),
             local_shape=with_item(self.local_shape, dim, length),
             global_shape=with_item(self.global_shape, axis, global_size // max(size, 1) * length),
-            global_offset=with_item(self.global_offset, axis, global_offset // max(size, 1) * length),
+            global_offset=with_item(
+                self.global_offset, axis, global_offset // max(size, 1) * length
+            ),
         )
         if self.flattened_range is not None:
             return self._narrow_runs(scaled, dim, start)
-        return [replace(scaled, data=None if self.data is None else self.data.narrow(dim, start, length))]
+        return [
+            replace(
+                scaled, data=None if self.data is None else self.data.narrow(dim, start, length)
+            )
+        ]
 
     def _narrow_runs(self, scaled: ShardedTensor, dim: int, start: int) -> list[ShardedTensor]:
-        # Flattened, the local tensor is a sequence of rows, one per index of the axes before `dim`; narrowing
-        # keeps one run of each, and the kept runs in sequence are the flattened narrowed tensor.
+        # Flattened, the local tensor is a sequence of rows, one per index of the axes before `dim`;
+        # narrowing keeps one run of each, and the kept runs in sequence are the flattened narrowed
+        # tensor.
         inner = math.prod(self.local_shape[dim + 1 :])
         row, kept_row = self.local_shape[dim] * inner, scaled.local_shape[dim] * inner
         first, end = self._flat_bounds()
@@ -329,13 +389,17 @@ class ShardedTensor(ShardedBase):
             if lo < hi:
                 data = None if self.data is None else self.data[lo - first : hi - first]
                 moved = i * kept_row - kept_first
-                shards.append(replace(scaled, data=data, flattened_range=slice(lo + moved, hi + moved)))
+                shards.append(
+                    replace(scaled, data=data, flattened_range=slice(lo + moved, hi + moved))
+                )
         return shards
 
 
 def _check_tensor(cls: type, key: str, data: object) -> None:
     if not isinstance(key, str):
-        raise InvalidShardingError(f"The key comes first, then the tensor: got a {type(key).__name__} for the key.")
+        raise InvalidShardingError(
+            f"The key comes first, then the tensor: got a {type(key).__name__} for the key."
+        )
     if not isinstance(data, torch.Tensor):
         fail(cls, key, f"data must be a torch.Tensor, got {type(data).__name__}")
     if data.is_nested or is_lazy(data):
@@ -344,7 +408,10 @@ def _check_tensor(cls: type, key: str, data: object) -> None:
 
 
 def grid_from_ranks(
-    key: str, local_shape: tuple[int, ...], rank_offsets: Iterable[Sequence[int]], prepend_axis_num: int
+    key: str,
+    local_shape: tuple[int, ...],
+    rank_offsets: Iterable[Sequence[int]],
+    prepend_axis_num: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return global shape, global offset and axis fragmentations of a shard on a regular grid."""
     full_shape = (1,) * prepend_axis_num + local_shape
@@ -353,15 +420,27 @@ def grid_from_ranks(
     for entry in rank_offsets:
         triple = integers(ShardedTensor, key, "each of rank_offsets", entry)
         if len(triple) != 3:
-            fail(ShardedTensor, key, f"rank_offsets {triple} must be (axis, position, number of parts)")
+            fail(
+                ShardedTensor,
+                key,
+                f"rank_offsets {triple} must be (axis, position, number of parts)",
+            )
         axis, position, parts = triple
         if not 0 <= axis < len(full_shape):
             axes = f"{prepend_axis_num} prepended axes and local shape {local_shape}"
             fail(ShardedTensor, key, f"rank_offsets {triple}: there is no axis {axis} among {axes}")
         if axis in seen:
-            fail(ShardedTensor, key, f"rank_offsets {triple}: axis {axis} is mentioned twice; combine both divisions")
+            fail(
+                ShardedTensor,
+                key,
+                f"rank_offsets {triple}: axis {axis} is mentioned twice; combine both divisions",
+            )
         if not 0 <= position < parts:
-            fail(ShardedTensor, key, f"rank_offsets {triple}: there is no part {position} among {parts}")
+            fail(
+                ShardedTensor,
+                key,
+                f"rank_offsets {triple}: there is no part {position} among {parts}",
+            )
         seen.add(axis)
         shape[axis] = parts * full_shape[axis]
         offset[axis] = position * full_shape[axis]

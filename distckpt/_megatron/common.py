@@ -1,4 +1,6 @@
-"""Megatron's functions and strategies for common state, which distckpt keeps with the sharded objects."""
+"""Megatron's functions and strategies for common state, which distckpt keeps with the sharded
+objects.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,13 @@ import os
 from typing import Any, NoReturn
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._mapping.wrappers import (
+    CommonStateDict,
+    ShardedObject,
+    ShardedTensor,
+    StateDict,
+)
 from distckpt._operations.queries import load_common_state_dict, load_sharded_metadata
-from distckpt.mapping import CommonStateDict, ShardedObject, ShardedTensor, StateDict
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str]) -> CommonStateDict:
@@ -19,7 +26,8 @@ def save_common(common_state_dict: StateDict, checkpoint_dir: str | os.PathLike[
     """Raise CheckpointingException: `distckpt.save` stores common state with everything else."""
     del common_state_dict
     raise CheckpointingException(
-        f"Common state is not saved on its own (to {checkpoint_dir!r}): pass it to distckpt.save in the state dict."
+        f"Common state is not saved on its own (to {checkpoint_dir!r}): pass it to distckpt.save "
+        "in the state dict."
     )
 
 
@@ -30,7 +38,9 @@ class TorchCommonLoadStrategy:
         """Load common state, as `distckpt.load_common_state_dict` does."""
         return load_common(checkpoint_dir)
 
-    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
+    def load_sharded_metadata(
+        self, checkpoint_dir: str | os.PathLike[str]
+    ) -> dict[str, ShardedTensor | ShardedObject]:
         """Describe what is stored, as `distckpt.load_sharded_metadata` does."""
         return load_sharded_metadata(checkpoint_dir)
 

@@ -1,4 +1,5 @@
-"""Names that are taken from the installed Megatron Core: they concern its own files, or state dicts in memory.
+"""Names that are taken from the installed Megatron Core: they concern its own files, or state dicts
+in memory.
 
 Nothing of Megatron is imported before such a name is used.
 """
@@ -12,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
-from distckpt.dict_utils import nested_values
-from distckpt.mapping import LocalNonpersistentObject, ShardedBase
+from distckpt._base.tree import nested_values
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedBase
 
 
 def forward(path: str, *names: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for the module `distckpt.<path>` that takes some names from Megatron's of that path."""
+    """Return a `__getattr__` for the module `distckpt.<path>` that takes some names from Megatron's
+    of that path.
+    """
 
     def get(name: str) -> Any:
         if name not in names:
@@ -40,8 +43,9 @@ def installed(path: str, name: str) -> Any:
         value = getattr(module, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{name!r} of distckpt.{path} is Megatron's own, and the installed Megatron Core does not have it: "
-            f"{error}. Install a version of megatron-core that has it, with the packages that it needs."
+            f"{name!r} of distckpt.{path} is Megatron's own, and the installed Megatron Core does "
+            f"not have it: {error}. Install a version of megatron-core that has it, with the "
+            "packages that it needs."
         ) from error
     return _refusing_others(value, path) if inspect.isfunction(value) else value
 
@@ -59,10 +63,12 @@ def _refusing_others(function: Callable[..., Any], path: str) -> Callable[..., A
 
 
 def refuse_own_objects(given: Any, name: str) -> None:
-    """Raise CheckpointingException where a state dict for Megatron's own function holds objects of distckpt."""
+    """Raise CheckpointingException where a state dict for Megatron's own function holds objects of
+    distckpt.
+    """
     values = nested_values(given) if isinstance(given, dict | list) else ()
     if any(isinstance(value, ShardedBase | LocalNonpersistentObject) for value in values):
         raise CheckpointingException(
-            f"{name} is Megatron's own, and takes state dicts of Megatron's objects. This one holds objects of "
-            "distckpt, which it would not recognize."
+            f"{name} is Megatron's own, and takes state dicts of Megatron's objects. This one "
+            "holds objects of distckpt, which it would not recognize."
         )

@@ -1,7 +1,7 @@
 """Megatron's wrappers that parallelise saving and loading within a group.
 
-distckpt's strategies always spread the work over replicas. The wrappers are accepted so that programs written for
-Megatron run unchanged; they keep the sharing of work inside the given group.
+distckpt's strategies always spread the work over replicas. The wrappers are accepted so that
+programs written for Megatron run unchanged; they keep the sharing of work inside the given group.
 """
 
 from __future__ import annotations
@@ -12,11 +12,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from distckpt._megatron.async_requests import AsyncRequest
+from distckpt._mapping.wrappers import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
 from distckpt._megatron.forwarding import installed, refuse_own_objects
 from distckpt._operations.save import save
-from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from distckpt.strategies.async_utils import AsyncRequest
-from distckpt.strategies.base import LoadShardedStrategy, Options, PreparedSave, SaveShardedStrategy, prepare_save
+from distckpt.strategies.base import (
+    LoadShardedStrategy,
+    Options,
+    PreparedSave,
+    SaveShardedStrategy,
+    prepare_save,
+)
 from distckpt.strategies.defaults import save_strategy
 
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
@@ -28,8 +39,8 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
     Args:
         strategy: does the work; None for the default one.
         parallelization_group: process group to share within; None for all ranks that save.
-        do_cache_distribution: accepted, as all that follow: plans of saves are always kept, in memory alone, and
-            `distckpt.save` decides about checks.
+        do_cache_distribution: accepted, as all that follow: plans of saves are always kept, in
+            memory alone, and `distckpt.save` decides about checks.
     """
 
     def __init__(
@@ -45,7 +56,10 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
     ) -> None:
         del backend, version, validate_access_integrity, pg_cache_path, pg_cache_create
         self.base_strategy = save_strategy(strategy)
-        self.parallelization_group, self.do_cache_distribution = parallelization_group, do_cache_distribution
+        self.parallelization_group, self.do_cache_distribution = (
+            parallelization_group,
+            do_cache_distribution,
+        )
         self.backend, self.version = self.base_strategy.backend, self.base_strategy.version
 
     def configure(self, options: Options) -> FullyParallelSaveStrategyWrapper:
@@ -54,17 +68,31 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
     def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
         return prepare_save(self.base_strategy, sharded_state_dict)
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
+    def save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str
+    ) -> Mapping[str, Any] | None:
         return self.base_strategy.save(sharded_state_dict, checkpoint_dir)
 
     def async_save(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str], async_strategy: str = "nvrx"
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "nvrx",
     ) -> AsyncRequest | None:
-        """Return a request that saves a state dict. Collective operation: all ranks must call it."""
-        return save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True, async_strategy=async_strategy)
+        """Return a request that saves a state dict. Collective operation: all ranks must call
+        it.
+        """
+        return save(
+            sharded_state_dict,
+            checkpoint_dir,
+            self,
+            async_sharded_save=True,
+            async_strategy=async_strategy,
+        )
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
-        """Give the shards in a state dict of Megatron's objects the replica ids of Megatron's distribution of a save.
+        """Give the shards in a state dict of Megatron's objects the replica ids of Megatron's
+        distribution of a save.
 
         `distckpt.save` does not need it: it divides replicas among the ranks that hold them.
         """
@@ -74,13 +102,15 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     """Let ranks that request the same data share reading only with the ranks of a group.
 
-    `parallel_load` of `distckpt.load` decides whether they share; its default shares where that saves time.
+    `parallel_load` of `distckpt.load` decides whether they share; its default shares where that
+    saves time.
 
     Args:
         strategy: does the work.
-        parallelization_group: process group whose ranks may share reads; None for all ranks that load.
-        do_cache_distribution: accepted, as all that follow: planning is cheap, ranks send each other what they have
-            read, and each reads the objects that it requests.
+        parallelization_group: process group whose ranks may share reads; None for all ranks that
+            load.
+        do_cache_distribution: accepted, as all that follow: planning is cheap, ranks send each
+            other what they have read, and each reads the objects that it requests.
     """
 
     def __init__(
@@ -95,13 +125,18 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     ) -> None:
         del per_rank_object_load, pg_cache_path, pg_cache_create
         self.base_strategy, self.exchange_algo = strategy, exchange_algo
-        self.parallelization_group, self.do_cache_distribution = parallelization_group, do_cache_distribution
+        self.parallelization_group, self.do_cache_distribution = (
+            parallelization_group,
+            do_cache_distribution,
+        )
         self.backend, self.version = strategy.backend, strategy.version
 
     def configure(self, options: Options) -> FullyParallelLoadStrategyWrapper:
         return _configured(self, options)
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> StateDict:
+    def load(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
+    ) -> StateDict:
         return self.base_strategy.load(sharded_state_dict, os.fspath(checkpoint_dir))
 
     def apply_loading_parallelization(self, sharded_state_dict: ShardedStateDict) -> Any:
@@ -112,13 +147,19 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         theirs = _theirs(self, sharded_state_dict, self.base_strategy)
         return theirs.apply_loading_parallelization(sharded_state_dict)
 
-    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor]:
+    def load_tensors_metadata(
+        self, checkpoint_dir: str | os.PathLike[str]
+    ) -> dict[str, ShardedTensor]:
         return self.base_strategy.load_tensors_metadata(os.fspath(checkpoint_dir))
 
-    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
+    def load_sharded_metadata(
+        self, checkpoint_dir: str | os.PathLike[str]
+    ) -> dict[str, ShardedTensor | ShardedObject]:
         return self.base_strategy.load_sharded_metadata(os.fspath(checkpoint_dir))
 
-    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+    def remove_sharded_tensors(
+        self, checkpoint_dir: str | os.PathLike[str], key_prefix: str
+    ) -> None:
         self.base_strategy.remove_sharded_tensors(os.fspath(checkpoint_dir), key_prefix)
 
 
@@ -126,7 +167,9 @@ _Wrapper = TypeVar("_Wrapper", FullyParallelSaveStrategyWrapper, FullyParallelLo
 
 
 def _configured(wrapper: _Wrapper, options: Options) -> _Wrapper:
-    """Return a copy whose strategy has the options, and shares work only within the group of the wrapper."""
+    """Return a copy whose strategy has the options, and shares work only within the group of the
+    wrapper.
+    """
     configured = copy.copy(wrapper)
     options = replace(options, exchange_group=wrapper.parallelization_group)
     configured.base_strategy = wrapper.base_strategy.configure(options)

@@ -1,15 +1,16 @@
-"""Megatron's preparation of state dicts. `distckpt.save` and `load` do not use it: they change no state dict."""
+"""Megatron's preparation of state dicts. `distckpt.save` and `load` do not use it: they change no
+state dict.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from distckpt._base.tree import dict_list_map_inplace, extract_matching_values
+from distckpt._mapping.extract import extract_nonpersistent, extract_sharded_base
 from distckpt._mapping.kinds import is_a
-from distckpt._ranks.collectives import Ranks
-from distckpt._state import common_state
-from distckpt.dict_utils import dict_list_map_inplace, extract_matching_values
-from distckpt.mapping import (
+from distckpt._mapping.wrappers import (
     CommonStateDict,
     ShardedStateDict,
     ShardedTensor,
@@ -17,18 +18,21 @@ from distckpt.mapping import (
     StateDict,
     apply_factories,
 )
-from distckpt.utils import extract_nonpersistent, extract_sharded_base
-from distckpt.validation import determine_global_metadata, validate_sharding_integrity
+from distckpt._megatron.validation import determine_global_metadata, validate_sharding_integrity
+from distckpt._ranks.collectives import Ranks
+from distckpt._state import common_state
 
 
 def save_preprocess(
     sharded_state_dict: ShardedStateDict,
     validate_access_integrity: bool = True,
-    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict]
+    | None = None,
 ) -> tuple[ShardedStateDict, StateDict]:
     """Split a state dict into its sharded part, with factories applied in place, and common state.
 
-    Collective operation with `validate_access_integrity`, which checks the shards of all ranks and warns where their
+    Collective operation with `validate_access_integrity`, which checks the shards of all ranks and
+    warns where their
     common state differs: all must call it.
     """
     apply_factories(sharded_state_dict)
@@ -36,17 +40,26 @@ def save_preprocess(
     sharded, common = extract_sharded_base(rest)
     sharded = filter_out_empty_flatten_tensor(sharded)
     if validate_access_integrity:
-        compared, ranks = common_state.comparable(common, preprocess_common_before_consistancy_check), Ranks()
+        compared, ranks = (
+            common_state.comparable(common, preprocess_common_before_consistancy_check),
+            Ranks(),
+        )
         common_state.check_differences(ranks, compared, common_state.digest(compared))
         validate_sharding_integrity(determine_global_metadata(sharded)[1])
     return sharded, common
 
 
-def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, ShardedStateDict]:
-    """Return a copy of a state dict with factories applied, its local non-persistent values, and the factories."""
+def load_preprocess(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict, ShardedStateDict]:
+    """Return a copy of a state dict with factories applied, its local non-persistent values, and
+    the factories.
+    """
     copied, _ = extract_matching_values(sharded_state_dict, lambda value: True)
     copied = filter_out_empty_flatten_tensor(copied)
-    factories, _ = extract_matching_values(copied, lambda v: is_a(v, ShardedTensorFactory), return_lists_as_dicts=True)
+    factories, _ = extract_matching_values(
+        copied, lambda v: is_a(v, ShardedTensorFactory), return_lists_as_dicts=True
+    )
     apply_factories(copied)
     dict_list_map_inplace(lambda factory: factory.without_data(), factories)
     local, copied = extract_nonpersistent(copied)

@@ -1,4 +1,6 @@
-"""Megatron's state dicts for local checkpoints, given state dicts in which some objects are distckpt's."""
+"""Megatron's state dicts for local checkpoints, given state dicts in which some objects are
+distckpt's.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import functools
 import importlib
 from typing import Any
 
+from distckpt._base.tree import dict_list_map_outplace
+from distckpt._mapping.wrappers import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from distckpt._megatron.forwarding import installed, refuse_own_objects
-from distckpt.dict_utils import dict_list_map_outplace
-from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 
 @functools.cache
@@ -17,10 +19,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     class MCoreTensorAwareStateDict(installed("tensor_aware_state_dict", name)):  # type: ignore[misc]
-        # Programs whose imports were replaced wrap in objects of distckpt what they save besides the model.
+        # Programs whose imports were replaced wrap in objects of distckpt what they save besides
+        # the model.
         @classmethod
         def from_state_dict(cls, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            made, distribution = super().from_state_dict(_as_megatron(sharded_state_dict), *args, **kwargs)
+            made, distribution = super().from_state_dict(
+                _as_megatron(sharded_state_dict), *args, **kwargs
+            )
             made.__class__ = cls
             return made, distribution
 

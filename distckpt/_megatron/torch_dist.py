@@ -1,4 +1,6 @@
-"""Megatron's strategies of the format `torch_dist`, as names for distckpt's own format, and what saves them."""
+"""Megatron's strategies of the format `torch_dist`, as names for distckpt's own format, and what
+saves them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,11 @@ import os
 from typing import Any
 
 from distckpt._base.errors import CheckpointingException
+from distckpt._megatron.async_requests import AsyncCallsQueue, AsyncRequest
+from distckpt._mapping.wrappers import ShardedObject, ShardedStateDict, ShardedTensor
 from distckpt._megatron.forwarding import installed
 from distckpt._operations.load import load
 from distckpt._operations.save import save
-from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor
-from distckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from distckpt.strategies.base import LoadShardedStrategy, Options, SaveShardedStrategy
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 
@@ -28,8 +30,9 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
     Args:
         backend: "torch_dist" or "safetensors".
         version: 1.
-        keep_only_main_replica: accepted, as all that follow: every byte is written once, `max_inflight_bytes` of `save`
-            limits threads and memory, plans are kept while the structure stays the same, and no process is started.
+        keep_only_main_replica: accepted, as all that follow: every byte is written once,
+            `max_inflight_bytes` of `save` limits threads and memory, plans are kept while the
+            structure stays the same, and no process is started.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         self._strategy = SafetensorsSaveStrategy()
         self.backend, self.version = self._strategy.backend, self._strategy.version
         if backend not in ("torch_dist", self.backend) or version != 1:
-            raise CheckpointingException(f"There is no strategy that saves {backend!r} version {version}.")
+            raise CheckpointingException(
+                f"There is no strategy that saves {backend!r} version {version}."
+            )
         self.keep_only_main_replica, self.thread_count = keep_only_main_replica, thread_count
         self.use_cached_ckpt_structure, self.cached_global_metadata = cached_metadata, None
         self.separation_hint, self.cpu_shm_mode = separation_hint, cpu_shm_mode
@@ -53,22 +58,42 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
     def configure(self, options: Options) -> SafetensorsSaveStrategy:  # type: ignore[override]
         return self._strategy.configure(options)
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Save a state dict, as `distckpt.save` does. Collective operation: all ranks must call it."""
+    def save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str]
+    ) -> None:
+        """Save a state dict, as `distckpt.save` does. Collective operation: all ranks must call
+        it.
+        """
         save(sharded_state_dict, checkpoint_dir, self)
 
     def async_save(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | os.PathLike[str], async_strategy: str = "nvrx"
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: str | os.PathLike[str],
+        async_strategy: str = "nvrx",
     ) -> AsyncRequest | None:
-        """Return a request that saves a state dict. Collective operation: all ranks must call it."""
-        return save(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True, async_strategy=async_strategy)
+        """Return a request that saves a state dict. Collective operation: all ranks must call
+        it.
+        """
+        return save(
+            sharded_state_dict,
+            checkpoint_dir,
+            self,
+            async_sharded_save=True,
+            async_strategy=async_strategy,
+        )
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
-    """Load a checkpoint of any format that distckpt reads. The arguments are Megatron's, and none is needed."""
+    """Load a checkpoint of any format that distckpt reads. The arguments are Megatron's, and none
+    is needed.
+    """
 
     def __init__(
-        self, cache_metadata: bool = False, stream_ckpt_dequant: bool = True, checkpoint_name: str | None = None
+        self,
+        cache_metadata: bool = False,
+        stream_ckpt_dequant: bool = True,
+        checkpoint_name: str | None = None,
     ) -> None:
         self._strategy = SafetensorsLoadStrategy()
         self.backend, self.version = self._strategy.backend, self._strategy.version
@@ -84,7 +109,9 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         checkpoint_dir: str | os.PathLike[str],
         async_strategy: str = "mcore",
     ) -> Any:
-        """Load a state dict, as `distckpt.load` does. Collective operation: all ranks must call it."""
+        """Load a state dict, as `distckpt.load` does. Collective operation: all ranks must call
+        it.
+        """
         del async_strategy
         return load(sharded_state_dict, checkpoint_dir, self)
 
@@ -94,15 +121,21 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         del metadata
         return self._strategy.load_tensors_metadata(checkpoint_dir)
 
-    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, ShardedTensor | ShardedObject]:
+    def load_sharded_metadata(
+        self, checkpoint_dir: str | os.PathLike[str]
+    ) -> dict[str, ShardedTensor | ShardedObject]:
         return self._strategy.load_sharded_metadata(checkpoint_dir)
 
-    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+    def remove_sharded_tensors(
+        self, checkpoint_dir: str | os.PathLike[str], key_prefix: str
+    ) -> None:
         self._strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
 class _AsyncModules(dict[str, Any]):
-    """What `get_async_strategy` gives; Megatron's own writers and readers of its files are imported when used."""
+    """What `get_async_strategy` gives; Megatron's own writers and readers of its files are imported
+    when used.
+    """
 
     def __missing__(self, name: str) -> Any:
         if name not in _FORWARDED:
@@ -111,7 +144,8 @@ class _AsyncModules(dict[str, Any]):
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
-    """Return the classes for background saves, whichever of Megatron's two ways is asked for: ("mcore", by name).
+    """Return the classes for background saves, whichever of Megatron's two ways is asked for:
+    ("mcore", by name).
 
     Args:
         async_strategy: "nvrx" or "mcore"; nvidia-resiliency-ext is not needed.
@@ -122,7 +156,8 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
     """
     if async_strategy not in ("nvrx", "mcore"):
         raise TypeError(
-            f"async_strategy {async_strategy!r} is not supported: use 'nvrx' or 'mcore', which mean the same."
+            f"async_strategy {async_strategy!r} is not supported: use 'nvrx' or 'mcore', which "
+            "mean the same."
         )
     modules = _AsyncModules(
         AsyncCallsQueue=AsyncCallsQueue, AsyncRequest=AsyncRequest, _results_queue=None,

@@ -1,11 +1,13 @@
 """The place of this rank's part of a DTensor in the global tensor.
 
-DTensors are recognised by their attributes, not by their class: importing `torch.distributed.tensor` takes half a
-second, and a program that has a DTensor has spent it already.
+DTensors are recognised by their attributes, not by their class: importing
+`torch.distributed.tensor` takes half a second, and a program that has a DTensor has spent it
+already.
 
-Used words: the *mesh* is the array of ranks that a DTensor is spread over; a *placement* says, for each mesh axis,
-whether the tensor is divided along it (and which tensor axis) or copied. A *run* is a range of indices along one axis
-of the global tensor; one rank may hold several, one after another in its local tensor.
+Used words: the *mesh* is the array of ranks that a DTensor is spread over; a *placement* says, for
+each mesh axis, whether the tensor is divided along it (and which tensor axis) or copied. A *run* is
+a range of indices along one axis of the global tensor; one rank may hold several, one after another
+in its local tensor.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._mapping.base import OpenReplicaId
 from distckpt._mapping.sharded_tensor import grid_from_ranks
+from distckpt._mapping.wrappers import ReplicaId, ShardedTensor, ShardedTensorFactory
 from distckpt._models.fused import FusedPart, parts_factory
-from distckpt.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Ranges `(start, stop)` of one axis, none empty, in the order in which the local tensor has them."""
+"""Ranges `(start, stop)` of one axis, none empty, in the order in which the local tensor has
+them.
+"""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """What most tensors are, asked about first."""
 _Split: TypeAlias = tuple[int, int, int, int]
@@ -43,7 +47,8 @@ def local_part(tensor: Any) -> Any:
     """Return the part of a DTensor that this rank holds, and other values as they are."""
     if not is_dtensor(tensor):
         return tensor
-    # to_local() may give a new object, but others find the parameter by id() of the part that lives on.
+    # to_local() may give a new object, but others find the parameter by id() of the part that lives
+    # on.
     return tensor._local_tensor
 
 
@@ -58,13 +63,16 @@ def is_in_mesh(dtensor: Any) -> bool:
     return dtensor.device_mesh.get_coordinate() is not None
 
 
-def _find_part(key: str, dtensor: Any) -> tuple[tuple[Runs, ...], tuple[int, ...] | None, tuple[int, ...]]:
+def _find_part(
+    key: str, dtensor: Any
+) -> tuple[tuple[Runs, ...], tuple[int, ...] | None, tuple[int, ...]]:
     """Find the part of a DTensor that this rank holds, which must be in the mesh.
 
-    Returns its runs per axis; the number of parts along each axis if all are of one size, else None; and this rank's
-    place among copies: its mesh coordinates, 0 where the mesh divides the tensor. InvalidShardingError when the tensor
-    is not divided into parts and copies (a sum that is yet to be made, say), or its local part has another shape than
-    mesh and placements give it.
+    Returns its runs per axis; the number of parts along each axis if all are of one size, else
+    None; and this rank's
+    place among copies: its mesh coordinates, 0 where the mesh divides the tensor.
+    InvalidShardingError when the tensor is not divided into parts and copies (a sum that is yet to
+    be made, say), or its local part has another shape than mesh and placements give it.
     """
     mesh, local_shape = dtensor.device_mesh, tuple(dtensor._local_tensor.shape)
     coordinate, mesh_shape = tuple(mesh.get_coordinate()), tuple(mesh.shape)
@@ -73,12 +81,15 @@ def _find_part(key: str, dtensor: Any) -> tuple[tuple[Runs, ...], tuple[int, ...
     for runs, fragmentations in _possible_runs(shape, splits, coordinate):
         if tuple(sum(stop - start for start, stop in axis) for axis in runs) == local_shape:
             divided = {mesh_axis for mesh_axis, *_ in splits}
-            replica = tuple(0 if i in divided else position for i, position in enumerate(coordinate))
+            replica = tuple(
+                0 if i in divided else position for i, position in enumerate(coordinate)
+            )
             return runs, fragmentations, replica
     raise InvalidShardingError(
-        f"DTensor {key!r} of shape {shape} has the placements {tuple(placements)} on a mesh of {mesh_shape}; at "
-        f"{coordinate} of it that does not give a local part of {local_shape}. Make it with distribute_tensor or "
-        "from_local(..., shape=, stride=), or wrap its local part in a ShardedTensor yourself."
+        f"DTensor {key!r} of shape {shape} has the placements {tuple(placements)} on a mesh of "
+        f"{mesh_shape}; at {coordinate} of it that does not give a local part of {local_shape}. "
+        "Make it with distribute_tensor or from_local(..., shape=, stride=), or wrap its local "
+        "part in a ShardedTensor yourself."
     )
 
 
@@ -90,10 +101,12 @@ def _splits(key: str, placements: Sequence[Any], mesh_shape: tuple[int, ...]) ->
         axis = getattr(placement, "dim", None)
         if placement.is_partial() or not isinstance(axis, int):
             raise InvalidShardingError(
-                f"DTensor {key!r} is {placement} on mesh axis {mesh_axis}, which is neither a part nor a copy of it: "
-                "redistribute it to Shard or Replicate placements first."
+                f"DTensor {key!r} is {placement} on mesh axis {mesh_axis}, which is neither a part "
+                "nor a copy of it: redistribute it to Shard or Replicate placements first."
             )
-        splits.append((mesh_axis, axis, int(getattr(placement, "split_factor", 1)), mesh_shape[mesh_axis]))
+        splits.append(
+            (mesh_axis, axis, int(getattr(placement, "split_factor", 1)), mesh_shape[mesh_axis])
+        )
     return splits
 
 
@@ -103,9 +116,10 @@ def _possible_runs(
 ) -> list[tuple[tuple[Runs, ...], tuple[int, ...] | None]]:
     """Return the runs and fragmentations that placements can mean, the likeliest first.
 
-    Where FSDP divides what tensor parallelism has divided along the same axis, it names a strided placement that gives
-    the same parts when the mesh is gone through from left to right; but it does so only while all parts are of one
-    size. With others, what it holds is what the divisions give in the order in which they were made.
+    Where FSDP divides what tensor parallelism has divided along the same axis, it names a strided
+    placement that gives the same parts when the mesh is gone through from left to right; but it
+    does so only while all parts are of one size. With others, what it holds is what the divisions
+    give in the order in which they were made.
     """
     as_made = _order_of_making(splits)
     orders = [splits] if as_made is None or as_made == splits else [as_made, splits]
@@ -120,7 +134,9 @@ def _possible_runs(
 
 
 def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
-    """Return the order in which plain divisions give what strided placements mean; None when there is none."""
+    """Return the order in which plain divisions give what strided placements mean; None when there
+    is none.
+    """
     order: list[_Split] = []
     for split in reversed(splits):
         _, axis, split_factor, _ = split
@@ -134,7 +150,9 @@ def _order_of_making(splits: tuple[_Split, ...]) -> tuple[_Split, ...] | None:
 
 
 def _part(runs: Runs, split_factor: int, num_parts: int, index: int) -> Runs:
-    """Return one part of some runs: of each of `split_factor` equal pieces of them the `index`-th of `num_parts`."""
+    """Return one part of some runs: of each of `split_factor` equal pieces of them the `index`-th
+    of `num_parts`.
+    """
     if split_factor == 1:
         return _chunk(runs, num_parts, index)
     pieces = (_chunk(_chunk(runs, split_factor, i), num_parts, index) for i in range(split_factor))
@@ -142,7 +160,9 @@ def _part(runs: Runs, split_factor: int, num_parts: int, index: int) -> Runs:
 
 
 def _chunk(runs: Runs, num_parts: int, index: int) -> Runs:
-    """Return the `index`-th part of the indices in some runs, divided as `torch.chunk` does: the last may be empty."""
+    """Return the `index`-th part of the indices in some runs, divided as `torch.chunk` does: the
+    last may be empty.
+    """
     size = -(-sum(stop - start for start, stop in runs) // num_parts)
     first, end = index * size, (index + 1) * size
     found, position = [], 0
@@ -165,7 +185,9 @@ def _joined(runs: Any) -> Runs:
     return tuple(joined)
 
 
-def _fragmentations(shape: tuple[int, ...], splits: Sequence[_Split], runs: Sequence[Runs]) -> tuple[int, ...] | None:
+def _fragmentations(
+    shape: tuple[int, ...], splits: Sequence[_Split], runs: Sequence[Runs]
+) -> tuple[int, ...] | None:
     parts = [1] * len(shape)
     for _, axis, _, num_parts in splits:
         parts[axis] *= num_parts
@@ -183,31 +205,46 @@ def shard_of_dtensor(
 ) -> ShardedTensor | ShardedTensorFactory:
     """Describe what this rank holds of a DTensor that is itself a part of a larger tensor.
 
-    `rank_offsets` say which part, as those of `ShardedTensor.from_rank_offsets` do. `replica_id` numbers copies on
-    other meshes, None numbers them by mesh; `attributes` are of the `ShardedTensor`.
-    The data is the local part; where that lies in several places of the global tensor, the result is a factory that
-    makes a shard of each.
+    `rank_offsets` say which part, as those of `ShardedTensor.from_rank_offsets` do. `replica_id`
+    numbers copies on other meshes, None numbers them by mesh; `attributes` are of the
+    `ShardedTensor`. The data is the local part; where that lies in several places of the global
+    tensor, the result is a factory that makes a shard of each.
     """
     local, (runs, parts_per_axis, place_in_mesh) = dtensor._local_tensor, _find_part(key, dtensor)
     # The lowest rank of a mesh distinguishes copies on other meshes.
-    outer = OpenReplicaId((0, _lowest_rank(dtensor.device_mesh))) if replica_id is None else replica_id
+    outer = (
+        OpenReplicaId((0, _lowest_rank(dtensor.device_mesh))) if replica_id is None else replica_id
+    )
     numbers = (*((outer,) if isinstance(outer, int) else outer), *place_in_mesh)
     replica = OpenReplicaId(numbers) if isinstance(outer, OpenReplicaId) else numbers
-    shape, first, divisions = grid_from_ranks(key, tuple(dtensor.shape), rank_offsets, num_prepended)
+    shape, first, divisions = grid_from_ranks(
+        key, tuple(dtensor.shape), rank_offsets, num_prepended
+    )
     fragmentations = None
     if parts_per_axis is not None:
         fragmentations = tuple(map(int.__mul__, divisions, (1,) * num_prepended + parts_per_axis))
     if local.numel() and any(len(axis) > 1 for axis in runs):
         parts = [
-            FusedPart(start, tuple(hi - lo for lo, hi in spans), _moved(first, [lo for lo, _ in spans]), shape)
+            FusedPart(
+                start,
+                tuple(hi - lo for lo, hi in spans),
+                _moved(first, [lo for lo, _ in spans]),
+                shape,
+            )
             for start, spans in zip(_starts(runs), itertools.product(*runs), strict=True)
         ]
         if attributes:
             raise InvalidShardingError(
-                f"DTensor {key!r} lies in several places of the global tensor: its shards take no {sorted(attributes)}."
+                f"DTensor {key!r} lies in several places of the global tensor: its shards take no "
+                f"{sorted(attributes)}."
             )
         return parts_factory(
-            key, local, parts, local_shape=local.shape, prepend_axis_num=num_prepended, replica_id=replica
+            key,
+            local,
+            parts,
+            local_shape=local.shape,
+            prepend_axis_num=num_prepended,
+            replica_id=replica,
         )
     offset = _moved(first, [axis[0][0] if axis else 0 for axis in runs])
     place = (tuple(local.shape), shape, offset, fragmentations)
@@ -215,7 +252,9 @@ def shard_of_dtensor(
 
 
 def _moved(first: tuple[int, ...], offset: Sequence[int]) -> tuple[int, ...]:
-    """Return where an offset in a tensor is, in one that has prepended axes; the tensor begins there at `first`."""
+    """Return where an offset in a tensor is, in one that has prepended axes; the tensor begins
+    there at `first`.
+    """
     num_prepended = len(first) - len(offset)
     return first[:num_prepended] + tuple(map(int.__add__, first[num_prepended:], offset))
 

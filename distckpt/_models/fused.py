@@ -11,7 +11,12 @@ import torch
 from distckpt._base.errors import InvalidShardingError
 from distckpt._geometry.region import Region, flat_range_regions, flat_start, intersect, whole
 from distckpt._mapping.base import OpenReplicaId, flat_bounds
-from distckpt.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+from distckpt._mapping.wrappers import (
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 
 class FusedPart(NamedTuple):
@@ -23,7 +28,8 @@ class FusedPart(NamedTuple):
         global_offset: index of the region in the stored tensor, prepended axes included.
         global_shape: shape of the stored tensor, prepended axes included.
         suffix: put behind the key.
-        copy: which copy this is, when several ranks hold the part besides the replicas of the whole parameter.
+        copy: which copy this is, when several ranks hold the part besides the replicas of the whole
+            parameter.
     """
 
     offset: tuple[int, ...]
@@ -48,22 +54,27 @@ def parts_factory(
 ) -> ShardedTensorFactory:
     """Make the factory of a parameter whose parts have different places in stored tensors.
 
-    `parts` tile a view of the parameter of shape `view_shape`: `local_shape` with some axes divided into several.
-    `axes` gives, for each axis of the stored tensor (prepended ones aside), the axis of the view that it is.
+    `parts` tile a view of the parameter of shape `view_shape`: `local_shape` with some axes divided
+    into several. `axes` gives, for each axis of the stored tensor (prepended ones aside), the axis
+    of the view that it is.
 
-    `build` gives one shard for each part, in their order; for a flat parameter a dict, with as many shards as the
-    regions that its range consists of.
+    `build` gives one shard for each part, in their order; for a flat parameter a dict, with as many
+    shards as the regions that its range consists of.
     """
     local_shape = tuple(local_shape)
     view_shape = local_shape if view_shape is None else tuple(view_shape)
     axes = tuple(range(len(view_shape)) if axes is None else axes)
-    assert sum(math.prod(part.shape) for part in parts) == math.prod(local_shape), "the parts must tile the tensor"
+    assert sum(math.prod(part.shape) for part in parts) == math.prod(local_shape), (
+        "the parts must tile the tensor"
+    )
     form = _Form(local_shape, view_shape, axes, tuple(parts), prepend_axis_num)
     return ShardedTensorFactory(key, data, form.build, form.merge, replica_id, flattened_range)
 
 
 class _Cell(NamedTuple):
-    """A region of one part that is stored as one shard. It lies in `run`, a region that is contiguous in memory."""
+    """A region of one part that is stored as one shard. It lies in `run`, a region that is
+    contiguous in memory.
+    """
 
     part: FusedPart
     region: Region
@@ -79,29 +90,47 @@ class _Form(NamedTuple):
     parts: tuple[FusedPart, ...]
     prepend_axis_num: int
 
-    def build(self, key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+    def build(
+        self, key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> Any:
         """Describe each cell as a shard."""
         bounds = self.bounds(key, tensor, flattened_range)
         cells = list(self.cells(bounds))
         views = self.views(tensor.detach(), cells, bounds)
-        shards = [self.shard(key, cell, view, replica_id) for cell, view in zip(cells, views, strict=True)]
+        shards = [
+            self.shard(key, cell, view, replica_id) for cell, view in zip(cells, views, strict=True)
+        ]
         # Merging needs the bounds, which tensors alone do not show.
-        return shards if bounds is None else {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
+        return (
+            shards
+            if bounds is None
+            else {"bounds": LocalNonpersistentObject(bounds), "shards": shards}
+        )
 
-    def bounds(self, key: str, tensor: torch.Tensor, flattened_range: slice | None) -> tuple[int, int] | None:
-        """Return first and last + 1 element of a flat parameter, None for one that is not flat; check its shape."""
+    def bounds(
+        self, key: str, tensor: torch.Tensor, flattened_range: slice | None
+    ) -> tuple[int, int] | None:
+        """Return first and last + 1 element of a flat parameter, None for one that is not flat;
+        check its shape.
+        """
         if flattened_range is None:
             bounds, expected = None, self.local_shape
         else:
             bounds = flat_bounds(flattened_range, self.local_shape)
             expected = (bounds[1] - bounds[0],)
         if tuple(tensor.shape) != expected:
-            flat = "" if bounds is None else f" for {flattened_range} of local shape {self.local_shape}"
+            flat = (
+                ""
+                if bounds is None
+                else f" for {flattened_range} of local shape {self.local_shape}"
+            )
             fail(key, f"data has shape {tuple(tensor.shape)}, but must have {expected}{flat}")
         return bounds
 
     def cells(self, bounds: tuple[int, int] | None) -> Iterator[_Cell]:
-        """Divide a parameter into what becomes one shard each; at least one, even if it is empty."""
+        """Divide a parameter into what becomes one shard each; at least one, even if it is
+        empty.
+        """
         if bounds is None:
             for part in self.parts:
                 yield _Cell(part, Region(part.offset, part.shape), whole(self.view_shape))
@@ -117,8 +146,12 @@ class _Form(NamedTuple):
             nothing = Region(self.parts[0].offset, (0,) * len(self.view_shape))
             yield _Cell(self.parts[0], nothing, nothing)
 
-    def views(self, tensor: torch.Tensor, cells: Iterable[_Cell], bounds: tuple[int, int] | None) -> list[torch.Tensor]:
-        """Return the view of each cell in a parameter (or in a tensor of its shape), with the axes as stored."""
+    def views(
+        self, tensor: torch.Tensor, cells: Iterable[_Cell], bounds: tuple[int, int] | None
+    ) -> list[torch.Tensor]:
+        """Return the view of each cell in a parameter (or in a tensor of its shape), with the axes
+        as stored.
+        """
         views = []
         for _, region, run in cells:
             if bounds is None:
@@ -129,17 +162,26 @@ class _Form(NamedTuple):
             views.append(around[region.relative_to(run.offset).slices()].permute(self.axes))
         return views
 
-    def shard(self, key: str, cell: _Cell, view: torch.Tensor, replica_id: ReplicaId) -> ShardedTensor:
+    def shard(
+        self, key: str, cell: _Cell, view: torch.Tensor, replica_id: ReplicaId
+    ) -> ShardedTensor:
         """Describe one cell."""
         part = cell.part
         within = cell.region.relative_to(part.offset).offset
         moved = (0,) * self.prepend_axis_num + tuple(within[axis] for axis in self.axes)
         if part.copy:
-            numbers = (*(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)), part.copy)
-            replica_id = OpenReplicaId(numbers) if isinstance(replica_id, OpenReplicaId) else numbers
+            numbers = (
+                *(replica_id if isinstance(replica_id, tuple | list) else (replica_id,)),
+                part.copy,
+            )
+            replica_id = (
+                OpenReplicaId(numbers) if isinstance(replica_id, OpenReplicaId) else numbers
+            )
         global_offset = tuple(map(int.__add__, part.global_offset, moved))
         place = (tuple(view.shape), part.global_shape, global_offset, None)
-        return ShardedTensor(key + part.suffix, view, view.dtype, *place, replica_id, self.prepend_axis_num)
+        return ShardedTensor(
+            key + part.suffix, view, view.dtype, *place, replica_id, self.prepend_axis_num
+        )
 
     def merge(self, loaded: Any) -> torch.Tensor:
         """Put together what `build` gave, each shard replaced by its tensor."""
@@ -159,8 +201,12 @@ class _Form(NamedTuple):
         return merged
 
 
-def _behind(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], model: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor of which `tensors` are views, laid out in memory as `views` are in `model`; None if none is."""
+def _behind(
+    tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], model: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the tensor of which `tensors` are views, laid out in memory as `views` are in `model`;
+    None if none is.
+    """
     memory = tensors[0].untyped_storage().data_ptr()
     start = tensors[0].storage_offset() - views[0].storage_offset()
     is_shared = memory != 0 and all(

@@ -1,4 +1,6 @@
-"""Shards of the tensors of one layer, divided among tensor parallel ranks. `distckpt.modules` is the public path."""
+"""Shards of the tensors of one layer, divided among tensor parallel ranks. `distckpt.modules` is
+the public path.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,23 @@ import torch
 
 from distckpt._base.errors import InvalidShardingError
 from distckpt._mapping.base import OpenReplicaId
+from distckpt._mapping.wrappers import (
+    ReplicaId,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
 from distckpt._models.dtensor import is_dtensor, shard_of_dtensor
 from distckpt._ranks.exchanges import own_rank
-from distckpt.mapping import ReplicaId, ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 
 Offsets: TypeAlias = Iterable[tuple[int, int, int]]
 """Prepended axes: for each, from 0 on, `(axis, position, number of parts)`."""
 Group: TypeAlias = Any
-"""Ranks among which something is divided or copied: a process group, or `(rank in it, its size)`."""
+"""Ranks among which something is divided or copied: a process group, or `(rank in it, its
+size)`.
+"""
 
 EXTRA_STATE = "_extra_state"
 """The end of the name of a module's extra state."""
@@ -36,17 +47,20 @@ def make_tp_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor | ShardedTensorFactory:
     """Describe a tensor that is divided evenly among tensor parallel ranks.
 
-        make_tp_sharded_tensor_for_checkpoint(weight, "up.weight", 0, tp_group=(tp_rank, tp_size), dp_cp_group=dp)
+        make_tp_sharded_tensor_for_checkpoint(weight, "up.weight", 0, tp_group=(tp_rank, tp_size),
+        dp_cp_group=dp)
 
     Args:
-        tensor: this rank's part. A DTensor is this tensor parallel rank's part, divided once more by FSDP2.
+        tensor: this rank's part. A DTensor is this tensor parallel rank's part, divided once more
+            by FSDP2.
         key: name of the global tensor.
         tp_axis: axis of `tensor` along which the parts lie.
-        replica_id: which copy of the part this is; `(0, 0, data parallel rank)` by default, with mesh coordinates in
-            place of the latter for a DTensor. Without `dp_cp_group` the lowest rank that holds the part has the main
-            replica.
+        replica_id: which copy of the part this is; `(0, 0, data parallel rank)` by default, with
+            mesh coordinates in place of the latter for a DTensor. Without `dp_cp_group` the lowest
+            rank that holds the part has the main replica.
         prepend_offsets: axes in front of those of the tensor, see `sharded_state_dict`.
-        tp_group: the tensor parallel ranks: a process group or `(rank, size)`; None for this one alone.
+        tp_group: the tensor parallel ranks: a process group or `(rank, size)`; None for this one
+            alone.
         dp_cp_group: the ranks with copies of the part; None for those that turn out to hold it.
         kwargs: further attributes of the `ShardedTensor`.
 
@@ -70,14 +84,15 @@ def make_sharded_tensor_for_checkpoint(
     dp_cp_group: Group | None = None,
     **kwargs: Any,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor of which tensor and data parallel ranks have copies, or that FSDP2 has divided.
+    """Describe a tensor of which tensor and data parallel ranks have copies, or that FSDP2 has
+    divided.
 
     Args:
         tensor: the tensor, or a DTensor.
         key: name of the global tensor.
         prepend_offsets: axes in front of those of the tensor, see `sharded_state_dict`.
-        replica_id: which copy this is; `(0, tensor parallel rank, data parallel rank)` by default, with mesh
-            coordinates in place of the latter for a DTensor.
+        replica_id: which copy this is; `(0, tensor parallel rank, data parallel rank)` by default,
+            with mesh coordinates in place of the latter for a DTensor.
         tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
         dp_cp_group: likewise.
         kwargs: further attributes of the `ShardedTensor`.
@@ -101,7 +116,9 @@ def _shard(
     default_replica_id: tuple[int, ...],
     attributes: dict[str, Any],
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor behind prepended axes (`offsets`), itself one part of a `division` or all of it."""
+    """Describe a tensor behind prepended axes (`offsets`), itself one part of a `division` or all
+    of it.
+    """
     if is_dtensor(tensor):
         # The mesh numbers its copies itself.
         default = type(default_replica_id)(default_replica_id[:2])
@@ -110,7 +127,13 @@ def _shard(
         return shard_of_dtensor(key, tensor, offsets + division, len(offsets), outer, **attributes)
     replica_id = default_replica_id if replica_id is None else replica_id
     return ShardedTensor.from_rank_offsets(
-        key, tensor, *offsets, *division, replica_id=replica_id, prepend_axis_num=len(offsets), **attributes
+        key,
+        tensor,
+        *offsets,
+        *division,
+        replica_id=replica_id,
+        prepend_axis_num=len(offsets),
+        **attributes,
     )
 
 
@@ -129,7 +152,8 @@ def make_sharded_object_for_checkpoint(
     Args:
         obj: any value that `save` can store.
         key: name of the global object.
-        sharded_offsets: its place in an array of objects: `(axis, position, size)` for the axes 0, 1, ...
+        sharded_offsets: its place in an array of objects: `(axis, position, size)` for the axes 0,
+            1, ...
         replica_id: which copy this is; `(0, tensor parallel rank, data parallel rank)` by default.
         tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
         dp_cp_group: likewise.
@@ -152,17 +176,19 @@ def make_sharded_tensors_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
 ) -> ShardedStateDict:
-    """Describe the state dict of one layer, in which some tensors are divided among tensor parallel ranks.
+    """Describe the state dict of one layer, in which some tensors are divided among tensor parallel
+    ranks.
 
         def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
             state = self.state_dict(keep_vars=True)
-            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp)
+            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0},
+            sharded_offsets, tp_group=self.tp)
 
     Args:
         state_dict: the layer's, made with `keep_vars=True` if there is an optimizer.
         prefix: put before every name.
-        tensor_parallel_layers_axis_map: for the names of tensors that are divided evenly among tensor parallel
-            ranks the axis.
+        tensor_parallel_layers_axis_map: for the names of tensors that are divided evenly among
+            tensor parallel ranks the axis.
         sharded_offsets: axes in front of those of each tensor, see `sharded_state_dict`.
         extra_state_suffix: names that end like this are those of objects.
         tp_group: see `make_tp_sharded_tensor_for_checkpoint`.
@@ -189,17 +215,21 @@ def make_sharded_tensors_for_checkpoint(
 
 
 def prepended_axes(offsets: Offsets, argument: str) -> tuple[tuple[int, int], ...]:
-    """Return position and number of parts per prepended axis; InvalidShardingError unless the axes are 0, 1, ..."""
+    """Return position and number of parts per prepended axis; InvalidShardingError unless the axes
+    are 0, 1, ...
+    """
     ordered = sorted(offsets, key=operator.itemgetter(0))
     if [axis for axis, *_ in ordered] != list(range(len(ordered))):
         raise InvalidShardingError(
-            f"{argument} {ordered} must give (axis, position, number of parts) for the axes 0 to {len(ordered) - 1}, "
-            "each once: they lie in front of the axes of the tensor."
+            f"{argument} {ordered} must give (axis, position, number of parts) for the axes 0 to "
+            f"{len(ordered) - 1}, each once: they lie in front of the axes of the tensor."
         )
     return tuple((position, parts) for _, position, parts in ordered)
 
 
-def _ranks_and_sizes(tp_group: Group | None, dp_cp_group: Group | None) -> Sequence[tuple[int, int]]:
+def _ranks_and_sizes(
+    tp_group: Group | None, dp_cp_group: Group | None
+) -> Sequence[tuple[int, int]]:
     if tp_group is None and dp_cp_group is None:
         return (0, 1), (own_rank(), 1)
     return _rank_and_size(tp_group), _rank_and_size(dp_cp_group)

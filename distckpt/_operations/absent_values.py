@@ -10,28 +10,36 @@ import torch
 from distckpt._base.errors import LoadMismatchError
 from distckpt._base.messages import summarize_keys
 from distckpt._format.codec import HOLE
-from distckpt.mapping import StateDict
+from distckpt._mapping.wrappers import StateDict
 
 
-def refuse_absent_values(values: Any, objects: Collection[tuple[Any, ...]], loaded: StateDict, location: str) -> None:
+def refuse_absent_values(
+    values: Any, objects: Collection[tuple[Any, ...]], loaded: StateDict, location: str
+) -> None:
     """Refuse tensors in the request that are no shards, and values, for which nothing was loaded.
 
-    `objects` are the paths of objects: what lacks one of these is refused when they are restored. None is for values
-    that may be absent.
+    `objects` are the paths of objects: what lacks one of these is refused when they are restored.
+    None is for values that may be absent.
     """
     lost = [".".join(map(str, path)) for path in tensor_paths(values) if _at(loaded, path) is HOLE]
     if lost:
         raise LoadMismatchError(
-            f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the common state of the "
-            f"checkpoint {location!r} has none there: nothing can be loaded for them. Give load the module itself, "
-            "{'model': model}, or its sharded_state_dict(model), in the place of model.state_dict().",
+            f"The tensors {summarize_keys(lost)} of the state dict are not sharded, and the "
+            f"common state of the checkpoint {location!r} has none there: nothing can be loaded "
+            f"for them. Give load the module itself, {{'model': model}}, or its "
+            "sharded_state_dict(model), in the place of model.state_dict().",
             unexpected=lost,
         )
-    absent = [".".join(map(str, path)) for path in _value_paths(values, objects) if _at(loaded, path) is HOLE]
+    absent = [
+        ".".join(map(str, path))
+        for path in _value_paths(values, objects)
+        if _at(loaded, path) is HOLE
+    ]
     if absent:
         raise LoadMismatchError(
-            f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the state dict asks for: "
-            "leave that out of the state dict, and set it yourself after the load.",
+            f"The checkpoint {location!r} holds no value for {summarize_keys(absent)}, which the "
+            "state dict asks for: leave that out of the state dict, and set it yourself after "
+            "the load.",
             unexpected=absent,
         )
 
@@ -48,7 +56,9 @@ def tensor_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
 def _value_paths(
     tree: Mapping[Any, Any], objects: Collection[tuple[Any, ...]], path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys that lead to values that are not None; a dict without objects in it is one value."""
+    """Yield the keys that lead to values that are not None; a dict without objects in it is one
+    value.
+    """
     for key, value in tree.items():
         below = (*path, key)
         if value is None or below in objects:

@@ -6,7 +6,8 @@ stage    copy what this rank writes into memory that saves share; training may g
   |
 queue    one background thread in each process takes the saves in order (`_io.background`)
   |
-write    shard files and manifest, then commit, with a process group of its own (`planned_save.write_and_commit`)
+write    shard files and manifest, then commit, with a process group of its own
+(`planned_save.write_and_commit`)
   |
 report   from `SaveHandle.result`; an error that nobody asked for is raised by the next save
 """
@@ -26,22 +27,22 @@ from typing import Any, TypeAlias
 from distckpt._base.errors import CheckpointingException, RankFailedError
 from distckpt._base.interrupts import run_operation
 from distckpt._io import background
+from distckpt._megatron.async_requests import AsyncRequest
 from distckpt._io.staging import Staging, shared_memory, threads_to_copy_with
-from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
+from distckpt._operations.planned_save import PlannedSave, SaveRequest, write_and_commit
 from distckpt._ranks import exchanges
 from distckpt._ranks.attendance import ABANDONED
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import SaveReport
-from distckpt.strategies.async_utils import AsyncRequest
 
 logger = logging.getLogger(__name__)
 
-Plan: TypeAlias = Callable[[SaveSettings], PlannedSave]
 Write: TypeAlias = Callable[[Ranks, PlannedSave], SaveReport]
 
 
 class SaveHandle(background.Task[SaveReport]):
-    """A save in the background: a `concurrent.futures.Future` of its `SaveReport`. It cannot be cancelled.
+    """A save in the background: a `concurrent.futures.Future` of its `SaveReport`. It cannot be
+    cancelled.
 
     Not a collective operation: each rank may wait alone and gets the same outcome.
 
@@ -49,7 +50,8 @@ class SaveHandle(background.Task[SaveReport]):
         location: location of the checkpoint.
         staged: a `threading.Event`, set when the tensors that are being saved may change. Without
             `max_inflight_bytes` it is set from the beginning.
-        was_asked: True once the caller has seen how the save ended; until then the next save raises its error.
+        was_asked: True once the caller has seen how the save ended; until then the next save raises
+            its error.
     """
 
     location: str
@@ -74,7 +76,8 @@ class SaveHandle(background.Task[SaveReport]):
 
         Raises:
             TimeoutError: the save has not ended yet, and goes on.
-            RankFailedError: the save failed on a rank, or a rank died or did not come in time; nothing is committed.
+            RankFailedError: the save failed on a rank, or a rank died or did not come in time;
+                nothing is committed.
             CheckpointExistsError: another program has saved to this place meanwhile.
         """
         try:
@@ -90,7 +93,9 @@ class SaveHandle(background.Task[SaveReport]):
             self.was_asked = self.was_asked or self.done()
 
     def error(self) -> BaseException | None:
-        """Wait for the end of the save and return its error, None without one. Does not count as asking."""
+        """Wait for the end of the save and return its error, None without one. Does not count as
+        asking.
+        """
         return super().exception()
 
     def disown(self) -> None:
@@ -100,7 +105,9 @@ class SaveHandle(background.Task[SaveReport]):
 
 
 def raise_unseen_error(handles: list[SaveHandle]) -> None:
-    """Wait for saves, take them from the list, and raise the first error that nobody has asked for."""
+    """Wait for saves, take them from the list, and raise the first error that nobody has asked
+    for.
+    """
     unasked = [handle for handle in handles if not handle.was_asked]
     handles.clear()
     for error in [handle.exception() for handle in unasked]:
@@ -117,7 +124,7 @@ def finished_handle(location: str, end: Callable[[], SaveReport]) -> SaveHandle:
     return handle
 
 
-# --- The saves of one process group -----------------------------------------------------------------------------------
+# --- The saves of one process group ---------------------------------------------------------------
 
 _FINE, _FAILED, _OUT_OF_STEP = range(3)
 
@@ -129,7 +136,8 @@ class _GroupSaves:
     Attributes:
         ranks: by timeout, each with a process group that only the background thread uses.
         unreported: saves that failed, or may fail, and whose result nobody has asked for.
-        state: `_FINE`, `_FAILED` or `_OUT_OF_STEP` (a rank was lost): the worst since ranks last compared it.
+        state: `_FINE`, `_FAILED` or `_OUT_OF_STEP` (a rank was lost): the worst since ranks last
+            compared it.
     """
 
     ranks: dict[float, Ranks] = field(default_factory=dict)
@@ -138,7 +146,9 @@ class _GroupSaves:
 
 
 _saves_of_groups: weakref.WeakKeyDictionary[Any, _GroupSaves] = weakref.WeakKeyDictionary()
-"""By process group of the caller; when that is destroyed, its background goes too, which other ranks notice."""
+"""By process group of the caller; when that is destroyed, its background goes too, which other
+ranks notice.
+"""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_saves_of_groups.clear)
@@ -152,8 +162,9 @@ def _owner_of(process_group: Any) -> Any:
 def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
     """Raise the error of an earlier background save of these ranks, unless it was asked for.
 
-    Collective operation: all ranks must call it. It exchanges one number, and nothing where there were no background
-    saves. When a save has failed on any rank, all wait for those that are unfinished, and all raise.
+    Collective operation: all ranks must call it. It exchanges one number, and nothing where there
+    were no background saves. When a save has failed on any rank, all wait for those that are
+    unfinished, and all raise.
     """
     saves = _saves_of_groups.get(_owner_of(process_group))
     if saves is None:
@@ -163,20 +174,22 @@ def raise_pending_errors(ranks: Ranks, process_group: Any) -> None:
         return
     background.wait_for_all()
     if _OUT_OF_STEP in ranks.all_gather_numbers([saves.state]):
-        # The groups are left as they are: a group made in the place of a destroyed one would get its name, and meet its
-        # traces in the store.
+        # The groups are left as they are: a group made in the place of a destroyed one would get
+        # its name, and meet its traces in the store.
         saves.ranks.clear()
     saves.state = _FINE
     with ranks.phase("save in the background"):
         raise_unseen_error(saves.unreported)
 
 
-# --- One save ---------------------------------------------------------------------------------------------------------
+# --- One save -------------------------------------------------------------------------------------
 
 
 @dataclass
 class BackgroundSave:
-    """A planned save: `stage` copies what it writes, then `write` may run in the background, with `ranks`."""
+    """A planned save: `stage` copies what it writes, then `write` may run in the background, with
+    `ranks`.
+    """
 
     location: str
     exit_timeout: float
@@ -210,7 +223,9 @@ class BackgroundSave:
         ranks.stop = self.is_abandoned
         try:
             if self.saves.state == _OUT_OF_STEP:
-                raise RankFailedError({}, message="Not started: an earlier background save lost contact with a rank.")
+                raise RankFailedError(
+                    {}, message="Not started: an earlier background save lost contact with a rank."
+                )
             return run_operation(f"the background save to {self.location}", self.write_now, ranks)
         except BaseException as error:
             state = _FAILED if ranks.are_in_step_after(error) else _OUT_OF_STEP
@@ -236,61 +251,110 @@ class BackgroundSave:
             self.staging.release()
 
 
-def prepare(
-    ranks: Ranks, settings: SaveSettings, plan: Plan, write: Write = write_and_commit, only_measures: bool = False
-) -> BackgroundSave:
-    """Plan a save that is to be written in the background; with `only_measures`, one that is not to be written at all.
+@dataclass(frozen=True)
+class BackgroundRequest:
+    """A save that is to be written in the background.
 
-    Collective operation: all ranks must call it; for the first save it makes the process group of the background.
+    Attributes:
+        request: what is planned.
+        staging_bytes: memory for copies; None without a limit.
+        is_abandoned: set when the end of the process waits no longer.
     """
-    is_abandoned = threading.Event()
 
-    def check_progress(num_bytes: int) -> None:
+    request: SaveRequest
+    staging_bytes: int | None
+    is_abandoned: threading.Event
+
+
+def in_background(request: SaveRequest) -> BackgroundRequest:
+    """Return the request of a save that is to be written in the background.
+
+    Half of its memory is for copies, half for data that is being written. It stops where it reports
+    its progress once it is abandoned.
+    """
+    options, is_abandoned = request.options, threading.Event()
+
+    def check_progress(done: int, total: int) -> None:
         if is_abandoned.is_set():
             raise CheckpointingException(ABANDONED)
-        if settings.progress is not None:
-            settings.progress(num_bytes)
+        if options.progress is not None:
+            options.progress(done, total)
 
-    # Half of the memory is for staged data, half for data that is being written.
-    verb = "reserve_staging_memory" if only_measures else "async_save"
+    limit = options.max_inflight_bytes
     # What is no number is refused with the other arguments, on all ranks.
-    half = settings.background_bytes // 2 if isinstance(settings.background_bytes, int) else None
-    inflight_bytes = settings.max_inflight_bytes if half is None else half
-    planned = plan(replace(settings, progress=check_progress, max_inflight_bytes=inflight_bytes, verb=verb))
-    # Now the ranks have the same settings.
-    saves = _saves_of_groups.setdefault(_owner_of(settings.process_group), _GroupSaves())
-    if settings.timeout not in saves.ranks:
-        saves.ranks[settings.timeout] = Ranks.in_background(settings.process_group, settings.timeout)
-    staging = Staging(shared_memory, half, settings.timeout, threads_to_copy_with(ranks.size), only_measures)
-    background_ranks = saves.ranks[settings.timeout]
+    half = limit // 2 if isinstance(limit, int) else limit
+    background_options = replace(options, progress=check_progress, max_inflight_bytes=half)
+    background = replace(request, options=background_options)
+    return BackgroundRequest(background, half, is_abandoned)
+
+
+def prepare(
+    ranks: Ranks,
+    request: BackgroundRequest,
+    planned: PlannedSave,
+    write: Write = write_and_commit,
+    only_measures: bool = False,
+) -> BackgroundSave:
+    """Prepare a planned save to be written in the background; with `only_measures`, one that is not
+    to be written at all.
+
+    Collective operation: all ranks must call it; for the first save it makes the process group of
+    the background.
+    """
+    # They were compared when the save was planned.
+    options, process_group = planned.request.options, planned.request.process_group
+    saves = _saves_of_groups.setdefault(_owner_of(process_group), _GroupSaves())
+    if options.timeout not in saves.ranks:
+        saves.ranks[options.timeout] = Ranks.in_background(process_group, options.timeout)
+    staging = Staging(
+        shared_memory,
+        request.staging_bytes,
+        options.timeout,
+        threads_to_copy_with(ranks.size),
+        only_measures,
+    )
     return BackgroundSave(
-        planned.location, settings.exit_timeout, saves, background_ranks, planned, staging, is_abandoned, write
+        location=planned.location,
+        exit_timeout=options.exit_timeout,
+        saves=saves,
+        ranks=saves.ranks[options.timeout],
+        planned=planned,
+        staging=staging,
+        is_abandoned=request.is_abandoned,
+        write_planned=write,
     )
 
 
 def start(ranks: Ranks, save: BackgroundSave) -> SaveHandle:
     """Stage a save and put it into the queue. Collective operation: all ranks must call it."""
     if not save.stage(ranks):
-        logger.warning("the strategy of the save to %s cannot stage data: saved before training goes on", save.location)
+        logger.warning(
+            "the strategy of the save to %s cannot stage data: saved before training goes on",
+            save.location,
+        )
         report = save.write_now(ranks)
         return finished_handle(save.location, lambda: report)
-    handle = SaveHandle(save.write, save.location, save.staging.staged, save.exit_timeout, save.is_abandoned)
+    handle = SaveHandle(
+        save.write, save.location, save.staging.staged, save.exit_timeout, save.is_abandoned
+    )
     # Those that went well are forgotten.
-    unreported = [h for h in save.saves.unreported if not h.was_asked and not (h.done() and h.error() is None)]
+    unreported = [
+        h for h in save.saves.unreported if not h.was_asked and not (h.done() and h.error() is None)
+    ]
     save.saves.unreported = [*unreported, handle]
     background.submit(handle)
     return handle
 
 
-def reserve(ranks: Ranks, settings: SaveSettings, plan: Plan) -> Future[int]:
-    """Plan a save, and reserve the memory that its copies take, in the background; the result is how much that is.
+def reserve(ranks: Ranks, request: BackgroundRequest, planned: PlannedSave) -> Future[int]:
+    """Reserve the memory that the copies of a planned save take, in the background; the result is
+    how much that is.
 
     Collective operation: all ranks must call it.
     """
-    save = prepare(ranks, settings, plan, only_measures=True)
-    assert save.planned is not None
+    save = prepare(ranks, request, planned, only_measures=True)
     with ranks.phase("measure what is to be staged"):
-        save.planned.prepared.stage(save.staging)
+        planned.prepared.stage(save.staging)
     sizes, device = save.staging.needed
     is_abandoned = threading.Event()
 
@@ -298,11 +362,17 @@ def reserve(ranks: Ranks, settings: SaveSettings, plan: Plan) -> Future[int]:
         try:
             shared_memory.reserve(sizes, device, is_abandoned)
         except Exception as error:
-            logger.warning("memory for background saves cannot be reserved: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "memory for background saves cannot be reserved: %s: %s",
+                type(error).__name__,
+                error,
+            )
             raise
         return sum(sizes)
 
-    task = background.Task(allocate, "reserving memory for background saves", None, 0.0, is_abandoned)
+    task = background.Task(
+        allocate, "reserving memory for background saves", None, 0.0, is_abandoned
+    )
     background.submit(task)
     return task
 
@@ -310,38 +380,3 @@ def reserve(ranks: Ranks, settings: SaveSettings, plan: Plan) -> Future[int]:
 def release_staging_memory() -> None:
     """Free the memory that background saves keep for the next one. Not a collective operation."""
     shared_memory.free()
-
-
-# --- Megatron's queue -------------------------------------------------------------------------------------------------
-
-
-_OTHER_QUEUE = (
-    "The save to {!r} was not written: its queue calls requests in processes of their own. Import AsyncCallsQueue from "
-    "distckpt.strategies.async_utils where requests are scheduled, too."
-)
-
-
-def async_request(ranks: Ranks, save: BackgroundSave) -> AsyncRequest:
-    """Return a request that Megatron's queue of asynchronous calls can schedule."""
-    finalize: list[Callable[[], Any]] = [partial(_check_written, save)]
-    return AsyncRequest(_write_request, (save, None, os.getpid()), finalize, {}, partial(_stage_request, save, ranks))
-
-
-def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:
-    if save.stage(ranks):
-        return True
-    save.write_now(ranks)
-    return False
-
-
-def _check_written(save: BackgroundSave) -> None:
-    """Raise when a queue has called the request in another process, where ranks cannot write together."""
-    if save.planned is not None and save.ranks.size > 1:
-        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
-
-
-def _write_request(save: BackgroundSave, is_staged: bool | None, process: int) -> None:
-    if process != os.getpid() and save.ranks.size > 1:
-        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
-    if is_staged is not False:
-        background.run_in_order(save.write, f"the save to {save.location}", save.location)

@@ -1,4 +1,6 @@
-"""Merge the shards of a checkpoint into a Hugging Face checkpoint, without the model and within bounded memory."""
+"""Merge the shards of a checkpoint into a Hugging Face checkpoint, without the model and within
+bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,19 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from distckpt._base.errors import CheckpointExistsError, CheckpointingException, CorruptCheckpointError
+from distckpt._base.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+)
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
 from distckpt._base.messages import check_choice, check_num_bytes, summarize_keys
+from distckpt._checkpoint import opening
 from distckpt._commit import posix
 from distckpt._commit.staging import choose_staging, make_staging
 from distckpt._commit.target import check_replaceable
-from distckpt._foreign import hugging_face, opening
+from distckpt._foreign import hugging_face
 from distckpt._format.checksum import checksum
 from distckpt._format.hf_names import belongs_to_export, index_json
 from distckpt._format.stored_checkpoint import StoredCheckpoint
@@ -30,13 +37,19 @@ from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import check_tied, num_export_threads, write_output_file
 from distckpt._io.extra_files import ExtraFiles, adapt_config, list_extra_files, write_extra_files
 from distckpt._operations.export_plan import ExportPlan, Selection, check_is_adapter, plan_export
-from distckpt._plan.export import DEFAULT_MAX_FILE_BYTES, OutputFile, OutputTensor, assign_files, plan_files
+from distckpt._plan.export import (
+    DEFAULT_MAX_FILE_BYTES,
+    OutputFile,
+    OutputTensor,
+    assign_files,
+    plan_files,
+)
 from distckpt._plan.merged import Merge, merged
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
+from distckpt._rules.rules import Rule
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt.rules import Rule
 from distckpt.strategies.base import Verify
 
 logger = logging.getLogger(__name__)
@@ -52,8 +65,9 @@ class ExportReport:
         num_parameters: number of their elements.
         files: names of the files that hold them.
         dtypes: number of tensors of each safetensors dtype.
-        overflows: for each tensor with values that did not fit the dtype they were converted to (finite ones that
-            became infinite or, in 8-bit floats without infinities, NaN; numbers beyond an integer's range), how many.
+        overflows: for each tensor with values that did not fit the dtype they were converted to
+            (finite ones that became infinite or, in 8-bit floats without infinities, NaN; numbers
+            beyond an integer's range), how many.
         seconds: duration of the call.
     """
 
@@ -94,51 +108,60 @@ def consolidate(
 ) -> ExportReport:
     """Merge the shards of a checkpoint into a Hugging Face checkpoint, without building the model.
 
-    Everything is checked before a byte is written: shards must tile every tensor. The export is written beside
-    `output_dir` and appears there in one step; an earlier one stays complete until then. Memory is bounded whatever the
-    size of a tensor.
+    Everything is checked before a byte is written: shards must tile every tensor. The export is
+    written beside `output_dir` and appears there in one step; an earlier one stays complete until
+    then. Memory is bounded whatever the size of a tensor.
 
-        distckpt.consolidate("checkpoints/step_100", "exports/step_100", keys="model.", dtype=torch.bfloat16)
+        distckpt.consolidate("checkpoints/step_100", "exports/step_100", keys="model.",
+        dtype=torch.bfloat16)
 
-    Collective operation: all ranks must call it; each writes whole files. Works in one process as well.
+    Collective operation: all ranks must call it; each writes whole files. Works in one process as
+    well.
 
     Args:
         checkpoint: what `load` reads: a distckpt checkpoint, a folder of shards that torch's
-            `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or a checkpoint of
-            `torch.distributed.checkpoint`, Megatron Core (`torch_dist`) or DeepSpeed.
-        output_dir: gets `model.safetensors`, or several files and their index. Other files that are there stay.
-        keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such; `!optimizer.` for all but
-            those. None for all.
+            `HuggingFaceStorageWriter(save_distributed=True)` or NeMo Automodel wrote, or a
+            checkpoint of `torch.distributed.checkpoint`, Megatron Core (`torch_dist`) or DeepSpeed.
+        output_dir: gets `model.safetensors`, or several files and their index. Other files that are
+            there stay.
+        keys: which tensors: a beginning of their keys, a pattern with `*`, or a list of such;
+            `!optimizer.` for all but those. None for all.
         rules: changes of names and shapes, see `distckpt.rules`.
-        family: afterwards, the rules of the model's family, from the names of Megatron Core or of transformers in
-            memory: "auto" reads the `config.json` of `like`, a path another one, see `distckpt.families`.
+        family: afterwards, the rules of the model's family, from the names of Megatron Core or of
+            transformers in memory: "auto" reads the `config.json` of `like`, a path another one,
+            see `distckpt.families`.
         rename: afterwards, old beginnings of names -> new ones.
-        dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new names. Integers and
-            8-bit floats are converted only by a pattern that is exactly their name. With a dtype for all tensors, rules
-            or a family, quantized tensors become values, else they are written as they are stored.
-        quantize: quantize what models usually quantize to a format: "fp8-block", "fp8-block-ue8m0", "fp8-tensor",
-            "fp8-channel", "int8-channel", "mxfp4", "mxfp4-packed", "int4" or "nvfp4". Or a dict of patterns of new
-            names -> format; the first that matches counts. `config.json` says what was done.
-        tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each ("write").
-        unmatched: with rules, a tensor that none of them matches is an error, or keeps name and shape ("keep").
+        dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new
+            names. Integers and 8-bit floats are converted only by a pattern that is exactly their
+            name. With a dtype for all tensors, rules or a family, quantized tensors become values,
+            else they are written as they are stored.
+        quantize: quantize what models usually quantize to a format: "fp8-block", "fp8-block-ue8m0",
+            "fp8-tensor", "fp8-channel", "int8-channel", "mxfp4", "mxfp4-packed", "int4" or "nvfp4".
+            Or a dict of patterns of new names -> format; the first that matches counts.
+            `config.json` says what was done.
+        tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each
+            ("write").
+        unmatched: with rules, a tensor that none of them matches is an error, or keeps name and
+            shape ("keep").
         max_file_bytes: maximum size of the data in one file.
         fqn_to_index_mapping: new name -> number of its file, from 1, instead.
-        like: divide the tensors among files as this Hugging Face directory does, and compare shapes with it. When it is
-            quantized, `quantize` with one format is for the same tensors.
-        merge_adapter: a directory that PEFT saved, with LoRA for a model of the names of the export: its products are
-            added to the weights, and modules that it saved take the place of the model's, as in PEFT's
-            `merge_and_unload`. Quantized tensors become values.
-        extra_files_from: a directory whose other files (config, tokenizer) are copied, with their modes: files of at
-            most 256 MiB, and links to such files inside the directory; with a family, `like` where it is left out. In
-            `config.json` the dtype follows `dtype`, or that of all tensors; what it says of quantized ones, too.
+        like: divide the tensors among files as this Hugging Face directory does, and compare shapes
+            with it. When it is quantized, `quantize` with one format is for the same tensors.
+        merge_adapter: a directory that PEFT saved, with LoRA for a model of the names of the
+            export: its products are added to the weights, and modules that it saved take the place
+            of the model's, as in PEFT's `merge_and_unload`. Quantized tensors become values.
+        extra_files_from: a directory whose other files (config, tokenizer) are copied, with their
+            modes: files of at most 256 MiB, and links to such files inside the directory; with a
+            family, `like` where it is left out. In `config.json` the dtype follows `dtype`, or that
+            of all tensors; what it says of quantized ones, too.
         extra_code: copy `*.py` files too, which programs that trust the export may run.
         overwrite: replace an export that is there.
         verify: as in `load`; checksums of a distckpt checkpoint are verified by default.
         max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
-        process_group: the ranks that work together; None for the default group, or for this process alone when
-            torch.distributed is not initialized.
-        progress: called with the bytes this rank has written so far and the bytes it will have, now and then, from one
-            thread at a time.
+        process_group: the ranks that work together; None for the default group, or for this process
+            alone when torch.distributed is not initialized.
+        progress: called with the bytes this rank has written so far and the bytes it will have, now
+            and then, from one thread at a time.
 
     Returns:
         The content of the export, after comparison with the headers of the written files.
@@ -183,18 +206,26 @@ def consolidate(
             stored = views[0] if weights is None else merged(views, weights, keys, tied == "write")
             plan = plan_export(stored, selection, ranks.is_coordinator, adapter)
             files = plan_files(plan.outputs, max_file_bytes, plan.numbers or fqn_to_index_mapping)
-            extra_from = like if family is not None and extra_files_from is None else extra_files_from
-            extra_files = _choose_extra_files(plan, extra_from, extra_code, dtype) if ranks.is_coordinator else None
+            extra_from = (
+                like if family is not None and extra_files_from is None else extra_files_from
+            )
+            extra_files = (
+                _choose_extra_files(plan, extra_from, extra_code, dtype)
+                if ranks.is_coordinator
+                else None
+            )
         with ranks.phase("compare what is tied"):
             check_tied(plan.stored, plan.tied if ranks.is_coordinator else ())
 
     # 3. Write beside the target, and commit.
     num_threads = num_export_threads(max_inflight_bytes)
-    overflows = write_export(ranks, plan.stored, opened, files, target, num_threads, progress, extra_files)
+    overflows = write_export(
+        ranks, plan.stored, opened, files, target, num_threads, progress, extra_files
+    )
     return _report(plan.outputs, files, overflows, time.perf_counter() - started)
 
 
-# --- Steps ------------------------------------------------------------------------------------------------------------
+# --- Steps ----------------------------------------------------------------------------------------
 
 
 def _choose_extra_files(
@@ -203,13 +234,20 @@ def _choose_extra_files(
     extra_code: bool,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
 ) -> ExtraFiles:
-    """Choose the files that go beside the tensors: those of a directory, with a configuration that fits the export."""
-    taken = [] if directory is None else list_extra_files(locations.normalize(directory), extra_code)
+    """Choose the files that go beside the tensors: those of a directory, with a configuration that
+    fits the export.
+    """
+    taken = (
+        [] if directory is None else list_extra_files(locations.normalize(directory), extra_code)
+    )
     return adapt_config(taken, plan.outputs, plan.quantization, dtype)
 
 
 def _report(
-    outputs: Sequence[OutputTensor], files: Sequence[OutputFile], overflows: dict[str, int], seconds: float
+    outputs: Sequence[OutputTensor],
+    files: Sequence[OutputFile],
+    overflows: dict[str, int],
+    seconds: float,
 ) -> ExportReport:
     return ExportReport(
         len(outputs),
@@ -223,9 +261,15 @@ def _report(
 
 
 def open_source(
-    ranks: Ranks, location: str, target: str, overwrite: bool, verify: Verify, require_sharding_info: bool = False
+    ranks: Ranks,
+    location: str,
+    target: str,
+    overwrite: bool,
+    verify: Verify,
+    require_sharding_info: bool = False,
 ) -> tuple[StoredCheckpoint, bytes]:
-    """Check that an export may be written to the target; return the opened checkpoint and the bytes of its manifest.
+    """Check that an export may be written to the target; return the opened checkpoint and the bytes
+    of its manifest.
 
     Collective operation: all ranks must call it; rank 0 reads.
     """
@@ -253,11 +297,13 @@ def _check_target(location: str, target: str, overwrite: bool) -> None:
     if exists and not locations.isdir(target):
         raise CheckpointExistsError(f"{target!r} is a file, an export is a directory.")
     check_replaceable(target)
-    present = [name for name in locations.list_names(target) if belongs_to_export(name)] if exists else []
+    present = (
+        [name for name in locations.list_names(target) if belongs_to_export(name)] if exists else []
+    )
     if present and not (overwrite and locations.is_local(target)):
         raise CheckpointExistsError(
-            f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, on local file "
-            "systems, pass overwrite=True."
+            f"{target!r} already holds an export ({present[0]!r}). Choose another directory, or, "
+            "on local file systems, pass overwrite=True."
         )
 
 
@@ -271,10 +317,11 @@ def write_export(
     progress: Callable[[int, int], object] | None = None,
     extra_files: ExtraFiles | None = None,
 ) -> dict[str, int]:
-    """Write an export beside the target, check it and make it visible; return the overflows by tensor.
+    """Write an export beside the target, check it and make it visible; return the overflows by
+    tensor.
 
-    Collective operation: all ranks must call it; each writes whole files. `stored` is a view of the sources, which are
-    what `open_source` returned.
+    Collective operation: all ranks must call it; each writes whole files. `stored` is a view of the
+    sources, which are what `open_source` returned.
     """
     timer = PhaseTimer("consolidate", ranks.rank, target)
     mine = [files[index] for index in assign_files(files, ranks.size)[ranks.rank]]
@@ -288,7 +335,9 @@ def write_export(
             overflows: dict[str, int] = {}
             with ranks.phase("write output files"):
                 count = counting(progress, own_bytes)
-                kept = stored.with_files(held.enter_context(OpenFiles.for_many_reads(unread_files(stored))))
+                kept = stored.with_files(
+                    held.enter_context(OpenFiles.for_many_reads(unread_files(stored)))
+                )
                 for file in mine:
                     path = locations.join(staging, file.name)
                     overflows |= write_output_file(kept, file, path, num_threads, count)
@@ -310,7 +359,9 @@ def write_export(
     finally:
         held.close()
     if overflows and ranks.is_coordinator:
-        logger.warning("values did not fit the dtype they were converted to in %s", summarize_keys(overflows))
+        logger.warning(
+            "values did not fit the dtype they were converted to in %s", summarize_keys(overflows)
+        )
     return overflows
 
 
@@ -337,14 +388,19 @@ def _check_unchanged(sources: Sequence[tuple[StoredCheckpoint, bytes]]) -> None:
     for source, data in sources:
         if opening.manifest_bytes(source.location, opening.identify(source.location)) != data:
             raise CheckpointingException(
-                f"{source.location!r} was overwritten while it was exported: nothing was exported, try again."
+                f"{source.location!r} was overwritten while it was exported: nothing was exported, "
+                "try again."
             )
 
 
 def _check_written(path: str, file: OutputFile) -> None:
     """Compare the header of a written file with the plan."""
-    written = {entry.name: (entry.dtype, entry.shape) for entry in hugging_face.read_header(path).entries}
+    written = {
+        entry.name: (entry.dtype, entry.shape) for entry in hugging_face.read_header(path).entries
+    }
     planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}
     if written != planned:
         different = summarize_keys({name for name, _ in written.items() ^ planned.items()})
-        raise CorruptCheckpointError(f"{path!r} was changed while it was written: it differs in {different}.")
+        raise CorruptCheckpointError(
+            f"{path!r} was changed while it was written: it differs in {different}."
+        )

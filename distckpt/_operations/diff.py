@@ -1,4 +1,6 @@
-"""The difference between two checkpoints, whatever their layouts: read once, a window of each at a time."""
+"""The difference between two checkpoints, whatever their layouts: read once, a window of each at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,25 @@ from distckpt._base.dtypes import FROM_NAME, as_integers, to_numpy
 from distckpt._base.errors import CheckpointingException, LoadMismatchError
 from distckpt._base.interrupts import operation
 from distckpt._base.messages import natural_order
-from distckpt._foreign.opening import open_checkpoint
-from distckpt._foreign.stored_values import StoredTensor, holds_objects, object_keys, read_encoded
+from distckpt._checkpoint.opening import open_checkpoint
+from distckpt._checkpoint.stored_values import (
+    StoredTensor,
+    holds_objects,
+    object_keys,
+    read_encoded,
+)
 from distckpt._format import codec
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import Region
 from distckpt._io import background
-from distckpt._operations.windows import Window, blocks_of, map_windows, norm, real_numbers, window_regions
+from distckpt._operations.windows import (
+    Window,
+    blocks_of,
+    map_windows,
+    norm,
+    real_numbers,
+    window_regions,
+)
 from distckpt._plan.export import check_all_match, check_patterns, matches, renamed
 from distckpt._ranks.report import counting
 from distckpt._storage import locations
@@ -42,9 +56,11 @@ class TensorDifference(NamedTuple):
         dtypes: its safetensors dtype in A and in B.
         num_elements: of each side; 0 when the values were not compared.
         num_different: elements whose values differ. NaN equals NaN.
-        max_difference: the largest absolute difference; infinite where only one side is infinite or NaN.
+        max_difference: the largest absolute difference; infinite where only one side is infinite or
+            NaN.
         first_index: of the first element that differs, in row-major order; None when none does.
-        region: the smallest region that holds all elements that differ, `[start:stop, ...]`; None when none does.
+        region: the smallest region that holds all elements that differ, `[start:stop, ...]`; None
+            when none does.
         norms: the L2 norm of A and of B; 0 when no values differ.
         difference_norm: the L2 norm of A - B.
     """
@@ -62,7 +78,9 @@ class TensorDifference(NamedTuple):
 
     @property
     def relative_difference(self) -> float:
-        """Return the norm of the difference divided by that of B; infinite where B is zero and A is not."""
+        """Return the norm of the difference divided by that of B; infinite where B is zero and A is
+        not.
+        """
         if not self.norms[1]:
             return math.inf if self.difference_norm else 0.0
         return self.difference_norm / self.norms[1]
@@ -97,7 +115,8 @@ class DiffReport:
         only_in_b: keys that the first lacks.
         tensors: tensors that differ in shape, dtype or value.
         objects: differences in objects and common state.
-        objects_compared: False when one side is a folder of safetensors files, which hold none, or keys were chosen.
+        objects_compared: False when one side is a folder of safetensors files, which hold none, or
+            keys were chosen.
         num_compared: tensors whose values were compared.
         num_bytes: bytes of the compared values, of both checkpoints together.
         seconds: duration of the call.
@@ -131,10 +150,12 @@ def diff(
     rtol: float = 0.0,
     progress: Callable[[int, int], object] | None = None,
 ) -> DiffReport:
-    """Compare two checkpoints: keys, shapes, dtypes, the value of each element, objects and common state.
+    """Compare two checkpoints: keys, shapes, dtypes, the value of each element, objects and common
+    state.
 
-    They may have been saved under different layouts, and either may be whatever `load` reads, a Hugging Face directory
-    for example. Each byte is read once, through windows of bounded size; objects are in memory whole.
+    They may have been saved under different layouts, and either may be whatever `load` reads, a
+    Hugging Face directory for example. Each byte is read once, through windows of bounded size;
+    objects are in memory whole.
 
         report = distckpt.diff("checkpoints/step_100", "exports/step_100", keys="model.")
         assert report.is_same, report.tensors
@@ -144,9 +165,9 @@ def diff(
     Args:
         a: a path or URL.
         b: a path or URL.
-        keys: compare these tensors only: a beginning of the keys that A has, a pattern with `*`, or a list of such.
-            Those of B are compared whose names they become by renaming. Objects and common state are compared when it
-            is None.
+        keys: compare these tensors only: a beginning of the keys that A has, a pattern with `*`, or
+            a list of such. Those of B are compared whose names they become by renaming. Objects and
+            common state are compared when it is None.
         rename: old beginnings of A's keys -> those that B has.
         atol: values differ when they are further apart than `atol + rtol * abs(value in B)`.
         rtol: see `atol`.
@@ -158,7 +179,8 @@ def diff(
     Raises:
         CheckpointNotFoundError: there is nothing that can be read.
         CorruptCheckpointError: one of the two is damaged.
-        LoadMismatchError: a pattern of `keys` matches nothing on either side, or one of `rename` nothing in A.
+        LoadMismatchError: a pattern of `keys` matches nothing on either side, or one of `rename`
+            nothing in A.
     """
     started = time.perf_counter()
     check_patterns(keys)
@@ -166,7 +188,9 @@ def diff(
     first, of_a = _open(a, lambda name: keys is None or matches(name, keys), rename or {})
     second, of_b = _open(b, lambda name: keys is None or matches(renamed(name, back), keys), {})
     if keys is not None and not (of_a or of_b):
-        raise LoadMismatchError(f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}.")
+        raise LoadMismatchError(
+            f"No tensor of {first.location!r} or {second.location!r} matches {keys!r}."
+        )
     names = {name for name in first.manifest.key_index if not first.is_object(name)}
     check_all_match(names, rename=rename or {}, where=f" of {first.location!r}")
     check_all_match(names | {renamed(name, back) for name in of_b}, keys)
@@ -198,7 +222,9 @@ def diff(
 
 
 def _open(
-    checkpoint_dir: str | os.PathLike[str], is_wanted: Callable[[str], bool], rename: Mapping[str, str]
+    checkpoint_dir: str | os.PathLike[str],
+    is_wanted: Callable[[str], bool],
+    rename: Mapping[str, str],
 ) -> tuple[StoredCheckpoint, dict[str, StoredTensor]]:
     """Open a checkpoint; return it with the tensors to compare, by their names after renaming."""
     location = locations.normalize(checkpoint_dir)
@@ -210,12 +236,14 @@ def _open(
         if stored.is_object(name) or not is_wanted(name):
             continue
         if new in tensors:
-            raise CheckpointingException(f"{name!r} and {tensors[new].key!r} would both be {new!r}: change rename.")
+            raise CheckpointingException(
+                f"{name!r} and {tensors[new].key!r} would both be {new!r}: change rename."
+            )
         tensors[new] = StoredTensor(stored, name)
     return stored, tensors
 
 
-# --- Tensors ----------------------------------------------------------------------------------------------------------
+# --- Tensors --------------------------------------------------------------------------------------
 
 
 class _Change(NamedTuple):
@@ -246,8 +274,13 @@ def _join(
     if not changes:
         cast = TensorDifference(key, shapes, dtypes, num_elements, 0, 0.0, None, None)
         return None if a.dtype == b.dtype else cast
-    spans = [(min(axis)[0], max(stop for _, stop in axis)) for axis in zip(*(c.spans for c in changes), strict=True)]
-    region = Region(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+    spans = [
+        (min(axis)[0], max(stop for _, stop in axis))
+        for axis in zip(*(c.spans for c in changes), strict=True)
+    ]
+    region = Region(
+        tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans)
+    )
     norms = [change.norms for change in windows if change is not None]
     for change, equal in zip(windows, window_regions(a.shape), strict=True):
         if change is None:
@@ -274,7 +307,9 @@ def _compare_window(
         places.append(differs)
         norms.append([norm(real_numbers(torch.from_numpy(values))) for values in (a, b, distance)])
         # numpy takes longer where it is told where to look.
-        largest.append(distance.max(initial=0, where=differs) if atol or rtol else distance.max(initial=0))
+        largest.append(
+            distance.max(initial=0, where=differs) if atol or rtol else distance.max(initial=0)
+        )
     first_index, spans = _place(np.concatenate(places).reshape(left.shape), window.region.offset)
     num_different = sum(int(np.count_nonzero(differs)) for differs in places)
     lengths = tuple(math.hypot(*column) for column in zip(*norms, strict=True))
@@ -300,7 +335,11 @@ def _compare(
             # NaN on one side or both, or equal infinities.
             x, y = a[unclear], b[unclear]
             distance[unclear] = np.where((x == y) | ((x != x) & (y != y)), 0.0, np.inf)
-        differs = (distance > atol + rtol * np.abs(b)) | np.isinf(distance) if atol or rtol else distance > 0
+        differs = (
+            (distance > atol + rtol * np.abs(b)) | np.isinf(distance)
+            if atol or rtol
+            else distance > 0
+        )
     return differs, distance
 
 
@@ -314,23 +353,33 @@ def _compare_integers(
         distance = np.where(a > b, x - y, y - x)
         bound = atol + rtol * np.abs(b.astype(np.float64))
         is_reachable = bound < 2.0**64
-        differs = (a != b) & is_reachable & (distance > np.where(is_reachable, bound, 0).astype(np.uint64))
+        differs = (
+            (a != b)
+            & is_reachable
+            & (distance > np.where(is_reachable, bound, 0).astype(np.uint64))
+        )
     return differs, distance
 
 
-def _place(differs: npt.NDArray[np.bool_], offset: tuple[int, ...]) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Return where the first element of a window is that differs, and along each axis the span of all of them."""
+def _place(
+    differs: npt.NDArray[np.bool_], offset: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """Return where the first element of a window is that differs, and along each axis the span of
+    all of them.
+    """
     if not differs.any():
         return (), []
     first = np.unravel_index(int(differs.argmax()), differs.shape)
     spans = []
     for axis, start in enumerate(offset):
-        hits = np.flatnonzero(differs.any(axis=tuple(other for other in range(differs.ndim) if other != axis)))
+        hits = np.flatnonzero(
+            differs.any(axis=tuple(other for other in range(differs.ndim) if other != axis))
+        )
         spans.append((start + int(hits[0]), start + int(hits[-1]) + 1))
     return tuple(int(i) + o for i, o in zip(first, offset, strict=True)), spans
 
 
-# --- Objects ----------------------------------------------------------------------------------------------------------
+# --- Objects --------------------------------------------------------------------------------------
 
 
 def _diff_objects(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[ObjectDifference]:
@@ -351,7 +400,9 @@ def _where(name: Any, a: Container[Any], b: Container[Any]) -> str:
     return "both" if name in a and name in b else "a" if name in a else "b"
 
 
-def _diff_leaves(key: str, offset: tuple[int, ...], left: bytes, right: bytes) -> Iterator[ObjectDifference]:
+def _diff_leaves(
+    key: str, offset: tuple[int, ...], left: bytes, right: bytes
+) -> Iterator[ObjectDifference]:
     """Compare two encoded objects."""
     a, b = (codec.leaves(codec.decode(blob, placeholders=True)) for blob in (left, right))
     for path in a | b:

@@ -1,4 +1,6 @@
-"""The plan of an export: which tensors it holds, what they are made of, and which files they go to."""
+"""The plan of an export: which tensors it holds, what they are made of, and which files they go
+to.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ from distckpt._plan.export import (
 )
 from distckpt._plan.peft_names import with_peft_names
 from distckpt._quantization.formats import FORMATS
+from distckpt._rules.families import config_for, read_config, rules_for
+from distckpt._rules.rules import Rule, TensorInfo, Tie
 from distckpt._storage import locations
-from distckpt.families import config_for, read_config, rules_for
-from distckpt.rules import Rule, TensorInfo, Tie
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,9 @@ class Selection(NamedTuple):
 
     @property
     def formats(self) -> dict[str, str]:
-        """Formats of quantised tensors by pattern; the empty one is for what models usually quantise."""
+        """Formats of quantised tensors by pattern; the empty one is for what models usually
+        quantise.
+        """
         return {"": self.quantize} if isinstance(self.quantize, str) else dict(self.quantize or {})
 
     def check(self) -> None:
@@ -66,7 +70,8 @@ class Selection(NamedTuple):
             for dtype in (FORMATS[name].codes_dtype, FORMATS[name].scale_dtype):
                 if dtype not in FROM_NAME:
                     raise ValueError(
-                        f"quantize={name!r} needs the dtype {dtype}, which torch {torch.__version__} lacks."
+                        f"quantize={name!r} needs the dtype {dtype}, which torch "
+                        f"{torch.__version__} lacks."
                     )
 
 
@@ -79,7 +84,8 @@ class ExportPlan(NamedTuple):
         outputs: the tensors of the export, with the regions that they are made of.
         numbers: of the files that tensors go to by name, where they were given.
         quantization: the `quantization_config` of what is quantised.
-        tied: tensors that are stored and left out, with those of which the configuration says that they are the same.
+        tied: tensors that are stored and left out, with those of which the configuration says that
+            they are the same.
     """
 
     stored: StoredCheckpoint
@@ -93,7 +99,9 @@ class ExportPlan(NamedTuple):
     def left_out(self) -> list[str]:
         """Keys that were selected and of which nothing is exported."""
         used = {part.key for output in self.outputs for part in output.mapped.parts}
-        return [key for key, info in self.tensors.items() if key not in used and 0 not in info.shape]
+        return [
+            key for key, info in self.tensors.items() if key not in used and 0 not in info.shape
+        ]
 
 
 def plan_export(
@@ -117,7 +125,12 @@ def plan_export(
     stored_twice = _stored_twice(stored, tensors, rules, made)
     rules = [*rules, *with_peft_names(made, tensors, config)]
     outputs = plan_tensors(
-        tensors, rules, rename or {}, dtype, keep_unmatched=unmatched == "keep", tied=stored.manifest.aliases
+        tensors,
+        rules,
+        rename or {},
+        dtype,
+        keep_unmatched=unmatched == "keep",
+        tied=stored.manifest.aliases,
     )
     if family is not None and isinstance(dtype, torch.dtype):
         outputs = [keep_precise(output) for output in outputs]
@@ -129,24 +142,40 @@ def plan_export(
     quantization: Mapping[str, Any] | None = None
     values = outputs
     if formats:
-        outputs, quantization = quantize_outputs(outputs, formats, set(find(reference)) if reference else None)
+        outputs, quantization = quantize_outputs(
+            outputs, formats, set(find(reference)) if reference else None
+        )
     check_codes(stored, outputs)
     numbers = None if reference is None else _file_numbers(reference, values, outputs, is_speaker)
     return ExportPlan(stored, tensors, outputs, numbers, quantization, stored_twice)
 
 
 def _stored_twice(
-    stored: StoredCheckpoint, tensors: Mapping[str, TensorInfo], rules: Sequence[Rule], made: Sequence[Rule]
+    stored: StoredCheckpoint,
+    tensors: Mapping[str, TensorInfo],
+    rules: Sequence[Rule],
+    made: Sequence[Rule],
 ) -> list[tuple[OutputTensor, OutputTensor]]:
-    """Return tensors under both of their names, where `made` takes them for one and a checkpoint holds two.
+    """Return tensors under both of their names, where `made` takes them for one and a checkpoint
+    holds two.
 
     `rules` are those that come before.
     """
     ties = [rule for rule in made if isinstance(rule, Tie)]
-    named = {each.name: each for each in plan_tensors(tensors, rules, {}, None, keep_unmatched=True)} if ties else {}
-    pairs = [(named[tie.key], named[tie.to]) for tie in ties if tie.key in named and tie.to in named]
+    named = (
+        {each.name: each for each in plan_tensors(tensors, rules, {}, None, keep_unmatched=True)}
+        if ties
+        else {}
+    )
+    pairs = [
+        (named[tie.key], named[tie.to]) for tie in ties if tie.key in named and tie.to in named
+    ]
     index = stored.manifest.key_index
-    return [pair for pair in pairs if len({index[part.key] for each in pair for part in each.mapped.parts}) > 1]
+    return [
+        pair
+        for pair in pairs
+        if len({index[part.key] for each in pair for part in each.mapped.parts}) > 1
+    ]
 
 
 def check_is_adapter(location: str) -> None:
@@ -158,12 +187,18 @@ def check_is_adapter(location: str) -> None:
     lacks = [] if has_tensors else ["adapter_model.safetensors"]
     lacks += [] if CONFIG_NAME in names else [CONFIG_NAME]
     advice = "give the directory that save_pretrained of PEFT wrote"
-    inside = [name for name in names[:_MAX_PROBED] if locations.exists(locations.join(location, name, CONFIG_NAME))]
+    inside = [
+        name
+        for name in names[:_MAX_PROBED]
+        if locations.exists(locations.join(location, name, CONFIG_NAME))
+    ]
     if inside:
         advice = f"give one of the adapters in it, {', '.join(map(repr, inside))}"
     elif "adapter_model.bin" in names:
         advice = "adapter_model.bin is a pickle, which can run code: open it with PEFT and save it as safetensors"
-    raise CheckpointNotFoundError(f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: {advice}.")
+    raise CheckpointNotFoundError(
+        f"{location!r} is no adapter of PEFT, it has no {' and no '.join(lacks)}: {advice}."
+    )
 
 
 def _config_beside(directory: str) -> dict[str, Any] | None:
@@ -173,12 +208,16 @@ def _config_beside(directory: str) -> dict[str, Any] | None:
 
 
 def _file_numbers(
-    stored: StoredCheckpoint, values: Sequence[OutputTensor], outputs: Sequence[OutputTensor], is_speaker: bool
+    stored: StoredCheckpoint,
+    values: Sequence[OutputTensor],
+    outputs: Sequence[OutputTensor],
+    is_speaker: bool,
 ) -> dict[str, int]:
-    """Number the files of a reference directory, after checking that it holds tensors of the same shapes.
+    """Number the files of a reference directory, after checking that it holds tensors of the same
+    shapes.
 
-    Where the reference or the export is quantised and the other is not, codes and scales go where the values are. The
-    export's `values` are those before they are quantised.
+    Where the reference or the export is quantised and the other is not, codes and scales go where
+    the values are. The export's `values` are those before they are quantised.
     """
     reference, like = stored.manifest, stored.location
     numbers = {
@@ -198,11 +237,13 @@ def _file_numbers(
         logger.warning("%s holds tensors that are not exported: %s", like, summarize_keys(absent))
     for tensor in values:
         each, expected = quantized.get(tensor.name), reference.shapes_by_key.get(tensor.name)
-        if each is not None and (expected is None or tensor.mapped.dtype != stored.dtype_name(tensor.name)):
+        if each is not None and (
+            expected is None or tensor.mapped.dtype != stored.dtype_name(tensor.name)
+        ):
             expected = each.model_shape
         if expected not in (None, tensor.shape):
             raise CheckpointingException(
-                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} it has {expected}. A "
-                "shard may be missing, or rules are needed."
+                f"Tensor {tensor.name!r} would be exported with shape {tensor.shape}; in {like!r} "
+                f"it has {expected}. A shard may be missing, or rules are needed."
             )
     return numbers

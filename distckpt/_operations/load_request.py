@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
 from distckpt._format.marker import names_of_module
-from distckpt._models.optimizer_shards import StoredEntry
-from distckpt._objects import objects
-from distckpt._objects.whole import Parts, parts_of, refuse_parts
+from distckpt._mapping.wrappers import ShardedStateDict, ShardedTensor, StateDict
+from distckpt._models import objects
+from distckpt._models.optimizer.shards import StoredEntry
+from distckpt._models.whole import Parts, parts_of, refuse_parts
 from distckpt._plan.translate import stored_names
 from distckpt._ranks.collectives import Ranks
+from distckpt._rules.families import config_for, rules_for
+from distckpt._rules.rules import Assemble, Rule
 from distckpt._state import flatten
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import Shard, ShardTable, describe, find_ties, merge_tables
 from distckpt._state.strictness import StrictHandling, handle_mismatch
 from distckpt._state.validation import validate_shards
-from distckpt.families import config_for, rules_for
-from distckpt.mapping import ShardedStateDict, ShardedTensor, StateDict
-from distckpt.rules import Assemble, Rule
 from distckpt.strategies.base import LoadShardedStrategy, Options
 from distckpt.strategies.defaults import load_strategy
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
@@ -77,7 +77,9 @@ def describe_request(
         strategy = load_strategy(sharded_strategy, marker, location).configure(options)
         compares = StrictHandling.requires_explicit_ckpt_mismatch_check(mode)
         ties = {} if options.rules else find_ties(split.shards)
-        has_ties = any(split.shards[tie].key != split.shards[first].key for tie, first in ties.items())
+        has_ties = any(
+            split.shards[tie].key != split.shards[first].key for tie, first in ties.items()
+        )
         vote.number = objects.needs_stored(described) or compares or has_ties
     needed = vote.largest
     entries = stored_entries(ranks, strategy, location) if needed else {}
@@ -94,13 +96,22 @@ def describe_request(
             split = flatten.split(resolved.state_dict)
         table = describe(split.shards)
         ties = _absent_ties(split.shards, stored) if not options.rules else {}
-    return LoadRequest(described, resolved, split, entries, stored, ties, table, strategy, options.rules)
+    return LoadRequest(
+        described, resolved, split, entries, stored, ties, table, strategy, options.rules
+    )
 
 
 def check_request(
-    ranks: Ranks, request: LoadRequest, mode: StrictHandling, validates: bool, marker: Mapping[str, Any], location: str
+    ranks: Ranks,
+    request: LoadRequest,
+    mode: StrictHandling,
+    validates: bool,
+    marker: Mapping[str, Any],
+    location: str,
 ) -> tuple[set[str], set[str]]:
-    """Refuse requests that contradict each other or ask for parts of objects; return missing and unexpected keys."""
+    """Refuse requests that contradict each other or ask for parts of objects; return missing and
+    unexpected keys.
+    """
     requested = {shard.key for i, shard in enumerate(request.split.shards) if i not in request.ties}
     validates = validates and ranks.size > 1
     messages = ranks.gather_once(request.table.to_messages()) if validates else []
@@ -119,21 +130,37 @@ def check_request(
 
 
 def _parts(
-    request: LoadRequest, requested: Collection[str], compared: Collection[str], names: Collection[str]
+    request: LoadRequest,
+    requested: Collection[str],
+    compared: Collection[str],
+    names: Collection[str],
 ) -> Parts:
-    """Find what the objects leave out; through rules, what they surely should have is what a configuration says."""
+    """Find what the objects leave out; through rules, what they surely should have is what a
+    configuration says.
+    """
     rules = request.rules
     if not rules or not compared:
         return parts_of(request.resolved, requested, request.entries, compared, names)
-    shapes = {s.key: tuple(s.global_shape) for s in request.split.shards if isinstance(s, ShardedTensor)}
-    of_config = {key: shape for rule in rules if isinstance(rule, Assemble) for key, shape in rule.sources.items()}
-    parts = parts_of(request.resolved, stored_names(rules, shapes), request.entries, compared, names)
+    shapes = {
+        s.key: tuple(s.global_shape) for s in request.split.shards if isinstance(s, ShardedTensor)
+    }
+    of_config = {
+        key: shape
+        for rule in rules
+        if isinstance(rule, Assemble)
+        for key, shape in rule.sources.items()
+    }
+    parts = parts_of(
+        request.resolved, stored_names(rules, shapes), request.entries, compared, names
+    )
     known = stored_names(rules, of_config) & parts.of_modules
     return parts._replace(of_modules=known, of_nobody=parts.of_nobody | (parts.of_modules - known))
 
 
 def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> dict[int, int]:
-    """Return the shards that are not stored but tied to one that is, whose number is the value: export stores one."""
+    """Return the shards that are not stored but tied to one that is, whose number is the value:
+    export stores one.
+    """
     by_first: dict[int, list[int]] = {}
     for tie, first in (find_ties(shards) if stored else {}).items():
         by_first.setdefault(first, [first]).append(tie)
@@ -145,13 +172,21 @@ def _absent_ties(shards: Sequence[Shard], stored: Mapping[str, StoredEntry]) -> 
 
 
 def _compare_keys(
-    ranks: Ranks, mode: StrictHandling, requested: set[str], entries: Mapping[str, StoredEntry], location: str
+    ranks: Ranks,
+    mode: StrictHandling,
+    requested: set[str],
+    entries: Mapping[str, StoredEntry],
+    location: str,
 ) -> tuple[set[str], set[str]]:
-    """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the mode says."""
+    """Find missing keys (the same on all ranks) and this rank's unexpected keys, and do what the
+    mode says.
+    """
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
         return set(), set()
     stored = set(entries)
-    requested_by_all = [set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(requested)).encode())]
+    requested_by_all = [
+        set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(requested)).encode())
+    ]
     unexpected = requested - stored
     # Every rank compares the keys of all, so that all raise the same error.
     of_all = set().union(*requested_by_all)
@@ -165,8 +200,11 @@ def _compare_keys(
     return missing, unexpected
 
 
-def stored_entries(ranks: Ranks, strategy: LoadShardedStrategy, location: str) -> dict[str, StoredEntry]:
-    """Return dtypes and shapes of the tensors and objects in a checkpoint, without common state, by key.
+def stored_entries(
+    ranks: Ranks, strategy: LoadShardedStrategy, location: str
+) -> dict[str, StoredEntry]:
+    """Return dtypes and shapes of the tensors and objects in a checkpoint, without common state, by
+    key.
 
     Collective operation: all ranks must call it; rank 0 reads.
     """

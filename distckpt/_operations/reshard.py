@@ -1,4 +1,6 @@
-"""Rewriting a checkpoint as other ranks would have saved it, in one process and within bounded memory."""
+"""Rewriting a checkpoint as other ranks would have saved it, in one process and within bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,24 @@ from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CheckpointingException
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import paused_garbage_collection
+from distckpt._checkpoint.opening import BACKEND, VERSION, open_checkpoint
+from distckpt._checkpoint.stored_values import object_keys, read_encoded
 from distckpt._commit import posix
-from distckpt._foreign.opening import BACKEND, VERSION, open_checkpoint
-from distckpt._foreign.stored_values import object_keys, read_encoded
 from distckpt._format.manifest import OBJECT, Manifest
-from distckpt._format.marker import CheckpointingConfig, names_of_module, note_of_module, read_marker
+from distckpt._format.marker import (
+    CheckpointingConfig,
+    names_of_module,
+    note_of_module,
+    read_marker,
+)
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.mapped import crop
 from distckpt._geometry.region import Region, whole
 from distckpt._io import background
 from distckpt._io.direct_reads import unread_files
 from distckpt._io.export import filling, num_export_threads
-from distckpt._io.save import encoded_objects, object_file_of
+from distckpt._io.save_shards import encoded_objects, object_file_of
 from distckpt._io.write import NewFile, WriteSettings
+from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
 from distckpt._operations.planned_save import PlannedSave, SaveSettings, write_and_commit
 from distckpt._plan.cache import SavePlan
 from distckpt._plan.decoded import decoded, hidden_keys
@@ -41,16 +48,22 @@ from distckpt._plan.export import (
     renamed,
     select_tensors,
 )
-from distckpt._plan.layout import PlannedChunk, PlannedFile, chunk_table, lay_out_files, manifest_of_keys
+from distckpt._plan.layout import (
+    PlannedChunk,
+    PlannedFile,
+    chunk_table,
+    lay_out_files,
+    manifest_of_keys,
+)
 from distckpt._plan.save import plan_owners
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.report import PhaseTimer, counting
+from distckpt._rules.mapped import crop
+from distckpt._rules.rules import Rule
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._state.shards import GlobalTable, Shard, describe, merge_tables
 from distckpt._storage import locations
 from distckpt._storage.open_files import OpenFiles
-from distckpt.mapping import ShardedObject, ShardedTensor
-from distckpt.rules import Rule
 from distckpt.strategies.safetensors import SafetensorsSave
 
 
@@ -65,7 +78,8 @@ class ReshardReport:
         num_chunks: pieces that the tensors are stored in.
         num_files: number of files that hold them.
         num_bytes: size of tensors and objects.
-        overflows: for each tensor with values that did not fit the dtype they were converted to, how many.
+        overflows: for each tensor with values that did not fit the dtype they were converted to,
+            how many.
         seconds: duration of the call.
     """
 
@@ -98,25 +112,30 @@ def reshard(
 ) -> ReshardReport:
     """Rewrite a checkpoint as other ranks would have saved it: in fewer files, or on another grid.
 
-    A load needs none of this: it takes any division. Rewriting makes few files of many, lets a job of another layout
-    read whole chunks, and makes a checkpoint with checksums of a Hugging Face directory. Objects and common state are
-    kept. The new checkpoint appears in one step; memory is bounded whatever the size of a tensor.
+    A load needs none of this: it takes any division. Rewriting makes few files of many, lets a job
+    of another layout read whole chunks, and makes a checkpoint with checksums of a Hugging Face
+    directory. Objects and common state are kept. The new checkpoint appears in one step; memory is
+    bounded whatever the size of a tensor.
 
-        distckpt.reshard("checkpoints/step_100", "resharded/step_100", num_ranks=8, grids={"*.up.weight": (4, 1)})
+        distckpt.reshard("checkpoints/step_100", "resharded/step_100", num_ranks=8,
+        grids={"*.up.weight": (4, 1)})
 
     One process calls, alone. Arguments that are not described here are those of `consolidate`.
 
     Args:
-        source_dir: what `load` reads: a checkpoint of distckpt, a Hugging Face directory, and those of others.
+        source_dir: what `load` reads: a checkpoint of distckpt, a Hugging Face directory, and those
+            of others.
         checkpoint_dir: location of the new checkpoint, not that of the source.
-        num_ranks: as many ranks' files are written, each with the same share of the bytes as far as grids allow.
-        grids: pattern of new keys -> into how many parts each axis is divided. Part i (row-major) goes to rank i, from
-            the first rank again after the last; with more ranks than parts, several share it as replicas do. The first
-            pattern that fits counts. Other tensors are held by all ranks.
+        num_ranks: as many ranks' files are written, each with the same share of the bytes as far as
+            grids allow.
+        grids: pattern of new keys -> into how many parts each axis is divided. Part i (row-major)
+            goes to rank i, from the first rank again after the last; with more ranks than parts,
+            several share it as replicas do. The first pattern that fits counts. Other tensors are
+            held by all ranks.
         rules: as in `consolidate`; what no rule matches is kept as it is.
         overwrite: replace a checkpoint that is there.
-        max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used. Objects are in memory
-            whole.
+        max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
+            Objects are in memory whole.
 
     Returns:
         What was written.
@@ -133,7 +152,9 @@ def reshard(
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks!r}")
     location, target = locations.normalize(source_dir), posix.resolve(os.fspath(checkpoint_dir))
     if target == posix.resolve(location):
-        raise CheckpointingException(f"A checkpoint cannot be rewritten in its own place {location!r}.")
+        raise CheckpointingException(
+            f"A checkpoint cannot be rewritten in its own place {location!r}."
+        )
     background.wait_for_location(location)
     posix.check_target(target, overwrite, os.fspath(checkpoint_dir))
 
@@ -152,7 +173,9 @@ def reshard(
         new_manifest.quantization = stored.manifest.quantization
 
     # 3. Write beside the target, and commit.
-    num_bytes = sum(output.num_bytes for output in outputs) + sum(len(shard.data) for shard in objects)
+    num_bytes = sum(output.num_bytes for output in outputs) + sum(
+        len(shard.data) for shard in objects
+    )
     num_threads = num_export_threads(max_inflight_bytes)
     settings = WriteSettings(num_threads=num_threads, progress=counting(progress, num_bytes))
     overflows: dict[str, int] = {}
@@ -160,7 +183,9 @@ def reshard(
     files = _files_of(stored.with_files(open_files), outputs, planned, object_files, overflows)
     chunks = chunk_table(planned)
     new_manifest.check_size([chunks])
-    rewrite = SafetensorsSave(lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes)
+    rewrite = SafetensorsSave(
+        lambda: files, SavePlan(0, [], [], new_manifest, [chunks]), {}, settings, num_bytes
+    )
     timer = PhaseTimer("reshard", 0, target)
     names = [] if rules or rename else names_of_module(read_marker(location) or {})
     save_settings = SaveSettings(overwrite=overwrite, notes=note_of_module(names))
@@ -169,10 +194,12 @@ def reshard(
         write_and_commit(Ranks.alone(), PlannedSave(target, save_settings, config, rewrite, timer))
     num_objects = len({shard.key for shard in objects} - {COMMON_KEY})
     num_chunks, seconds = len(chunks.key_ids) - len(objects), time.perf_counter() - started
-    return ReshardReport(target, len(outputs), num_objects, num_chunks, len(planned), num_bytes, overflows, seconds)
+    return ReshardReport(
+        target, len(outputs), num_objects, num_chunks, len(planned), num_bytes, overflows, seconds
+    )
 
 
-# --- What is written --------------------------------------------------------------------------------------------------
+# --- What is written ------------------------------------------------------------------------------
 
 
 def _outputs(
@@ -188,12 +215,16 @@ def _outputs(
         return []
     # Rules may make different tensors of tied ones, which are written one by one then.
     tensors = select_tensors(manifest, keys, bool(rules), hidden_keys(stored))
-    outputs = plan_tensors(tensors, rules, rename, dtype, keep_unmatched=True, tied=manifest.aliases)
+    outputs = plan_tensors(
+        tensors, rules, rename, dtype, keep_unmatched=True, tied=manifest.aliases
+    )
     check_codes(stored, outputs)
     return outputs
 
 
-def _aliases(stored: StoredCheckpoint, keys: str | Sequence[str] | None, rename: Mapping[str, str]) -> dict[str, str]:
+def _aliases(
+    stored: StoredCheckpoint, keys: str | Sequence[str] | None, rename: Mapping[str, str]
+) -> dict[str, str]:
     """Return the tied keys of the new checkpoint, under their new names."""
     manifest, hidden = stored.manifest, hidden_keys(stored)
     chosen = select_tensors(manifest, keys, False, hidden) if manifest.aliases else {}
@@ -215,7 +246,7 @@ def _read_objects(stored: StoredCheckpoint) -> list[ShardedObject]:
     return shards
 
 
-# --- Who writes it ----------------------------------------------------------------------------------------------------
+# --- Who writes it --------------------------------------------------------------------------------
 
 
 def _divide(
@@ -224,7 +255,9 @@ def _divide(
     num_ranks: int,
     grids: Mapping[str, Sequence[int]],
 ) -> tuple[list[Shard], list[range]]:
-    """Return the shards that the ranks would hold, without data for tensors, and for each of them its ranks."""
+    """Return the shards that the ranks would hold, without data for tensors, and for each of them
+    its ranks.
+    """
     shards: list[Shard] = []
     holders: list[range] = []
     used: set[str] = set()
@@ -236,11 +269,15 @@ def _divide(
             used.add(pattern)
             regions = _grid_regions(output.name, shape, tuple(grids[pattern]))
         for index, region in enumerate(regions):
-            shards.append(ShardedTensor(output.name, None, dtype, region.shape, shape, region.offset, None))
+            shards.append(
+                ShardedTensor(output.name, None, dtype, region.shape, shape, region.offset, None)
+            )
             holders.append(range(index % num_ranks, num_ranks, min(len(regions), num_ranks)))
     unused = sorted(grids.keys() - used)
     if unused:
-        raise CheckpointingException(f"The grids for {unused} fit no tensor: no key matches, or an earlier one does.")
+        raise CheckpointingException(
+            f"The grids for {unused} fit no tensor: no key matches, or an earlier one does."
+        )
     for index, shard in enumerate(objects):
         shards.append(shard)
         holders.append(range(index % num_ranks, index % num_ranks + 1))
@@ -249,12 +286,17 @@ def _divide(
 
 def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> list[Region]:
     """Divide a tensor into a grid whose parts differ by at most one index along each axis."""
-    if len(grid) != len(shape) or any(not 1 <= n <= max(1, size) for n, size in zip(grid, shape, strict=False)):
+    if len(grid) != len(shape) or any(
+        not 1 <= n <= max(1, size) for n, size in zip(grid, shape, strict=False)
+    ):
         raise CheckpointingException(
-            f"Key {key!r} of shape {shape} cannot be divided into a grid of {grid}: give one number of parts for each "
-            "axis, from 1 to its size."
+            f"Key {key!r} of shape {shape} cannot be divided into a grid of {grid}: give one "
+            "number of parts for each axis, from 1 to its size."
         )
-    axes = [[(i * size // n, (i + 1) * size // n) for i in range(n)] for n, size in zip(grid, shape, strict=True)]
+    axes = [
+        [(i * size // n, (i + 1) * size // n) for i in range(n)]
+        for n, size in zip(grid, shape, strict=True)
+    ]
     return [
         Region(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
         for cell in itertools.product(*axes)
@@ -264,7 +306,9 @@ def _grid_regions(key: str, shape: tuple[int, ...], grid: tuple[int, ...]) -> li
 def _lay_out(
     shards: Sequence[Shard], holders: Sequence[range], num_ranks: int, aliases: Mapping[str, str]
 ) -> tuple[Manifest, list[PlannedFile], dict[str, NewFile]]:
-    """Give every byte an owner; returns the manifest without chunks, the files of all ranks, and those of objects."""
+    """Give every byte an owner; returns the manifest without chunks, the files of all ranks, and
+    those of objects.
+    """
     described = describe(shards)
     table = _hold(merge_tables([described]), holders)
     manifest = manifest_of_keys(table, {})
@@ -282,7 +326,9 @@ def _lay_out(
 
 
 def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
-    """Give the shards of one rank to the ranks that are to hold them; the first is the main replica."""
+    """Give the shards of one rank to the ranks that are to hold them; the first is the main
+    replica.
+    """
     held = [holders[shard_id] for shard_id in table.shard_ids.tolist()]
     rows = np.repeat(np.arange(len(held)), [len(ranks) for ranks in held])
     ranks = np.fromiter(itertools.chain.from_iterable(held), np.int64)
@@ -295,7 +341,7 @@ def _hold(table: GlobalTable, holders: Sequence[range]) -> GlobalTable:
     return table._replace(ranks=ranks[order], is_main=is_main[order], **columns)
 
 
-# --- Writing it -------------------------------------------------------------------------------------------------------
+# --- Writing it -----------------------------------------------------------------------------------
 
 
 def _files_of(
@@ -305,7 +351,9 @@ def _files_of(
     object_files: Mapping[str, NewFile],
     overflows: dict[str, int],
 ) -> list[NewFile]:
-    """Return the files to write; `overflows` gets, while they are written, the numbers of values that do not fit."""
+    """Return the files to write; `overflows` gets, while they are written, the numbers of values
+    that do not fit.
+    """
     by_name = {output.name: output for output in outputs}
     files: list[NewFile] = []
     for file in planned:
@@ -322,4 +370,6 @@ def _cropped(output: OutputTensor, chunk: PlannedChunk) -> OutputTensor:
     """Return the part of an output tensor that a chunk holds."""
     is_whole = chunk.region == whole(output.mapped.shape)
     mapped = output.mapped if is_whole else crop(output.mapped, chunk.region)
-    return OutputTensor(output.name, output.dtype, chunk.region.num_elements, chunk.num_bytes, mapped)
+    return OutputTensor(
+        output.name, output.dtype, chunk.region.num_elements, chunk.num_bytes, mapped
+    )

@@ -1,4 +1,6 @@
-"""Verification of a checkpoint: is what lies on disk what was saved? Reads each byte at most once, changes nothing."""
+"""Verification of a checkpoint: is what lies on disk what was saved? Reads each byte at most once,
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError, CorruptCheckpointError
+from distckpt._base.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from distckpt._base.interrupts import operation
 from distckpt._base.memory import Bytes, bounce_buffer
 from distckpt._base.messages import check_choice
 from distckpt._base.threads import Pool
+from distckpt._checkpoint import opening
 from distckpt._commit.conditional_put import stray_files
-from distckpt._foreign import opening
 from distckpt._format.checksum import checksum
 from distckpt._format.manifest import Manifest, is_manifest_name
 from distckpt._format.marker import CONFIG_FNAME, file_size
@@ -43,8 +49,10 @@ class Problem(NamedTuple):
         file: its location.
         message: what is wrong with it.
         key: of the tensor or object that is concerned, None when a whole file is.
-        region: the part of the global tensor that is concerned: that of the chunk, `[start:stop, ...]` along each axis.
-        first_byte: where in the file the damage begins, as far as it can be narrowed down (to a checksum block).
+        region: the part of the global tensor that is concerned: that of the chunk, `[start:stop,
+            ...]` along each axis.
+        first_byte: where in the file the damage begins, as far as it can be narrowed down (to a
+            checksum block).
         stop_byte: where it ends.
     """
 
@@ -64,14 +72,15 @@ class VerifyReport:
         location: location of the checkpoint.
         mode: "fast" or "full".
         problems: everything that is wrong; empty for a whole checkpoint.
-        has_checksums: False for formats without checksums: only sizes and headers of their files are checked.
+        has_checksums: False for formats without checksums: only sizes and headers of their files
+            are checked.
         num_keys: number of stored tensors and objects.
         num_files: number of files that hold them.
         num_chunks: number of pieces that they are stored in.
         num_bytes: bytes that were read.
         seconds: duration of the call.
-        strays: on an object store, files that are no part of the checkpoint: of saves that were interrupted, or that go
-            on. The next save removes them.
+        strays: on an object store, files that are no part of the checkpoint: of saves that were
+            interrupted, or that go on. The next save removes them.
     """
 
     location: str
@@ -108,11 +117,13 @@ def verify(
     there: what a disk has kept shows only after they have left it.
 
     Args:
-        checkpoint_dir: a path or fsspec URL of a checkpoint, or of a folder of safetensors files that others wrote.
-        mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers; "full" also reads
-            every byte once and compares all checksums.
+        checkpoint_dir: a path or fsspec URL of a checkpoint, or of a folder of safetensors files
+            that others wrote.
+        mode: "fast" looks at the marker, the manifest, the sizes of all files and their headers;
+            "full" also reads every byte once and compares all checksums.
         num_threads: number of threads that read, each with `UNIT_BYTES` of memory.
-        progress: called with the bytes read so far and the bytes to read, now and then, from one thread.
+        progress: called with the bytes read so far and the bytes to read, now and then, from one
+            thread.
 
     Returns:
         What was found. Damage does not raise: it is listed in `problems`.
@@ -123,7 +134,9 @@ def verify(
     """
     check_choice("mode", mode, ("fast", "full"))
     location = locations.normalize(checkpoint_dir)
-    return read_unchanged(Ranks.alone(), location, partial(_verify, location, mode, num_threads, progress))
+    return read_unchanged(
+        Ranks.alone(), location, partial(_verify, location, mode, num_threads, progress)
+    )
 
 
 def _verify(
@@ -138,12 +151,18 @@ def _verify(
     with timer.phase("plan"):
         stored = _open(location, marker)
     if isinstance(stored, Problem):
-        return VerifyReport(location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started)
+        return VerifyReport(
+            location, mode, (stored,), True, 0, 0, 0, 0, time.perf_counter() - started
+        )
     manifest = stored.manifest
     open_files = OpenFiles(direct=unread_files(stored) if mode == "full" else ())
     stored = stored.with_files(open_files)
     # An interrupt ends the iteration, which cancels what has not begun.
-    with timer.phase("read") as details, open_files, Pool(num_threads, thread_name_prefix="distckpt-verify") as pool:
+    with (
+        timer.phase("read") as details,
+        open_files,
+        Pool(num_threads, thread_name_prefix="distckpt-verify") as pool,
+    ):
         # 1. Files are there, have their sizes, and begin with the headers that were written.
         checked = pool.map(partial(_check_file, stored), range(len(manifest.files)))
         problems = [problem for problem in checked if problem is not None]
@@ -192,7 +211,11 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     expected, path = stored.manifest.files[file_id], stored.path_of_file(file_id)
     try:
         num_bytes = file_size(path)
-        header = locations.read_range(path, 0, expected.header_bytes) if num_bytes == expected.num_bytes else b""
+        header = (
+            locations.read_range(path, 0, expected.header_bytes)
+            if num_bytes == expected.num_bytes
+            else b""
+        )
     except FileNotFoundError:
         return Problem(path, "the file is missing")
     except CorruptCheckpointError as error:
@@ -202,9 +225,13 @@ def _check_file(stored: StoredCheckpoint, file_id: int) -> Problem | None:
     if num_bytes != expected.num_bytes:
         how = "cut off" if num_bytes < expected.num_bytes else "extended or replaced"
         message = f"the file was {how}: it has {num_bytes} bytes, {expected.num_bytes} were saved"
-        return Problem(path, message, None, None, min(num_bytes, expected.num_bytes), expected.num_bytes)
+        return Problem(
+            path, message, None, None, min(num_bytes, expected.num_bytes), expected.num_bytes
+        )
     if stored.manifest.has_checksums and checksum(header) != expected.header_checksum:
-        return Problem(path, "checksum mismatch in the header", None, None, 0, expected.header_bytes)
+        return Problem(
+            path, "checksum mismatch in the header", None, None, 0, expected.header_bytes
+        )
     return None
 
 
@@ -224,7 +251,9 @@ def _check_blocks(
 
 
 class _Blocks(NamedTuple):
-    """The checksum blocks of all chunks in file order, as columns; `expected` is empty without checksums."""
+    """The checksum blocks of all chunks in file order, as columns; `expected` is empty without
+    checksums.
+    """
 
     chunks: IntArray
     file_ids: IntArray
@@ -240,22 +269,36 @@ def _list_blocks(manifest: Manifest) -> _Blocks:
     starts = manifest.first_bytes[chunks] + within
     stops = starts + np.minimum(manifest.num_bytes[chunks] - within, manifest.block_bytes)
     order = np.lexsort((starts, manifest.file_ids[chunks]))
-    expected = manifest.block_checksums[order] if manifest.has_checksums else manifest.block_checksums
-    return _Blocks(chunks[order], manifest.file_ids[chunks][order], starts[order], stops[order], expected)
+    expected = (
+        manifest.block_checksums[order] if manifest.has_checksums else manifest.block_checksums
+    )
+    return _Blocks(
+        chunks[order], manifest.file_ids[chunks][order], starts[order], stops[order], expected
+    )
 
 
 def _units(blocks: _Blocks) -> Iterator[range]:
     """Cut the blocks into ranges that are near each other in one file and fit one read."""
-    file_ids, starts, stops = blocks.file_ids.tolist(), blocks.starts.tolist(), blocks.stops.tolist()
+    file_ids, starts, stops = (
+        blocks.file_ids.tolist(),
+        blocks.starts.tolist(),
+        blocks.stops.tolist(),
+    )
     first = 0
     for index in range(1, len(starts) + 1):
-        ends = index == len(starts) or file_ids[index] != file_ids[first] or stops[index] - starts[first] > UNIT_BYTES
+        ends = (
+            index == len(starts)
+            or file_ids[index] != file_ids[first]
+            or stops[index] - starts[first] > UNIT_BYTES
+        )
         if ends:
             yield range(first, index)
             first = index
 
 
-def _check_unit(stored: StoredCheckpoint, blocks: _Blocks, unit: range) -> tuple[list[tuple[int, str]], int]:
+def _check_unit(
+    stored: StoredCheckpoint, blocks: _Blocks, unit: range
+) -> tuple[list[tuple[int, str]], int]:
     """Read some blocks at once; return the bad ones, each with a message, and the bytes read."""
     path = stored.path_of_file(int(blocks.file_ids[unit[0]]))
     begin, end = int(blocks.starts[unit[0]]), int(blocks.stops[unit[-1]])
@@ -268,7 +311,9 @@ def _check_unit(stored: StoredCheckpoint, blocks: _Blocks, unit: range) -> tuple
             return [(unit[0], f"a chunk cannot be read: {error.strerror or error}")], 0
         # Narrow it down: one by one.
         parts = [_check_unit(stored, blocks, range(index, index + 1)) for index in unit]
-        return [entry for found, _ in parts for entry in found], sum(num_read for _, num_read in parts)
+        return [entry for found, _ in parts for entry in found], sum(
+            num_read for _, num_read in parts
+        )
     bad = []
     for index in unit:
         start, stop = int(blocks.starts[index]) - begin, int(blocks.stops[index]) - begin
@@ -279,7 +324,9 @@ def _check_unit(stored: StoredCheckpoint, blocks: _Blocks, unit: range) -> tuple
     return bad, len(data)
 
 
-def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int, str]]) -> list[Problem]:
+def _describe(
+    stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int, str]]
+) -> list[Problem]:
     """Say which chunks are concerned, one problem for blocks of a chunk that follow each other."""
     problems: list[Problem] = []
     for index, message in bad:
@@ -296,7 +343,9 @@ def _describe(stored: StoredCheckpoint, blocks: _Blocks, bad: Sequence[tuple[int
 
 
 def _read(stored: StoredCheckpoint, path: str, start: int, stop: int) -> Bytes:
-    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads again."""
+    """Return bytes of a file, fewer when it is shorter; they are the thread's until it reads
+    again.
+    """
     if not locations.is_local(path):
         return np.frombuffer(locations.read_range(path, start, stop), np.uint8)
     file_size(path)  # raises where this is no file

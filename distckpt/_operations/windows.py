@@ -1,4 +1,6 @@
-"""Going over the values of tensors: several threads read windows of them, and compute on what is in their caches."""
+"""Going over the values of tensors: several threads read windows of them, and compute on what is in
+their caches.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME, item_values
 from distckpt._base.threads import NUM_REQUESTS, NUM_THREADS, run_threads
-from distckpt._foreign.stored_values import StoredTensor
+from distckpt._checkpoint.stored_values import StoredTensor
 from distckpt._geometry.region import Region, cut_region, whole
 from distckpt._io.read import read_copies
 from distckpt._plan.load import Request, plan_load
@@ -28,7 +30,9 @@ _BATCH_WINDOWS = 256
 _GROUP_BATCHES = 128
 """So many batches are in work together, and their results in memory."""
 _ROW = 1024
-"""So many squares are added with the precision of the numbers, sums of them with that of float64."""
+"""So many squares are added with the precision of the numbers, sums of them with that of
+float64.
+"""
 _SAFE = (1e-15, 1e15)
 """Squares of float32 numbers between these neither vanish nor overflow."""
 
@@ -49,11 +53,14 @@ def map_windows(
 ) -> Iterator[list[_Result]]:
     """Yield for each tensor the results of `compute(window, *values)` for its windows, in order.
 
-    Each side has tensors of one checkpoint, the first of them of the same shape as the first of the other side, and so
-    on. `values`, of each side, are in memory that is used again. `count` is called with numbers of bytes.
+    Each side has tensors of one checkpoint, the first of them of the same shape as the first of the
+    other side, and so on. `values`, of each side, are in memory that is used again. `count` is
+    called with numbers of bytes.
     """
     windows = (
-        Window(number, region) for number, tensor in enumerate(sides[0]) for region in window_regions(tensor.shape)
+        Window(number, region)
+        for number, tensor in enumerate(sides[0])
+        for region in window_regions(tensor.shape)
     )
     results = _results(sides, _batches(windows), compute, count)
     for _, found in itertools.groupby(results, operator.itemgetter(0)):
@@ -106,10 +113,15 @@ def _results(
             yield from zip((window.tensor for window in batch), found[number], strict=True)
 
 
-def _read(purpose: str, tensors: Sequence[StoredTensor], batch: Sequence[Window]) -> list[torch.Tensor]:
+def _read(
+    purpose: str, tensors: Sequence[StoredTensor], batch: Sequence[Window]
+) -> list[torch.Tensor]:
     """Read windows of a checkpoint into scratch memory of this thread for a purpose."""
     dtypes = [FROM_NAME[tensors[window.tensor].dtype] for window in batch]
-    sizes = [window.region.num_elements * dtype.itemsize for window, dtype in zip(batch, dtypes, strict=True)]
+    sizes = [
+        window.region.num_elements * dtype.itemsize
+        for window, dtype in zip(batch, dtypes, strict=True)
+    ]
     # A multiple of the size of every item, so that each window can be viewed in its dtype.
     spaces = [-(-size // 16) * 16 for size in sizes]
     pieces = torch.split(scratch(purpose, (sum(spaces),), torch.uint8), spaces)
@@ -125,7 +137,9 @@ def _read(purpose: str, tensors: Sequence[StoredTensor], batch: Sequence[Window]
 
 
 def real_numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return a block of values as a line of float32 or float64, in scratch memory where those are other ones."""
+    """Return a block of values as a line of float32 or float64, in scratch memory where those are
+    other ones.
+    """
     values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     if values.dtype in (torch.float32, torch.float64):
         return values
@@ -146,7 +160,9 @@ def extremes(numbers: torch.Tensor) -> tuple[float, float]:
 
 
 def norm(numbers: torch.Tensor, largest: float | None = None) -> float:
-    """Return the L2 norm of a block of real numbers, of which the largest absolute value may be known."""
+    """Return the L2 norm of a block of real numbers, of which the largest absolute value may be
+    known.
+    """
     if largest is None:
         largest = max(map(abs, extremes(numbers)))
     if not _SAFE[0] < largest < _SAFE[1]:

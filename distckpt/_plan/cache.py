@@ -15,13 +15,15 @@ import numpy.typing as npt
 
 from distckpt._format.manifest import ChunkTable, Manifest
 from distckpt._geometry.region import Region
+from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.layout import PlannedChunk, PlannedFile
 from distckpt._ranks.collectives import Ranks
 from distckpt._state.shards import Shard, find_ties
-from distckpt.mapping import ShardedObject
 
 Structure: TypeAlias = tuple[Any, ...]
-"""Everything about the shards of one rank that a plan depends on; equal structures have equal plans."""
+"""Everything about the shards of one rank that a plan depends on; equal structures have equal
+plans.
+"""
 
 MAX_PLANS = 4
 """So many are kept, for programs that save several state dicts in turn."""
@@ -36,7 +38,8 @@ class SavePlan(NamedTuple):
         objects: that this rank writes; their file is laid out when they are encoded.
         manifest: on the coordinator, the manifest without its chunks.
         tables: on the coordinator, the chunks of the tensors that each rank writes.
-        replicas: regions of shards that other ranks hold too, and that must be equal; None where no rank has any.
+        replicas: regions of shards that other ranks hold too, and that must be equal; None where no
+            rank has any.
         weights: one for each of these; those of the replicas of a region add up to 0, modulo 2**64.
     """
 
@@ -69,14 +72,19 @@ class PlanCache:
 
 
 def structure_of(shards: Sequence[Shard], ranks: Ranks, *settings: object) -> Structure:
-    """Return what a plan depends on: every shard but for its data, which of them share memory, who saves, and how."""
+    """Return what a plan depends on: every shard but for its data, which of them share memory, who
+    saves, and how.
+    """
     of_tensor = attrgetter(
         "key", "dtype", "local_shape", "global_shape", "global_offset", "replica_id", "prepend_axis_num",
         "flattened_range",
     )  # fmt: skip
     of_object = attrgetter("key", "global_shape", "global_offset", "replica_id")
     # One isinstance for each class, not for each shard: there may be many.
-    getters = {kind: of_object if issubclass(kind, ShardedObject) else of_tensor for kind in set(map(type, shards))}
+    getters = {
+        kind: of_object if issubclass(kind, ShardedObject) else of_tensor
+        for kind in set(map(type, shards))
+    }
     described = [getters[type(shard)](shard) for shard in shards]
     # Equal to a replica id that was chosen by the author.
     copies = [type(shard.replica_id) for shard in shards]

@@ -1,6 +1,8 @@
-"""Planning reads of quantised tensors: a view of the checkpoint with them, and which parts a region is made of.
+"""Planning reads of quantised tensors: a view of the checkpoint with them, and which parts a region
+is made of.
 
-In the view each quantised tensor is one chunk under the key of the model. What it is stored as has other names there.
+In the view each quantised tensor is one chunk under the key of the model. What it is stored as has
+other names there.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.manifest import OBJECT, ChunkTable, Manifest
 from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._geometry.mapped import TensorInfo
 from distckpt._geometry.region import Region, cut_region
 from distckpt._plan.codes import AS_STORED
 from distckpt._plan.load import Copy, Request, plan_load
 from distckpt._quantization.detect import find_quantized
 from distckpt._quantization.names import may_be_codes
 from distckpt._quantization.quantized import QuantizedTensor, part_regions
+from distckpt._rules.mapped import TensorInfo
 
 PIECE_ELEMENTS = 8 << 20
 """The codes of so many values are read at a time."""
@@ -50,8 +52,16 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         [*manifest.global_shapes, *(each.model_shape for each in tensors)],
         _with_chunks(manifest, tensors),
         {
-            **{alias: key for alias, key in manifest.aliases.items() if key in found or key not in names},
-            **{alias + AS_STORED: names[key] for alias, key in manifest.aliases.items() if key in names},
+            **{
+                alias: key
+                for alias, key in manifest.aliases.items()
+                if key in found or key not in names
+            },
+            **{
+                alias + AS_STORED: names[key]
+                for alias, key in manifest.aliases.items()
+                if key in names
+            },
         },
         manifest.block_bytes,
         manifest.has_checksums,
@@ -66,7 +76,9 @@ def decoded(stored: StoredCheckpoint) -> StoredCheckpoint:
         )
         for each in tensors
     ]
-    return stored._replace(manifest=view, quantized=dict(enumerate(renamed, len(manifest.chunks.key_ids))))
+    return stored._replace(
+        manifest=view, quantized=dict(enumerate(renamed, len(manifest.chunks.key_ids)))
+    )
 
 
 def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> ChunkTable:
@@ -80,16 +92,21 @@ def _with_chunks(manifest: Manifest, tensors: Sequence[QuantizedTensor]) -> Chun
         "file_ids": np.zeros(len(tensors), np.int64),
         # Nowhere, and each elsewhere.
         "first_bytes": np.arange(-len(tensors), 0),
-        "num_bytes": np.prod(shapes, axis=1) * np.array([FROM_NAME[each.dtype].itemsize for each in tensors]),
+        "num_bytes": np.prod(shapes, axis=1)
+        * np.array([FROM_NAME[each.dtype].itemsize for each in tensors]),
         "offsets": np.zeros((len(tensors), ndim), np.int64),
         "shapes": shapes,
     }
-    columns: dict[str, Any] = {name: np.concatenate([getattr(chunks, name), more]) for name, more in added.items()}
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(chunks, name), more]) for name, more in added.items()
+    }
     return chunks._replace(**columns)
 
 
 def name_in_view(view: StoredCheckpoint, key: str, dtype: torch.dtype) -> str:
-    """Return the name under which a view has what is requested: what is stored, where that has the dtype."""
+    """Return the name under which a view has what is requested: what is stored, where that has the
+    dtype.
+    """
     as_stored = key + AS_STORED
     if as_stored not in view.manifest.key_index:
         return key
@@ -104,10 +121,11 @@ def hidden_keys(view: StoredCheckpoint) -> set[str]:
 
 
 class Piece(NamedTuple):
-    """Values to compute: a region of a quantised tensor as it is stored, of which request, and what it is made of.
+    """Values to compute: a region of a quantised tensor as it is stored, of which request, and what
+    it is made of.
 
-    `parts` has for each part its role, the stored region, and the copies of which it consists; their requests count
-    from 0.
+    `parts` has for each part its role, the stored region, and the copies of which it consists;
+    their requests count from 0.
     """
 
     quantized: QuantizedTensor
@@ -119,7 +137,9 @@ class Piece(NamedTuple):
 
 
 def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]:
-    """Divide copies out of quantised tensors into pieces, and find the parts that each piece is made of."""
+    """Divide copies out of quantised tensors into pieces, and find the parts that each piece is
+    made of.
+    """
     pieces: list[Piece] = []
     requests: list[Request] = []
     owners: list[tuple[int, int]] = []
@@ -127,13 +147,18 @@ def plan_decoding(view: StoredCheckpoint, copies: Sequence[Copy]) -> list[Piece]
         quantized = view.quantized[copy.chunk]
         # Of narrow slices, items are read that hold more codes than those of the slice.
         source = quantized.to_model(copy.source)
-        for region in cut_region(source, max(1, PIECE_ELEMENTS // -(-quantized.pack // source.shape[-1]))):
+        for region in cut_region(
+            source, max(1, PIECE_ELEMENTS // -(-quantized.pack // source.shape[-1]))
+        ):
             regions = part_regions(quantized, region)
             owners += [(len(pieces), index) for index in range(len(regions))]
             requests += [
-                Request(quantized.parts[role].key, quantized.parts[role].shape, regions[role]) for role in regions
+                Request(quantized.parts[role].key, quantized.parts[role].shape, regions[role])
+                for role in regions
             ]
-            pieces.append(Piece(quantized, region, copy, tuple(regions), tuple(regions.values()), []))
+            pieces.append(
+                Piece(quantized, region, copy, tuple(regions), tuple(regions.values()), [])
+            )
     for part in plan_load(view, requests):
         piece, index = owners[part.request]
         pieces[piece].copies.append(part._replace(request=index))

@@ -1,4 +1,6 @@
-"""Planning a consolidation: which tensors go into which output file, and what they are made of. Pure functions."""
+"""Planning a consolidation: which tensors go into which output file, and what they are made of.
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ from distckpt._quantization.formats import (
 )
 from distckpt._quantization.names import may_be_codes, scales_of
 from distckpt._quantization.quantized import QuantizedTensor
-from distckpt.rules import MappedTensor, Rule, TensorInfo, apply_rules
+from distckpt._rules.rules import (
+    MappedTensor,
+    Rule,
+    TensorInfo,
+    apply_rules,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +46,21 @@ MAX_FILES = 99_999
 
 
 class EncodedPart(NamedTuple):
-    """A part of a tensor that is quantized when it is written: codes, scales and so on, see `QuantizedTensor`."""
+    """A part of a tensor that is quantized when it is written: codes, scales and so on, see
+    `QuantizedTensor`.
+    """
 
     quantized: QuantizedTensor
     role: str
 
 
 class Change(NamedTuple):
-    """What an adapter changes in a tensor: `replacement` takes its place, and `scaling * b @ a` is added.
+    """What an adapter changes in a tensor: `replacement` takes its place, and `scaling * b @ a` is
+    added.
 
-    They are keys, None for nothing; the product is perhaps `transposed`. If the matrices are those of `num_experts`, as
-    PEFT has them, the rows of `a` are those of one after another, and the columns of `b` take turns; `first_row` is
-    that of the tensor in `b`.
+    They are keys, None for nothing; the product is perhaps `transposed`. If the matrices are those
+    of `num_experts`, as PEFT has them, the rows of `a` are those of one after another, and the
+    columns of `b` take turns; `first_row` is that of the tensor in `b`.
     """
 
     adapter: StoredCheckpoint
@@ -65,10 +75,11 @@ class Change(NamedTuple):
 
 
 class OutputTensor(NamedTuple):
-    """A tensor of the export: its name, safetensors dtype, number of elements, size, and what it is made of.
+    """A tensor of the export: its name, safetensors dtype, number of elements, size, and what it is
+    made of.
 
-    `mapped` is that, or, where this is an encoded part, what the tensor is made of whose part it is. It is changed
-    before it is encoded.
+    `mapped` is that, or, where this is an encoded part, what the tensor is made of whose part it
+    is. It is changed before it is encoded.
     """
 
     name: str
@@ -82,7 +93,11 @@ class OutputTensor(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
-        return self.encoded.quantized.parts[self.encoded.role].shape if self.encoded else self.mapped.shape
+        return (
+            self.encoded.quantized.parts[self.encoded.role].shape
+            if self.encoded
+            else self.mapped.shape
+        )
 
 
 class OutputFile(NamedTuple):
@@ -98,18 +113,23 @@ class OutputFile(NamedTuple):
 
 
 def matches(key: str, patterns: str | Sequence[str]) -> bool:
-    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its beginning.
+    """Tell whether a key matches a pattern: with `*`, `?` or `[` as in file names, else by its
+    beginning.
 
     Patterns behind a `!` name what is left out; if there are no others, all else matches.
     """
     listed = [patterns] if isinstance(patterns, str) else patterns
     wanted = [pattern for pattern in listed if not pattern.startswith("!")]
     is_left_out = any(_fits(key, pattern[1:]) for pattern in listed if pattern.startswith("!"))
-    return not is_left_out and ((not wanted and len(listed) > 0) or any(_fits(key, pattern) for pattern in wanted))
+    return not is_left_out and (
+        (not wanted and len(listed) > 0) or any(_fits(key, pattern) for pattern in wanted)
+    )
 
 
 def _fits(key: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(key, pattern) if set(pattern) & set("*?[") else key.startswith(pattern)
+    return (
+        fnmatch.fnmatchcase(key, pattern) if set(pattern) & set("*?[") else key.startswith(pattern)
+    )
 
 
 def check_patterns(keys: object) -> None:
@@ -120,9 +140,13 @@ def check_patterns(keys: object) -> None:
 
 
 def check_all_match(
-    names: Collection[str], keys: str | Sequence[str] | None = None, rename: Iterable[str] = (), where: str = ""
+    names: Collection[str],
+    keys: str | Sequence[str] | None = None,
+    rename: Iterable[str] = (),
+    where: str = "",
 ) -> None:
-    """Refuse patterns and old beginnings that match none of the names; of what is to be left out, only warn.
+    """Refuse patterns and old beginnings that match none of the names; of what is to be left out,
+    only warn.
 
     Raises:
         LoadMismatchError: one matches nothing.
@@ -132,10 +156,14 @@ def check_all_match(
     unmatched = [p for p in listed if not any(_fits(name, p.removeprefix("!")) for name in names)]
     unused += [pattern for pattern in unmatched if not pattern.startswith("!")]
     if absent := [pattern[1:] for pattern in unmatched if pattern.startswith("!")]:
-        logger.warning("no tensor%s matches %s, which is to be left out", where, ", ".join(map(repr, absent)))
+        logger.warning(
+            "no tensor%s matches %s, which is to be left out", where, ", ".join(map(repr, absent))
+        )
     if unused:
         there = summarize_keys(names) if names else "none"
-        raise LoadMismatchError(f"No tensor{where} matches {', '.join(map(repr, unused))}; there are {there}.")
+        raise LoadMismatchError(
+            f"No tensor{where} matches {', '.join(map(repr, unused))}; there are {there}."
+        )
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
@@ -145,9 +173,13 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
 
 
 def select_tensors(
-    manifest: Manifest, keys: str | Sequence[str] | None, write_tied: bool, hidden: Set[str] = frozenset()
+    manifest: Manifest,
+    keys: str | Sequence[str] | None,
+    write_tied: bool,
+    hidden: Set[str] = frozenset(),
 ) -> dict[str, TensorInfo]:
-    """Return the stored tensors that match; of tied ones only the first that does, unless all are to be written.
+    """Return the stored tensors that match; of tied ones only the first that does, unless all are
+    to be written.
 
     `hidden` ones are left out.
     """
@@ -163,7 +195,9 @@ def select_tensors(
             chosen[name] = TensorInfo(manifest.global_shapes[key_id], manifest.dtypes[key_id])
             taken.add(key_id)
     if chosen and keys is not None:
-        check_all_match({name for name, key_id in key_index.items() if manifest.dtypes[key_id] != OBJECT}, keys)
+        check_all_match(
+            {name for name, key_id in key_index.items() if manifest.dtypes[key_id] != OBJECT}, keys
+        )
     if not chosen:
         there = summarize_keys(name for name in names if manifest.dtypes[key_index[name]] != OBJECT)
         raise LoadMismatchError(f"No tensor matches {keys!r}; there are {there or 'none'}.")
@@ -181,18 +215,28 @@ def plan_tensors(
 ) -> list[OutputTensor]:
     """Apply rules to tensors in natural order, then give each its name and dtype in the output.
 
-    `rename` maps old beginnings of names to new ones; the first that fits counts. `dtype` is for all floating point
-    tensors of 16 bits and more, or by pattern of output names; other tensors (integers, 8-bit floats) are converted
-    only by a pattern without wildcards that is their name. Once there are rules, all tensors must match one, except
-    with `keep_unmatched`. Of `rename`, each must fit something, if only one of the `tied` names that are not written.
+    `rename` maps old beginnings of names to new ones; the first that fits counts. `dtype` is for
+    all floating point tensors of 16 bits and more, or by pattern of output names; other tensors
+    (integers, 8-bit floats) are converted only by a pattern without wildcards that is their name.
+    Once there are rules, all tensors must match one, except with `keep_unmatched`. Of `rename`,
+    each must fit something, if only one of the `tied` names that are not written.
     """
     outputs: list[OutputTensor] = []
     used: set[str] = set()
     by_pattern = {"*": dtype} if isinstance(dtype, torch.dtype) else {} if dtype is None else dtype
-    if not isinstance(by_pattern, Mapping) or not all(isinstance(d, torch.dtype) for d in by_pattern.values()):
-        raise TypeError(f"dtype is a torch.dtype, such as torch.bfloat16, or a dict of them by pattern, got {dtype!r}.")
-    if not isinstance(rename, Mapping) or not all(isinstance(name, str) for pair in rename.items() for name in pair):
-        raise TypeError(f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}.")
+    if not isinstance(by_pattern, Mapping) or not all(
+        isinstance(d, torch.dtype) for d in by_pattern.values()
+    ):
+        raise TypeError(
+            "dtype is a torch.dtype, such as torch.bfloat16, or a dict of them by pattern, got "
+            f"{dtype!r}."
+        )
+    if not isinstance(rename, Mapping) or not all(
+        isinstance(name, str) for pair in rename.items() for name in pair
+    ):
+        raise TypeError(
+            f"rename is a dict of old beginnings of names -> new ones, got {rename!r:.200}."
+        )
     ruled = _apply_rules(rules, tensors, keep_unmatched)
     check_all_match({*ruled, *tied}, rename=rename)
     for original, mapped in ruled.items():
@@ -201,7 +245,9 @@ def plan_tensors(
             pattern = next((p for p in by_pattern if name == p or matches(name, p)), None)
         if not name:
             source = summarize_keys(part.key for part in mapped.parts)
-            raise CheckpointingException(f"The new name of {source} would be empty: change rename, or the rules.")
+            raise CheckpointingException(
+                f"The new name of {source} would be empty: change rename, or the rules."
+            )
         target = FROM_NAME[mapped.dtype]
         if pattern is not None:
             used.add(pattern)
@@ -209,9 +255,15 @@ def plan_tensors(
         count = math.prod(mapped.shape)
         outputs.append(OutputTensor(name, TO_NAME[target], count, count * target.itemsize, mapped))
     names = [tensor.name for tensor in outputs]
-    no_text = [name for name in names if name.encode(errors="ignore").decode() != name or name == "__metadata__"]
+    no_text = [
+        name
+        for name in names
+        if name.encode(errors="ignore").decode() != name or name == "__metadata__"
+    ]
     if no_text:
-        raise CheckpointingException(f"No safetensors file can hold the name {no_text[0]!r:.300}: rename it.")
+        raise CheckpointingException(
+            f"No safetensors file can hold the name {no_text[0]!r:.300}: rename it."
+        )
     if len(set(names)) < len(names):
         twice = summarize_keys(name for name in set(names) if names.count(name) > 1)
         raise CheckpointingException(f"Several tensors would get one name: {twice}. Change rename.")
@@ -219,39 +271,52 @@ def plan_tensors(
     if unused:
         raise CheckpointingException(
             f"Of the patterns for dtype, {sorted(unused)} apply to no tensor: none matches"
-            f"{did_you_mean(min(unused), names)}, or an earlier pattern does. Expected are names of the export (after "
-            "rules and rename), beginnings of them, or patterns with *."
+            f"{did_you_mean(min(unused), names)}, or an earlier pattern does. Expected are names "
+            "of the export (after rules and rename), beginnings of them, or patterns with *."
         )
-    return sorted(outputs, key=lambda tensor: natural_order(tensor.name)) if rules or rename else outputs
+    return (
+        sorted(outputs, key=lambda tensor: natural_order(tensor.name))
+        if rules or rename
+        else outputs
+    )
 
 
 def _converted(name: str, stored: torch.dtype, wanted: torch.dtype, is_named: bool) -> torch.dtype:
-    """Return the dtype of a tensor in an export, which its name or another pattern converts to a wanted one."""
+    """Return the dtype of a tensor in an export, which its name or another pattern converts to a
+    wanted one.
+    """
     is_ordinary = stored.is_floating_point and stored.itemsize > 1
     target = wanted if is_ordinary or is_named else stored
     is_cut = is_ordinary and not is_named and not (target.is_floating_point or target.is_complex)
     if is_cut or not is_convertible(stored, target):
         why = " without its fractions, except under a pattern that is its name" if is_cut else ""
         raise CheckpointingException(
-            f"Tensor {name!r} is {stored} and cannot be converted to {target}{why}: give another dtype for it."
+            f"Tensor {name!r} is {stored} and cannot be converted to {target}{why}: give another "
+            "dtype for it."
         )
     return target
 
 
 def is_for_all(dtype: torch.dtype | Mapping[str, torch.dtype] | None) -> bool:
-    """Tell whether a dtype is given for all tensors, so that those stored as codes are exported as values."""
+    """Tell whether a dtype is given for all tensors, so that those stored as codes are exported as
+    values.
+    """
     return isinstance(dtype, torch.dtype) or "*" in (dtype or ())
 
 
 def keep_precise(output: OutputTensor) -> OutputTensor:
-    """Leave a tensor in float32 that all programs keep so: the bias by which routers balance their experts."""
+    """Leave a tensor in float32 that all programs keep so: the bias by which routers balance their
+    experts.
+    """
     if output.mapped.dtype != "F32" or not output.name.endswith("e_score_correction_bias"):
         return output
     return output._replace(dtype="F32", num_bytes=4 * output.num_elements)
 
 
 def check_codes(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> None:
-    """Refuse outputs in which codes of quantized tensors are converted as if they were values, or lack their scales."""
+    """Refuse outputs in which codes of quantized tensors are converted as if they were values, or
+    lack their scales.
+    """
     casts = {
         part.key: torch.float32 if output.encoded or output.change else FROM_NAME[output.dtype]
         for output in outputs
@@ -265,9 +330,10 @@ def check_codes(stored: StoredCheckpoint, outputs: Sequence[OutputTensor]) -> No
             scales = scales_of(part.key, index)
             if len(scales) > len(scales_of(output.name, names)):
                 raise LoadMismatchError(
-                    f"{part.key!r} in {stored.location!r} holds codes and would be {output.name!r}, without its scales "
-                    f"({', '.join(map(repr, scales))}): select and rename them together, or give a dtype for all "
-                    "tensors to write values.",
+                    f"{part.key!r} in {stored.location!r} holds codes and would be "
+                    f"{output.name!r}, without its scales ({', '.join(map(repr, scales))}): "
+                    "select and rename them together, or give a dtype for all tensors to write "
+                    "values.",
                     unexpected=[part.key],
                 )
 
@@ -281,8 +347,8 @@ def _apply_rules(
         if not error.missing:
             raise
         raise LoadMismatchError(
-            f"{error} Those that are not of the model (an optimizer's, say) are left out with `keys`; "
-            "unmatched='keep' exports them under their own names.",
+            f"{error} Those that are not of the model (an optimizer's, say) are left out with "
+            "`keys`; unmatched='keep' exports them under their own names.",
             missing=error.missing,
         ) from error
 
@@ -294,8 +360,8 @@ def quantize_outputs(
 
     Args:
         outputs: tensors of the export.
-        formats: pattern of names -> name of a format; the first that matches counts. With the pattern "", the format is
-            for those tensors that models usually quantize.
+        formats: pattern of names -> name of a format; the first that matches counts. With the
+            pattern "", the format is for those tensors that models usually quantize.
         model: names of the tensors to quantize, where a model says them.
 
     Returns:
@@ -306,11 +372,16 @@ def quantize_outputs(
     used: dict[str, Format] = {}
     for output in outputs:
         name, shape = output.name, output.mapped.shape
-        pattern = next((p for p in formats if p and matches(name, p)), "" if "" in formats else None)
+        pattern = next(
+            (p for p in formats if p and matches(name, p)), "" if "" in formats else None
+        )
         form = FORMATS[formats[pattern]] if pattern is not None else None
         if pattern == "" and (name not in model if model else matches(name, NOT_QUANTIZED)):
             form = None
-        is_float = FROM_NAME[output.mapped.dtype].is_floating_point and FROM_NAME[output.mapped.dtype].itemsize > 1
+        is_float = (
+            FROM_NAME[output.mapped.dtype].is_floating_point
+            and FROM_NAME[output.mapped.dtype].itemsize > 1
+        )
         if form is None or not is_float or not takes(form, name, shape):
             result.append(output)
             kept += [name] if len(shape) == 2 and name.endswith(".weight") else []
@@ -321,34 +392,46 @@ def quantize_outputs(
             count = math.prod(part.shape)
             num_bytes = count * FROM_NAME[part.dtype].itemsize
             encoded = EncodedPart(quantized, role)
-            result.append(OutputTensor(part.key, part.dtype, count, num_bytes, output.mapped, encoded, output.change))
+            result.append(
+                OutputTensor(
+                    part.key, part.dtype, count, num_bytes, output.mapped, encoded, output.change
+                )
+            )
     unused = sorted(set(formats.values()) - used.keys())
     if unused:
         raise CheckpointingException(
-            f"No tensor can be quantized to {unused}: no name matches, or shapes do not fit. Formats other than mxfp4 "
-            "are for weights with two axes named '*.weight' (4-bit ones with whole groups of columns), mxfp4 for "
-            "'*.experts.*_proj' with three, as transformers has them in memory for gpt-oss."
+            f"No tensor can be quantized to {unused}: no name matches, or shapes do not fit. "
+            "Formats other than mxfp4 are for weights with two axes named '*.weight' (4-bit ones "
+            "with whole groups of columns), mxfp4 for '*.experts.*_proj' with three, as "
+            "transformers has them in memory for gpt-oss."
         )
     config = quantization_config(list(used.values()), kept)
     if config is None:
-        raise CheckpointingException(f"No config.json can describe {sorted(used)} in one model: choose one of them.")
+        raise CheckpointingException(
+            f"No config.json can describe {sorted(used)} in one model: choose one of them."
+        )
     twice = [name for name, count in Counter(tensor.name for tensor in result).items() if count > 1]
     if twice:
-        raise CheckpointingException(f"{twice[0]!r} is in the checkpoint, and quantizing makes another: rename it.")
+        raise CheckpointingException(
+            f"{twice[0]!r} is in the checkpoint, and quantizing makes another: rename it."
+        )
     return result, config
 
 
 def plan_files(
     outputs: Sequence[OutputTensor], max_file_bytes: int, file_numbers: Mapping[str, int] | None
 ) -> list[OutputFile]:
-    """Divide tensors, in natural order, among files of at most `max_file_bytes`; larger ones have files of their own.
+    """Divide tensors, in natural order, among files of at most `max_file_bytes`; larger ones have
+    files of their own.
 
-    Or by `file_numbers`: name -> number of its file, from 1. Names that are not exported are ignored there (the index
-    of a model with tied weights lists both).
+    Or by `file_numbers`: name -> number of its file, from 1. Names that are not exported are
+    ignored there (the index of a model with tied weights lists both).
     """
     by_name = {tensor.name: tensor for tensor in outputs}
     if file_numbers is None:
-        groups = group_keys_by_bytes({tensor.name: tensor.num_bytes for tensor in outputs}, max_file_bytes)
+        groups = group_keys_by_bytes(
+            {tensor.name: tensor.num_bytes for tensor in outputs}, max_file_bytes
+        )
     else:
         unmapped = [name for name in by_name if name not in file_numbers]
         if unmapped:
@@ -359,14 +442,18 @@ def plan_files(
         for name in by_name:
             number = file_numbers[name]
             if not isinstance(number, int) or not 1 <= number <= MAX_FILES:
-                raise CheckpointingException(f"Files are numbered from 1 to {MAX_FILES}, got {number!r} for {name!r}.")
+                raise CheckpointingException(
+                    f"Files are numbered from 1 to {MAX_FILES}, got {number!r} for {name!r}."
+                )
         groups = [[] for _ in range(max(file_numbers[name] for name in by_name))]
         for name in by_name:
             groups[file_numbers[name] - 1].append(name)
     if len(groups) == 1:
         return [OutputFile(SINGLE_FILE, tuple(by_name[name] for name in groups[0]))]
     return [
-        OutputFile(shard_filename("model", number, len(groups)), tuple(by_name[name] for name in names))
+        OutputFile(
+            shard_filename("model", number, len(groups)), tuple(by_name[name] for name in names)
+        )
         for number, names in enumerate(groups, start=1)
         if names
     ]

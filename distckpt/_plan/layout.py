@@ -28,8 +28,8 @@ from distckpt._state.shards import GlobalTable, ShardTable
 class PlannedChunk(NamedTuple):
     """A chunk to be written: a region of the global tensor, or a cell of the grid of objects.
 
-    `num_bytes` of an object is known when that is encoded. `pieces` are `(shard id, region)` of what is put together to
-    the chunk, in the order of the bytes.
+    `num_bytes` of an object is known when that is encoded. `pieces` are `(shard id, region)` of
+    what is put together to the chunk, in the order of the bytes.
     """
 
     key_id: int
@@ -54,7 +54,9 @@ class PlannedFile(NamedTuple):
 
 
 def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest:
-    """Describe the keys that are stored, in a manifest without chunks; `aliases` are those of `plan_owners`."""
+    """Describe the keys that are stored, in a manifest without chunks; `aliases` are those of
+    `plan_owners`.
+    """
     stored = [key_id for key_id in range(len(table.keys)) if key_id not in aliases]
     return Manifest(
         keys=[table.keys[i] for i in stored],
@@ -65,20 +67,27 @@ def manifest_of_keys(table: GlobalTable, aliases: Mapping[int, int]) -> Manifest
     )
 
 
-def lay_out_files(rank: int, table: ShardTable, pieces: Pieces) -> tuple[list[PlannedFile], list[PlannedChunk]]:
-    """Arrange the pieces of one rank, whose shards the table describes; returns the files of tensors, and the objects.
+def lay_out_files(
+    rank: int, table: ShardTable, pieces: Pieces
+) -> tuple[list[PlannedFile], list[PlannedChunk]]:
+    """Arrange the pieces of one rank, whose shards the table describes; returns the files of
+    tensors, and the objects.
 
-    As torch's readers require, a file has at most one chunk of a key. Pieces that follow one another in memory order
-    become one chunk; a key's further chunks go to further files.
+    As torch's readers require, a file has at most one chunk of a key. Pieces that follow one
+    another in memory order become one chunk; a key's further chunks go to further files.
     """
     key_of_shard = dict(zip(table.shard_ids.tolist(), table.key_ids.tolist(), strict=True))
     by_key: dict[int, list[PlannedChunk]] = {}
-    for key_id, shard_id, offset, shape in zip(*(column.tolist() for column in pieces), strict=True):
+    for key_id, shard_id, offset, shape in zip(
+        *(column.tolist() for column in pieces), strict=True
+    ):
         index = key_of_shard[shard_id]
         ndim, dtype = len(table.global_shapes[index]), table.dtypes[index]
         region = Region(tuple(offset[:ndim]), tuple(shape[:ndim]))
         num_bytes = 0 if dtype == OBJECT else region.num_elements * FROM_NAME[dtype].itemsize
-        chunk = PlannedChunk(key_id, table.keys[index], dtype, region, num_bytes, ((shard_id, region),))
+        chunk = PlannedChunk(
+            key_id, table.keys[index], dtype, region, num_bytes, ((shard_id, region),)
+        )
         by_key.setdefault(index, []).append(chunk)
     groups: list[list[PlannedChunk]] = []
     for chunks in by_key.values():
@@ -87,12 +96,20 @@ def lay_out_files(rank: int, table: ShardTable, pieces: Pieces) -> tuple[list[Pl
                 groups.append([])
             groups[number].append(chunk)
     objects = [chunk for group in groups for chunk in group if chunk.dtype == OBJECT]
-    of_tensors = [tensors for group in groups if (tensors := [chunk for chunk in group if chunk.dtype != OBJECT])]
+    of_tensors = [
+        tensors
+        for group in groups
+        if (tensors := [chunk for chunk in group if chunk.dtype != OBJECT])
+    ]
     global_shapes = dict(zip(table.keys, table.global_shapes, strict=True))
     files = []
     for number, chunks in enumerate(of_tensors):
         name = "tensors/" + shard_file_name(rank, number, len(of_tensors))
-        files.append(lay_out_tensor_file(name, chunks, {chunk.key: global_shapes[chunk.key] for chunk in chunks}))
+        files.append(
+            lay_out_tensor_file(
+                name, chunks, {chunk.key: global_shapes[chunk.key] for chunk in chunks}
+            )
+        )
     return files, objects
 
 
@@ -108,10 +125,16 @@ def lay_out_tensor_file(
     return PlannedFile(name, header, [chunks[i] for i in order])
 
 
-def lay_out_object_file(rank: int, objects: Sequence[PlannedChunk], sizes: Mapping[str, int]) -> PlannedFile:
+def lay_out_object_file(
+    rank: int, objects: Sequence[PlannedChunk], sizes: Mapping[str, int]
+) -> PlannedFile:
     """Arrange encoded objects; `sizes` has, in their order, the size of each by its unique key."""
-    header, _ = build_header([Entry(key, "U8", (size,), size) for key, size in sizes.items()], _OWN_METADATA)
-    chunks = [chunk._replace(num_bytes=size) for chunk, size in zip(objects, sizes.values(), strict=True)]
+    header, _ = build_header(
+        [Entry(key, "U8", (size,), size) for key, size in sizes.items()], _OWN_METADATA
+    )
+    chunks = [
+        chunk._replace(num_bytes=size) for chunk, size in zip(objects, sizes.values(), strict=True)
+    ]
     # Cells of one object have names of their own, so all fit into one file.
     return PlannedFile("objects/" + object_file_name(rank), header, chunks)
 
@@ -151,20 +174,31 @@ def _coalesce(chunks: list[PlannedChunk]) -> list[PlannedChunk]:
                 break
             previous = merged.pop()
             num_bytes = previous.num_bytes + chunk.num_bytes
-            chunk = chunk._replace(region=region, num_bytes=num_bytes, pieces=previous.pieces + chunk.pieces)
+            chunk = chunk._replace(
+                region=region, num_bytes=num_bytes, pieces=previous.pieces + chunk.pieces
+            )
         merged.append(chunk)
     return merged
 
 
 def _joined(first: Region, second: Region) -> Region | None:
-    """Return the region whose row-major content is that of two regions, one after the other; None if there is none."""
+    """Return the region whose row-major content is that of two regions, one after the other; None
+    if there is none.
+    """
     axis = next((i for i, size in enumerate(map(max, first.shape, second.shape)) if size > 1), 0)
     for candidate in range(axis + 1):
         same = all(
-            i == candidate or (first.offset[i] == second.offset[i] and first.shape[i] == second.shape[i])
+            i == candidate
+            or (first.offset[i] == second.offset[i] and first.shape[i] == second.shape[i])
             for i in range(len(first.shape))
         )
-        if same and first.shape and first.offset[candidate] + first.shape[candidate] == second.offset[candidate]:
+        if (
+            same
+            and first.shape
+            and first.offset[candidate] + first.shape[candidate] == second.offset[candidate]
+        ):
             extent = first.shape[candidate] + second.shape[candidate]
-            return Region(first.offset, (*first.shape[:candidate], extent, *first.shape[candidate + 1 :]))
+            return Region(
+                first.offset, (*first.shape[:candidate], extent, *first.shape[candidate + 1 :])
+            )
     return None

@@ -1,4 +1,6 @@
-"""Planning a load: whether requests fit what is stored, and which parts of chunks fill them. Pure functions."""
+"""Planning a load: whether requests fit what is stored, and which parts of chunks fill them. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,17 @@ from distckpt._geometry.region import (
     regions_to_arrays,
     whole,
 )
+from distckpt._mapping.wrappers import ShardedObject
 from distckpt._plan.codes import check_cast, undecoded
-from distckpt.mapping import ShardedObject
 
 MAX_PAIRS = 1 << 18
 """So many pairs of a request and a chunk are compared at a time: some 50 MB."""
 
 
 class Copy(NamedTuple):
-    """The unit of reading: `source` is a region of a chunk, `target` the equal one of a requested region."""
+    """The unit of reading: `source` is a region of a chunk, `target` the equal one of a requested
+    region.
+    """
 
     chunk: int
     source: Region
@@ -42,8 +46,9 @@ class Copy(NamedTuple):
 class Request(NamedTuple):
     """A region of a key to load.
 
-    With `allow_shape_mismatch` the global shape may differ from the stored one and what is not stored stays unread.
-    With `step` the elements lie so far apart along the axes; `plan_load` takes requests without it.
+    With `allow_shape_mismatch` the global shape may differ from the stored one and what is not
+    stored stays unread. With `step` the elements lie so far apart along the axes; `plan_load` takes
+    requests without it.
     """
 
     key: str
@@ -53,7 +58,7 @@ class Request(NamedTuple):
     step: tuple[int, ...] = ()
 
 
-# --- Keys, dtypes and objects -----------------------------------------------------------------------------------------
+# --- Keys, dtypes and objects ---------------------------------------------------------------------
 
 
 def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = False) -> None:
@@ -71,7 +76,10 @@ def check_keys(stored: StoredCheckpoint, keys: Iterable[str], has_rules: bool = 
         advice = "Names of another program need rules=, or family='auto' for those of Megatron Core and transformers."
     are_of_optimizer = all(key.endswith(".settings") or ".state." in key for key in absent)
     if are_of_optimizer and not any(key.endswith(".settings") for key in known):
-        hint, advice = "", "No state of an optimizer is stored there: leave the optimizer out of the state dict."
+        hint, advice = (
+            "",
+            "No state of an optimizer is stored there: leave the optimizer out of the state dict.",
+        )
     if about_codes := next(filter(None, (undecoded(stored, key) for key in absent)), None):
         hint, advice = "", about_codes
     text = f"Not in the checkpoint {stored.location!r}: {summarize_keys(absent)}{hint}. {advice}"
@@ -86,18 +94,22 @@ def _smaller_model(absent: Sequence[str], known: Iterable[str]) -> str:
     return " (the checkpoint has such keys with other numbers: was a smaller model saved?)"
 
 
-def check_dtype(stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool) -> None:
+def check_dtype(
+    stored: StoredCheckpoint, key: str, requested: torch.dtype, allow_cast: bool
+) -> None:
     """Refuse a tensor that is stored as an object, or in a dtype whose values would change."""
     if stored.is_object(key):
         raise LoadMismatchError(
-            f"Key {key!r} is an object in {stored.location!r} and was requested as a tensor.", unexpected=[key]
+            f"Key {key!r} is an object in {stored.location!r} and was requested as a tensor.",
+            unexpected=[key],
         )
     check_cast(stored, key, requested)
     dtype = FROM_NAME[stored.dtype_name(key)]
     if not (allow_cast or is_lossless_cast(dtype, requested)):
         raise LoadMismatchError(
-            f"Key {key!r} is stored in {stored.location!r} as {dtype} and was requested as {requested}, which would "
-            "change values. Request the stored dtype or a wider one, or pass allow_dtype_cast=True.",
+            f"Key {key!r} is stored in {stored.location!r} as {dtype} and was requested as "
+            f"{requested}, which would change values. Request the stored dtype or a wider one, or "
+            "pass allow_dtype_cast=True.",
             unexpected=[key],
         )
 
@@ -112,10 +124,11 @@ def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
     stored_shape = stored.global_shape(shard.key)
     if stored_shape != tuple(shard.global_shape):
         raise LoadMismatchError(
-            f"The object {shard.key!r} was saved in {stored_shape} parts and is requested in {shard.global_shape} "
-            f"(checkpoint {stored.location!r}): objects cannot be resharded. Such per-rank state (RNG, data loader "
-            "position) belongs to the number of ranks it was saved with: leave the key out, or load all stored parts "
-            "(see load_sharded_metadata) and merge them yourself.",
+            f"The object {shard.key!r} was saved in {stored_shape} parts and is requested in "
+            f"{shard.global_shape} (checkpoint {stored.location!r}): objects cannot be resharded. "
+            "Such per-rank state (RNG, data loader position) belongs to the number of ranks it "
+            "was saved with: leave the key out, or load all stored parts (see "
+            "load_sharded_metadata) and merge them yourself.",
             unexpected=[shard.unique_key],
         )
     chunks = stored.chunks_of(shard.key)
@@ -129,14 +142,15 @@ def object_chunk(stored: StoredCheckpoint, shard: ShardedObject) -> int:
     )
 
 
-# --- Regions of tensors -----------------------------------------------------------------------------------------------
+# --- Regions of tensors ---------------------------------------------------------------------------
 
 
 def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Copy]:
     """Find the parts of chunks that make up the requested regions, whose keys are all stored.
 
-    Returns copies grouped by request; their targets cover each request exactly. Raises LoadMismatchError where a
-    request has another global shape than the stored tensor, or is not stored completely.
+    Returns copies grouped by request; their targets cover each request exactly. Raises
+    LoadMismatchError where a request has another global shape than the stored tensor, or is not
+    stored completely.
     """
     for request in requests:
         _check_shape(stored, request)
@@ -147,12 +161,14 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
         request = requests[fault.tensor]
         if fault.num_covers > 1:
             raise CorruptCheckpointError(
-                f"Some of region {request.region} of key {request.key!r} is stored twice in {stored.location!r}, which "
-                "no save does: the manifest is damaged. Load another checkpoint."
+                f"Some of region {request.region} of key {request.key!r} is stored twice in "
+                f"{stored.location!r}, which no save does: the manifest is damaged. Load another "
+                "checkpoint."
             )
         raise LoadMismatchError(
-            f"Region {request.region} of key {request.key!r} is not stored completely in {stored.location!r}: it was "
-            "saved with gaps (validate_access_integrity=False). Request a region that was saved.",
+            f"Region {request.region} of key {request.key!r} is not stored completely in "
+            f"{stored.location!r}: it was saved with gaps (validate_access_integrity=False). "
+            "Request a region that was saved.",
             unexpected=[request.key],
         )
     return _to_copies(common, [len(request.region.shape) for request in requests])
@@ -161,7 +177,8 @@ def plan_load(stored: StoredCheckpoint, requests: Sequence[Request]) -> list[Cop
 class _Intersections(NamedTuple):
     """The intersections of requests with chunks, sorted by both, as rows of arrays.
 
-    `chunks` and `requests` are (n,); `in_chunks`, `in_requests` (offsets inside of either) and `shapes` (n, ndim).
+    `chunks` and `requests` are (n,); `in_chunks`, `in_requests` (offsets inside of either) and
+    `shapes` (n, ndim).
     """
 
     chunks: IntArray
@@ -173,7 +190,9 @@ class _Intersections(NamedTuple):
 
 def _intersect_chunks(manifest: Manifest, requests: Sequence[Request]) -> _Intersections:
     """Intersect requested regions with the chunks of their keys, many pairs at once."""
-    offsets, shapes = regions_to_arrays([request.region for request in requests], manifest.offsets.shape[1])
+    offsets, shapes = regions_to_arrays(
+        [request.region for request in requests], manifest.offsets.shape[1]
+    )
     key_ids = np.array([manifest.key_index[request.key] for request in requests], np.int64)
     first_chunks = manifest.key_starts[key_ids]
     counts = manifest.key_starts[key_ids + 1] - first_chunks
@@ -186,26 +205,47 @@ def _intersect_chunks(manifest: Manifest, requests: Sequence[Request]) -> _Inter
         rows = np.repeat(np.arange(start, stop), counts[start:stop])
         chunks = first_chunks[rows] + np.arange(done, int(ends[stop - 1])) - (ends - counts)[rows]
         in_tensor, requested = manifest.offsets[chunks], offsets[rows]
-        hits, low, extent = intersect_many(in_tensor, manifest.shapes[chunks], requested, shapes[rows])
-        batches.append(_Intersections(chunks[hits], rows[hits], low - in_tensor[hits], low - requested[hits], extent))
+        hits, low, extent = intersect_many(
+            in_tensor, manifest.shapes[chunks], requested, shapes[rows]
+        )
+        batches.append(
+            _Intersections(
+                chunks[hits], rows[hits], low - in_tensor[hits], low - requested[hits], extent
+            )
+        )
         start = stop
     if not batches:
         none = np.zeros(0, np.int64)
         return _Intersections(none, none, offsets, offsets, shapes)
-    return _Intersections(*map(np.concatenate, zip(*batches, strict=True))) if len(batches) > 1 else batches[0]
+    return (
+        _Intersections(*map(np.concatenate, zip(*batches, strict=True)))
+        if len(batches) > 1
+        else batches[0]
+    )
 
 
 def _to_copies(common: _Intersections, ndims: Sequence[int]) -> list[Copy]:
     copies = []
-    for chunk, request, source, target, shape in zip(*(column.tolist() for column in common), strict=True):
+    for chunk, request, source, target, shape in zip(
+        *(column.tolist() for column in common), strict=True
+    ):
         ndim = ndims[request]
         size = tuple(shape[:ndim])
-        copies.append(Copy(chunk, Region(tuple(source[:ndim]), size), request, Region(tuple(target[:ndim]), size)))
+        copies.append(
+            Copy(
+                chunk,
+                Region(tuple(source[:ndim]), size),
+                request,
+                Region(tuple(target[:ndim]), size),
+            )
+        )
     return copies
 
 
 def _find_fault(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> TilingFault | None:
-    """Find a request that intersections do not cover exactly once; `tensor` of the fault is its index."""
+    """Find a request that intersections do not cover exactly once; `tensor` of the fault is its
+    index.
+    """
     num_found = np.zeros(len(extents), np.int64)
     np.add.at(num_found, common.requests, np.prod(common.shapes, axis=1))
     is_divided = np.bincount(common.requests, minlength=len(extents)) > 1
@@ -214,9 +254,14 @@ def _find_fault(common: _Intersections, extents: Sequence[tuple[int, ...]]) -> T
     if not is_suspect.any():
         return None
     suspects, rows = np.flatnonzero(is_suspect), np.flatnonzero(is_suspect[common.requests])
-    _, shapes = regions_to_arrays([whole(extents[index]) for index in suspects.tolist()], common.shapes.shape[1])
+    _, shapes = regions_to_arrays(
+        [whole(extents[index]) for index in suspects.tolist()], common.shapes.shape[1]
+    )
     faults = find_tiling_faults(
-        np.searchsorted(suspects, common.requests[rows]), common.in_requests[rows], common.shapes[rows], shapes
+        np.searchsorted(suspects, common.requests[rows]),
+        common.in_requests[rows],
+        common.shapes[rows],
+        shapes,
     )
     return faults[0]._replace(tensor=int(suspects[faults[0].tensor])) if faults else None
 
@@ -238,8 +283,9 @@ def _check_shape(stored: StoredCheckpoint, request: Request) -> None:
     else:
         return
     raise LoadMismatchError(
-        f"Key {request.key!r} is stored in {stored.location!r} with global shape {shape} and was requested with "
-        f"{request.global_shape}: the {difference} differs. Correct the sharded state dict, or set "
-        "allow_shape_mismatch=True on the ShardedTensor if it is padded (a vocabulary, say).",
+        f"Key {request.key!r} is stored in {stored.location!r} with global shape {shape} and was "
+        f"requested with {request.global_shape}: the {difference} differs. Correct the sharded "
+        "state dict, or set allow_shape_mismatch=True on the ShardedTensor if it is padded (a "
+        "vocabulary, say).",
         unexpected=[request.key],
     )

@@ -1,4 +1,6 @@
-"""Planning a save: which rank writes which bytes. Runs on the coordinator for all ranks, over numpy columns only."""
+"""Planning a save: which rank writes which bytes. Runs on the coordinator for all ranks, over numpy
+columns only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import numpy as np
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.manifest import OBJECT
-from distckpt._geometry.region import IntArray, flat_range_regions, mixed, regions_to_arrays, row_hashes, widen
+from distckpt._geometry.region import (
+    IntArray,
+    flat_range_regions,
+    mixed,
+    regions_to_arrays,
+    row_hashes,
+    widen,
+)
 from distckpt._state.shards import GlobalTable
 
 BALANCE_TOLERANCE = 0.01
@@ -21,7 +30,9 @@ MIN_SLICE_BYTES = 4096
 
 
 class Pieces(NamedTuple):
-    """Regions of the shards of one rank that it writes, and the ids that their keys have in the manifest."""
+    """Regions of the shards of one rank that it writes, and the ids that their keys have in the
+    manifest.
+    """
 
     key_ids: IntArray
     shard_ids: IntArray
@@ -30,7 +41,8 @@ class Pieces(NamedTuple):
 
 
 def find_aliases(table: GlobalTable) -> dict[int, int]:
-    """Find tied keys: every main shard of one is, on its own rank, the same memory as a shard of the other.
+    """Find tied keys: every main shard of one is, on its own rank, the same memory as a shard of
+    the other.
 
     Returns key id -> id of the key that is stored in its place.
     """
@@ -38,14 +50,20 @@ def find_aliases(table: GlobalTable) -> dict[int, int]:
     if not len(tied):
         return {}
     partners = _keys_of_shards(table, table.ranks[tied], table.tie_ids[tied])
-    # Shards without elements are no memory, and cannot be tied; some ranks of an uneven division have such.
+    # Shards without elements are no memory, and cannot be tied; some ranks of an uneven division
+    # have such.
     counted = table.is_main & (table.shapes > 0).all(axis=1)
     num_main = np.bincount(table.key_ids[counted], minlength=len(table.keys))
     aliases: dict[int, int] = {}
     pairs, counts = np.unique(np.stack([table.key_ids[tied], partners]), axis=1, return_counts=True)
     for (alias, key), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
         # A chain cannot arise: a tie always points at the rank's first shard with that memory.
-        if alias != key and count == num_main[alias] and key not in aliases and alias not in aliases.values():
+        if (
+            alias != key
+            and count == num_main[alias]
+            and key not in aliases
+            and alias not in aliases.values()
+        ):
             aliases[alias] = key
     return aliases
 
@@ -59,14 +77,18 @@ def _keys_of_shards(table: GlobalTable, ranks: IntArray, shard_ids: IntArray) ->
 
 
 def plan_owners(
-    table: GlobalTable, num_ranks: int, aliases: dict[int, int], exchange_groups: Sequence[int] | None = None
+    table: GlobalTable,
+    num_ranks: int,
+    aliases: dict[int, int],
+    exchange_groups: Sequence[int] | None = None,
 ) -> list[Pieces]:
-    """Give every byte one owner among the ranks that hold it, the same number of bytes to each as far as possible.
+    """Give every byte one owner among the ranks that hold it, the same number of bytes to each as
+    far as possible.
 
-    Shards held by the same set of ranks form one long line of bytes. It is cut into one run per rank, so long that
-    ranks with less to do so far get more; at most (ranks - 1) tensors of a line are cut, between rows. Keys in
-    `aliases` are not stored. With `exchange_groups`, the id of each rank's group, replicas take over bytes of a main
-    replica in their own group only.
+    Shards held by the same set of ranks form one long line of bytes. It is cut into one run per
+    rank, so long that ranks with less to do so far get more; at most (ranks - 1) tensors of a line
+    are cut, between rows. Keys in `aliases` are not stored. With `exchange_groups`, the id of each
+    rank's group, replicas take over bytes of a main replica in their own group only.
     """
     groups = _group_replicas(table, num_ranks, aliases, exchange_groups)
     loads = np.zeros(num_ranks, np.int64)
@@ -89,7 +111,8 @@ def plan_owners(
 class _Groups(NamedTuple):
     """Equal regions of one key: `rows` of their main replicas, and the ranks that hold each.
 
-    `holders` lists (group, rank, shard) triples sorted by group, `holder_starts` where each group begins in it.
+    `holders` lists (group, rank, shard) triples sorted by group, `holder_starts` where each group
+    begins in it.
     """
 
     rows: IntArray
@@ -100,16 +123,22 @@ class _Groups(NamedTuple):
 
 
 def _group_replicas(
-    table: GlobalTable, num_ranks: int, aliases: dict[int, int], exchange_groups: Sequence[int] | None
+    table: GlobalTable,
+    num_ranks: int,
+    aliases: dict[int, int],
+    exchange_groups: Sequence[int] | None,
 ) -> _Groups:
-    item_bytes = np.array([1 if d == OBJECT else FROM_NAME[d].itemsize for d in table.dtypes], np.int64)
+    item_bytes = np.array(
+        [1 if d == OBJECT else FROM_NAME[d].itemsize for d in table.dtypes], np.int64
+    )
     num_bytes = np.prod(table.shapes, axis=1, dtype=np.int64) * item_bytes[table.key_ids]
     is_empty_key = (table.global_shapes == 0).any(axis=1)
     stored = (num_bytes > 0) | is_empty_key[table.key_ids]
     if aliases:
         stored &= ~np.isin(table.key_ids, np.fromiter(aliases, np.int64))
     identity = row_hashes([table.key_ids, *table.offsets.T, *table.shapes.T])
-    # One sort, and no look-ups in the order of the ranks: those would miss the cache of the processor every time.
+    # One sort, and no look-ups in the order of the ranks: those would miss the cache of the
+    # processor every time.
     regions, region = np.unique(identity, return_inverse=True)
     main_rows = np.flatnonzero(stored & table.is_main)[::-1]
     first = np.full(len(regions), -1, np.int64)
@@ -120,13 +149,16 @@ def _group_replicas(
     group_of_region[region[rows]] = np.arange(len(rows))
     group = group_of_region[region]
     belongs = stored & (group >= 0)
-    # Objects and buffers stay with their main replica: copies need not be equal, and those of objects are not encoded.
+    # Objects and buffers stay with their main replica: copies need not be equal, and those of
+    # objects are not encoded.
     is_object = np.array([dtype == OBJECT for dtype in table.dtypes], np.bool_)
     belongs &= table.is_main | ~(is_object[table.key_ids] | table.is_buffer)
     if exchange_groups is not None:
         group_of_rank = np.asarray(exchange_groups, np.int64)
         # The last item is for regions without a main replica.
-        belongs &= group_of_rank[table.ranks] == np.append(group_of_rank[table.ranks[rows]], -1)[group]
+        belongs &= (
+            group_of_rank[table.ranks] == np.append(group_of_rank[table.ranks[rows]], -1)[group]
+        )
     holders = np.flatnonzero(belongs)
     # The ranks are in ascending order already.
     holders = holders[np.argsort(group[holders], kind="stable")]
@@ -142,7 +174,8 @@ def _group_replicas(
 
 
 def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield `(members, ranks)` for each distinct set of holding ranks, smaller sets first, in a fixed order.
+    """Yield `(members, ranks)` for each distinct set of holding ranks, smaller sets first, in a
+    fixed order.
 
     What `starts[i]` to `starts[i + 1]` of `ranks` hold is member i.
     """
@@ -158,10 +191,13 @@ def lines(ranks: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArra
 
 
 def even_shares(loads: IntArray, total: int) -> IntArray:
-    """Split `total` bytes so that the loads of all ranks end as equal as they can (water finds its level)."""
+    """Split `total` bytes so that the loads of all ranks end as equal as they can (water finds its
+    level).
+    """
     order = np.argsort(loads, kind="stable")
     ascending = loads[order]
-    # With the lowest k ranks filled, the level is (total + their loads) / k; take the smallest level that works.
+    # With the lowest k ranks filled, the level is (total + their loads) / k; take the smallest
+    # level that works.
     levels = (total + np.cumsum(ascending)) / np.arange(1, len(loads) + 1)
     fills_next = np.append(levels[:-1] > ascending[1:], False)
     count = int(np.argmin(fills_next)) + 1
@@ -192,7 +228,11 @@ def _cut_line(
         index = min(int(np.searchsorted(ends, cut, side="right")), len(members) - 1)
         inside = cut - int(starts[index])
         size = int(sizes[index])
-        step = size if size <= tolerance else _row_bytes(table, int(groups.rows[members[index]]), tolerance)
+        step = (
+            size
+            if size <= tolerance
+            else _row_bytes(table, int(groups.rows[members[index]]), tolerance)
+        )
         moved = min(size, (inside + step // 2) // max(step, 1) * step)
         borders.append(max(int(starts[index]) + moved, borders[-1] if borders else 0))
     edges = np.array([0, *borders, int(ends[-1])], np.int64)
@@ -204,15 +244,26 @@ def _cut_line(
         group = int(members[index])
         owners[index] = -1
         item = int(sizes[index]) // math.prod(table.row_region(int(groups.rows[group])).shape)
-        for rank, low, high in zip(candidates.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        for rank, low, high in zip(
+            candidates.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True
+        ):
             first, last = max(low, int(starts[index])), min(high, int(ends[index]))
             if first < last:
-                slices.append((group, rank, (first - int(starts[index])) // item, (last - int(starts[index])) // item))
+                slices.append(
+                    (
+                        group,
+                        rank,
+                        (first - int(starts[index])) // item,
+                        (last - int(starts[index])) // item,
+                    )
+                )
     return owners, slices
 
 
 def _row_bytes(table: GlobalTable, row: int, tolerance: int) -> int:
-    """Return the bytes of one step along the first axis whose steps are small enough to cut between."""
+    """Return the bytes of one step along the first axis whose steps are small enough to cut
+    between.
+    """
     shape = table.row_region(row).shape
     step = FROM_NAME[table.dtypes[table.key_ids[row]]].itemsize * math.prod(shape)
     for extent in shape:
@@ -232,7 +283,10 @@ def _collect_pieces(
 ) -> list[Pieces]:
     group_ids = [np.flatnonzero(whole_owner >= 0)]
     owners = [whole_owner[group_ids[0]]]
-    offsets, shapes = [table.offsets[groups.rows[group_ids[0]]]], [table.shapes[groups.rows[group_ids[0]]]]
+    offsets, shapes = (
+        [table.offsets[groups.rows[group_ids[0]]]],
+        [table.shapes[groups.rows[group_ids[0]]]],
+    )
     ndim = table.offsets.shape[1]
     for group, rank, first, last in cut:
         origin = table.row_region(int(groups.rows[group]))
@@ -247,12 +301,16 @@ def _collect_pieces(
     is_stored[list(aliases)] = False
     key_ids = (np.cumsum(is_stored) - 1)[table.key_ids[groups.rows[group_id]]]
     pieces = Pieces(
-        key_ids, _shards_of(groups, group_id, owner, num_ranks), np.concatenate(offsets), np.concatenate(shapes)
+        key_ids,
+        _shards_of(groups, group_id, owner, num_ranks),
+        np.concatenate(offsets),
+        np.concatenate(shapes),
     )
     order = np.lexsort((group_id, owner))
     bounds = np.searchsorted(owner[order], np.arange(num_ranks + 1))
     return [
-        Pieces(*(column[order[low:high]] for column in pieces)) for low, high in itertools.pairwise(bounds.tolist())
+        Pieces(*(column[order[low:high]] for column in pieces))
+        for low, high in itertools.pairwise(bounds.tolist())
     ]
 
 

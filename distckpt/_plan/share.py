@@ -1,8 +1,10 @@
-"""Planning shared reads: one of several ranks that request the same bytes reads them for all. Pure functions.
+"""Planning shared reads: one of several ranks that request the same bytes reads them for all. Pure
+functions.
 
-A unit is the part of a `Copy` that one rank reads at a time. Equal copies are divided into equal units on every rank,
-so that rank 0 can compare them by their numbers alone: `plan_shares` gives each unit that several ranks request
-one reader, and all units one order, in which every rank sends and receives.
+A unit is the part of a `Copy` that one rank reads at a time. Equal copies are divided into equal
+units on every rank,
+so that rank 0 can compare them by their numbers alone: `plan_shares` gives each unit that several
+ranks request one reader, and all units one order, in which every rank sends and receives.
 """
 
 from __future__ import annotations
@@ -20,12 +22,22 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._format.columns import pack, unpack
 from distckpt._format.manifest import Manifest
-from distckpt._geometry.region import IntArray, Region, cut_region, num_outer_axes, regions_to_arrays, row_hashes, widen
+from distckpt._geometry.region import (
+    IntArray,
+    Region,
+    cut_region,
+    num_outer_axes,
+    regions_to_arrays,
+    row_hashes,
+    widen,
+)
 from distckpt._plan.load import Copy
 from distckpt._plan.save import even_shares, lines
 
 UNIT_BYTES = 2 << 20
-"""Copies are divided into units of about this size: few enough to plan, small enough to be dealt out evenly."""
+"""Copies are divided into units of about this size: few enough to plan, small enough to be dealt
+out evenly.
+"""
 WAVE_BYTES = 64 << 20
 """Size of what each rank reads in a wave."""
 
@@ -41,21 +53,26 @@ def divide(manifest: Manifest, copies: Sequence[Copy]) -> tuple[list[Copy], IntA
             copy_of.append(index)
             continue
         shape = manifest.chunk_region(copy.chunk).shape
-        # Between blocks, so that each is read whole by one rank and can be verified. Blocks of strided regions are not.
+        # Between blocks, so that each is read whole by one rank and can be verified. Blocks of
+        # strided regions are not.
         is_run = manifest.has_checksums and num_outer_axes(shape, copy.source) == 0
         multiple = manifest.block_bytes // math.gcd(manifest.block_bytes, item) if is_run else 1
         for piece in cut_region(copy.source, UNIT_BYTES // item, shape=shape, multiple=multiple):
-            target = tuple(map(int.__add__, piece.relative_to(copy.source.offset).offset, copy.target.offset))
+            target = tuple(
+                map(int.__add__, piece.relative_to(copy.source.offset).offset, copy.target.offset)
+            )
             units.append(Copy(copy.chunk, piece, copy.request, Region(target, piece.shape)))
             copy_of.append(index)
     return units, np.array(copy_of, np.int64)
 
 
 class UnitTable(NamedTuple):
-    """The units of one rank, without data: equal rows on several ranks are the same bytes in the same dtype.
+    """The units of one rank, without data: equal rows on several ranks are the same bytes in the
+    same dtype.
 
-    `rows` has shape (n, m); which columns it has does not matter to planning. `num_bytes` (n,) counts what is read.
-    Ranks share within their `group`, and only what ranks with two different values of `place` request.
+    `rows` has shape (n, m); which columns it has does not matter to planning. `num_bytes` (n,)
+    counts what is read. Ranks share within their `group`, and only what ranks with two different
+    values of `place` request.
     """
 
     rows: IntArray
@@ -77,13 +94,17 @@ class UnitTable(NamedTuple):
 def describe_units(
     manifest: Manifest, units: Sequence[Copy], dtypes: Sequence[torch.dtype], group: int, place: int
 ) -> UnitTable:
-    """Describe the units of this rank, given the dtype of the target of each request; see `UnitTable`."""
+    """Describe the units of this rank, given the dtype of the target of each request; see
+    `UnitTable`.
+    """
     chunks = np.array([unit.chunk for unit in units], np.int64)
     codes = [zlib.crc32(str(dtype).encode()) for dtype in dtypes]
     offsets, shapes = regions_to_arrays([unit.source for unit in units])
     ndim = manifest.offsets.shape[1]
     kinds = np.array([chunks, [codes[unit.request] for unit in units]], np.int64).reshape(2, -1).T
-    item_bytes = np.array([getattr(FROM_NAME.get(name), "itemsize", 0) for name in manifest.dtypes], np.int64)
+    item_bytes = np.array(
+        [getattr(FROM_NAME.get(name), "itemsize", 0) for name in manifest.dtypes], np.int64
+    )
     rows = np.concatenate([kinds, widen(offsets, ndim, 0), widen(shapes, ndim, 1)], axis=1)
     num_bytes = np.prod(shapes, axis=1, dtype=np.int64) * item_bytes[manifest.key_ids[chunks]]
     return UnitTable(rows, num_bytes, group, place)
@@ -92,9 +113,10 @@ def describe_units(
 class SharePlan(NamedTuple):
     """The part of one rank in a plan of `num_waves` waves.
 
-    Each of its units has in `readers` the rank that reads it (-1: not shared), in `sequence` its place in the order of
-    all units, and in `waves` when it is read and sent. The `send_units`, in that order, go to `send_ranks`.
-    `most_bytes` are the shared bytes of the rank that requests most of them.
+    Each of its units has in `readers` the rank that reads it (-1: not shared), in `sequence` its
+    place in the order of all units, and in `waves` when it is read and sent. The `send_units`, in
+    that order, go to `send_ranks`. `most_bytes` are the shared bytes of the rank that requests most
+    of them.
     """
 
     num_waves: int
@@ -117,7 +139,9 @@ class SharePlan(NamedTuple):
 
 
 def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
-    """Give every unit that several ranks request one reader, so that all ranks have about as much to read."""
+    """Give every unit that several ranks request one reader, so that all ranks have about as much
+    to read.
+    """
     edges = np.cumsum([0, *(len(table.rows) for table in tables)]).tolist()
     num_bytes = np.concatenate([table.num_bytes for table in tables])
     holders = _find_holders(tables)
@@ -146,14 +170,19 @@ def plan_shares(tables: Sequence[UnitTable]) -> list[SharePlan]:
         mine = sends[first:last]
         own = columns[:, low:high]
         send_units = row_of_owner[units[mine]] - low
-        plans.append(SharePlan(num_waves, most_bytes, own[0], own[1], own[2], send_units, holders.ranks[mine]))
+        plans.append(
+            SharePlan(
+                num_waves, most_bytes, own[0], own[1], own[2], send_units, holders.ranks[mine]
+            )
+        )
     return plans
 
 
 class _Holders(NamedTuple):
     """The ranks that request each shared unit.
 
-    Of unit i, `starts[i]` to `starts[i + 1]` have its `rows` (of all tables together) and their `ranks`, ascending.
+    Of unit i, `starts[i]` to `starts[i + 1]` have its `rows` (of all tables together) and their
+    `ranks`, ascending.
     """
 
     rows: IntArray
@@ -171,11 +200,14 @@ def _find_holders(tables: Sequence[UnitTable]) -> _Holders:
     order = np.argsort(hashes, kind="stable")
     starts = _run_starts(hashes[order])
     unit = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    # Rows that have a hash in common by chance, and those that a rank has twice, are read as if nobody else had them.
+    # Rows that have a hash in common by chance, and those that a rank has twice, are read as if
+    # nobody else had them.
     belongs = (rows[order] == rows[order[starts[:-1]]][unit]).all(axis=1)
     belongs[1:] &= (unit[1:] != unit[:-1]) | (ranks[order][1:] != ranks[order][:-1])
     order, unit = order[belongs], unit[belongs]
-    _, places = np.unique(np.array([table.place for table in tables], np.int64), return_inverse=True)
+    _, places = np.unique(
+        np.array([table.place for table in tables], np.int64), return_inverse=True
+    )
     pairs = np.unique(unit * len(tables) + places[ranks[order]])
     is_shared = np.bincount(pairs // len(tables), minlength=len(starts) - 1)[unit] > 1
     order, unit = order[is_shared], unit[is_shared]
@@ -196,7 +228,9 @@ def _run_starts(values: npt.NDArray[np.generic]) -> IntArray:
     return np.append(np.flatnonzero(is_first), len(values))
 
 
-def _choose_readers(holders: _Holders, sizes: IntArray, loads: IntArray) -> tuple[IntArray, IntArray]:
+def _choose_readers(
+    holders: _Holders, sizes: IntArray, loads: IntArray
+) -> tuple[IntArray, IntArray]:
     """Deal out units with the same holders in runs, longer ones to ranks with less to read so far.
 
     Returns for each unit its reader, and its place in the order in which they were dealt out.
@@ -218,7 +252,9 @@ def _choose_readers(holders: _Holders, sizes: IntArray, loads: IntArray) -> tupl
 
 
 def _put_in_order(readers: IntArray, turns: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
-    """Let all readers go through their units side by side; return the sequence and the wave of each unit."""
+    """Let all readers go through their units side by side; return the sequence and the wave of each
+    unit.
+    """
     mine = np.lexsort((turns, readers))
     before = np.cumsum(sizes[mine]) - sizes[mine]
     starts = _run_starts(readers[mine])

@@ -8,14 +8,28 @@ from dataclasses import replace
 import torch
 
 from distckpt._base.dtypes import TO_NAME
-from distckpt._geometry.mapped import MappedTensor, TensorInfo, invert, resolve, resolve_padding, target_view
 from distckpt._plan.load import Request
-from distckpt.rules import Rule, Tie, apply_rules
+from distckpt._rules.mapped import (
+    MappedTensor,
+    TensorInfo,
+    invert,
+    resolve,
+    resolve_padding,
+    target_view,
+)
+from distckpt._rules.rules import Rule, Tie, apply_rules
 
 
-def _of_other_ranks(stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _of_other_ranks(
+    stored: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
     """Describe the tensors that rules name beside those of this rank: other members of a stack."""
-    parts = [(tensor, part) for tensor in stored.values() for part in tensor.parts if part.key not in infos]
+    parts = [
+        (tensor, part)
+        for tensor in stored.values()
+        for part in tensor.parts
+        if part.key not in infos
+    ]
     shapes: dict[str, list[int]] = {}
     dtypes = {part.key: tensor.dtype for tensor, part in parts}
     for _, part in parts:
@@ -29,7 +43,9 @@ def _ties(rules: Sequence[Rule]) -> dict[str, str]:
 
 
 def stored_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the keys of a checkpoint that are read for tensors of the model; not all rules need match."""
+    """Return the keys of a checkpoint that are read for tensors of the model; not all rules need
+    match.
+    """
     ties = _ties(rules)
     infos = {ties.get(key, key): TensorInfo(shape, "F32") for key, shape in shapes.items()}
     return set(apply_rules([replace(rule, optional=True, count=None) for rule in rules], infos))
@@ -40,9 +56,10 @@ def translate(
 ) -> tuple[list[Request], list[torch.Tensor], list[float]]:
     """Turn requests for tensors of the model into requests for the tensors that rules make of them.
 
-    A rank that holds only a part of the model need not match all rules. `targets` has for each request a view of its
-    region's shape. Returns requests in terms of the checkpoint, with views to fill and what to add to each afterwards.
-    Where the checkpoint has no padding, targets are set to zero.
+    A rank that holds only a part of the model need not match all rules. `targets` has for each
+    request a view of its region's shape. Returns requests in terms of the checkpoint, with views to
+    fill and what to add to each afterwards. Where the checkpoint has no padding, targets are set to
+    zero.
     """
     ties = _ties(rules)
     requests = [request._replace(key=ties.get(request.key, request.key)) for request in requests]

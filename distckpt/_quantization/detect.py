@@ -1,4 +1,6 @@
-"""Finding quantised tensors among stored ones: by names, dtypes and shapes, and by the configuration beside them."""
+"""Finding quantised tensors among stored ones: by names, dtypes and shapes, and by the
+configuration beside them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distckpt._base.dtypes import FROM_NAME, TO_NAME
-from distckpt._geometry.mapped import TensorInfo
 from distckpt._quantization.numbers import NUMBERS
 from distckpt._quantization.quantized import E8M0, QuantizedTensor, StoredPart
+from distckpt._rules.mapped import TensorInfo
 
 
 class Naming(NamedTuple):
-    """How the parts of a tensor are named: endings of keys that stand in the place of the tensor's own ending."""
+    """How the parts of a tensor are named: endings of keys that stand in the place of the tensor's
+    own ending.
+    """
 
     ending: str
     codes: str
@@ -32,7 +36,14 @@ NAMINGS = (
 _UNKNOWN = ("_zero_point", "_zero_points", "_zeros", "_offset", "_g_idx", "_zp")
 _UNKNOWN_OF_MODULES = ("zero_point", "pre_quant_scale", "smooth_scale")
 """With one of these beside the codes, or in the module, values are more than codes times scales."""
-_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "activation_scale", "output_scale", "k_scale", "v_scale")
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_global_scale",
+    "activation_scale",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+)
 """Scales of a module that belong to none of its weights."""
 _BLOCKS = [128, 32]
 FIELDS = ("quantization_config", "compression_config", "quantization")
@@ -69,13 +80,25 @@ def find_quantized(
             if not key.endswith(naming.codes):
                 continue
             stem = key[: len(key) - len(naming.codes)]
-            parts = {role: stem + ending for role, ending in naming.others.items() if stem + ending in tensors}
+            parts = {
+                role: stem + ending
+                for role, ending in naming.others.items()
+                if stem + ending in tensors
+            }
             module = key.rpartition(".")[0]
-            unknown = [stem + ending for ending in _UNKNOWN] + [f"{module}.{name}" for name in _UNKNOWN_OF_MODULES]
-            # What is stored under the name of the tensor itself is that tensor; of two kinds of scales, which?
+            unknown = [stem + ending for ending in _UNKNOWN] + [
+                f"{module}.{name}" for name in _UNKNOWN_OF_MODULES
+            ]
+            # What is stored under the name of the tensor itself is that tensor; of two kinds of
+            # scales, which?
             is_stored = naming.codes != naming.ending and stem + naming.ending in tensors
             is_ambiguous = all(f"{stem}{ending}" in tensors for ending in ("_scale", "_scale_inv"))
-            if "scale" not in parts or is_stored or is_ambiguous or any(name in tensors for name in unknown):
+            if (
+                "scale" not in parts
+                or is_stored
+                or is_ambiguous
+                or any(name in tensors for name in unknown)
+            ):
                 continue
             described = {
                 role: StoredPart(name, tensors[name].dtype, tuple(tensors[name].shape))
@@ -91,10 +114,16 @@ def find_quantized(
 
 
 def parts_of(config: Mapping[str, Any]) -> list[Any]:
-    """Return a configuration and those inside it, of text models and towers, without what is said of quantisation."""
+    """Return a configuration and those inside it, of text models and towers, without what is said
+    of quantisation.
+    """
     parts = [config]
     for part in parts:
-        parts += [value for field, value in part.items() if isinstance(value, dict) and field not in FIELDS]
+        parts += [
+            value
+            for field, value in part.items()
+            if isinstance(value, dict) and field not in FIELDS
+        ]
     return parts
 
 
@@ -105,11 +134,17 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
         configs: by the name of the file.
 
     Returns:
-        The "file" that says so, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of weights that are
-        named, the bits of those that are "asymmetric", and whether weights are "transformed" besides.
+        The "file" that says so, "dtype" of the model, "blocks" (rows, columns) and "num_bits" of
+        weights that are named, the bits of those that are "asymmetric", and whether weights are
+        "transformed" besides.
     """
     parts = [(file, part) for file, config in configs.items() for part in parts_of(config)]
-    found = [(file, part, part[field]) for file, part in parts for field in FIELDS if isinstance(part.get(field), dict)]
+    found = [
+        (file, part, part[field])
+        for file, part in parts
+        for field in FIELDS
+        if isinstance(part.get(field), dict)
+    ]
     found = [each for each in found if each[2]]
     if not found:
         return None
@@ -123,7 +158,9 @@ def settings_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | No
         "blocks": [block for block in map(_block_of, weights) if block],
         "num_bits": [each["num_bits"] for each in weights if type(each.get("num_bits")) is int],
         "asymmetric": [each.get("num_bits") for each in weights if each.get("symmetric") is False],
-        "transformed": any(isinstance(each, dict) and each.get("config_groups", each) for each in transforms),
+        "transformed": any(
+            isinstance(each, dict) and each.get("config_groups", each) for each in transforms
+        ),
     }
 
 
@@ -132,14 +169,24 @@ def are_settings(value: object) -> bool:
     if not isinstance(value, dict):
         return value is None
     blocks, bits = value.get("blocks"), value.get("num_bits")
-    if not isinstance(blocks, list) or not isinstance(bits, list) or any(type(number) is not int for number in bits):
+    if (
+        not isinstance(blocks, list)
+        or not isinstance(bits, list)
+        or any(type(number) is not int for number in bits)
+    ):
         return False
     return all(isinstance(each, list) and _block_of({"block_structure": each}) for each in blocks)
 
 
 def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
-    block = weights.get("weight_block_size") or weights.get("block_structure") or [1, weights.get("group_size")]
-    is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    block = (
+        weights.get("weight_block_size")
+        or weights.get("block_structure")
+        or [1, weights.get("group_size")]
+    )
+    is_block = (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    )
     return block if is_block else None
 
 
@@ -151,12 +198,18 @@ def _weights_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each for each in weights if isinstance(each, dict)]
 
 
-def _describe(parts: Mapping[str, StoredPart], settings: Mapping[str, Any]) -> QuantizedTensor | None:
+def _describe(
+    parts: Mapping[str, StoredPart], settings: Mapping[str, Any]
+) -> QuantizedTensor | None:
     """Describe a tensor by its parts; None where they are of no form that is known."""
     codes, scale, overall = parts["codes"], parts["scale"], parts.get("global_scale")
     blocks = settings.get("blocks", [])
     number = _number(codes.dtype, scale.dtype, overall is not None)
-    if number is None or not codes.shape or (number == "int4" and set(settings.get("num_bits", [])) - {4}):
+    if (
+        number is None
+        or not codes.shape
+        or (number == "int4" and set(settings.get("num_bits", [])) - {4})
+    ):
         return None
     # The configuration says that there are zero points, and none are stored.
     if {"int4": 4, "int8": 8}.get(number, 0) in settings.get("asymmetric", []):
@@ -168,13 +221,20 @@ def _describe(parts: Mapping[str, StoredPart], settings: Mapping[str, Any]) -> Q
     grid = _grid(scale.shape, shape, is_by_channel=bool(settings) and not blocks)
     # One scale of all scales, or one for each expert.
     of_experts = shape[:1] if len(shape) > 2 and grid[:1] == shape[:1] else (1,)
-    is_fitting = overall is None or (math.prod(overall.shape), *overall.shape[:1]) in ((1,), (1, 1), 2 * of_experts)
+    is_fitting = overall is None or (math.prod(overall.shape), *overall.shape[:1]) in (
+        (1,),
+        (1, 1),
+        2 * of_experts,
+    )
     if len(grid) != len(shape) or not is_fitting or max(shape) > _MAX_ELEMENTS:
         return None
     # A configuration that contradicts the scales must not be passed over.
     rows, columns = ([block[axis] for block in blocks] for axis in (0, 1))
     widths = {"e2m1": [16 if scale.dtype == "F8_E4M3" else 32], "int4": columns or [32, 64, 128]}
-    sizes: list[list[int]] = [[]] * (len(shape) - 2) + [rows or _BLOCKS, widths.get(number, columns or _BLOCKS)]
+    sizes: list[list[int]] = [[]] * (len(shape) - 2) + [
+        rows or _BLOCKS,
+        widths.get(number, columns or _BLOCKS),
+    ]
     are_known = [True] * (len(shape) - 2) + [bool(rows), bool(columns) or number == "e2m1"]
     axes = zip(shape, grid, sizes[-len(shape) :], are_known[-len(shape) :], strict=True)
     block = tuple(_block(*axis) for axis in axes)
@@ -183,14 +243,16 @@ def _describe(parts: Mapping[str, StoredPart], settings: Mapping[str, Any]) -> Q
         return None
     is_divided = overall is not None and overall.key.endswith("_global_scale")
     dtype = _MODEL_DTYPES.get(str(settings.get("dtype")), "BF16")
-    return QuantizedTensor(shape, dtype, number, block, parts, transposed=has_groups, divided=is_divided)
+    return QuantizedTensor(
+        shape, dtype, number, block, parts, transposed=has_groups, divided=is_divided
+    )
 
 
 def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) -> tuple[int, ...]:
     """Return how many blocks there are along each axis; () where that cannot be known.
 
-    Scales with fewer axes than the tensor are for its first ones. Where they fit others as well (a square matrix), a
-    configuration without blocks must say that there is one for each channel.
+    Scales with fewer axes than the tensor are for its first ones. Where they fit others as well (a
+    square matrix), a configuration without blocks must say that there is one for each channel.
     """
     if math.prod(scales) == 1:
         return (1,) * len(shape)
@@ -204,7 +266,9 @@ def _grid(scales: tuple[int, ...], shape: tuple[int, ...], is_by_channel: bool) 
 
 
 def _number(codes: str, scale: str, has_global: bool) -> str | None:
-    """Return the number format of codes, given the dtypes of codes and scales; None for none that is known."""
+    """Return the number format of codes, given the dtypes of codes and scales; None for none that
+    is known.
+    """
     if codes in ("U8", "F4", "I8") and (scale in E8M0 or (scale == "F8_E4M3" and has_global)):
         return "e2m1"
     if scale not in ("F32", "BF16", "F16", *(E8M0 if codes == "F8_E4M3" else ())):
@@ -213,13 +277,19 @@ def _number(codes: str, scale: str, has_global: bool) -> str | None:
 
 
 def _block(size: int, count: int, candidates: Iterable[int], are_known: bool) -> int:
-    """Return how many of `size` indices share one of `count` scales; 0 where not one known size fits.
+    """Return how many of `size` indices share one of `count` scales; 0 where not one known size
+    fits.
 
-    Candidates that no configuration names must divide the size: where the last block is smaller, others fit as well.
+    Candidates that no configuration names must divide the size: where the last block is smaller,
+    others fit as well.
     """
     if count == 1:
         return max(1, size)
     if count == size:
         return 1
-    fitting = {block for block in candidates if -(-size // block) == count and (are_known or size % block == 0)}
+    fitting = {
+        block
+        for block in candidates
+        if -(-size // block) == count and (are_known or size % block == 0)
+    }
     return fitting.pop() if len(fitting) == 1 else 0

@@ -10,7 +10,13 @@ import torch
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._geometry.region import Region, cut_region, whole
 from distckpt._quantization.numbers import NUMBERS, pack_exponents, unpack_exponents
-from distckpt._quantization.quantized import E8M0, QuantizedTensor, apply_scales, coarsened, scales_of_rows
+from distckpt._quantization.quantized import (
+    E8M0,
+    QuantizedTensor,
+    apply_scales,
+    coarsened,
+    scales_of_rows,
+)
 
 _LARGEST_SCALE = 448.0
 """The largest number of E4M3, for scales that have a scale themselves."""
@@ -27,7 +33,9 @@ def cell(quantized: QuantizedTensor) -> tuple[int, ...]:
     return (*block[:-1], math.lcm(block[-1], quantized.pack))
 
 
-def regions_to_encode(quantized: QuantizedTensor, role: str, wanted: Region, max_elements: int) -> Iterator[Region]:
+def regions_to_encode(
+    quantized: QuantizedTensor, role: str, wanted: Region, max_elements: int
+) -> Iterator[Region]:
     """Yield regions of the tensor, of whole cells, that make up a region of one of its parts."""
     ndim, part = len(quantized.shape), quantized.parts[role]
     if role == "codes":
@@ -37,17 +45,26 @@ def regions_to_encode(quantized: QuantizedTensor, role: str, wanted: Region, max
         covered, factors = wanted, quantized.block
     else:
         covered, factors = whole((1,) * ndim), (1,) * ndim
-    offset, extent = ([n * factor for n, factor in zip(values, factors, strict=True)] for values in covered)
+    offset, extent = (
+        [n * factor for n, factor in zip(values, factors, strict=True)] for values in covered
+    )
     extent = [min(n, size - o) for o, n, size in zip(offset, extent, quantized.shape, strict=True)]
     shape = cell(quantized)
     max_cells = max(1, max_elements // math.prod(shape))
     for cells in cut_region(coarsened(Region(tuple(offset), tuple(extent)), shape), max_cells):
         first = tuple(n * size for n, size in zip(cells.offset, shape, strict=True))
         last = (o + n * size for o, n, size in zip(first, cells.shape, shape, strict=True))
-        yield Region(first, tuple(min(b, size) - a for a, b, size in zip(first, last, quantized.shape, strict=True)))
+        yield Region(
+            first,
+            tuple(
+                min(b, size) - a for a, b, size in zip(first, last, quantized.shape, strict=True)
+            ),
+        )
 
 
-def encode(quantized: QuantizedTensor, values: torch.Tensor, region: Region, maximum: float) -> dict[str, torch.Tensor]:
+def encode(
+    quantized: QuantizedTensor, values: torch.Tensor, region: Region, maximum: float
+) -> dict[str, torch.Tensor]:
     """Quantise a region of whole cells.
 
     Args:
@@ -74,7 +91,9 @@ def encode(quantized: QuantizedTensor, values: torch.Tensor, region: Region, max
         parts["global_scale"] = factor.reshape(quantized.parts["global_scale"].shape)
         stored = (maxima / number.largest * factor).to(FROM_NAME[scale.dtype])
         # Zero is no scale: the smallest number in its place.
-        stored = torch.where(stored.float() == 0, torch.tensor(2.0**-9), stored.float()).to(stored.dtype)
+        stored = torch.where(stored.float() == 0, torch.tensor(2.0**-9), stored.float()).to(
+            stored.dtype
+        )
         scales = stored.float() / factor
     elif scale.dtype in E8M0:
         stored = pack_exponents(_exponents(maxima, number.largest))
@@ -82,11 +101,15 @@ def encode(quantized: QuantizedTensor, values: torch.Tensor, region: Region, max
     else:
         stored = torch.where(maxima == 0, 1.0, maxima / number.largest).to(FROM_NAME[scale.dtype])
         scales = stored.float()
-    apply_scales(quantized, values, scales_of_rows(quantized, scales, region), region, torch.Tensor.div_)
+    apply_scales(
+        quantized, values, scales_of_rows(quantized, scales, region), region, torch.Tensor.div_
+    )
     codes = number.pack(values.clamp_(-number.largest, number.largest))
     parts["codes"], parts["scale"] = codes, stored
     if "shape" in quantized.parts:
-        parts["shape"] = torch.tensor(quantized.shape, dtype=FROM_NAME[quantized.parts["shape"].dtype])
+        parts["shape"] = torch.tensor(
+            quantized.shape, dtype=FROM_NAME[quantized.parts["shape"].dtype]
+        )
     return parts
 
 
@@ -104,9 +127,11 @@ def _maxima(values: torch.Tensor, block: tuple[int, ...]) -> torch.Tensor:
 
 
 def _exponents(maxima: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return exponents of two for scales: rounded up, so that nothing is cut off; 0 where all values are zero.
+    """Return exponents of two for scales: rounded up, so that nothing is cut off; 0 where all
+    values are zero.
 
-    With codes of 4 bits the largest magnitude is rounded first, to the nearest power of two that a code with its three
+    With codes of 4 bits the largest magnitude is rounded first, to the nearest power of two that a
+    code with its three
     bits would become: what is beyond the largest code by less than half a step is cut off.
     """
     if largest > 8:

@@ -1,4 +1,6 @@
-"""The formats that exports are quantised to: names, blocks and dtypes of the parts, and what config.json says."""
+"""The formats that exports are quantised to: names, blocks and dtypes of the parts, and what
+config.json says.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ class Format(NamedTuple):
         codes_dtype: safetensors name of the dtype of codes.
         scale_dtype: and of scales.
         block: rows and columns of a block, 0 for all of them.
-        names: endings that the parts have in the place of "weight" at the end of the name, after the rest of it.
+        names: endings that the parts have in the place of "weight" at the end of the name, after
+            the rest of it.
         method: `quant_method` of the configuration.
         details: other fields of it; for compressed-tensors those of the weights of a group.
         form: of compressed-tensors, the name that it has for the form.
-        experts: whether it is for stacks of experts with the axes of transformers in memory (gpt-oss).
+        experts: whether it is for stacks of experts with the axes of transformers in memory
+            (gpt-oss).
     """
 
     number: str
@@ -45,7 +49,14 @@ class Format(NamedTuple):
 
 
 def _weights(num_bits: int, kind: str, strategy: str, **others: int) -> dict[str, Any]:
-    return {"num_bits": num_bits, "type": kind, "strategy": strategy, **others, "symmetric": True, "dynamic": False}
+    return {
+        "num_bits": num_bits,
+        "type": kind,
+        "strategy": strategy,
+        **others,
+        "symmetric": True,
+        "dynamic": False,
+    }
 
 
 _DYNAMIC = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
@@ -89,7 +100,9 @@ FORMATS: dict[str, Format] = {
 
 
 def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
-    """Tell whether a tensor can be quantised to a format: by its name, its axes, and whole groups of columns."""
+    """Tell whether a tensor can be quantised to a format: by its name, its axes, and whole groups
+    of columns.
+    """
     if 0 in shape:
         return False
     if form.experts:
@@ -100,26 +113,51 @@ def takes(form: Format, name: str, shape: Sequence[int]) -> bool:
 
 
 def quantized_as(form: Format, name: str, shape: tuple[int, ...], dtype: str) -> QuantizedTensor:
-    """Describe a tensor that the format takes, of a shape and dtype in the model, in its quantised form."""
+    """Describe a tensor that the format takes, of a shape and dtype in the model, in its quantised
+    form.
+    """
     stem = name if form.experts else name.removesuffix("weight")
     shape = (*shape[:-2], shape[-1], shape[-2]) if form.experts else shape
-    block = (*(1,) * (len(shape) - 2), *(size or whole for size, whole in zip(form.block, shape[-2:], strict=True)))
+    block = (
+        *(1,) * (len(shape) - 2),
+        *(size or whole for size, whole in zip(form.block, shape[-2:], strict=True)),
+    )
     grid = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
     per_item = NUMBERS[form.number].per_byte * FROM_NAME[form.codes_dtype].itemsize
     codes = (*shape[:-1], shape[-1] // per_item)
     if form.experts:
         group = form.block[1] // per_item
         codes = (*shape[:-1], codes[-1] // group, group)
-    shapes = {"codes": codes, "scale": (1,) if form.block == (0, 0) else grid, "global_scale": (1,), "shape": (2,)}
-    dtypes = {"codes": form.codes_dtype, "scale": form.scale_dtype, "global_scale": "F32", "shape": "I32"}
-    parts = {role: StoredPart(stem + ending, dtypes[role], shapes[role]) for role, ending in form.names.items()}
+    shapes = {
+        "codes": codes,
+        "scale": (1,) if form.block == (0, 0) else grid,
+        "global_scale": (1,),
+        "shape": (2,),
+    }
+    dtypes = {
+        "codes": form.codes_dtype,
+        "scale": form.scale_dtype,
+        "global_scale": "F32",
+        "shape": "I32",
+    }
+    parts = {
+        role: StoredPart(stem + ending, dtypes[role], shapes[role])
+        for role, ending in form.names.items()
+    }
     return QuantizedTensor(
-        shape, dtype, form.number, block, parts, transposed=form.experts, divided="global_scale" in parts
+        shape,
+        dtype,
+        form.number,
+        block,
+        parts,
+        transposed=form.experts,
+        divided="global_scale" in parts,
     )
 
 
 def quantization_config(formats: Collection[Format], kept: Sequence[str]) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a model, given the names of the weights that are not quantised.
+    """Return the `quantization_config` of a model, given the names of the weights that are not
+    quantised.
 
     None where no configuration can describe the formats together.
     """
@@ -137,7 +175,11 @@ def quantization_config(formats: Collection[Format], kept: Sequence[str]) -> dic
     activations = None
     if first.form in ("float-quantized", "int-quantized"):
         activations = {**_DYNAMIC, "type": first.details["type"]}
-    group = {"targets": ["Linear"], "weights": dict(first.details), "input_activations": activations}
+    group = {
+        "targets": ["Linear"],
+        "weights": dict(first.details),
+        "input_activations": activations,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": first.form,

@@ -1,4 +1,6 @@
-"""What the names of stored tensors show: which hold codes, and which their scales, in whatever form."""
+"""What the names of stored tensors show: which hold codes, and which their scales, in whatever
+form.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from distckpt._base.dtypes import FROM_NAME
 
 SMALL_CODES = frozenset(name for name in FROM_NAME if name.startswith(("F8_", "F4"))) | {"I8", "U8"}
 _PACKED_CODES = frozenset({"I32", "U32"})
-"""Several codes in an item. Such numbers may be anything else, unless names show that they are codes."""
+"""Several codes in an item. Such numbers may be anything else, unless names show that they are
+codes.
+"""
 _SCALES = {
     "": ("_scale_inv", "_scale", "_scales", "_scale_2", ".scale", ".absmax"),
     "_blocks": ("_scales",),
@@ -23,8 +27,19 @@ _SCALES = {
     "codes": ("scales",),
 }
 """Ending of the key of codes -> what stands in its place in the keys of their scales."""
-_NAMES_OF_CODES = (".qweight", ".qzeros", ".W_q", "weight_packed", "._data", "_qdata", "__nf4", "__fp4")
-"""Endings that keys of nothing else have: those of AWQ and GPTQ, HQQ, compressed-tensors, quanto, torchao and so on."""
+_NAMES_OF_CODES = (
+    ".qweight",
+    ".qzeros",
+    ".W_q",
+    "weight_packed",
+    "._data",
+    "_qdata",
+    "__nf4",
+    "__fp4",
+)
+"""Endings that keys of nothing else have: those of AWQ and GPTQ, HQQ, compressed-tensors, quanto,
+torchao and so on.
+"""
 
 
 def may_be_codes(dtype: str) -> bool:
@@ -39,5 +54,7 @@ def is_named_as_codes(key: str) -> bool:
 
 def scales_of(key: str, keys: Container[str]) -> list[str]:
     """Find the keys of the scales that belong to the codes at `key`."""
-    fitting = [(key[: len(key) - len(end)], others) for end, others in _SCALES.items() if key.endswith(end)]
+    fitting = [
+        (key[: len(key) - len(end)], others) for end, others in _SCALES.items() if key.endswith(end)
+    ]
     return [stem + other for stem, others in fitting for other in others if stem + other in keys]

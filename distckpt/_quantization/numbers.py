@@ -1,7 +1,8 @@
 """Number formats of codes: from bytes to values and back.
 
-Values of 8 and 4 bits are widened through bits of 16-bit floats, which torch converts many times faster than its own
-8-bit floats. The bits are computed by numpy, whose arithmetic of integers takes half of torch's time.
+Values of 8 and 4 bits are widened through bits of 16-bit floats, which torch converts many times
+faster than its own 8-bit floats. The bits are computed by numpy, whose arithmetic of integers takes
+half of torch's time.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ class Number(NamedTuple):
 
     Attributes:
         per_byte: codes in a byte; the first of two is in the lower half.
-        largest: the largest value; scales are chosen so that the largest value of a block becomes this one.
+        largest: the largest value; scales are chosen so that the largest value of a block becomes
+            this one.
         factor: what unpacked values must be multiplied with.
         dtype: of unpacked values.
-        unpack: fill bits of shape (..., n * per_byte) with values from bytes of shape (..., n), which it may overwrite.
+        unpack: fill bits of shape (..., n * per_byte) with values from bytes of shape (..., n),
+            which it may overwrite.
         pack: float32 values, within the range, to bytes.
     """
 
@@ -40,13 +43,16 @@ class Number(NamedTuple):
 
 
 def scratch(purpose: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in scratch memory of this thread: new memory costs more than the arithmetic."""
+    """Return a tensor in scratch memory of this thread: new memory costs more than the
+    arithmetic.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(bounce_buffer(purpose, num_bytes)).view(dtype).view(shape)
 
 
 def _unpack_e4m3(codes: Bytes, bits: Bits) -> None:
-    # The sign and the other 7 bits, as the high bits of a float16's exponent and fraction: 2^8 times too small.
+    # The sign and the other 7 bits, as the high bits of a float16's exponent and fraction: 2^8
+    # times too small.
     np.copyto(bits, codes.view(np.int8))
     np.multiply(bits, 1 << 7, out=bits)
     np.bitwise_and(bits, -0x4080, out=bits)
@@ -55,14 +61,16 @@ def _unpack_e4m3(codes: Bytes, bits: Bits) -> None:
 
 
 def _unpack_e2m1(codes: Bytes, bits: Bits) -> None:
-    # Each half of a byte as a float16, 2^14 times too small: as the high bits, of which all but the sign move on.
+    # Each half of a byte as a float16, 2^14 times too small: as the high bits, of which all but the
+    # sign move on.
     words = _spread(codes, bits)
     np.right_shift(bits, 3, out=bits)
     np.bitwise_and(words, -0x71FF7200, out=words)
 
 
 def _unpack_int4(codes: Bytes, bits: Bits) -> None:
-    # Each half as the high bits of an integer, 2^12 times too large: the highest, inverted, is the sign.
+    # Each half as the high bits of an integer, 2^12 times too large: the highest, inverted, is the
+    # sign.
     words = _spread(np.bitwise_xor(codes, 0x88, out=codes), bits)
     np.bitwise_and(words, -0x0FFF1000, out=words)
 
@@ -85,7 +93,8 @@ def _pack_halves(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
-    # The middle between neighbours goes to the even code: the one below for every second, just above it for others.
+    # The middle between neighbours goes to the even code: the one below for every second, just
+    # above it for others.
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(3))
     return _pack_halves(torch.bucketize(values.abs(), middles) + 8 * values.signbit())
@@ -93,13 +102,25 @@ def _pack_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 NUMBERS: dict[str, Number] = {
     "e4m3": Number(
-        1, 448.0, 256.0, torch.float16, _unpack_e4m3, lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8)
+        1,
+        448.0,
+        256.0,
+        torch.float16,
+        _unpack_e4m3,
+        lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8),
     ),
     "int8": Number(
-        1, 127.0, 1.0, torch.int16, _unpack_int8, lambda values: values.round().to(torch.int8).view(torch.uint8)
+        1,
+        127.0,
+        1.0,
+        torch.int16,
+        _unpack_int8,
+        lambda values: values.round().to(torch.int8).view(torch.uint8),
     ),
     "e2m1": Number(2, 6.0, 16384.0, torch.float16, _unpack_e2m1, _pack_e2m1),
-    "int4": Number(2, 7.0, 2.0**-12, torch.int16, _unpack_int4, lambda values: _pack_halves(values.round() + 8)),
+    "int4": Number(
+        2, 7.0, 2.0**-12, torch.int16, _unpack_int4, lambda values: _pack_halves(values.round() + 8)
+    ),
 }
 
 

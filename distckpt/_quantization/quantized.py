@@ -1,7 +1,8 @@
-"""A quantised tensor as one value: which stored tensors hold its codes and scales, and how values come from them.
+"""A quantised tensor as one value: which stored tensors hold its codes and scales, and how values
+come from them.
 
-All functions are over the tensor as it is stored: its codes are packed along the last axis. Where `transposed` is set,
-the model has the last two axes the other way round.
+All functions are over the tensor as it is stored: its codes are packed along the last axis. Where
+`transposed` is set, the model has the last two axes the other way round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ E8M0 = ("U8", "F8_E8M0")
 """Dtypes of scales that are powers of two, by safetensors name."""
 _CACHED_ELEMENTS = 1 << 20
 _LARGE = 2.0**100
-"""Scales beyond it are not multiplied by the factor of a number format: they could become infinite, small ones zero."""
+"""Scales beyond it are not multiplied by the factor of a number format: they could become infinite,
+small ones zero.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,20 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor that is stored as codes and scales: each value is a code times the scale of its block.
+    """A tensor that is stored as codes and scales: each value is a code times the scale of its
+    block.
 
     Attributes:
         shape: as it is stored.
         dtype: safetensors name of the dtype that the values have in the model.
         number: the number format of the codes, a key of `NUMBERS`.
         block: the size of a block along each axis.
-        parts: "codes" and "scale"; a scale of all scales is "global_scale", and "shape" holds the shape.
+        parts: "codes" and "scale"; a scale of all scales is "global_scale", and "shape" holds the
+            shape.
         transposed: whether the model has the last two axes the other way round.
         divided: whether the global scale divides instead of multiplying.
-        companions: keys of what only programs for quantised models need beside it, such as scales of activations.
+        companions: keys of what only programs for quantised models need beside it, such as scales
+            of activations.
     """
 
     shape: tuple[int, ...]
@@ -68,14 +74,18 @@ class QuantizedTensor:
         return self.to_model(whole(self.shape)).shape
 
     def to_model(self, region: Region) -> Region:
-        """Put a region of the stored tensor into the order of the model's axes, or the other way round."""
+        """Put a region of the stored tensor into the order of the model's axes, or the other way
+        round.
+        """
         if not self.transposed:
             return region
         return Region(*((*values[:-2], values[-1], values[-2]) for values in region))
 
     @property
     def pack(self) -> int:
-        """Columns that share an item of the codes, or the last axis of theirs when they have one more."""
+        """Columns that share an item of the codes, or the last axis of theirs when they have one
+        more.
+        """
         codes = self.parts["codes"]
         per_item = NUMBERS[self.number].per_byte * FROM_NAME[codes.dtype].itemsize
         return per_item * codes.shape[-1] if len(codes.shape) > len(self.shape) else per_item
@@ -100,7 +110,9 @@ def part_regions(quantized: QuantizedTensor, region: Region) -> dict[str, Region
         regions["scale"] = Region(grid.offset[: len(scale)], grid.shape[: len(scale)])
     overall = regions.get("global_scale")
     if overall and overall.num_elements > 1:
-        regions["global_scale"] = Region((region.offset[0], *overall.offset[1:]), (region.shape[0], *overall.shape[1:]))
+        regions["global_scale"] = Region(
+            (region.offset[0], *overall.offset[1:]), (region.shape[0], *overall.shape[1:])
+        )
     return regions
 
 
@@ -111,7 +123,12 @@ def coarsened(region: Region, block: tuple[int, ...]) -> Region:
     return Region(first, tuple(b - a for a, b in zip(first, last, strict=True)))
 
 
-def decode(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor], region: Region, target: torch.Tensor) -> None:
+def decode(
+    quantized: QuantizedTensor,
+    parts: Mapping[str, torch.Tensor],
+    region: Region,
+    target: torch.Tensor,
+) -> None:
     """Compute the values of a region, a few rows at a time so that they stay in cache.
 
     Args:
@@ -127,7 +144,9 @@ def decode(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor], region
     scales = combined_scales(quantized, parts)
     lowest, highest = scales.abs().aminmax()
     is_moderate = float(highest) < _LARGE if number.factor >= 1 else float(lowest) > 1 / _LARGE
-    scales = scales_of_rows(quantized, scales * number.factor if is_moderate else scales, region).reshape(*lead, -1)
+    scales = scales_of_rows(
+        quantized, scales * number.factor if is_moderate else scales, region
+    ).reshape(*lead, -1)
     width = codes.shape[-1] * number.per_byte
     num_rows = min(lead[-1], max(1, _CACHED_ELEMENTS // width))
     bits = scratch("bits", (num_rows, width), torch.int16)
@@ -154,19 +173,29 @@ def combined_scales(quantized: QuantizedTensor, parts: Mapping[str, torch.Tensor
     if "global_scale" in parts:
         # One, or one for each index of the first axis.
         factor = parts["global_scale"].float()
-        factor = factor.reshape(-1, *(1,) * (scales.ndim - 1)) if factor.numel() > 1 else factor.reshape(())
+        factor = (
+            factor.reshape(-1, *(1,) * (scales.ndim - 1))
+            if factor.numel() > 1
+            else factor.reshape(())
+        )
         scales = scales / factor if quantized.divided else scales * factor
     return scales
 
 
-def scales_of_rows(quantized: QuantizedTensor, scales: torch.Tensor, region: Region) -> torch.Tensor:
-    """Give each row of a region the scales of its blocks, which are those that the region touches."""
+def scales_of_rows(
+    quantized: QuantizedTensor, scales: torch.Tensor, region: Region
+) -> torch.Tensor:
+    """Give each row of a region the scales of its blocks, which are those that the region
+    touches.
+    """
     lead, grid = region.shape[:-1], coarsened(region, quantized.block)
     if scales.numel() == 1:
         return scales.reshape((1,) * len(region.shape)).expand(*lead, 1)
     scales = scales.reshape(grid.shape)
     if len(lead) and quantized.block[-2] > 1 and grid.shape[-2] > 1:
-        blocks = torch.arange(region.offset[-2], region.offset[-2] + lead[-1]) // quantized.block[-2]
+        blocks = (
+            torch.arange(region.offset[-2], region.offset[-2] + lead[-1]) // quantized.block[-2]
+        )
         scales = scales.index_select(-2, blocks - grid.offset[-2])
     return scales.expand(*lead, grid.shape[-1])
 
@@ -178,7 +207,9 @@ def apply_scales(
     region: Region,
     operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Multiply or divide values of some rows of a region in place by the scales of these, see `scales_of_rows`."""
+    """Multiply or divide values of some rows of a region in place by the scales of these, see
+    `scales_of_rows`.
+    """
     width, columns = quantized.block[-1], values.shape[-1]
     first, num_groups = region.offset[-1] % width, scales.shape[-1]
     if num_groups == 1:

@@ -1,4 +1,6 @@
-"""Count the exchanges that each rank of a process group has reached, so that errors can name a lost rank."""
+"""Count the exchanges that each rank of a process group has reached, so that errors can name a lost
+rank.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 from distckpt._base.errors import RankFailedError
 
 LATE_SECONDS = 2.0
-"""How late a rank may reach an exchange that another one has found broken, and not count as absent."""
+"""How late a rank may reach an exchange that another one has found broken, and not count as
+absent.
+"""
 
 ABANDONED = "This save was abandoned: the process ends, or a rank is lost."
 
@@ -23,9 +27,11 @@ def lost_contact(failures: Mapping[int, BaseException], message: str) -> RankFai
 
 
 class AttendanceLog:
-    """The number of exchanges that each rank has reached, kept in the store through which the ranks found each other.
+    """The number of exchanges that each rank has reached, kept in the store through which the ranks
+    found each other.
 
-    A count is sent and not waited for, which takes some microseconds. A store that is gone, since the process that held
+    A count is sent and not waited for, which takes some microseconds. A store that is gone, since
+    the process that held
     it is dead, perhaps, raises no error: absent ranks are unknown then, as without a store.
     """
 
@@ -37,7 +43,9 @@ class AttendanceLog:
         self._call = ""
 
     def record(self, call: str | None = None) -> None:
-        """Record that this rank has reached the next exchange, in a call; all ranks reach them in the same order."""
+        """Record that this rank has reached the next exchange, in a call; all ranks reach them in
+        the same order.
+        """
         self._num_exchanges += 1
         self._call = call or self._call
         if self._store is not None:
@@ -45,33 +53,42 @@ class AttendanceLog:
                 self._store.set(str(self._rank), f"{self._num_exchanges} {self._call}")
 
     def absent_ranks(self) -> list[int]:
-        """Return the ranks that have reached fewer exchanges than others, after one has just failed here.
+        """Return the ranks that have reached fewer exchanges than others, after one has just failed
+        here.
 
         A broken connection shows at once: ranks that are only late get some time.
         """
-        # A rank that finds the exchange broken leaves it, and counts it. So ranks that died during it are behind.
+        # A rank that finds the exchange broken leaves it, and counts it. So ranks that died during
+        # it are behind.
         self.record()
         deadline = time.monotonic() + LATE_SECONDS
         while True:
             counts = self._counts()
             fewest = min(counts, default=0)
-            absent = [rank for rank, count in enumerate(counts) if count == fewest < self._num_exchanges]
+            absent = [
+                rank for rank, count in enumerate(counts) if count == fewest < self._num_exchanges
+            ]
             if not absent or time.monotonic() > deadline:
                 return absent
             time.sleep(0.02)
 
     def lost_contact(self, name: str, error: RuntimeError) -> RankFailedError:
-        """Return the error about an exchange that has just failed here: it names the ranks that did not reach it."""
+        """Return the error about an exchange that has just failed here: it names the ranks that did
+        not reach it.
+        """
         absent = self.absent_ranks()
         who = ", ".join(f"rank {rank}" for rank in absent) or "another rank"
         return lost_contact(
             {rank: TimeoutError("did not respond, or died") for rank in absent},
-            f"Lost contact with {who} during {name!r}: it died or did not respond within the process "
-            f"group's timeout. Look for the first error in the other ranks' logs{self.different_calls()}. ({error})",
+            f"Lost contact with {who} during {name!r}: it died or did not respond within the "
+            "process group's timeout. Look for the first error in the other ranks' "
+            f"logs{self.different_calls()}. ({error})",
         )
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have reached an exchange, with the timeout of the store; for the first one."""
+        """Wait until all ranks have reached an exchange, with the timeout of the store; for the
+        first one.
+        """
         if self._store is not None:
             self._store.wait(self._names)
 
@@ -82,11 +99,19 @@ class AttendanceLog:
     def describe_wait(self, name: str) -> str:
         """Return in words which ranks this one waits for in an exchange."""
         late = self.late_ranks()
-        who = f"ranks {', '.join(map(str, late))}" if len(late) > 1 else f"rank {late[0]}" if late else "others"
+        who = (
+            f"ranks {', '.join(map(str, late))}"
+            if len(late) > 1
+            else f"rank {late[0]}"
+            if late
+            else "others"
+        )
         return f"still waiting for {who} in {name!r}{self.different_calls()}"
 
     def different_calls(self) -> str:
-        """Return in words that ranks which have come this far are in different calls; empty when they are not."""
+        """Return in words that ranks which have come this far are in different calls; empty when
+        they are not.
+        """
         first_ranks: dict[str, int] = {}
         for rank, (count, call) in enumerate(self._records()):
             if count >= self._num_exchanges:
@@ -101,6 +126,9 @@ class AttendanceLog:
         # A store that does not answer leaves all ranks unknown.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
-                texts = [self._store.get(name).decode() if self._store.check([name]) else "0 " for name in self._names]
+                texts = [
+                    self._store.get(name).decode() if self._store.check([name]) else "0 "
+                    for name in self._names
+                ]
                 return [(int(text.split(" ")[0]), text.partition(" ")[2]) for text in texts]
         return []

@@ -12,7 +12,13 @@ from typing import Any, NoReturn, TypeAlias
 from distckpt._base import interrupts
 from distckpt._base.errors import CheckpointingException
 from distckpt._ranks.exchanges import Exchanges, mark_known
-from distckpt._ranks.outcomes import describe_call, describe_difference, describe_error, error_to_raise, number_of
+from distckpt._ranks.outcomes import (
+    describe_call,
+    describe_difference,
+    describe_error,
+    error_to_raise,
+    number_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +27,9 @@ _Settings: TypeAlias = Mapping[str, object] | None
 
 @dataclass
 class Vote:
-    """What each rank says at the end of a phase: a number below 2**62 in size. Then: what all ranks have said."""
+    """What each rank says at the end of a phase: a number below 2**62 in size. Then: what all ranks
+    have said.
+    """
 
     number: int = 0
     largest: int = 0
@@ -42,7 +50,8 @@ class Ranks(Exchanges):
     def in_background(cls, process_group: Any, timeout: float) -> Ranks:
         """Return the same ranks with a gloo group of their own, for use in another thread.
 
-        Collective operation: all ranks must call it. In the new group they wait `timeout` seconds for each other.
+        Collective operation: all ranks must call it. In the new group they wait `timeout` seconds
+        for each other.
         """
         ranks = cls(process_group)
         if ranks.size > 1:
@@ -54,13 +63,15 @@ class Ranks(Exchanges):
 
     @contextlib.contextmanager
     def phase(self, name: str, *, decision: bool = False, same: _Settings = None) -> Iterator[Vote]:
-        """Run the body, then exchange its outcome and vote; no rank leaves before all have reached the end.
+        """Run the body, then exchange its outcome and vote; no rank leaves before all have reached
+        the end.
 
-        The body holds no exchange that a failing rank could miss. `name` says in messages what the ranks are doing; a
-        `decision` is a body that works on the coordinator on behalf of all. A CheckpointingException is raised as it is
-        on every rank when it was the coordinator's decision or all ranks failed with the same; any other failure is a
-        RankFailedError on every rank, when there are several. Ranks that are in different calls or phases, or have
-        different values for settings that must be the `same`, all raise the same CheckpointingException.
+        The body holds no exchange that a failing rank could miss. `name` says in messages what the
+        ranks are doing; a `decision` is a body that works on the coordinator on behalf of all. A
+        CheckpointingException is raised as it is on every rank when it was the coordinator's
+        decision or all ranks failed with the same; any other failure is a RankFailedError on every
+        rank, when there are several. Ranks that are in different calls or phases, or have different
+        values for settings that must be the `same`, all raise the same CheckpointingException.
         """
         error: BaseException | None = None
         vote = Vote()
@@ -76,26 +87,39 @@ class Ranks(Exchanges):
 
     def _log(self, error: BaseException, name: str) -> None:
         if self.size > 1 and not self.is_known_to_all(error):
-            logger.error("rank %d failed during %r: %s: %s", self.rank, name, type(error).__name__, error)
+            logger.error(
+                "rank %d failed during %r: %s: %s", self.rank, name, type(error).__name__, error
+            )
 
     def _agree(
-        self, error: BaseException | None, name: str, decision: bool = False, same: _Settings = None, number: int = 0
+        self,
+        error: BaseException | None,
+        name: str,
+        decision: bool = False,
+        same: _Settings = None,
+        number: int = 0,
     ) -> tuple[bool, int]:
         """Raise on all ranks when one has failed, or they do not do the same.
 
         Return whether their numbers are equal, and the largest one.
 
-        What is exchanged always has the same size, so that ranks in different calls understand each other.
+        What is exchanged always has the same size, so that ranks in different calls understand each
+        other.
         """
-        # An error that all ranks have raised together already, in a phase inside this one, is not exchanged again.
-        if self.size == 1 or (error is not None and (self.is_known_to_all(error) or interrupts.is_forced())):
+        # An error that all ranks have raised together already, in a phase inside this one, is not
+        # exchanged again.
+        if self.size == 1 or (
+            error is not None and (self.is_known_to_all(error) or interrupts.is_forced())
+        ):
             if error is not None:
                 raise error
             return True, number
         call = describe_call(interrupts.running_operation(), name, same or {})
         code = number_of(call)
         figures = [error is not None, number, -number, code, -code]
-        has_failed, largest, negated_smallest, last, negated_first = self.all_reduce_max(figures, name)
+        has_failed, largest, negated_smallest, last, negated_first = self.all_reduce_max(
+            figures, name
+        )
         if not has_failed and last == -negated_first:
             return largest == -negated_smallest, largest
         told = self.all_gather(json.dumps([call, describe_error(error)]).encode())
@@ -106,7 +130,8 @@ class Ranks(Exchanges):
         self._raise_together(agreed, error)
 
     def decide(self, name: str, function: Callable[[], bytes]) -> bytes:
-        """Call a function on the coordinator, as a decision (see `phase`); return its result on every rank.
+        """Call a function on the coordinator, as a decision (see `phase`); return its result on
+        every rank.
 
         The ranks must be in the same call already: what is exchanged differs from other phases.
         """
@@ -117,7 +142,10 @@ class Ranks(Exchanges):
         return self._decide(name, function, lambda sent: self.scatter(sent, name))
 
     def _decide(
-        self, name: str, function: Callable[[], Sequence[bytes]], send: Callable[[Sequence[bytes]], bytes]
+        self,
+        name: str,
+        function: Callable[[], Sequence[bytes]],
+        send: Callable[[Sequence[bytes]], bytes],
     ) -> bytes:
         error: BaseException | None = None
         sent = [b""] * self.size

@@ -1,4 +1,5 @@
-"""Exchanges of byte strings, numbers and tensors over gloo. Only this module imports torch.distributed.
+"""Exchanges of byte strings, numbers and tensors over gloo. Only this module imports
+torch.distributed.
 
 No payload is pickled, and an exchange that breaks names the rank that was lost.
 """
@@ -38,10 +39,14 @@ _POLL = timedelta(seconds=0.5)
 """How long a wait may keep Python from handling signals."""
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU tensors."""
+"""Process group of the caller -> gloo group with the same ranks, for groups that cannot move CPU
+tensors.
+"""
 
 _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-"""By process group of the caller: held by the thread that uses it. Exchanges of two threads could not be told apart."""
+"""By process group of the caller: held by the thread that uses it. Exchanges of two threads could
+not be told apart.
+"""
 
 _lone_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """Default group -> the group of this process alone."""
@@ -58,10 +63,11 @@ class Transfer(NamedTuple):
 
 
 class Exchanges:
-    """What the processes of a group send each other; a process without a process group is one rank of one.
+    """What the processes of a group send each other; a process without a process group is one rank
+    of one.
 
-    `process_group` None is the default group, or this process alone when torch.distributed is not initialized. A thread
-    that waits for others gives up when `stop` is set.
+    `process_group` None is the default group, or this process alone when torch.distributed is not
+    initialized. A thread that waits for others gives up when `stop` is set.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -79,7 +85,8 @@ class Exchanges:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise CheckpointingException(
-                f"Global rank {dist.get_rank()} is not a member of the given process_group: only its members may call."
+                f"Global rank {dist.get_rank()} is not a member of the given process_group: only "
+                "its members may call."
             )
         if self.size > 1:
             # From here on the others wait for this rank.
@@ -93,21 +100,33 @@ class Exchanges:
         return self.rank == 0
 
     def use_new_group(self, timeout: float) -> None:
-        """Go on in a gloo group of their own, in which the same ranks wait `timeout` seconds for each other."""
+        """Go on in a gloo group of their own, in which the same ranks wait `timeout` seconds for
+        each other.
+        """
         members, limit = dist.get_process_group_ranks(self._group), timedelta(seconds=timeout)
         with _contact(self._group, "make a process group"):
-            self._group = dist.new_group(members, limit, backend="gloo", use_local_synchronization=True)
+            self._group = dist.new_group(
+                members, limit, backend="gloo", use_local_synchronization=True
+            )
 
     def is_known_to_all(self, error: BaseException) -> bool:
         """Return True when all ranks have raised this error, or one of the same cause, together."""
-        return self._group is not None and getattr(error, "known_in", None) == self._group.group_name
+        return (
+            self._group is not None and getattr(error, "known_in", None) == self._group.group_name
+        )
 
     def are_in_step_after(self, error: BaseException) -> bool:
-        """Return True when ranks may go on together after an error: all have raised it, and none was lost."""
-        return self.size == 1 or (self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False))
+        """Return True when ranks may go on together after an error: all have raised it, and none
+        was lost.
+        """
+        return self.size == 1 or (
+            self.is_known_to_all(error) and not getattr(error, "is_lost_contact", False)
+        )
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Send a payload to the coordinator; return all of them by rank there, an empty list elsewhere."""
+        """Send a payload to the coordinator; return all of them by rank there, an empty list
+        elsewhere.
+        """
         if self.size == 1:
             return [payload]
         with _contact(self._group, "gather"):
@@ -115,27 +134,41 @@ class Exchanges:
             return self._gather(payload, sizes)
 
     def gather_once(self, payloads: Sequence[bytes]) -> list[list[bytes]]:
-        """Gather several payloads, as many from each rank; of ranks with the same one, only the first sends it.
+        """Gather several payloads, as many from each rank; of ranks with the same one, only the
+        first sends it.
 
         Return for each of them all ranks' payloads on the coordinator, an empty list elsewhere.
         """
         if self.size == 1:
             return [[payload] for payload in payloads]
-        digests = [np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64) for payload in payloads]
-        own = [[*digest.tolist(), len(payload)] for digest, payload in zip(digests, payloads, strict=True)]
+        digests = [
+            np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
+            for payload in payloads
+        ]
+        own = [
+            [*digest.tolist(), len(payload)]
+            for digest, payload in zip(digests, payloads, strict=True)
+        ]
         with _contact(self._group, "gather"):
             # By rank and payload: two numbers of its digest, and its size.
             table = torch.stack(self._all_gather(torch.tensor(own), "gather")).numpy()
-            senders = np.stack([_first_of_same(table[:, place]) for place in range(len(payloads))], axis=1)
+            senders = np.stack(
+                [_first_of_same(table[:, place]) for place in range(len(payloads))], axis=1
+            )
             sends = senders == np.arange(self.size)[:, None]
             sizes = np.where(sends, table[:, :, 2], 0)
-            joined = self._gather(b"".join(itertools.compress(payloads, sends[self.rank])), sizes.sum(axis=1).tolist())
+            joined = self._gather(
+                b"".join(itertools.compress(payloads, sends[self.rank])), sizes.sum(axis=1).tolist()
+            )
         if not joined:
             return [[] for _ in payloads]
         stops = sizes.cumsum(axis=1)
         starts = stops - sizes
         return [
-            [joined[rank][starts[rank, place] : stops[rank, place]] for rank in senders[:, place].tolist()]
+            [
+                joined[rank][starts[rank, place] : stops[rank, place]]
+                for rank in senders[:, place].tolist()
+            ]
             for place in range(len(payloads))
         ]
 
@@ -143,14 +176,19 @@ class Exchanges:
         if not self.is_coordinator:
             self._send(payload, 0)
             return []
-        return [payload, *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1))]
+        return [
+            payload,
+            *(self._receive(size, rank) for rank, size in enumerate(sizes[1:], start=1)),
+        ]
 
     def scatter(self, payloads: Sequence[bytes], name: str = "scatter") -> bytes:
         """Hand every rank its payload from the coordinator's list (ignored elsewhere)."""
         if self.size == 1:
             return payloads[0]
         with _contact(self._group, name):
-            sizes = torch.tensor([len(p) for p in payloads] if self.is_coordinator else [0] * self.size)
+            sizes = torch.tensor(
+                [len(p) for p in payloads] if self.is_coordinator else [0] * self.size
+            )
             self._broadcast(sizes, 0, name)
             if not self.is_coordinator:
                 return self._receive(int(sizes[self.rank]), 0)
@@ -165,7 +203,11 @@ class Exchanges:
         with _contact(self._group, name):
             size = torch.tensor([len(payload)])
             self._broadcast(size, 0, name)
-            content = _as_tensor(payload) if self.is_coordinator else torch.empty(int(size), dtype=torch.uint8)
+            content = (
+                _as_tensor(payload)
+                if self.is_coordinator
+                else torch.empty(int(size), dtype=torch.uint8)
+            )
             if len(content):
                 self._broadcast(content, 0, name)
             return payload if self.is_coordinator else content.numpy().tobytes()
@@ -178,11 +220,18 @@ class Exchanges:
             sizes = torch.cat(self._all_gather(torch.tensor([len(payload)]), "all_gather")).tolist()
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(payload)] = _as_tensor(payload)
-            gathered = self._all_gather(padded, "all_gather") if max(sizes) else [padded] * self.size
-            return [tensor[:size].numpy().tobytes() for tensor, size in zip(gathered, sizes, strict=True)]
+            gathered = (
+                self._all_gather(padded, "all_gather") if max(sizes) else [padded] * self.size
+            )
+            return [
+                tensor[:size].numpy().tobytes()
+                for tensor, size in zip(gathered, sizes, strict=True)
+            ]
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> IntArray:
-        """Return every rank's numbers, as many from each, on every rank; of shape (ranks, numbers)."""
+        """Return every rank's numbers, as many from each, on every rank; of shape (ranks,
+        numbers).
+        """
         own = torch.tensor(numbers, dtype=torch.int64)
         if self.size == 1:
             return own[None].numpy()
@@ -198,7 +247,9 @@ class Exchanges:
         return largest.tolist()
 
     def start_transfer(self, memory: torch.Tensor, peer: int, tag: int, is_sent: bool) -> Transfer:
-        """Start to send contiguous bytes, or to fill them with what a rank sends under the same tag; see `finish`."""
+        """Start to send contiguous bytes, or to fill them with what a rank sends under the same
+        tag; see `finish`.
+        """
         with _contact(self._group, "exchange of tensors", of_all=False):
             start = dist.isend if is_sent else dist.irecv
             of_peer = {"group_dst" if is_sent else "group_src": peer}
@@ -227,7 +278,9 @@ class Exchanges:
         return received.numpy().tobytes()
 
     def _broadcast(self, tensor: torch.Tensor, src: int, name: str) -> None:
-        self._complete(dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), name, [tensor])
+        self._complete(
+            dist.broadcast(tensor, group=self._group, group_src=src, async_op=True), name, [tensor]
+        )
 
     def _all_gather(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -246,7 +299,11 @@ class Exchanges:
                     raise mark_known(lost_contact({}, ABANDONED), self._group)
                 if time.monotonic() >= log_at:
                     log_at = math.inf
-                    logger.warning("rank %d: %s", self.rank, _attendance_log_of(self._group).describe_wait(name))
+                    logger.warning(
+                        "rank %d: %s",
+                        self.rank,
+                        _attendance_log_of(self._group).describe_wait(name),
+                    )
             work.wait()  # raises the error of a collective that has failed
 
 
@@ -279,9 +336,15 @@ def mark_known(error: BaseException, group: Any) -> BaseException:
 
 @contextlib.contextmanager
 def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
-    """Make the default process group of processes of this machine that meet in the file `rendezvous`."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the name of this machine resolves to
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+    """Make the default process group of processes of this machine that meet in the file
+    `rendezvous`.
+    """
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", "lo"
+    )  # whatever the name of this machine resolves to
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
+    )
     try:
         yield
     finally:
@@ -289,7 +352,9 @@ def gloo_group(rank: int, num_ranks: int, rendezvous: str) -> Iterator[None]:
 
 
 def group_of(process_group: Any) -> Any:
-    """Return the process group, or the default one for None; None where torch.distributed is not initialized."""
+    """Return the process group, or the default one for None; None where torch.distributed is not
+    initialized.
+    """
     if process_group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return process_group
@@ -301,18 +366,23 @@ def own_rank() -> int:
 
 
 def group_number(process_group: Any) -> int:
-    """Return a number that identifies a group among disjoint ones, its lowest global rank; 0 for None."""
+    """Return a number that identifies a group among disjoint ones, its lowest global rank; 0 for
+    None.
+    """
     return 0 if process_group is None else min(dist.get_process_group_ranks(process_group))
 
 
 def lone_group() -> Any:
-    """Return a process group of this process alone; None where torch.distributed is not initialized.
+    """Return a process group of this process alone; None where torch.distributed is not
+    initialized.
 
     Not a collective operation.
     """
     world = group_of(None)
     if world is not None and world not in _lone_groups:
-        _lone_groups[world] = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        _lone_groups[world] = dist.new_group(
+            [dist.get_rank()], backend="gloo", use_local_synchronization=True
+        )
     return world and _lone_groups[world]
 
 
@@ -324,7 +394,9 @@ def _cpu_group(group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
         with _contact(group, "make a process group"):
             _attendance_log_of(group).wait_for_all()
-            _cpu_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            _cpu_groups[group] = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True
+            )
     return _cpu_groups[group]
 
 

@@ -1,7 +1,8 @@
 """The tensors that the threads of gloo still hold, although their collectives have returned.
 
-A thread lets go of a tensor a little later, and needs the interpreter's lock for that. Python before 3.14 ends threads
-that wait for this lock while the process exits, which aborts the process. So its exit waits for these threads.
+A thread lets go of a tensor a little later, and needs the interpreter's lock for that. Python
+before 3.14 ends threads that wait for this lock while the process exits, which aborts the process.
+So its exit waits for these threads.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def lent(group: Any, work: Any, tensors: Sequence[torch.Tensor]) -> Iterator[Non
         if work.is_completed():
             _lent[group] = [*filter(_is_held, _lent.get(group, ())), *tensors]
         else:
-            # It goes on without us. As long as the work is here, no thread of gloo is the last to let go of tensors;
-            # the end of the group would wait for the thread.
+            # It goes on without us. As long as the work is here, no thread of gloo is the last to
+            # let go of tensors; the end of the group would wait for the thread.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object([group, work, *tensors]))
 
 

@@ -17,9 +17,11 @@ from distckpt._ranks.exchanges import gloo_group
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
-    """Call `function(rank, *arguments)` in processes that form a gloo group; return what it returned in rank 0.
+    """Call `function(rank, *arguments)` in processes that form a gloo group; return what it
+    returned in rank 0.
 
-    When one of them fails, or this call is interrupted, all are ended. Function and arguments are pickled.
+    When one of them fails, or this call is interrupted, all are ended. Function and arguments are
+    pickled.
     """
     results = get_context("spawn").SimpleQueue()
     result = None
@@ -44,7 +46,12 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
 
 
 def _run_rank(
-    rank: int, num_ranks: int, rendezvous: str, results: Any, function: Callable[..., Any], arguments: Sequence[Any]
+    rank: int,
+    num_ranks: int,
+    rendezvous: str,
+    results: Any,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> None:
     os.setsid()  # Ctrl-C reaches the parent only, which ends the ranks
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel sends it when the parent is gone

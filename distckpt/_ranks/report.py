@@ -53,8 +53,9 @@ class _Report:
 class SaveReport(_Report):
     """The size and duration of a save.
 
-    Phases: "describe" (flattening the state dict, comparing common state), "plan" (deciding who writes what), "stage"
-    (copying tensors, of a background save), "write" (shard files and manifest) and "commit".
+    Phases: "describe" (flattening the state dict, comparing common state), "plan" (deciding who
+    writes what), "stage" (copying tensors, of a background save), "write" (shard files and
+    manifest) and "commit".
     """
 
     plan_reused: bool = False
@@ -66,15 +67,19 @@ class SaveReport(_Report):
 class LoadReport(_Report):
     """The size and duration of a load.
 
-    Phases: "plan" (finding the checkpoint, comparing the requests) and "read" (manifest, tensors and objects).
-    `num_bytes` counts what each rank requested.
+    Phases: "plan" (finding the checkpoint, comparing the requests) and "read" (manifest, tensors
+    and objects). `num_bytes` counts what each rank requested.
     """
 
     _verb = "loaded"
 
 
-def counting(progress: Callable[[int, int], object] | None, total_bytes: int) -> Callable[[int], None] | None:
-    """Return a function that adds up moved bytes, from several threads, and calls `progress` with the sum and total."""
+def counting(
+    progress: Callable[[int, int], object] | None, total_bytes: int
+) -> Callable[[int], None] | None:
+    """Return a function that adds up moved bytes, from several threads, and calls `progress` with
+    the sum and total.
+    """
     if progress is None:
         return None
     lock = threading.Lock()
@@ -90,7 +95,9 @@ def counting(progress: Callable[[int, int], object] | None, total_bytes: int) ->
 
 
 events = logging.getLogger("distckpt.events")
-"""One line of JSON for each phase on each rank, for the handlers that are added to this logger and no others."""
+"""One line of JSON for each phase on each rank, for the handlers that are added to this logger and
+no others.
+"""
 events.propagate = False
 
 
@@ -104,7 +111,9 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
-        """Add the time the body takes to a phase; yields further fields of its event, which the body may add to."""
+        """Add the time the body takes to a phase; yields further fields of its event, which the
+        body may add to.
+        """
         start, started = time.time(), time.perf_counter()
         details: dict[str, Any] = {}
         try:
@@ -115,15 +124,23 @@ class PhaseTimer:
             raise
         finally:
             if events.handlers and events.isEnabledFor(logging.INFO):
-                what = {"verb": self._verb, "phase": name, "rank": self._rank, "checkpoint": self.location}
+                what = {
+                    "verb": self._verb,
+                    "phase": name,
+                    "rank": self._rank,
+                    "checkpoint": self.location,
+                }
                 times = {"start": start, "seconds": time.perf_counter() - started}
                 event = {**what, **times, "thread": threading.current_thread().name, **details}
                 events.info("%s", json.dumps(event))
 
-    def summarize(self, ranks: Ranks, num_bytes: int, moving: str) -> tuple[int, float, dict[str, float], int, int]:
+    def summarize(
+        self, ranks: Ranks, num_bytes: int, moving: str
+    ) -> tuple[int, float, dict[str, float], int, int]:
         """Return the fields of a report that follow the location, from the figures of all ranks.
 
-        Collective operation: all ranks must call it. The slowest rank is that of the phase `moving`.
+        Collective operation: all ranks must call it. The slowest rank is that of the phase
+        `moving`.
         """
         own = np.array([num_bytes, time.perf_counter() - self._started, *self.phases.values()])
         figures = np.stack([np.frombuffer(data) for data in ranks.all_gather(own.tobytes())])

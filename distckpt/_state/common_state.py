@@ -1,4 +1,6 @@
-"""Common state: everything in a state dict that is not sharded. Saved once, from rank 0, and compared between ranks."""
+"""Common state: everything in a state dict that is not sharded. Saved once, from rank 0, and
+compared between ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from distckpt._base.messages import summarize_keys
 from distckpt._format import codec
 from distckpt._format.checksum import checksum
 from distckpt._format.codec import HOLE
+from distckpt._mapping.wrappers import CommonStateDict, StateDict
 from distckpt._ranks.collectives import Ranks
-from distckpt.mapping import CommonStateDict, StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,11 @@ def object_text(key: str) -> str:
     return "Common state" if key == COMMON_KEY else f"The object {key!r:.300}"
 
 
-def take_common_strategy(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Let the fourth positional argument be `common_strategy`, which it was in Megatron Core up to 0.18.
+def take_common_strategy(
+    function: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """Let the fourth positional argument be `common_strategy`, which it was in Megatron Core up to
+    0.18.
 
     It is told from `validate_access_integrity`, which has that place since then, by its type.
     """
@@ -54,13 +59,17 @@ def check_common_strategy(common_strategy: object) -> None:
     """Refuse a strategy for common state, which Megatron's programs may pass."""
     if common_strategy not in (None, ("torch", 1)):
         raise CheckpointingException(
-            "common_strategy must be None or ('torch', 1), Megatron's default: common state is stored with the sharded "
-            "objects by the sharded strategy."
+            "common_strategy must be None or ('torch', 1), Megatron's default: common state is "
+            "stored with the sharded objects by the sharded strategy."
         )
 
 
-def comparable(common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None) -> CommonStateDict:
-    """Prepare common state for comparison. The caller's function gets a copy, so it cannot change what is saved."""
+def comparable(
+    common: CommonStateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
+) -> CommonStateDict:
+    """Prepare common state for comparison. The caller's function gets a copy, so it cannot change
+    what is saved.
+    """
     if preprocess is None:
         return common
     copied: CommonStateDict = _copy_containers(common)
@@ -83,13 +92,16 @@ def digest(common: CommonStateDict) -> int:
 
 
 def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> None:
-    """Compare common state: ranks exchange hashes, and describe the entries only where those differ.
+    """Compare common state: ranks exchange hashes, and describe the entries only where those
+    differ.
 
-    Values that differ are warned about. InvalidShardingError on all ranks for tensors: most are a part of something.
+    Values that differ are warned about. InvalidShardingError on all ranks for tensors: most are a
+    part of something.
     """
     if ranks.all_equal(digest):
         return
-    # The path of a leaf, its hash, and whether it has tensors: then it has another hash without them.
+    # The path of a leaf, its hash, and whether it has tensors: then it has another hash without
+    # them.
     own, bare = (codec.fingerprints(_plain(common, with_tensors)) for with_tensors in (True, False))
     described = {path: (digest, digest != bare.get(path)) for path, digest in own.items()}
     gathered = ranks.gather(json.dumps(described).encode())
@@ -97,31 +109,44 @@ def check_differences(ranks: Ranks, common: CommonStateDict, digest: int) -> Non
         if ranks.is_coordinator:
             first, *others = [json.loads(text) for text in gathered]
             for rank, other in enumerate(others, start=1):
-                paths = sorted(path for path in {**first, **other} if first.get(path) != other.get(path))
-                tensors = [path for path in paths if any(found.get(path, (0, False))[1] for found in (first, other))]
+                paths = sorted(
+                    path for path in {**first, **other} if first.get(path) != other.get(path)
+                )
+                tensors = [
+                    path
+                    for path in paths
+                    if any(found.get(path, (0, False))[1] for found in (first, other))
+                ]
                 if tensors:
                     raise InvalidShardingError(
-                        f"The tensors {summarize_keys(tensors)} differ between rank 0 and rank {rank}, and are neither "
-                        "shards nor part of an object: one rank's would be saved, the others lost. Put the model or "
-                        "the optimizer itself into the state dict, in place of its state_dict(); or wrap what each "
-                        "rank has in a ShardedTensor or ShardedObject, copies of which one is enough in "
-                        "ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank), and what needs no saving in a "
-                        "LocalNonpersistentObject."
+                        f"The tensors {summarize_keys(tensors)} differ between rank 0 and rank "
+                        f"{rank}, and are neither shards nor part of an object: one rank's would "
+                        "be saved, the others lost. Put the model or the optimizer itself into "
+                        "the state dict, in place of its state_dict(); or wrap what each rank has "
+                        "in a ShardedTensor or ShardedObject, copies of which one is enough in "
+                        "ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank), and what "
+                        "needs no saving in a LocalNonpersistentObject."
                     )
                 if paths:
                     # "" is all of it: worth naming only when no part differs.
                     logger.warning(
-                        "common state differs between rank 0 and rank %d in %s; the checkpoint gets that of rank 0. "
-                        "Per-rank values belong in a ShardedObject, values that need no saving in a "
-                        "LocalNonpersistentObject.",
+                        "common state differs between rank 0 and rank %d in %s; the checkpoint "
+                        "gets that of rank 0. Per-rank values belong in a ShardedObject, values "
+                        "that need no saving in a LocalNonpersistentObject.",
                         rank, summarize_keys(filter(None, paths) if any(paths) else paths),
                     )  # fmt: skip
 
 
 def _plain(node: Any, with_tensors: bool) -> Any:
-    """Return a tree with dicts for OrderedDicts, which are leaves for the codec, and holes for tensors if asked to."""
+    """Return a tree with dicts for OrderedDicts, which are leaves for the codec, and holes for
+    tensors if asked to.
+    """
     if isinstance(node, torch.Tensor):
         return node if with_tensors else HOLE
     if type(node) in (dict, OrderedDict):
         return {key: _plain(value, with_tensors) for key, value in node.items()}
-    return type(node)(_plain(item, with_tensors) for item in node) if type(node) in (list, tuple) else node
+    return (
+        type(node)(_plain(item, with_tensors) for item in node)
+        if type(node) in (list, tuple)
+        else node
+    )

@@ -1,7 +1,8 @@
-"""Flattening a sharded state dict, and filling it with loaded values. The caller's dict is never changed.
+"""Flattening a sharded state dict, and filling it with loaded values. The caller's dict is never
+changed.
 
-Dicts, lists and tuples are containers here. What lies elsewhere (shards, local objects) leaves a `HOLE` in its
-container, so positions in lists stay what they were.
+Dicts, lists and tuples are containers here. What lies elsewhere (shards, local objects) leaves a
+`HOLE` in its container, so positions in lists stay what they were.
 """
 
 from __future__ import annotations
@@ -11,12 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from distckpt._base.errors import CheckpointingException, InvalidShardingError, UnsupportedObjectError
+from distckpt._base.errors import (
+    CheckpointingException,
+    InvalidShardingError,
+    UnsupportedObjectError,
+)
 from distckpt._format.codec import HOLE, refuse_unknown
+from distckpt._mapping.wrappers import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from distckpt._state.megatron_shards import adopt, is_foreign
 from distckpt._state.shards import Shard
 from distckpt._state.stored_form import stored_form
-from distckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 
 class _Slot(NamedTuple):
@@ -41,9 +52,9 @@ class _Merge(NamedTuple):
 class SplitState(NamedTuple):
     """A flattened state dict.
 
-    `shards` are its sharded leaves, those that factories build included; `common` is the rest of the tree with holes
-    for everything else; `skeleton` is the tree with marks for shards, local objects and factories, and holes for the
-    rest.
+    `shards` are its sharded leaves, those that factories build included; `common` is the rest of
+    the tree with holes for everything else; `skeleton` is the tree with marks for shards, local
+    objects and factories, and holes for the rest.
     """
 
     shards: list[Shard]
@@ -55,7 +66,8 @@ def split(state_dict: Any) -> SplitState:
     """Flatten a sharded state dict into its shards, its common state and its structure."""
     if not isinstance(state_dict, dict):
         raise CheckpointingException(
-            f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got {type(state_dict).__name__}."
+            f"A sharded state dict is a dict, such as {{'model': model, 'step': 100}}, got "
+            f"{type(state_dict).__name__}."
         )
     shards: list[Shard] = []
 
@@ -72,8 +84,8 @@ def split(state_dict: Any) -> SplitState:
             return _Merge(node, skeleton_of(node.build(), True))
         if isinstance(node, ShardedBase):
             raise UnsupportedObjectError(
-                f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject and "
-                "ShardedTensorFactory can be saved and loaded."
+                f"Key {node.key!r} is a {type(node).__name__}: only ShardedTensor, ShardedObject "
+                "and ShardedTensorFactory can be saved and loaded."
             )
         if isinstance(node, LocalNonpersistentObject):
             return _Local(node.unwrap())
@@ -88,22 +100,35 @@ def split(state_dict: Any) -> SplitState:
 
 
 def check_keys_are_different(state_dict: Any, shards: Sequence[Shard]) -> None:
-    """Refuse two tensors of this rank that claim one place under one key, such as those of two models of one class."""
+    """Refuse two tensors of this rank that claim one place under one key, such as those of two
+    models of one class.
+    """
     counts = Counter(shard.key for shard in shards)
     seen: dict[Any, ShardedTensor] = {}
     for shard in shards:
         if counts[shard.key] > 1 and isinstance(shard, ShardedTensor) and shard.data is not None:
             flat = str(shard.flattened_range)
-            place = (shard.key, shard.replica_id, tuple(shard.global_offset), tuple(shard.local_shape), flat)
+            place = (
+                shard.key,
+                shard.replica_id,
+                tuple(shard.global_offset),
+                tuple(shard.local_shape),
+                flat,
+            )
             first = seen.setdefault(place, shard)
-            if first is not shard and first.data is not None and first.data.data_ptr() != shard.data.data_ptr():
+            if (
+                first is not shard
+                and first.data is not None
+                and first.data.data_ptr() != shard.data.data_ptr()
+            ):
                 names = _paths_of(state_dict, shard.key)
                 raise InvalidShardingError(
-                    f"The same key twice: {shard.key!r} is the key of several tensors, at {' and at '.join(names)} of "
-                    "the state dict. Give one of the modules another prefix: sharded_state_dict(module, "
-                    "prefix='ema.'). Modules that are in the state dict themselves have their path as prefix, without "
-                    "positions in lists, since a list may hold the stages of a pipeline: put several models into a "
-                    "dict, {'first': module, 'second': other}."
+                    f"The same key twice: {shard.key!r} is the key of several tensors, at "
+                    f"{' and at '.join(names)} of the state dict. Give one of the modules another "
+                    "prefix: sharded_state_dict(module, prefix='ema.'). Modules that are in the "
+                    "state dict themselves have their path as prefix, without positions in lists, "
+                    "since a list may hold the stages of a pipeline: put several models into a "
+                    f"dict, {{'first': module, 'second': other}}."
                 )
 
 
@@ -122,16 +147,20 @@ def _common_of(node: Any, skeleton: Any) -> Any:
         return node
     if isinstance(node, dict):
         return {key: _common_of(node[key], child) for key, child in skeleton.items()}
-    # A named tuple becomes a plain one: its class need not be known to whoever reads the common state.
+    # A named tuple becomes a plain one: its class need not be known to whoever reads the common
+    # state.
     pairs = list(zip(node, skeleton, strict=True))
-    return _map_container(pairs, lambda pair: _common_of(*pair), like=() if isinstance(node, tuple) else [])
+    return _map_container(
+        pairs, lambda pair: _common_of(*pair), like=() if isinstance(node, tuple) else []
+    )
 
 
 def put_together(skeleton: Any, values: Sequence[Any], common: Any) -> dict[Any, Any]:
-    """Fill a skeleton from `split`: with a value (or `HOLE`) for each shard, and with common values at other places.
+    """Fill a skeleton from `split`: with a value (or `HOLE`) for each shard, and with common values
+    at other places.
 
-    Places that nothing fills are dropped; the items of a list move together. What only `common` has is added.
-    Objects of unknown classes are an error where the skeleton has a value.
+    Places that nothing fills are dropped; the items of a list move together. What only `common` has
+    is added. Objects of unknown classes are an error where the skeleton has a value.
     """
     refuse_unknown(common, lambda path: _asks_for(skeleton, path))
     filled = _fill(skeleton, values, common)
@@ -158,7 +187,9 @@ def _fill(skeleton: Any, values: Sequence[Any], common: Any) -> Any:
     if isinstance(skeleton, dict):
         below = common if isinstance(common, dict) else {}
         keys = {**below, **skeleton}
-        filled = _close_up({key: _fill(skeleton.get(key, HOLE), values, below.get(key, HOLE)) for key in keys})
+        filled = _close_up(
+            {key: _fill(skeleton.get(key, HOLE), values, below.get(key, HOLE)) for key in keys}
+        )
     else:
         items = common if isinstance(common, list | tuple) else ()
         pairs = itertools.zip_longest(skeleton, items, fillvalue=HOLE)
@@ -184,11 +215,17 @@ def _fill_built(skeleton: Any, values: Sequence[Any]) -> Any:
 
 
 def prune(tree: Any) -> Any:
-    """Drop holes from dicts; containers that held nothing but holes become holes. Holes in mixed lists stay."""
+    """Drop holes from dicts; containers that held nothing but holes become holes. Holes in mixed
+    lists stay.
+    """
     if not _is_container(tree):
         return tree
     if isinstance(tree, dict):
-        kept = {key: value for key, value in ((k, prune(v)) for k, v in tree.items()) if value is not HOLE}
+        kept = {
+            key: value
+            for key, value in ((k, prune(v)) for k, v in tree.items())
+            if value is not HOLE
+        }
         return HOLE if tree and not kept else kept
     items = _map_container(tree, prune)
     return HOLE if items and all(item is HOLE for item in items) else items
@@ -205,7 +242,9 @@ def _compact(tree: Any) -> Any:
 
 
 def _close_up(children: Any, like: Any = None) -> Any:
-    """Drop holes from a dict or list; one that held nothing else becomes a hole. A list becomes a tuple like `like`."""
+    """Drop holes from a dict or list; one that held nothing else becomes a hole. A list becomes a
+    tuple like `like`.
+    """
     if isinstance(children, dict):
         kept = {key: child for key, child in children.items() if child is not HOLE}
         return HOLE if children and not kept else kept
@@ -221,12 +260,16 @@ def _close_up(children: Any, like: Any = None) -> Any:
 def _is_container(node: Any) -> bool:
     # A slot is a tuple too, but a leaf; so is a torch.Size.
     return type(node) in (dict, list, tuple) or (
-        isinstance(node, dict | list | tuple) and not isinstance(node, _Slot | _Local | _Merge) and _holds_shards(node)
+        isinstance(node, dict | list | tuple)
+        and not isinstance(node, _Slot | _Local | _Merge)
+        and _holds_shards(node)
     )
 
 
 def _holds_shards(node: Any) -> bool:
-    """Tell whether a subclass of a container (OrderedDict, named tuple) must be walked: the others are plain values."""
+    """Tell whether a subclass of a container (OrderedDict, named tuple) must be walked: the others
+    are plain values.
+    """
     children = node.values() if isinstance(node, dict) else node
     return any(
         isinstance(child, ShardedBase | LocalNonpersistentObject | _Slot | _Local | _Merge)
@@ -246,7 +289,9 @@ def _has_hole(tree: Any) -> bool:
 
 
 def _map_container(container: Any, function: Callable[[Any], Any], like: Any = None) -> Any:
-    """Apply a function to the items of a container; the result is a dict, a list, or a tuple of the type of `like`."""
+    """Apply a function to the items of a container; the result is a dict, a list, or a tuple of the
+    type of `like`.
+    """
     like = container if like is None else like
     if isinstance(container, dict):
         return {key: function(value) for key, value in container.items()}

@@ -1,6 +1,8 @@
-"""Sharded state dicts made of Megatron Core's objects: each is converted to its equivalent in distckpt.
+"""Sharded state dicts made of Megatron Core's objects: each is converted to its equivalent in
+distckpt.
 
-Objects are recognised by their structure, so Megatron need not be installed, and every version and copy of it will do.
+Objects are recognised by their structure, so Megatron need not be installed, and every version and
+copy of it will do.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ import torch
 from distckpt._format.codec import register_object_type
 from distckpt._mapping.base import ShardedBase
 from distckpt._mapping.kinds import kind_of
-from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from distckpt._mapping.wrappers import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 # Transformer layers keep their extra state in such files in memory.
 register_object_type(signal.Signals)  # The arguments of Megatron's scripts hold one.
@@ -24,7 +31,9 @@ register_object_type(io.BytesIO, "io.BytesIO", to_state=io.BytesIO.getvalue, fro
 
 
 def adopt(node: Any) -> Any:
-    """Convert an object of Megatron to its equivalent in distckpt; return anything else as it is."""
+    """Convert an object of Megatron to its equivalent in distckpt; return anything else as it
+    is.
+    """
     convert = _converter_of(type(node))  # type: ignore[arg-type]  # Classes are hashable.
     return node if convert is None else convert(node)
 
@@ -38,7 +47,9 @@ def _adopt_tensor(node: Any) -> ShardedTensor:
     data = node.data
     dtype = node.dtype
     # Megatron stores 8-bit tensors of Transformer Engine in the precision that they represent.
-    is_packed = getattr(type(data), "dequantize", torch.Tensor.dequantize) is not torch.Tensor.dequantize
+    is_packed = (
+        getattr(type(data), "dequantize", torch.Tensor.dequantize) is not torch.Tensor.dequantize
+    )
     if data is not None and is_packed:
         data = data.detach().dequantize()
         dtype = data.dtype
@@ -50,7 +61,9 @@ def _adopt_tensor(node: Any) -> ShardedTensor:
 
 def _adopt_factory(node: Any) -> ShardedTensorFactory:
     flat = getattr(node, "flattened_range", None)
-    return ShardedTensorFactory(node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flat)
+    return ShardedTensorFactory(
+        node.key, node.data, node.build_fn, node.merge_fn, node.replica_id, flat
+    )
 
 
 _CONVERTERS: dict[str | None, Callable[[Any], Any]] = {

@@ -1,7 +1,7 @@
 """Tables that describe the shards of ranks, without data: the input of validation and planning.
 
-Flattened shards appear as the regions their flat range consists of, objects as single cells of their grid, so that
-everything after this point is about regions only.
+Flattened shards appear as the regions their flat range consists of, objects as single cells of
+their grid, so that everything after this point is about regions only.
 """
 
 from __future__ import annotations
@@ -33,22 +33,34 @@ from distckpt._geometry.region import (
     widen,
 )
 from distckpt._mapping.base import BufferReplicaId, OpenReplicaId, flat_bounds
-from distckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
-_ROW_COLUMNS = ("key_ids", "shard_ids", "tie_ids", "is_main", "open_ranks", "is_buffer", "digests", "offsets", "shapes")
+_ROW_COLUMNS = (
+    "key_ids",
+    "shard_ids",
+    "tie_ids",
+    "is_main",
+    "open_ranks",
+    "is_buffer",
+    "digests",
+    "offsets",
+    "shapes",
+)
 
 
 class ShardTable(NamedTuple):
     """The shards of one rank.
 
-    `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct key. The columns
-    have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids` (first shard of the
-    rank that is the same memory), `is_main`, `open_ranks` (of an `OpenReplicaId`: 1, or 2 for a copy; else 0),
-    `is_buffer` (only the main replica is written),
-    `digests` (content hashes, 0 when not computed), and `offsets`, `shapes` of shape (n, max ndim), padded with 0 and
+    `keys`, `dtypes` (safetensors names or `OBJECT`) and `global_shapes` have one item per distinct
+    key. The columns
+    have one row per region: `key_ids`, `shard_ids` (index of the shard on its rank), `tie_ids`
+    (first shard of the rank that is the same memory), `is_main`, `open_ranks` (of an
+    `OpenReplicaId`: 1, or 2 for a copy; else 0), `is_buffer` (only the main replica is written),
+    `digests` (content hashes, 0 when not computed), and `offsets`, `shapes` of shape (n, max ndim),
+    padded with 0 and
     1. Ranks take over bytes of replicas in their `exchange_group`.
     """
 
@@ -69,18 +81,27 @@ class ShardTable(NamedTuple):
     def row_region(self, row: int) -> Region:
         """Return the region of one row."""
         ndim = len(self.global_shapes[self.key_ids[row]])
-        return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
+        return Region(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
+        )
 
     def to_messages(self) -> tuple[bytes, bytes]:
-        """Encode for sending: the keys with their kinds, of which many ranks have the same, and the rows."""
+        """Encode for sending: the keys with their kinds, of which many ranks have the same, and the
+        rows.
+        """
         kinds = json.dumps([self.keys, self.dtypes, self.global_shapes], separators=(",", ":"))
         rows = pack(self.exchange_group, {name: getattr(self, name) for name in _ROW_COLUMNS})
         return compress(kinds.encode()), compress(rows)
 
     @classmethod
     def all_from_messages(cls, kinds: Sequence[bytes], rows: Sequence[bytes]) -> list[ShardTable]:
-        """Decode what the `to_messages` of all ranks made: equal messages once, so that tables share what they hold."""
-        parse, read = functools.cache(_parse_kinds), functools.cache(lambda data: unpack(decompress(data)))
+        """Decode what the `to_messages` of all ranks made: equal messages once, so that tables
+        share what they hold.
+        """
+        parse, read = (
+            functools.cache(_parse_kinds),
+            functools.cache(lambda data: unpack(decompress(data))),
+        )
         tables = []
         for of_keys, of_rows in zip(kinds, rows, strict=True):
             exchange_group, columns = read(of_rows)
@@ -95,7 +116,9 @@ def _parse_kinds(data: bytes) -> tuple[list[str], list[str], list[tuple[int, ...
 
 
 def shard_regions(shard: Shard) -> Iterator[Region]:
-    """Yield the regions of the global tensor a shard holds, in the order of its data; empty ones included."""
+    """Yield the regions of the global tensor a shard holds, in the order of its data; empty ones
+    included.
+    """
     offset = tuple(shard.global_offset)
     if isinstance(shard, ShardedObject):
         yield Region(offset, (1,) * len(offset))
@@ -106,11 +129,16 @@ def shard_regions(shard: Shard) -> Iterator[Region]:
         yield Region(offset, prepended + local_shape)
         return
     for run in flat_range_regions(local_shape, *flat_bounds(shard.flattened_range, local_shape)):
-        yield Region(tuple(map(int.__add__, offset, (0,) * len(prepended) + run.offset)), prepended + run.shape)
+        yield Region(
+            tuple(map(int.__add__, offset, (0,) * len(prepended) + run.offset)),
+            prepended + run.shape,
+        )
 
 
 def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
-    """Return the part of a shard's data that holds `region` (of the global tensor), as a view of that shape."""
+    """Return the part of a shard's data that holds `region` (of the global tensor), as a view of
+    that shape.
+    """
     assert shard.data is not None
     data = shard.data.detach() if shard.data.requires_grad else shard.data
     if region.shape == data.shape and shard.flattened_range is None:
@@ -120,12 +148,17 @@ def region_view(shard: ShardedTensor, region: Region) -> torch.Tensor:
     if shard.flattened_range is None:
         return data[(None,) * prepended][local.slices()] if region.offset else data
     inner = Region(local.offset[prepended:], local.shape[prepended:])
-    start = flat_start(shard.local_shape, inner) - flat_bounds(shard.flattened_range, shard.local_shape)[0]
+    start = (
+        flat_start(shard.local_shape, inner)
+        - flat_bounds(shard.flattened_range, shard.local_shape)[0]
+    )
     return data[start : start + inner.num_elements].view(region.shape)
 
 
 def describe(shards: Sequence[Shard]) -> ShardTable:
-    """Describe the shards of this rank, which must fit their global tensors and agree with one another."""
+    """Describe the shards of this rank, which must fit their global tensors and agree with one
+    another.
+    """
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
     rows: list[tuple[int, int, int, bool, int, bool]] = []
@@ -186,9 +219,9 @@ def _check_inside(table: ShardTable) -> None:
     if len(rows):
         key_id = table.key_ids[rows[0]]
         raise InvalidShardingError(
-            f"Shard {table.row_region(rows[0])} of key {table.keys[key_id]!r} lies outside its global shape "
-            f"{table.global_shapes[key_id]}: check global_offset and global_shape (or the rank offsets they were made "
-            "from)."
+            f"Shard {table.row_region(rows[0])} of key {table.keys[key_id]!r} lies outside its "
+            f"global shape {table.global_shapes[key_id]}: check global_offset and global_shape (or "
+            "the rank offsets they were made from)."
         )
 
 
@@ -219,21 +252,27 @@ class GlobalTable(NamedTuple):
     def row_region(self, row: int) -> Region:
         """Return the region of one row."""
         ndim = self.ndims[self.key_ids[row]]
-        return Region(tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist()))
+        return Region(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
+        )
 
 
 def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
     """Join the tables of all ranks, which must agree on the dtype and global shape of every key."""
     key_index, kinds, id_maps = _number_keys(tables)
     ndim = max((len(shape) for _, shape in kinds), default=0)
-    global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(len(kinds), ndim)
+    global_shapes = np.array([s + (1,) * (ndim - len(s)) for _, s in kinds], np.int64).reshape(
+        len(kinds), ndim
+    )
     merged = GlobalTable(
         keys=list(key_index),
         dtypes=[dtype for dtype, _ in kinds],
         global_shapes=global_shapes,
         ndims=np.array([len(shape) for _, shape in kinds], np.int64),
         ranks=np.repeat(np.arange(len(tables)), [len(table.key_ids) for table in tables]),
-        key_ids=np.concatenate([ids[table.key_ids] for ids, table in zip(id_maps, tables, strict=True)]),
+        key_ids=np.concatenate(
+            [ids[table.key_ids] for ids, table in zip(id_maps, tables, strict=True)]
+        ),
         shard_ids=np.concatenate([table.shard_ids for table in tables]),
         tie_ids=np.concatenate([table.tie_ids for table in tables]),
         is_main=np.concatenate([table.is_main for table in tables]),
@@ -247,19 +286,30 @@ def merge_tables(tables: Sequence[ShardTable]) -> GlobalTable:
 
 
 def _choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8]) -> None:
-    """Choose the main replica, in place, of each region for which nobody has said which copy it is."""
+    """Choose the main replica, in place, of each region for which nobody has said which copy it
+    is.
+    """
     if not open_ranks.any():
         return
     # Those that were named come first, then by rank: the table lists rows in this order.
     candidates = np.flatnonzero(table.is_main | (open_ranks > 0))
     candidates = candidates[np.argsort(open_ranks[candidates], kind="stable")]
-    identity = row_hashes([column[candidates] for column in (table.key_ids, *table.offsets.T, *table.shapes.T)])
+    identity = row_hashes(
+        [column[candidates] for column in (table.key_ids, *table.offsets.T, *table.shapes.T)]
+    )
     _, first = np.unique(identity, return_index=True)
     chosen = candidates[np.sort(first)]
     table.is_main[chosen] = True
-    # One tensor under several layouts (tied weights of stages that are divided differently): those of the first ones.
-    held = np.bincount(table.key_ids[chosen], np.prod(table.shapes[chosen], axis=1, dtype=np.float64), len(table.keys))
-    for key_id in np.flatnonzero(held > np.prod(table.global_shapes, axis=1, dtype=np.float64)).tolist():
+    # One tensor under several layouts (tied weights of stages that are divided differently): those
+    # of the first ones.
+    held = np.bincount(
+        table.key_ids[chosen],
+        np.prod(table.shapes[chosen], axis=1, dtype=np.float64),
+        len(table.keys),
+    )
+    for key_id in np.flatnonzero(
+        held > np.prod(table.global_shapes, axis=1, dtype=np.float64)
+    ).tolist():
         kept: list[Region] = []
         for row in chosen[table.key_ids[chosen] == key_id].tolist():
             region = table.row_region(row)
@@ -269,8 +319,12 @@ def _choose_main_replicas(table: GlobalTable, open_ranks: npt.NDArray[np.uint8])
                 kept.append(region)
 
 
-def _number_keys(tables: Sequence[ShardTable]) -> tuple[dict[str, int], list[_Kind], list[IntArray]]:
-    """Number the keys of all tables: key -> id, the kind of each id, and for each table the ids of its keys."""
+def _number_keys(
+    tables: Sequence[ShardTable],
+) -> tuple[dict[str, int], list[_Kind], list[IntArray]]:
+    """Number the keys of all tables: key -> id, the kind of each id, and for each table the ids of
+    its keys.
+    """
     key_index: dict[str, int] = {}
     kinds: list[_Kind] = []
     first_rank: list[int] = []
@@ -282,7 +336,9 @@ def _number_keys(tables: Sequence[ShardTable]) -> tuple[dict[str, int], list[_Ki
         identity = (id(table.keys), id(table.dtypes), id(table.global_shapes))
         if identity not in seen:
             ids = np.empty(len(table.keys), np.int64)
-            for i, (key, dtype, shape) in enumerate(zip(table.keys, table.dtypes, table.global_shapes, strict=True)):
+            for i, (key, dtype, shape) in enumerate(
+                zip(table.keys, table.dtypes, table.global_shapes, strict=True)
+            ):
                 ids[i] = key_id = key_index.setdefault(key, len(kinds))
                 if key_id == len(kinds):
                     kinds.append((dtype, shape))
@@ -302,11 +358,13 @@ def _check_name(key: str) -> None:
         key.encode()
     except UnicodeEncodeError as error:
         raise InvalidShardingError(
-            f"The key {key!r} is not Unicode text (it has half of a surrogate pair), so it cannot be a name in a "
-            "safetensors file: rename it."
+            f"The key {key!r} is not Unicode text (it has half of a surrogate pair), so it cannot "
+            "be a name in a safetensors file: rename it."
         ) from error
     if key == "__metadata__":
-        raise InvalidShardingError(f"The key {key!r} has a meaning of its own in safetensors files: rename it.")
+        raise InvalidShardingError(
+            f"The key {key!r} has a meaning of its own in safetensors files: rename it."
+        )
 
 
 def _dtype_name(shard: Shard) -> str:
@@ -315,22 +373,27 @@ def _dtype_name(shard: Shard) -> str:
     name = TO_NAME.get(shard.dtype)
     if name is None:
         raise UnsupportedObjectError(
-            f"Key {shard.key!r} has dtype {shard.dtype}, which safetensors files cannot hold. Convert it first, or "
-            "wrap it in a ShardedObject if it is small."
+            f"Key {shard.key!r} has dtype {shard.dtype}, which safetensors files cannot hold. "
+            "Convert it first, or wrap it in a ShardedObject if it is small."
         )
     return name
 
 
 def find_ties(shards: Sequence[Shard]) -> dict[int, int]:
-    """Map the index of each shard that is the same part of the same memory as an earlier one to that of the first."""
+    """Map the index of each shard that is the same part of the same memory as an earlier one to
+    that of the first.
+    """
     # One isinstance for each class, not for each shard: there may be many.
     has_memory = {kind for kind in set(map(type, shards)) if issubclass(kind, ShardedTensor)}
-    pointers = [s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards]
+    pointers = [
+        s.data.data_ptr() if type(s) in has_memory and s.data is not None else 0 for s in shards
+    ]
     num_at = Counter(pointers)
     first: dict[Any, int] = {}
     ties: dict[int, int] = {}
     for index, pointer in enumerate(pointers):
-        # Hardly any tensors begin at the same address; the others need no closer look. Without memory the address is 0.
+        # Hardly any tensors begin at the same address; the others need no closer look. Without
+        # memory the address is 0.
         if pointer and num_at[pointer] > 1:
             shard = shards[index]
             assert isinstance(shard, ShardedTensor)
@@ -360,14 +423,18 @@ def _memory_identity(shard: ShardedTensor, data: torch.Tensor) -> Any:
 
 def _contradiction(key: str, first: _Kind, second: _Kind, where: str) -> KeyFault:
     named = [
-        f"an object grid {shape}" if dtype == OBJECT else f"{dtype} of {shape}" for dtype, shape in (first, second)
+        f"an object grid {shape}" if dtype == OBJECT else f"{dtype} of {shape}"
+        for dtype, shape in (first, second)
     ]
     text = (
         f" has two meanings {where}: {named[0]} and {named[1]}. "
-        "Give different tensors different keys, and one tensor the same dtype and global shape everywhere."
+        "Give different tensors different keys, and one tensor the same dtype and global shape "
+        "everywhere."
     )
     return KeyFault(key, text, text)
 
 
 def _sharding_error(faults: Sequence[KeyFault]) -> InvalidShardingError:
-    return InvalidShardingError("\n".join(line[0].upper() + line[1:] for line in summarize_faults(faults)))
+    return InvalidShardingError(
+        "\n".join(line[0].upper() + line[1:] for line in summarize_faults(faults))
+    )

@@ -1,4 +1,6 @@
-"""How a load treats keys that only the checkpoint or only the request has. `distckpt.validation` is the public path."""
+"""How a load treats keys that only the checkpoint or only the request has.
+`distckpt.megatron.validation` is the public path.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 class StrictHandling(Enum):
-    """What a load does with keys that only the checkpoint or only the request has (Megatron's names and meaning).
+    """What a load does with keys that only the checkpoint or only the request has (Megatron's names
+    and meaning).
 
-    *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint and requested by
-    no rank.
+    *Unexpected* keys are requested and not in the checkpoint. *Missing* keys are in the checkpoint
+    and requested by no rank.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Unexpected keys are an error while loading; missing ones are ignored, except below a module in the request."""
+    """Unexpected keys are an error while loading; missing ones are ignored, except below a module
+    in the request.
+    """
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are left out with a warning; missing ones are ignored."""
     LOG_ALL = "log_all"
@@ -30,7 +35,9 @@ class StrictHandling(Enum):
     RAISE_ALL = "raise_all"
     """Unexpected and missing keys are errors."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """Unexpected keys are left out and returned; `load` returns `(state_dict, missing, unexpected)`."""
+    """Unexpected keys are left out and returned; `load` returns `(state_dict, missing,
+    unexpected)`.
+    """
     RETURN_ALL = "return_all"
     """Both are returned; `load` returns `(state_dict, missing, unexpected)`."""
     IGNORE_ALL = "ignore_all"
@@ -75,24 +82,39 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         raise ValueError(text) from None
 
 
-def _mismatch_message(missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str) -> str:
+def _mismatch_message(
+    missing: Iterable[str], unexpected: Iterable[str], known: Iterable[str], location: str
+) -> str:
     """Describe differing keys: grouped by pattern, with the nearest names in the checkpoint."""
     missing, unexpected = sorted(missing), sorted(unexpected)
     lines = [f"The requested keys and those in the checkpoint {location!r} differ."]
     if unexpected:
         hint = nearest_names(unexpected, known)
-        lines.append(f"Unexpected keys (requested, not in the checkpoint): {summarize_keys(unexpected)}{hint}.")
+        lines.append(
+            "Unexpected keys (requested, not in the checkpoint): "
+            f"{summarize_keys(unexpected)}{hint}."
+        )
     if missing:
-        lines.append(f"Missing keys (in the checkpoint, requested by no rank): {summarize_keys(missing)}.")
-    way_out = "'log_all' to go on nevertheless" if unexpected else "'raise_unexpected' to load a part"
+        lines.append(
+            f"Missing keys (in the checkpoint, requested by no rank): {summarize_keys(missing)}."
+        )
+    way_out = (
+        "'log_all' to go on nevertheless" if unexpected else "'raise_unexpected' to load a part"
+    )
     lines.append(f"Correct the sharded state dict, or pass strict={way_out}.")
     return " ".join(lines)
 
 
 def handle_mismatch(
-    strict: StrictHandling, missing: set[str], unexpected: set[str], known: Iterable[str], location: str
+    strict: StrictHandling,
+    missing: set[str],
+    unexpected: set[str],
+    known: Iterable[str],
+    location: str,
 ) -> None:
-    """Raise LoadMismatchError, log a warning or do nothing about differing keys, as the mode says."""
+    """Raise LoadMismatchError, log a warning or do nothing about differing keys, as the mode
+    says.
+    """
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.LOG_UNEXPECTED):
         missing = set()
     if not (missing or unexpected):

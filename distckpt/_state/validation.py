@@ -1,4 +1,6 @@
-"""Checks of what all ranks hold, before anything is written: each element has one main replica, and replicas agree."""
+"""Checks of what all ranks hold, before anything is written: each element has one main replica, and
+replicas agree.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ MAX_COMPARED = 256
 
 
 def validate_shards(table: GlobalTable, *, allow_gaps: bool = False) -> None:
-    """Check that main replicas cover every global tensor and object grid exactly once, and that replicas agree.
+    """Check that main replicas cover every global tensor and object grid exactly once, and that
+    replicas agree.
 
     With `allow_gaps`, elements that no rank holds are accepted; they will not be in the checkpoint.
     """
@@ -56,8 +59,8 @@ def _check_sizes(table: GlobalTable) -> None:
     if too_large.any():
         key_id = int(np.flatnonzero(too_large)[0])
         raise InvalidShardingError(
-            f"Key {table.keys[key_id]!r} has the global shape {table.global_shape(key_id)}, more elements than any "
-            "storage holds: check global_shape."
+            f"Key {table.keys[key_id]!r} has the global shape {table.global_shape(key_id)}, more "
+            "elements than any storage holds: check global_shape."
         )
 
 
@@ -71,14 +74,23 @@ def _explain_faults(
     by_key = np.argsort(table.key_ids, kind="stable")
     starts = np.searchsorted(table.key_ids[by_key], np.arange(len(table.keys) + 1))
     texts = [
-        (key_id, _explain_fault(table, key_id, by_key[starts[key_id] : starts[key_id + 1]], element, allow_gaps))
+        (
+            key_id,
+            _explain_fault(
+                table, key_id, by_key[starts[key_id] : starts[key_id + 1]], element, allow_gaps
+            ),
+        )
         for key_id, element in faults
     ]
     return [KeyFault(table.keys[key_id], text, text) for key_id, text in texts if text]
 
 
-def _explain_fault(table: GlobalTable, key_id: int, rows: IntArray, element: tuple[int, ...], allow_gaps: bool) -> str:
-    """Say what is wrong with a key, whose shards are in `rows`; nothing where it is a gap, and these are allowed."""
+def _explain_fault(
+    table: GlobalTable, key_id: int, rows: IntArray, element: tuple[int, ...], allow_gaps: bool
+) -> str:
+    """Say what is wrong with a key, whose shards are in `rows`; nothing where it is a gap, and
+    these are allowed.
+    """
     ndim = int(table.ndims[key_id])
     point = np.array(element, np.int64)
     low, high = table.offsets[rows, :ndim], table.offsets[rows, :ndim] + table.shapes[rows, :ndim]
@@ -92,24 +104,28 @@ def _explain_fault(table: GlobalTable, key_id: int, rows: IntArray, element: tup
     name = f" (global shape {table.global_shape(key_id)})"
     if len(mains) > 1:
         return (
-            f"{name}: {len(mains)} main replicas hold the same element {element if not allow_gaps else ''}: "
-            f"{_places(table, mains)}. If they are copies, number them with replica_id (one has 0); if they are "
-            "different tensors, such as experts counted from 0 on every rank, give them different keys or offsets."
+            f"{name}: {len(mains)} main replicas hold the same element "
+            f"{element if not allow_gaps else ''}: {_places(table, mains)}. If they are copies, "
+            "number them with replica_id (one has 0); if they are different tensors, such as "
+            "experts counted from 0 on every rank, give them different keys or offsets."
         )
     if len(holders):
         return (
-            f"{name}: no main replica holds element {element}; it is only in copies with another replica_id: "
-            f"{_places(table, holders)}. Exactly one replica of each shard has replica_id 0, "
-            "also of one that several pipeline stages hold, such as tied embeddings: 0 on one stage, 1 on the other."
+            f"{name}: no main replica holds element {element}; it is only in copies with another "
+            f"replica_id: {_places(table, holders)}. Exactly one replica of each shard has "
+            "replica_id 0, also of one that several pipeline stages hold, such as tied "
+            "embeddings: 0 on one stage, 1 on the other."
         )
     return (
-        f"{name}: no rank holds element {element}. Check the offsets and fragmentations (layers of a later pipeline "
-        "stage do not begin at 0), and that every rank of the layout calls save."
+        f"{name}: no rank holds element {element}. Check the offsets and fragmentations (layers of "
+        "a later pipeline stage do not begin at 0), and that every rank of the layout calls save."
     )
 
 
 def _places(table: GlobalTable, rows: IntArray) -> str:
-    return " and ".join(f"{table.row_region(row)} on rank {int(table.ranks[row])}" for row in rows[:3].tolist())
+    return " and ".join(
+        f"{table.row_region(row)} on rank {int(table.ranks[row])}" for row in rows[:3].tolist()
+    )
 
 
 def _find_overlap(table: GlobalTable, rows: IntArray, ndim: int) -> tuple[int, int] | None:
@@ -140,9 +156,10 @@ def _replica_differences(table: GlobalTable) -> list[KeyFault]:
     for row, first in zip(rows[different].tolist(), firsts[different].tolist(), strict=True):
         ranks = int(table.ranks[first]), int(table.ranks[row])
         text = (
-            f": region {table.row_region(row)} differs between rank {ranks[0]} and rank {ranks[1]}, which hold it as "
-            "replicas of each other. Make them equal (DistributedDataParallel, torch.distributed.broadcast), or save "
-            "what each rank has on its own under different keys, or in a distckpt.PerRank. validate_replicas=False "
+            f": region {table.row_region(row)} differs between rank {ranks[0]} and rank "
+            f"{ranks[1]}, which hold it as replicas of each other. Make them equal "
+            "(DistributedDataParallel, torch.distributed.broadcast), or save what each rank has "
+            "on its own under different keys, or in a distckpt.PerRank. validate_replicas=False "
             "stores parts of each."
         )
         found.append(KeyFault(table.keys[table.key_ids[row]], text, ranks))
@@ -152,7 +169,8 @@ def _replica_differences(table: GlobalTable) -> list[KeyFault]:
 def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
     """Return a weight for each row, those of the replicas of a region add up to 0, modulo 2**64.
 
-    It is 0 for what only one rank has or what may differ, and beyond `MAX_COMPARED` regions, of all regions evenly.
+    It is 0 for what only one rank has or what may differ, and beyond `MAX_COMPARED` regions, of all
+    regions evenly.
     """
     weights = np.zeros(len(table.key_ids), np.uint64)
     is_tensor = np.array([dtype != OBJECT for dtype in table.dtypes], np.bool_)
@@ -167,7 +185,9 @@ def replica_weights(table: GlobalTable) -> npt.NDArray[np.uint64]:
 
 
 def _replicas(table: GlobalTable, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Order rows by region; return them, and for each the first one of the same region, the main replica if there."""
+    """Order rows by region; return them, and for each the first one of the same region, the main
+    replica if there.
+    """
     columns = (*table.shapes[rows].T, *table.offsets[rows].T, table.key_ids[rows])
     rows = rows[np.lexsort((table.ranks[rows], ~table.is_main[rows], *columns))]
     regions = np.column_stack((table.key_ids[rows], table.offsets[rows], table.shapes[rows]))

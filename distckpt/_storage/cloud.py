@@ -1,7 +1,8 @@
-"""S3, Google Cloud Storage and Azure through obstore, which repeats requests whose failure may be temporary.
+"""S3, Google Cloud Storage and Azure through obstore, which repeats requests whose failure may be
+temporary.
 
-boto3 finds the credentials, region and endpoint of S3 as all AWS tools do, and lists unfinished multipart uploads,
-which obstore cannot.
+boto3 finds the credentials, region and endpoint of S3 as all AWS tools do, and lists unfinished
+multipart uploads, which obstore cannot.
 """
 
 from __future__ import annotations
@@ -20,11 +21,27 @@ from typing import Any, Literal, NamedTuple
 from distckpt._base.memory import Bytes
 from distckpt._storage.cloud_errors import is_temporary, os_error, text_of
 from distckpt._storage.fsspec_urls import settings_of
-from distckpt._storage.remote import PART_BYTES, RETRY_SECONDS, RefusedError, RemoteLocation, Upload, fill, too_large
+from distckpt._storage.remote import (
+    PART_BYTES,
+    RETRY_SECONDS,
+    RefusedError,
+    RemoteLocation,
+    Upload,
+    fill,
+    too_large,
+)
 
 logger = logging.getLogger(__name__)
 
-_PROVIDERS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_PROVIDERS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
 CLOUD_SCHEMES = frozenset(_PROVIDERS)
 
 _MAX_PARTS = 10_000
@@ -42,14 +59,20 @@ _REPLACED_SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "gcs": {
         "endpoint_url": ("STORAGE_EMULATOR_HOST",),
-        "token": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "STORAGE_EMULATOR_HOST"),
+        "token": (
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "STORAGE_EMULATOR_HOST",
+        ),
     },
     "azure": dict.fromkeys(
         ("connection_string", "account_name", "account_host", "account_key", "sas_token"),
         ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME"),
     ),
 }
-"""fsspec's settings that decide where data goes, and as whose -> the environment variables that do so here."""
+"""fsspec's settings that decide where data goes, and as whose -> the environment variables that do
+so here.
+"""
 
 _CONTAINER = re.compile(r"[A-Za-z0-9._-]+(@[A-Za-z0-9.-]+)?")
 
@@ -62,7 +85,9 @@ class CloudLocation(RemoteLocation):
         scheme, _, rest = location.partition("://")
         container, _, self._path = rest.partition("/")
         if not _CONTAINER.fullmatch(container):
-            raise OSError(errno.EINVAL, f"{container!r} is no name of a bucket or container", location)
+            raise OSError(
+                errno.EINVAL, f"{container!r} is no name of a bucket or container", location
+            )
         if self._path and not {"", ".", ".."}.isdisjoint(self._path.split("/")):
             raise OSError(errno.EINVAL, "a part of the path is empty, '.' or '..'", location)
         self.num_attempts = _num_attempts()
@@ -72,7 +97,11 @@ class CloudLocation(RemoteLocation):
     def kind(self) -> Literal["file", "directory"] | None:
         if self._path and self._head() is not None:
             return "file"
-        return "directory" if self._request(lambda: next(self._store.list(self._path, chunk_size=1), ())) else None
+        return (
+            "directory"
+            if self._request(lambda: next(self._store.list(self._path, chunk_size=1), ()))
+            else None
+        )
 
     def list_names(self) -> list[str]:
         found = self._request(lambda: self._store.list_with_delimiter(self._path))
@@ -89,7 +118,9 @@ class CloudLocation(RemoteLocation):
         return int(self._request(lambda: self._store.head(self._path))["size"])
 
     def modified_time(self) -> float | None:
-        return float(self._request(lambda: self._store.head(self._path))["last_modified"].timestamp())
+        return float(
+            self._request(lambda: self._store.head(self._path))["last_modified"].timestamp()
+        )
 
     def read(self, max_bytes: int | None = None) -> bytes:
         def fetch() -> Any:
@@ -105,7 +136,9 @@ class CloudLocation(RemoteLocation):
         if not wanted:
             return 0
         try:
-            data = self._request(lambda: self._store.get_range(self._path, start=start, length=wanted))
+            data = self._request(
+                lambda: self._store.get_range(self._path, start=start, length=wanted)
+            )
         except OSError as error:
             if error.errno != errno.ESPIPE:
                 raise
@@ -117,22 +150,35 @@ class CloudLocation(RemoteLocation):
         self._request(lambda: self._store.put(self._path, data, chunk_size=PART_BYTES))
 
     def write_stream(
-        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int
+        self,
+        content: Callable[[], Iterable[bytes]],
+        num_bytes: int,
+        num_requests: int,
+        part_bytes: int,
     ) -> None:
         streams = self._connection.streams
-        options = {"chunk_size": max(part_bytes, -(-num_bytes // _MAX_PARTS)), "max_concurrency": num_requests}
+        options = {
+            "chunk_size": max(part_bytes, -(-num_bytes // _MAX_PARTS)),
+            "max_concurrency": num_requests,
+        }
         try:
             # obstore aborts the upload when a part, or the content, fails.
-            self._request(lambda: streams.put(self._path, iter(content()), use_multipart=True, **options))
+            self._request(
+                lambda: streams.put(self._path, iter(content()), use_multipart=True, **options)
+            )
         except FileNotFoundError as error:
-            # The upload is gone: completed by an attempt whose answer was lost, if the object is there.
+            # The upload is gone: completed by an attempt whose answer was lost, if the object is
+            # there.
             is_ours = error.filename == self.location
             if not is_ours or (head := self._head()) is None or head["size"] != num_bytes:
                 raise
 
     def open_for_writing(self) -> Any:
         return _Writer(
-            self, self._connection.obstore.open_writer(self._connection.streams, self._path, buffer_size=PART_BYTES)
+            self,
+            self._connection.obstore.open_writer(
+                self._connection.streams, self._path, buffer_size=PART_BYTES
+            ),
         )
 
     def remove(self) -> None:
@@ -146,11 +192,15 @@ class CloudLocation(RemoteLocation):
             return
         paths = [location.partition("://")[2].partition("/")[2] for location in locations]
         for first in range(0, len(paths), _MAX_REMOVED):
-            self._request(functools.partial(self._store.delete, paths[first : first + _MAX_REMOVED]))
+            self._request(
+                functools.partial(self._store.delete, paths[first : first + _MAX_REMOVED])
+            )
 
     def version(self) -> Any:
         head = self._head()
-        return head and {name: head[name] for name in ("e_tag", "version") if head[name] is not None}
+        return head and {
+            name: head[name] for name in ("e_tag", "version") if head[name] is not None
+        }
 
     def _put_if(self, known_version: Any, data: bytes) -> bool:
         mode = "create" if known_version is None else known_version
@@ -181,18 +231,26 @@ class CloudLocation(RemoteLocation):
         client, bucket = self._connection.s3_client, self._connection.container
         if client is None:
             return []
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=self._path)
+        pages = client.get_paginator("list_multipart_uploads").paginate(
+            Bucket=bucket, Prefix=self._path
+        )
         found = self._request(lambda: [item for page in pages for item in page.get("Uploads", [])])
         keys = [(item["Key"], item["UploadId"]) for item in found]
         prefix = f"{self._path}/" if self._path else ""
         root = self.location.removesuffix(self._path).rstrip("/")
-        return [Upload(f"{root}/{key}", id) for key, id in keys if key == self._path or key.startswith(prefix)]
+        return [
+            Upload(f"{root}/{key}", id)
+            for key, id in keys
+            if key == self._path or key.startswith(prefix)
+        ]
 
     def abort(self, upload: Upload) -> None:
         client, bucket = self._connection.s3_client, self._connection.container
         key = upload.location.partition("://")[2].partition("/")[2]
         with contextlib.suppress(FileNotFoundError):
-            self._request(lambda: client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.id))
+            self._request(
+                lambda: client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.id)
+            )
 
     def _head(self) -> Any:
         """Return the metadata of the object, None when there is none."""
@@ -227,14 +285,16 @@ class _Writer:
             raise os_error(error, self._location) from error
 
 
-# --- Connections ------------------------------------------------------------------------------------------------------
+# --- Connections ----------------------------------------------------------------------------------
 
 
 class _Connection(NamedTuple):
     """The clients of a bucket or container.
 
-    `store` makes each request once, as boto3's `s3_client` does, which is None for other stores and where nothing is
-    signed: `RemoteLocation` repeats them. `streams` repeats those of multipart uploads itself, one by one.
+    `store` makes each request once, as boto3's `s3_client` does, which is None for other stores and
+    where nothing is
+    signed: `RemoteLocation` repeats them. `streams` repeats those of multipart uploads itself, one
+        by one.
     """
 
     obstore: Any
@@ -246,14 +306,18 @@ class _Connection(NamedTuple):
 
 def _connect(location: str, scheme: str, container: str) -> _Connection:
     variables = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "HOME")
-    environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(variables)))
+    environment = tuple(
+        sorted(item for item in os.environ.items() if item[0].startswith(variables))
+    )
     try:
         if empty := [name for name, value in environment if "ENDPOINT" in name and not value]:
             raise ValueError(f"the environment variable {empty[0]} is empty: unset it")
         _check_settings(_PROVIDERS[scheme])
         return _connection_in(environment, scheme, container)
     except ImportError as error:
-        raise ImportError(f"{location}: {error}: pip install 'distckpt[{_PROVIDERS[scheme]}]'") from error
+        raise ImportError(
+            f"{location}: {error}: pip install 'distckpt[{_PROVIDERS[scheme]}]'"
+        ) from error
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else errno.EINVAL
         raise OSError(number, f"{type(error).__name__}: {text_of(error)}", location) from error
@@ -264,24 +328,31 @@ def _settings_of(provider: str) -> dict[str, Any]:
 
 
 def _check_settings(provider: str) -> None:
-    """Refuse settings of fsspec that the environment does not replace, if data would go elsewhere without them."""
+    """Refuse settings of fsspec that the environment does not replace, if data would go elsewhere
+    without them.
+    """
     settings = _settings_of(provider)
     of_client = settings.get("client_kwargs")
     settings |= of_client if isinstance(of_client, dict) else {}
     for name, variables in _REPLACED_SETTINGS[provider].items():
         if settings.get(name) and not any(os.environ.get(variable) for variable in variables):
             raise ValueError(
-                f"fsspec's setting {name!r} is not read for this URL: set {' or '.join(variables)} in the environment"
+                f"fsspec's setting {name!r} is not read for this URL: set {' or '.join(variables)} "
+                "in the environment"
             )
 
 
 @functools.lru_cache(maxsize=64)
-def _connection_in(environment: tuple[tuple[str, str], ...], scheme: str, container: str) -> _Connection:
+def _connection_in(
+    environment: tuple[tuple[str, str], ...], scheme: str, container: str
+) -> _Connection:
     """Connect with what the environment says; made anew when that has changed."""
     obstore, stores = importlib.import_module("obstore"), importlib.import_module("obstore.store")
     provider, client = _PROVIDERS[scheme], None
     if _settings_of(provider):
-        logger.warning("fsspec's settings of %s:// are not read: use the environment instead", scheme)
+        logger.warning(
+            "fsspec's settings of %s:// are not read: use the environment instead", scheme
+        )
     name = container
     config: dict[str, Any] = {}
     if provider == "s3":
@@ -290,7 +361,10 @@ def _connection_in(environment: tuple[tuple[str, str], ...], scheme: str, contai
     elif provider == "gcs":
         kind = stores.GCSStore
         if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
-            config = {"base_url": emulator, "credential_provider": lambda: {"token": "none", "expires_at": None}}
+            config = {
+                "base_url": emulator,
+                "credential_provider": lambda: {"token": "none", "expires_at": None},
+            }
     else:
         kind, name = stores.AzureStore, container.partition("@")[0]
         config = _azure_config(container)
@@ -300,7 +374,10 @@ def _connection_in(environment: tuple[tuple[str, str], ...], scheme: str, contai
             name,
             **config,
             client_options={"timeout": _REQUEST_LIMIT, "allow_http": True},
-            retry_config={"max_retries": num_attempts - 1, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
+            retry_config={
+                "max_retries": num_attempts - 1,
+                "retry_timeout": timedelta(seconds=RETRY_SECONDS),
+            },
         )
 
     return _Connection(obstore, store(1), store(_num_attempts()), container, client)
@@ -331,10 +408,12 @@ def _s3_config(bucket: str) -> tuple[dict[str, Any], Any]:
     if session.get_credentials() is None:
         raise PermissionError(
             errno.EACCES,
-            "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or "
-            "AWS_SKIP_SIGNATURE=true for public data",
+            "no AWS credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for public data",
         )
-    config["credential_provider"] = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider(session)
+    config["credential_provider"] = importlib.import_module(
+        "obstore.auth.boto3"
+    ).Boto3CredentialProvider(session)
     return config, client
 
 

@@ -7,14 +7,24 @@ import http
 import re
 
 _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
-_ERRNOS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESPIPE, 501: errno.ENOSYS}
+_ERRNOS = {
+    401: errno.EACCES,
+    403: errno.EACCES,
+    404: errno.ENOENT,
+    416: errno.ESPIPE,
+    501: errno.ENOSYS,
+}
 """HTTP status -> what it means for a file; EIO for others."""
 _NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 
 
 def os_error(error: Exception, location: str) -> Exception:
-    """Return an error that names the location in place of one of the libraries; others as they are."""
-    if _NO_CONTAINER.search(str(error)) and (_is_of_library(error) or isinstance(error, FileNotFoundError)):
+    """Return an error that names the location in place of one of the libraries; others as they
+    are.
+    """
+    if _NO_CONTAINER.search(str(error)) and (
+        _is_of_library(error) or isinstance(error, FileNotFoundError)
+    ):
         # Not FileNotFoundError, which would pass for a bucket without this checkpoint.
         return OSError(errno.ENXIO, "the bucket or container does not exist", location)
     if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
@@ -38,7 +48,9 @@ def is_temporary(error: Exception) -> bool:
 
 
 def _is_of_library(error: Exception) -> bool:
-    return any(kind.__module__.partition(".")[0] in ("obstore", "botocore") for kind in type(error).__mro__)
+    return any(
+        kind.__module__.partition(".")[0] in ("obstore", "botocore") for kind in type(error).__mro__
+    )
 
 
 def _status_of(error: Exception) -> int:

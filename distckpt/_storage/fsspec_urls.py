@@ -30,7 +30,9 @@ _TEMPORARY_CLASSES = {
     "ConnectionError", "TimeoutError", "IncompleteRead", "ClientConnectionError", "ClientPayloadError",
     "ServiceRequestError", "ServiceResponseError",
 }  # fmt: skip
-"""By name, wherever they are defined: file systems of fsspec bring their own, and are not imported here."""
+"""By name, wherever they are defined: file systems of fsspec bring their own, and are not imported
+here.
+"""
 
 _lock = threading.Lock()
 """Conditional writes take turns."""
@@ -39,11 +41,18 @@ _lock = threading.Lock()
 def settings_of(protocols: Iterable[str]) -> dict[str, Any]:
     """Return what the user has configured in fsspec for a file system of these names."""
     of_protocols = (fsspec.config.conf.get(protocol) for protocol in protocols)
-    return {name: value for settings in of_protocols if isinstance(settings, dict) for name, value in settings.items()}
+    return {
+        name: value
+        for settings in of_protocols
+        if isinstance(settings, dict)
+        for name, value in settings.items()
+    }
 
 
 class FsspecLocation(RemoteLocation):
-    """A URL that fsspec serves; ImportError when the library that its file system needs is not installed."""
+    """A URL that fsspec serves; ImportError when the library that its file system needs is not
+    installed.
+    """
 
     def __init__(self, location: str) -> None:
         super().__init__(location)
@@ -56,7 +65,11 @@ class FsspecLocation(RemoteLocation):
             raise OSError(errno.EINVAL, text, location) from error
         # A file system of the user may be derived from them.
         if type(self._uncached) in (LocalFileSystem, DirFileSystem):
-            raise OSError(errno.EINVAL, "this URL is another name of a directory: give its path or URL", location)
+            raise OSError(
+                errno.EINVAL,
+                "this URL is another name of a directory: give its path or URL",
+                location,
+            )
         # One process has this one to itself; nothing is said about others.
         self.has_conditions = isinstance(self._uncached, MemoryFileSystem)
 
@@ -82,7 +95,9 @@ class FsspecLocation(RemoteLocation):
         return sorted(name[len(start) :] for name in names if name.startswith(start))
 
     def _walk(self, start: str) -> Iterator[str]:
-        """Yield the paths of all files below a prefix. `fs.find` leaves out silently what it could not list."""
+        """Yield the paths of all files below a prefix. `fs.find` leaves out silently what it could
+        not list.
+        """
         with contextlib.suppress(FileNotFoundError):
             for entry in self._fs.ls(start, detail=True):
                 name = entry["name"].rstrip("/") + "/"
@@ -124,7 +139,11 @@ class FsspecLocation(RemoteLocation):
         self._request(lambda: self._fs.pipe_file(self._path, data))
 
     def write_stream(
-        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int
+        self,
+        content: Callable[[], Iterable[bytes]],
+        num_bytes: int,
+        num_requests: int,
+        part_bytes: int,
     ) -> None:
         self._check_writable()
 
@@ -137,7 +156,8 @@ class FsspecLocation(RemoteLocation):
             except BaseException as error:
                 _discard(stream)
                 if isinstance(error, FileNotFoundError) and error.filename is None:
-                    # The upload is gone: the file system has repeated a request that was carried out.
+                    # The upload is gone: the file system has repeated a request that was carried
+                    # out.
                     raise OSError(errno.EIO, str(error)) from error
                 raise
 
@@ -178,7 +198,9 @@ class FsspecLocation(RemoteLocation):
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, str(error), self.location)
         if isinstance(error, OSError):
-            number = error.errno or (errno.EACCES if isinstance(error, PermissionError) else errno.EIO)
+            number = error.errno or (
+                errno.EACCES if isinstance(error, PermissionError) else errno.EIO
+            )
             return OSError(number, error.strerror or str(error), self.location)
         if type(error).__module__.partition(".")[0] in ("builtins", "distckpt"):
             # A bug, or an error of the content.
@@ -190,7 +212,8 @@ def _discard(stream: Any) -> None:
     """Give up what is being written, so that no file is made of it where that is possible."""
     with contextlib.suppress(Exception):
         if isinstance(stream, fsspec.spec.AbstractBufferedFile):
-            # The garbage collector would close it later, in the place of what has been put there by then.
+            # The garbage collector would close it later, in the place of what has been put there by
+            # then.
             stream.closed = True
             stream.discard()
         else:

@@ -1,6 +1,7 @@
 """Files and directories at locations: local paths through `os`, URLs through `object_store`.
 
-A location is a `str`: a local path or a URL such as `s3://bucket/run/step_10`. Bulk tensor bytes on local disks do not
+A location is a `str`: a local path or a URL such as `s3://bucket/run/step_10`. Bulk tensor bytes on
+local disks do not
 pass through here: see `_io`.
 """
 
@@ -31,8 +32,8 @@ def normalize(location: str | os.PathLike[str]) -> str:
     """Return the location as a `str`: an absolute path for local files, an unchanged URL otherwise.
 
     Raises:
-        ValueError: it is empty, or a URL without its second slash, which `pathlib` removes, or one that names nothing,
-            or begins with a tilde.
+        ValueError: it is empty, or a URL without its second slash, which `pathlib` removes, or one
+            that names nothing, or begins with a tilde.
     """
     if not isinstance(location, str | bytes | os.PathLike):
         raise TypeError(
@@ -42,29 +43,37 @@ def normalize(location: str | os.PathLike[str]) -> str:
     text = os.fspath(location)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"A location is a path or a URL, got {text!r}.")
-    text = _SCHEME.sub(lambda scheme: scheme[0].lower(), text, count=1) if _SCHEME.match(text) else text
+    text = (
+        _SCHEME.sub(lambda scheme: scheme[0].lower(), text, count=1)
+        if _SCHEME.match(text)
+        else text
+    )
     for scheme in ("file://", "local://"):
         text = text.removeprefix(scheme)
     if _BROKEN_URL.match(text):
         raise ValueError(
-            f"{text!r} is no complete URL: write a str such as 's3://bucket/run', since pathlib removes a slash. "
-            f"If a local directory is meant, write './{text}'."
+            f"{text!r} is no complete URL: write a str such as 's3://bucket/run', since pathlib "
+            f"removes a slash. If a local directory is meant, write './{text}'."
         )
     if not is_local(text):
         return text.rstrip("/")
     if text.partition("/")[0] == "~":
         raise ValueError(
-            f"{text!r} begins with '~', which only a shell replaces: pass os.path.expanduser({text!r}). If a "
-            f"directory of this name is meant, write './{text}'."
+            f"{text!r} begins with '~', which only a shell replaces: pass "
+            f"os.path.expanduser({text!r}). If a directory of this name is meant, write './{text}'."
         )
     try:
         return os.path.abspath(text)
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "relative to the current directory, which was removed", text) from error
+        raise FileNotFoundError(
+            errno.ENOENT, "relative to the current directory, which was removed", text
+        ) from error
 
 
 def is_inner_name(name: str, max_parts: int) -> bool:
-    """Tell whether a name that a checkpoint gives can only be that of a file inside of it, on every system."""
+    """Tell whether a name that a checkpoint gives can only be that of a file inside of it, on every
+    system.
+    """
     parts = name.split("/")
     return len(parts) <= max_parts and all(_is_plain_part(part) for part in parts)
 
@@ -74,7 +83,11 @@ def _is_plain_part(part: str) -> bool:
         num_bytes = len(os.fsencode(part))
     except UnicodeEncodeError:
         return False
-    return part not in ("", ".", "..") and num_bytes <= _MAX_NAME_BYTES and not any(c in part for c in "\0\\")
+    return (
+        part not in ("", ".", "..")
+        and num_bytes <= _MAX_NAME_BYTES
+        and not any(c in part for c in "\0\\")
+    )
 
 
 def is_local(location: str) -> bool:
@@ -113,7 +126,9 @@ def isdir(location: str) -> bool:
 
 
 def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
-    """Return the mode of what a path names, None when nothing is there: a disk that does not answer is no absence."""
+    """Return the mode of what a path names, None when nothing is there: a disk that does not answer
+    is no absence.
+    """
     try:
         return (os.stat if follow_symlinks else os.lstat)(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -121,7 +136,9 @@ def _mode_of(path: str, *, follow_symlinks: bool) -> int | None:
 
 
 def mount_points_within(path: str) -> list[str]:
-    """Return the mount points that are a local path or below it, as far as the system lists them."""
+    """Return the mount points that are a local path or below it, as far as the system lists
+    them.
+    """
     points = [point for point, _ in _mounts()]
     if not points and os.path.ismount(path):
         return [path]
@@ -129,8 +146,14 @@ def mount_points_within(path: str) -> list[str]:
 
 
 def is_on_overlay(path: str) -> bool:
-    """Tell whether a local path is on a file system of several layers, as far as the system lists it."""
-    above = [(len(point), index, kind) for index, (point, kind) in enumerate(_mounts()) if _is_within(path, point)]
+    """Tell whether a local path is on a file system of several layers, as far as the system lists
+    it.
+    """
+    above = [
+        (len(point), index, kind)
+        for index, (point, kind) in enumerate(_mounts())
+        if _is_within(path, point)
+    ]
     return "overlay" in max(above, default=(0, 0, ""))[2]
 
 
@@ -139,13 +162,18 @@ def _is_within(path: str, directory: str) -> bool:
 
 
 def _mounts() -> list[tuple[str, str]]:
-    """Return the mount points of this process and the types of what is mounted there, nothing where it is unknown."""
+    """Return the mount points of this process and the types of what is mounted there, nothing where
+    it is unknown.
+    """
     try:
         with open("/proc/self/mountinfo", "rb") as file:
             fields = [line.split(b" ") for line in file]
     except OSError:
         return []
-    points = [re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field[4]) for field in fields]
+    points = [
+        re.sub(rb"\\([0-7]{3})", lambda octal: bytes([int(octal[1], 8)]), field[4])
+        for field in fields
+    ]
     kinds = [field[field.index(b"-") + 1].decode() for field in fields]
     return list(zip(map(os.fsdecode, points), kinds, strict=True))
 
@@ -158,7 +186,9 @@ def list_names(location: str) -> list[str]:
 
 
 def file_size(location: str) -> int:
-    """Return the size of a file; OSError with errno EINVAL for pipes and devices, which may take for ever to open."""
+    """Return the size of a file; OSError with errno EINVAL for pipes and devices, which may take
+    for ever to open.
+    """
     if is_local(location):
         try:
             status = os.stat(location)
@@ -173,13 +203,19 @@ def file_size(location: str) -> int:
 def modified_time(location: str) -> float | None:
     """Return when a file was written, in seconds since 1970; None where that is unknown."""
     try:
-        return os.stat(location).st_mtime if is_local(location) else object_store.at(location).modified_time()
+        return (
+            os.stat(location).st_mtime
+            if is_local(location)
+            else object_store.at(location).modified_time()
+        )
     except OSError:
         return None
 
 
 def read_bytes(location: str, max_bytes: int | None = None) -> bytes:
-    """Return a small file; OSError with errno EFBIG when it has more than `max_bytes`, EINVAL as for `file_size`."""
+    """Return a small file; OSError with errno EFBIG when it has more than `max_bytes`, EINVAL as
+    for `file_size`.
+    """
     if not is_local(location):
         return object_store.at(location).read(max_bytes)
     # A file can be large without taking space on the disk.
@@ -201,7 +237,9 @@ def read_range(location: str, start: int, stop: int) -> bytes:
 
 
 def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
-    """Write a small file so that it is there completely or not at all, and, when durable, on disk on return."""
+    """Write a small file so that it is there completely or not at all, and, when durable, on disk
+    on return.
+    """
     if not is_local(location):
         object_store.at(location).write(data)
         return
@@ -223,7 +261,9 @@ def write_bytes(location: str, data: bytes, durable: bool = True) -> None:
 
 
 def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
-    """Write a small file like `write_bytes`; False when a remote one is there, with other content."""
+    """Write a small file like `write_bytes`; False when a remote one is there, with other
+    content.
+    """
     if not is_local(location):
         return object_store.at(location).create(data)
     write_bytes(location, data, durable)
@@ -231,7 +271,9 @@ def create_bytes(location: str, data: bytes, durable: bool = True) -> bool:
 
 
 def make_directories(location: str, durable: bool = True) -> None:
-    """Create a directory and its missing parents, each recorded on disk; nothing to do on an object store."""
+    """Create a directory and its missing parents, each recorded on disk; nothing to do on an object
+    store.
+    """
     if not is_local(location) or isdir(location):
         return
     parent = os.path.dirname(location)
@@ -243,7 +285,9 @@ def make_directories(location: str, durable: bool = True) -> None:
 
 
 def sync_directory(location: str) -> None:
-    """Make the names in a local directory durable (creations and renames need this besides fsync of the files)."""
+    """Make the names in a local directory durable (creations and renames need this besides fsync of
+    the files).
+    """
     if not is_local(location):
         return
     fd = os.open(location, os.O_RDONLY | os.O_DIRECTORY)
@@ -251,7 +295,8 @@ def sync_directory(location: str) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            # Some network file systems refuse fsync on directories; their renames are durable by protocol.
+            # Some network file systems refuse fsync on directories; their renames are durable by
+            # protocol.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
@@ -280,7 +325,9 @@ def remove_file(location: str) -> None:
 
 
 def remove_tree(location: str) -> None:
-    """Remove a file, or a directory and all in it; what is already gone is fine, what cannot be removed stays."""
+    """Remove a file, or a directory and all in it; what is already gone is fine, what cannot be
+    removed stays.
+    """
     if is_local(location):
         with contextlib.suppress(OSError):
             if isdir(location) and not os.path.islink(location):
@@ -294,7 +341,9 @@ def remove_tree(location: str) -> None:
 
 
 def take_over_access(source: str, target: str) -> None:
-    """Give a new local directory or file the mode of another one, and its group and owner where that is allowed."""
+    """Give a new local directory or file the mode of another one, and its group and owner where
+    that is allowed.
+    """
     wanted, found = os.stat(source), os.stat(target)
     if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
         with contextlib.suppress(PermissionError):
@@ -306,7 +355,9 @@ def take_over_access(source: str, target: str) -> None:
 
 
 def link_tree(source: str, target: str) -> None:
-    """Give local files a second name, directories recursively; copies where the file system has no hard links."""
+    """Give local files a second name, directories recursively; copies where the file system has no
+    hard links.
+    """
     if isdir(source) and not os.path.islink(source):
         os.mkdir(target)
         take_over_access(source, target)
@@ -336,7 +387,9 @@ def move_tree(source: str, target: str) -> None:
 
 
 def rename(source: str, target: str, durable: bool = True) -> None:
-    """Rename a local directory and make the change durable, or undo it; an empty directory at `target` is replaced."""
+    """Rename a local directory and make the change durable, or undo it; an empty directory at
+    `target` is replaced.
+    """
     os.rename(source, target)
     if durable:
         with undone_by(lambda: os.rename(target, source)):
@@ -344,7 +397,9 @@ def rename(source: str, target: str, durable: bool = True) -> None:
 
 
 def replace_file(source: str, target: str) -> None:
-    """Give a local file the name of another one, which goes, and make the change durable, or undo it where possible."""
+    """Give a local file the name of another one, which goes, and make the change durable, or undo
+    it where possible.
+    """
     if not exists(target):
         rename(source, target)
     elif exchange(source, target):
@@ -355,7 +410,8 @@ def replace_file(source: str, target: str) -> None:
 
 
 def exchange(first: str, second: str, durable: bool = True) -> bool:
-    """Swap two local directories or files in one atomic step and make the change durable, or undo it.
+    """Swap two local directories or files in one atomic step and make the change durable, or undo
+    it.
 
     Returns False where the file system cannot.
     """

@@ -1,4 +1,6 @@
-"""Access to what URLs name: S3, Google Cloud Storage and Azure through obstore, all other URLs through fsspec."""
+"""Access to what URLs name: S3, Google Cloud Storage and Azure through obstore, all other URLs
+through fsspec.
+"""
 
 from __future__ import annotations
 

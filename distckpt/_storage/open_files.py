@@ -1,4 +1,6 @@
-"""Local files: kept open for reading, since opening one costs a round trip on a network file system."""
+"""Local files: kept open for reading, since opening one costs a round trip on a network file
+system.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from distckpt._storage.locations import naming
 from distckpt._storage.page_cache import cached_fraction, mark_as_read
 
 MAX_OPEN = 16
-"""So many unused files are kept open at most; a checkpoint may have more than a process may have open."""
+"""So many unused files are kept open at most; a checkpoint may have more than a process may have
+open.
+"""
 _MOST_OPEN = 1024
 
 
@@ -44,23 +48,34 @@ class OpenFiles:
 
     @classmethod
     def for_many_reads(cls, direct: Collection[str] = ()) -> OpenFiles:
-        """Return files for many reads that come back to the same ones: more of them stay open, if the system allows."""
+        """Return files for many reads that come back to the same ones: more of them stay open, if
+        the system allows.
+        """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        most = _MOST_OPEN if limit == resource.RLIM_INFINITY else max(MAX_OPEN, min(limit // 4, _MOST_OPEN))
+        most = (
+            _MOST_OPEN
+            if limit == resource.RLIM_INFINITY
+            else max(MAX_OPEN, min(limit // 4, _MOST_OPEN))
+        )
         return cls(most, direct)
 
     def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for opened in self._opened.values():
             _close(opened.fd)
         self._opened.clear()
 
     def check_once(self, file: str, check: Callable[[], None]) -> None:
-        """Check a file, a remote one perhaps, unless that has been done; others wait for the thread that does it."""
+        """Check a file, a remote one perhaps, unless that has been done; others wait for the thread
+        that does it.
+        """
         with self._lock:
             lock = self._checks.setdefault(file, threading.Lock())
         with lock:
@@ -87,10 +102,11 @@ class OpenFiles:
     def read_directly(
         self, file: str, position: int, num_bytes: int, device: DeviceLayer | None = None
     ) -> Bytes | None:
-        """Read past the page cache into this thread's scratch memory for reads (see `bounce_buffer`), and return it.
+        """Read past the page cache into this thread's scratch memory for reads (see
+        `bounce_buffer`), and return it.
 
-        None for other files than `direct`, and where it is better to read as usual: when the bytes are in memory, or
-        for the error.
+        None for other files than `direct`, and where it is better to read as usual: when the bytes
+        are in memory, or for the error.
         """
         if file not in self.direct:
             return None
@@ -101,7 +117,9 @@ class OpenFiles:
                 if cached_fraction(fd, position, num_bytes) > 0.5:
                     return None
             with self.open(file, os.O_DIRECT) as fd:
-                window = bounce_buffer("read", -(-(lead + num_bytes) // ALIGNMENT) * ALIGNMENT, device)
+                window = bounce_buffer(
+                    "read", -(-(lead + num_bytes) // ALIGNMENT) * ALIGNMENT, device
+                )
                 # The system writes to disk first what was changed in memory.
                 num_read = os.preadv(fd, [window], first)
         except OSError:
@@ -124,7 +142,11 @@ class OpenFiles:
     def _close_unused(self, max_closed: int) -> int:
         """Close files that were used longest ago, and return how many there were."""
         # Mostly there is nothing to do, and there may be many files.
-        unused = [name for name, other in self._opened.items() if not other.num_users] if max_closed else []
+        unused = (
+            [name for name, other in self._opened.items() if not other.num_users]
+            if max_closed
+            else []
+        )
         for name in unused[:max_closed]:
             _close(self._opened.pop(name).fd)
         return len(unused[:max_closed])
@@ -160,7 +182,8 @@ def _after(buffers: list[Bytes], num_bytes: int) -> list[Bytes]:
 def allocate(fd: int, num_bytes: int) -> None:
     """Reserve disk space for a file, so that a full disk is found before anything is written.
 
-    Uses the system call and not posix_fallocate, which writes zeros where the file system cannot reserve.
+    Uses the system call and not posix_fallocate, which writes zeros where the file system cannot
+    reserve.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if num_bytes == 0 or not hasattr(libc, "fallocate"):

@@ -18,12 +18,15 @@ _libc = ctypes.CDLL(None)
 
 
 def cached_fraction(fd: int, position: int, num_bytes: int) -> float:
-    """Estimate from samples how much of a part of a file is in memory; 1.0 where the system does not tell."""
+    """Estimate from samples how much of a part of a file is in memory; 1.0 where the system does
+    not tell.
+    """
     low = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     starts = range(0, position + num_bytes - low, max(mmap.PAGESIZE, num_bytes // _NUM_SAMPLES))
     page, is_resident = ctypes.c_size_t(mmap.PAGESIZE), np.zeros(len(starts), np.uint8)
     try:
-        # To ask for bytes and see whether they come at once (RWF_NOWAIT) would make the system fetch them.
+        # To ask for bytes and see whether they come at once (RWF_NOWAIT) would make the system
+        # fetch them.
         with mmap.mmap(fd, position + num_bytes - low, prot=mmap.PROT_READ, offset=low) as mapped:
             address, result = np.frombuffer(mapped, np.uint8).ctypes.data, is_resident.ctypes.data
             for index, start in enumerate(starts):
@@ -36,15 +39,20 @@ def cached_fraction(fd: int, position: int, num_bytes: int) -> float:
 
 
 def may_be_read_directly(path: str) -> bool:
-    """Tell whether a large file on a disk of this machine was not read yet, as far as the page cache remembers.
+    """Tell whether a large file on a disk of this machine was not read yet, as far as the page
+    cache remembers.
 
-    Who reads such a file past the page cache leaves a mark in it with `mark_as_read`, so that the file goes through
-    the cache when it is read a second time, and comes from memory the third time.
+    Who reads such a file past the page cache leaves a mark in it with `mark_as_read`, so that the
+    file goes through the cache when it is read a second time, and comes from memory the third time.
     """
     try:
         status = os.stat(path)
         # File systems without a block device below them are of networks, or in memory.
-        is_on_disk = hasattr(os, "O_DIRECT") and stat.S_ISREG(status.st_mode) and os.major(status.st_dev) != 0
+        is_on_disk = (
+            hasattr(os, "O_DIRECT")
+            and stat.S_ISREG(status.st_mode)
+            and os.major(status.st_dev) != 0
+        )
         if not is_on_disk or status.st_size < MIN_DIRECT_BYTES:
             return False
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -35,7 +35,9 @@ class RefusedError(PermissionError):
 
 
 class Upload(NamedTuple):
-    """A multipart upload that has been neither completed nor aborted; its parts are stored, and cost, until then."""
+    """A multipart upload that has been neither completed nor aborted; its parts are stored, and
+    cost, until then.
+    """
 
     location: str
     id: str
@@ -44,8 +46,8 @@ class Upload(NamedTuple):
 class RemoteLocation(ABC):
     """An object, or a prefix of objects. Listings are never cached.
 
-    Methods raise FileNotFoundError when nothing is there, else OSError, both naming the location. Requests whose
-    failure may be temporary have been repeated by then.
+    Methods raise FileNotFoundError when nothing is there, else OSError, both naming the location.
+    Requests whose failure may be temporary have been repeated by then.
     """
 
     num_attempts = 4
@@ -65,7 +67,9 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def list_files(self) -> list[str]:
-        """Return the sorted names of all objects below the prefix, relative to it, such as `tensors/x`."""
+        """Return the sorted names of all objects below the prefix, relative to it, such as
+        `tensors/x`.
+        """
 
     @abstractmethod
     def size(self) -> int:
@@ -73,7 +77,9 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def modified_time(self) -> float | None:
-        """Return when the object was written, in seconds since 1970; None where the store does not tell."""
+        """Return when the object was written, in seconds since 1970; None where the store does not
+        tell.
+        """
 
     @abstractmethod
     def read(self, max_bytes: int | None = None) -> bytes:
@@ -89,17 +95,25 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def write_stream(
-        self, content: Callable[[], Iterable[bytes]], num_bytes: int, num_requests: int, part_bytes: int
+        self,
+        content: Callable[[], Iterable[bytes]],
+        num_bytes: int,
+        num_requests: int,
+        part_bytes: int,
     ) -> None:
-        """Put a large object of `num_bytes` bytes; it becomes visible when it is complete, or not at all.
+        """Put a large object of `num_bytes` bytes; it becomes visible when it is complete, or not
+        at all.
 
-        `content` returns its pieces, and is called again when all of them are to be sent again. What it raises is
-        passed on as it is. Requests are of `part_bytes`, more when there would be too many, where the store is told.
+        `content` returns its pieces, and is called again when all of them are to be sent again.
+        What it raises is passed on as it is. Requests are of `part_bytes`, more when there would be
+        too many, where the store is told.
         """
 
     @abstractmethod
     def open_for_writing(self) -> Any:
-        """Open the object for streaming writes, which are not repeated; it becomes visible when it is closed."""
+        """Open the object for streaming writes, which are not repeated; it becomes visible when it
+        is closed.
+        """
 
     @abstractmethod
     def remove(self) -> None:
@@ -115,14 +129,16 @@ class RemoteLocation(ABC):
         """Return a value that changes whenever the object does, None when there is no object."""
 
     def create(self, data: bytes) -> bool:
-        """Put an object where there is none; False when there is one, unless it has this very content.
+        """Put an object where there is none; False when there is one, unless it has this very
+        content.
 
         Then an earlier attempt was carried out, and its answer lost.
         """
         return self.replace(data, None)
 
     def replace(self, data: bytes, known_version: Any) -> bool:
-        """Put an object in place of the one of a known version; False when that has changed since, see `create`.
+        """Put an object in place of the one of a known version; False when that has changed since,
+        see `create`.
 
         A `RefusedError` means that it was not put; after other errors that is unknown.
         """
@@ -135,10 +151,14 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def _put_if(self, known_version: Any, data: bytes) -> bool:
-        """Put the object if its version is the known one, None for no object; False when it is not."""
+        """Put the object if its version is the known one, None for no object; False when it is
+        not.
+        """
 
     def list_uploads(self) -> list[Upload]:
-        """Return the unfinished multipart uploads to this object or below this prefix, where the store lists them."""
+        """Return the unfinished multipart uploads to this object or below this prefix, where the
+        store lists them.
+        """
         return []
 
     def abort(self, upload: Upload) -> None:
@@ -146,7 +166,9 @@ class RemoteLocation(ABC):
         raise NotImplementedError
 
     def _request(self, make: Callable[[], _Result]) -> _Result:
-        """Make a request, again after a while as long as the reason of its failure may be temporary."""
+        """Make a request, again after a while as long as the reason of its failure may be
+        temporary.
+        """
         attempt, started = 1, time.monotonic()
         while True:
             try:
@@ -168,13 +190,17 @@ class RemoteLocation(ABC):
 
     @abstractmethod
     def _translated(self, error: Exception) -> Exception:
-        """Return an OSError that names the location in place of errors of libraries; others as they are."""
+        """Return an OSError that names the location in place of errors of libraries; others as they
+        are.
+        """
 
 
 def part_bytes_of(num_bytes: int, max_part_bytes: int) -> int:
-    """Return the size of the parts of an object: a 64th of it within limits, so that requests are neither many nor few.
+    """Return the size of the parts of an object: a 64th of it within limits, so that requests are
+    neither many nor few.
 
-    At most `max_part_bytes`, since parts are in memory while they are sent, but never less than `PART_BYTES`.
+    At most `max_part_bytes`, since parts are in memory while they are sent, but never less than
+    `PART_BYTES`.
     """
     return max(PART_BYTES, min(num_bytes // 64, _MAX_PART_BYTES, max_part_bytes))
 

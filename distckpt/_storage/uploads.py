@@ -18,8 +18,8 @@ from distckpt._storage.remote import PART_BYTES, part_bytes_of
 class OutgoingFile(NamedTuple):
     """A file for an object store: `header`, followed by units of `unit_bytes` bytes.
 
-    `read` returns the bytes of a unit, given its number. They are the calling thread's until it calls again; it may
-    ask for a unit several times.
+    `read` returns the bytes of a unit, given its number. They are the calling thread's until it
+    calls again; it may ask for a unit several times.
     """
 
     location: str
@@ -34,7 +34,8 @@ def upload_files(
     max_part_bytes: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Upload files, making `num_requests` requests at a time; nothing of a file that failed stays behind.
+    """Upload files, making `num_requests` requests at a time; nothing of a file that failed stays
+    behind.
 
     For each of them a part of an object, see `part_bytes_of`, and a unit are in memory.
     `progress` is given numbers of bytes as they are handed over, from several threads.
@@ -48,12 +49,15 @@ def upload_files(
         Pool(num_at_once, thread_name_prefix="distckpt-upload") as uploaders,
     ):
         num_of_each = num_requests // num_at_once
-        uploads = [_Upload(file, num_of_each, max_part_bytes, readers, stop, progress) for file in files]
+        uploads = [
+            _Upload(file, num_of_each, max_part_bytes, readers, stop, progress) for file in files
+        ]
         running = [uploaders.submit(upload.run) for upload in uploads]
         try:
             wait_for_all(running)
         finally:
-            # One has failed, or Ctrl-C has reached this thread: the others must not go on to their end.
+            # One has failed, or Ctrl-C has reached this thread: the others must not go on to their
+            # end.
             if not all(future.done() for future in running):
                 stop.set()
     errors = [error for future in running if (error := future.exception()) is not None]
@@ -81,14 +85,18 @@ class _Upload:
         remote = object_store.at(self._file.location)
         if num_bytes <= PART_BYTES:
             self._check()
-            remote.write(self._file.header + b"".join(self._read(number) for number in range(num_units)))
+            remote.write(
+                self._file.header + b"".join(self._read(number) for number in range(num_units))
+            )
             self._progress(sum(self._file.unit_bytes))
         else:
             part_bytes = part_bytes_of(num_bytes, self._max_part_bytes)
             remote.write_stream(self._pieces, num_bytes, self._num_requests, part_bytes)
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield the header and the units; with several requests at a time, further units are read ahead."""
+        """Yield the header and the units; with several requests at a time, further units are read
+        ahead.
+        """
         yield self._file.header
         ahead: deque[Future[bytes]] = deque()
         num_units, num_ahead = len(self._file.unit_bytes), self._num_requests - 1
@@ -98,7 +106,8 @@ class _Upload:
             if number >= num_ahead:
                 self._check()
                 yield ahead.popleft().result()
-                # In another thread: this one drives obstore's requests, and the callback may make some of its own.
+                # In another thread: this one drives obstore's requests, and the callback may make
+                # some of its own.
                 self._readers.submit(self._report, number - num_ahead).result()
 
     def _read(self, number: int) -> bytes:

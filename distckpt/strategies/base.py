@@ -1,11 +1,13 @@
 """The interface of storage formats: a strategy moves shards between memory and one directory.
 
-`save` and `load` keep what is the same for every format: flattening the state dict, common state, the transaction
-around a save, strictness and the exchange of outcomes. A strategy that they are given is used, never replaced.
+`save` and `load` keep what is the same for every format: flattening the state dict, common state,
+the transaction around a save, strictness and the exchange of outcomes. A strategy that they are
+given is used, never replaced.
 """
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,60 +16,48 @@ from enum import Enum
 from typing import Any, Literal, TypeVar
 
 from distckpt._base.errors import CheckpointingException
-from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
-from distckpt._format.stored_checkpoint import StoredCheckpoint
-from distckpt._io.staging import Staging
+from distckpt._base.options import LoadOptions, SaveOptions
+from distckpt._checkpoint.opening import FOREIGN_NAMES
+from distckpt._io.prepared_save import PreparedSave
+from distckpt._mapping.wrappers import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
 from distckpt._ranks.collectives import Ranks
-from distckpt.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from distckpt.rules import Rule
-from distckpt.strategies.async_utils import AsyncRequest
+from distckpt._plan.cache import PlanCache
 
 __all__ = [
-    "AsyncSaveShardedStrategy",
     "ConsolidationStrategy",
+    "EngineSettings",
     "LoadShardedStrategy",
     "LoadStrategyBase",
-    "Options",
-    "ParallelLoad",
     "PreparedSave",
     "SaveShardedStrategy",
     "SaveStrategyBase",
     "StrategyAction",
     "StrategyBase",
-    "Verify",
     "get_default_strategy",
     "register_default_strategy",
 ]
-
-Verify = Literal["none", "read", "full"]
-ParallelLoad = Literal["auto", "on", "off"]
 
 _Strategy = TypeVar("_Strategy", bound="StrategyBase")
 
 
 @dataclass(frozen=True)
-class Options:
-    """The settings of one call of `save` or `load` that concern strategies; each uses those it supports.
-
-    Attributes that are not described here are arguments of `save` or `load`.
+class EngineSettings:
+    """How a strategy uses the built-in engine.
 
     Attributes:
-        exchange_group: when set, replicas share work only with ranks of this group.
-        stored: the checkpoint that is loaded, opened by all ranks together; None where it has not been read yet.
+        exchange_group: process group within which replicas share work; None for all ranks.
+        direct_io: see `SafetensorsSaveStrategy`.
+        plans: the plans that its saves keep; None for those of all saves of the process.
     """
 
-    process_group: Any = None
     exchange_group: Any = None
-    validate_access_integrity: bool = True
-    validate_replicas: bool | None = None
-    verify: str = "read"
-    allow_dtype_cast: bool = False
-    parallel_load: str = "auto"
-    rules: Sequence[Rule] = ()
-    durable: bool = True
-    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
-    progress: Callable[[int], None] | None = None
-    stored: StoredCheckpoint | None = None
+    direct_io: bool | None = None
+    plans: PlanCache | None = None
 
 
 class StrategyAction(Enum):
@@ -91,43 +81,21 @@ class StrategyBase(ABC):
     backend: str
     version: int
 
-    def configure(self: _Strategy, options: Options) -> _Strategy:
-        """Return this strategy with the settings of one call of `save` or `load`; the default ignores them."""
-        del options
+    def configure(
+        self: _Strategy, options: SaveOptions | LoadOptions, process_group: Any
+    ) -> _Strategy:
+        """Return this strategy with the options of one call of `save` or `load`, and the ranks that
+        make it; the default ignores them.
+        """
+        del options, process_group
         return self
 
+    def engine_settings(self) -> EngineSettings | None:
+        """Return how the built-in engine is to be used, if that is all that this strategy does.
 
-class PreparedSave(ABC):
-    """A save of which everything is decided, on all ranks, and nothing written.
-
-    Attributes:
-        num_bytes: how much this rank is going to write.
-        plan_reused: True when the plan is that of an earlier save.
-        folder_suffix: the end of the names of the folders `tensors` and `objects`. `save` sets it before `write` where
-            several saves may write in one place, on object stores. None for a strategy that gives files fixed names:
-            such saves are not kept apart there, and do not replace a checkpoint.
-        written: on the coordinator, after `write`: name and size of each file. `save` looks at them before it commits.
-    """
-
-    num_bytes: int = 0
-    plan_reused: bool = False
-    folder_suffix: str | None = None
-    written: Sequence[tuple[str, int]] = ()
-
-    def stage(self, staging: Staging) -> PreparedSave | None:
-        """Return the same save with copies of all that it writes, so that the caller's tensors may change.
-
-        Not a collective operation. The default returns None: `async_save` finishes such a save before it returns.
+        `save` and `load` then call the engine themselves, with what they have opened already.
         """
-        del staging
         return None
-
-    @abstractmethod
-    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
-        """Write all shards into a directory that nobody else uses, see `SaveShardedStrategy.save`.
-
-        After `stage` this runs in a background thread, and must use no other process group than that of `ranks`.
-        """
 
 
 class SaveShardedStrategy(StrategyBase):
@@ -136,20 +104,22 @@ class SaveShardedStrategy(StrategyBase):
     def prepare(self, sharded_state_dict: ShardedStateDict) -> PreparedSave:
         """Decide who writes what, as far as that can be done without writing.
 
-        Collective operation: all ranks must call it. The default decides nothing and leaves everything to `save`, as
-        does any class that overrides `save` alone.
+        Collective operation: all ranks must call it. The default decides nothing and leaves
+        everything to `save`, as does any class that overrides `save` alone.
         """
         return _Unprepared(self, sharded_state_dict)
 
     @abstractmethod
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> Mapping[str, Any] | None:
+    def save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str
+    ) -> Mapping[str, Any] | None:
         """Write all shards into a directory that nobody else uses; it is committed afterwards.
 
         Collective operation: all ranks must call it.
 
         Args:
-            sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`; common state is one of the objects
-                of the coordinator.
+            sharded_state_dict: a flat dict of `ShardedTensor` and `ShardedObject`; common state is
+                one of the objects of the coordinator.
             checkpoint_dir: exists and is empty but for `tensors/` and `objects/`.
 
         Returns:
@@ -157,7 +127,9 @@ class SaveShardedStrategy(StrategyBase):
         """
 
 
-def prepare_save(strategy: SaveShardedStrategy, sharded_state_dict: ShardedStateDict) -> PreparedSave:
+def prepare_save(
+    strategy: SaveShardedStrategy, sharded_state_dict: ShardedStateDict
+) -> PreparedSave:
     """Call `prepare`, unless the class of the strategy overrides `save` alone."""
     for known in type(strategy).__mro__:
         if "prepare" in vars(known):
@@ -185,8 +157,8 @@ class LoadShardedStrategy(StrategyBase):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> StateDict:
         """Read the shards in a flat dict of `ShardedTensor` and `ShardedObject`.
 
-        Collective operation: all ranks must call it. Returns the same dict with tensors and objects in the place of
-        shards; tensors are filled in place.
+        Collective operation: all ranks must call it. Returns the same dict with tensors and objects
+        in the place of shards; tensors are filled in place.
         """
 
     @abstractmethod
@@ -194,11 +166,18 @@ class LoadShardedStrategy(StrategyBase):
         """Describe every stored tensor unsharded, by key. Not a collective operation."""
 
     @abstractmethod
-    def load_sharded_metadata(self, checkpoint_dir: str) -> dict[str, ShardedTensor | ShardedObject]:
-        """Describe every stored tensor, by key, and every object, by unique key. Not a collective operation."""
+    def load_sharded_metadata(
+        self, checkpoint_dir: str
+    ) -> dict[str, ShardedTensor | ShardedObject]:
+        """Describe every stored tensor, by key, and every object, by unique key. Not a collective
+        operation.
+        """
 
-    def load_quantized_metadata(self, checkpoint_dir: str) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
-        """Describe the tensors that can be loaded but are stored as codes and scales, with the keys of these, by key.
+    def load_quantized_metadata(
+        self, checkpoint_dir: str
+    ) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
+        """Describe the tensors that can be loaded but are stored as codes and scales, with the keys
+        of these, by key.
 
         Not a collective operation. The default knows none.
         """
@@ -210,17 +189,6 @@ class LoadShardedStrategy(StrategyBase):
         raise CheckpointingException(
             f"{type(self).__name__} cannot remove tensors ({key_prefix!r}, {checkpoint_dir!r})."
         )
-
-
-class AsyncSaveShardedStrategy(SaveShardedStrategy):
-    """A strategy that gives its work as a request, as Megatron's do; it is done before `save` returns."""
-
-    @abstractmethod
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> AsyncRequest:
-        """Return a request that writes all shards, see `save`."""
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> None:
-        self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
 
 LoadStrategyBase = SaveStrategyBase = StrategyBase
@@ -237,7 +205,9 @@ class ConsolidationStrategy(StrategyBase):
 _registry: dict[StrategyAction, dict[tuple[str, int], StrategyBase]] = defaultdict(dict)
 
 
-def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: StrategyBase) -> None:
+def register_default_strategy(
+    action: StrategyAction, backend: str, version: int, strategy: StrategyBase
+) -> None:
     """Register a strategy under the name and version of its backend.
 
     Raises:
@@ -246,8 +216,8 @@ def register_default_strategy(action: StrategyAction, backend: str, version: int
     known = _registry[action].setdefault((backend, version), strategy)
     if known is not strategy and type(known) is not type(strategy):
         raise CheckpointingException(
-            f"Backend {backend!r} version {version} already has {type(known).__name__} for {action.value}: "
-            "choose another name or version."
+            f"Backend {backend!r} version {version} already has {type(known).__name__} for "
+            f"{action.value}: choose another name or version."
         )
 
 
@@ -257,11 +227,60 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     Raises:
         CheckpointingException: there is none; the message lists those there are.
     """
-    strategy = _registry[action].get((backend, version))
+    strategy = _registry[action].get((backend, version)) or _built_in(action, backend, version)
     if strategy is None:
-        known = ", ".join(f"{name!r} version {number}" for name, number in sorted(_registry[action])) or "none"
+        known = (
+            ", ".join(f"{name!r} version {number}" for name, number in sorted(_registry[action]))
+            or "none"
+        )
         raise CheckpointingException(
-            f"No strategy for {action.value} with backend {backend!r} version {version} (there is: {known}). Register "
-            "one with register_default_strategy, or pass a strategy object."
+            f"No strategy for {action.value} with backend {backend!r} version {version} (there is: "
+            f"{known}). Register one with register_default_strategy, or pass a strategy object."
         )
     return strategy
+
+
+BUILT_IN = "safetensors"
+"""Backend of the built-in format, in version 1."""
+_OTHER_NAMES = {
+    StrategyAction.SAVE_SHARDED: ("torch_dist",),
+    StrategyAction.LOAD_SHARDED: FOREIGN_NAMES,
+}
+"""Programs name the format of what they load; those for Megatron Core also pass the name of its
+format to a save.
+"""
+
+
+def is_built_in(action: StrategyAction, backend: str, version: int) -> bool:
+    """Tell whether a name stands for the built-in strategy."""
+    return version == 1 and backend in (BUILT_IN, *_OTHER_NAMES.get(action, ()))
+
+
+def _built_in(action: StrategyAction, backend: str, version: int) -> StrategyBase | None:
+    if not is_built_in(action, backend, version):
+        return None
+    # It imports what reads and what writes, of which most calls need one.
+    module = importlib.import_module("distckpt.strategies.safetensors")
+    made: StrategyBase = module.DEFAULTS[action]
+    return made
+
+
+def choose_strategy(
+    kind: type[_Strategy], action: StrategyAction, given: Any
+) -> tuple[_Strategy | None, EngineSettings]:
+    """Return the strategy that a caller gave, as one or by `(backend, version)`; None for the
+    built-in engine, which is to be used with the settings.
+
+    Raises:
+        CheckpointingException: it is no strategy of the kind, or none has this name.
+    """
+    if given is None or (isinstance(given, tuple) and given[1:] == (1,) and given[0] == BUILT_IN):
+        return None, EngineSettings()
+    strategy = get_default_strategy(action, *given) if isinstance(given, tuple) else given
+    if not isinstance(strategy, kind):
+        raise CheckpointingException(
+            f"strategy must be a {kind.__name__}, (backend, version) or None, got "
+            f"{type(given).__name__}."
+        )
+    engine = strategy.engine_settings()
+    return (strategy, EngineSettings()) if engine is None else (None, engine)

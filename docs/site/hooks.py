@@ -1,7 +1,9 @@
-"""Add to the site what lies elsewhere: the README, the changelog, the examples, and the reference of the public names.
+"""Add to the site what lies elsewhere: the README, the changelog, the examples, and the reference
+of the public names.
 
-Pages link to these files by their location in the repository. Here the links are rewritten to their location in the
-site, so that they work in both places. Pictures become part of their page, so that they follow its theme.
+Pages link to these files by their location in the repository. Here the links are rewritten to their
+location in the site, so that they work in both places. Pictures become part of their page, so that
+they follow its theme.
 """
 
 from __future__ import annotations
@@ -23,14 +25,35 @@ import distckpt  # noqa: E402
 
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
-CORE = ["save", "load", "async_save", "SaveHandle", "SaveReport", "LoadReport", "CheckpointManager", "PreemptionGuard"]
-CORE += ["RngState", "PerRank", "verify", "VerifyReport", "diff", "DiffReport", "reshard", "ReshardReport"]
+CORE = [
+    "save",
+    "load",
+    "async_save",
+    "SaveHandle",
+    "SaveReport",
+    "LoadReport",
+    "CheckpointManager",
+    "PreemptionGuard",
+]
+CORE += [
+    "RngState",
+    "PerRank",
+    "verify",
+    "VerifyReport",
+    "diff",
+    "DiffReport",
+    "reshard",
+    "ReshardReport",
+]
 CORE += ["list_checkpoints", "CheckpointInfo", "load_plain_tensors", "load_common_state_dict"]
 CORE += ["load_tensors_metadata", "load_sharded_metadata"]
 MODELS = ["ShardedTensor", "ShardedObject", "ShardedTensorFactory", "LocalNonpersistentObject"]
 HUGGING_FACE = ["consolidate", "merge", "ExportReport"]
 GROUPS = {
-    "Core": [*CORE, *(name for name in distckpt.__all__ if name not in {*CORE, *MODELS, *HUGGING_FACE})],
+    "Core": [
+        *CORE,
+        *(name for name in distckpt.__all__ if name not in {*CORE, *MODELS, *HUGGING_FACE}),
+    ],
     "Models": MODELS,
     "Hugging Face": HUGGING_FACE,
     "Compatibility": [],
@@ -41,13 +64,21 @@ MODULES = {
     "Models": ["modules", "optimizer", "factories", "experts"],
     "Hugging Face": ["hf", "rules", "families", "streaming", "readers"],
 }
-"""The other public modules, each on a page of its own. All that are not named belong to "Compatibility"."""
+"""The other public modules, each on a page of its own. All that are not named belong to
+"Compatibility".
+"""
 
 
 def public_modules() -> list[str]:
     """Return the dotted names of the public modules."""
-    files = [file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "distckpt").rglob("*.py"))]
-    names = [".".join(file.parts) for file in files if not any(part.startswith("_") for part in file.parts)]
+    files = [
+        file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "distckpt").rglob("*.py"))
+    ]
+    names = [
+        ".".join(file.parts)
+        for file in files
+        if not any(part.startswith("_") for part in file.parts)
+    ]
     return [name for name in names if name != "distckpt.cli"]
 
 
@@ -73,7 +104,10 @@ def index_page() -> str:
     text = (ROOT / "docs" / "api" / "index.md").read_text()
     for group, names in GROUPS.items():
         text += f"\n## {group}\n\n| name | |\n|---|---|\n"
-        text += "".join(f"| [`{name}`][distckpt.{name}] | {summary(getattr(distckpt, name))} |\n" for name in names)
+        text += "".join(
+            f"| [`{name}`][distckpt.{name}] | {summary(getattr(distckpt, name))} |\n"
+            for name in names
+        )
         for name in modules_of(group):
             text += f"| [`{name}`]({name}.md) | {summary(importlib.import_module(name))} |\n"
     return text
@@ -81,7 +115,9 @@ def index_page() -> str:
 
 def group_page(group: str) -> str:
     """Return the page with the names of `distckpt` in a group."""
-    options = "    options: {show_root_heading: true, show_root_full_path: false, heading_level: 2}\n"
+    options = (
+        "    options: {show_root_heading: true, show_root_full_path: false, heading_level: 2}\n"
+    )
     return f"# {group}\n\n" + "\n".join(f"::: distckpt.{name}\n{options}" for name in GROUPS[group])
 
 
@@ -114,7 +150,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for target, content in contents.items():
         files.append(File.generated(config, target, content=content))
     for example in sorted((ROOT / "examples").rglob("*.py")):
-        files.append(File.generated(config, example.relative_to(ROOT).as_posix(), abs_src_path=str(example)))
+        files.append(
+            File.generated(config, example.relative_to(ROOT).as_posix(), abs_src_path=str(example))
+        )
     return files
 
 
@@ -123,11 +161,15 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     if page.file.src_uri == "api/index.md":
         return index_page()
     if page.file.src_uri == "examples.md":
-        markdown = re.sub(r"^## (\w+\.py)\n(.*?)(?=^## |\Z)", _with_sources, markdown, flags=re.M | re.S)
+        markdown = re.sub(
+            r"^## (\w+\.py)\n(.*?)(?=^## |\Z)", _with_sources, markdown, flags=re.M | re.S
+        )
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
         # Links in lines of their own are buttons, the first of them in color.
-        markdown = re.sub(r"^(\[.*\]\(docs/[\w-]+\.md\))$", r"\1{ .md-button }", markdown, flags=re.M)
+        markdown = re.sub(
+            r"^(\[.*\]\(docs/[\w-]+\.md\))$", r"\1{ .md-button }", markdown, flags=re.M
+        )
         markdown = markdown.replace("{ .md-button }", "{ .md-button .md-button--primary }", 1)
     if page.file.src_uri in PAGES.values():
         markdown = markdown.replace("](docs/", "](").replace("](examples/", "](../examples/")
@@ -138,9 +180,20 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
-    """Put pictures into the page itself, since those in files follow the system's theme; let names in tables break."""
-    output = re.sub(r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>', lambda m: (ROOT / "docs" / m[1]).read_text(), output)
-    return re.sub(r"<td.*?</td>", lambda cell: re.sub(r"(?<=<code>)[^<]+", _breakable, cell[0]), output, flags=re.S)
+    """Put pictures into the page itself, since those in files follow the system's theme; let names
+    in tables break.
+    """
+    output = re.sub(
+        r'<img alt="[^"]*" src="(\w+\.svg)"[^>]*>',
+        lambda m: (ROOT / "docs" / m[1]).read_text(),
+        output,
+    )
+    return re.sub(
+        r"<td.*?</td>",
+        lambda cell: re.sub(r"(?<=<code>)[^<]+", _breakable, cell[0]),
+        output,
+        flags=re.S,
+    )
 
 
 def _breakable(name: re.Match[str]) -> str:
@@ -151,14 +204,19 @@ def _breakable(name: re.Match[str]) -> str:
 def _with_sources(section: re.Match[str]) -> str:
     """Add the program that a section is about, and what it imports from its folder, folded."""
     text = (ROOT / "examples" / section[1]).read_text()
-    names = [section[1], *(f"{name}.py" for name in re.findall(r"^from (_tiny_\w+) import", text, re.M))]
+    names = [
+        section[1],
+        *(f"{name}.py" for name in re.findall(r"^from (_tiny_\w+) import", text, re.M)),
+    ]
     sources = [(name, (ROOT / "examples" / name).read_text()) for name in names]
     blocks = [(name, indent(f"```python\n{code}```\n", "    ")) for name, code in sources]
     return section[0] + "".join(f'??? note "{name}"\n\n{block}\n' for name, block in blocks)
 
 
 def _indented(markdown: str) -> str:
-    """Indent what belongs to an item of a list by four, as Python-Markdown wants it, where our pages have two."""
+    """Indent what belongs to an item of a list by four, as Python-Markdown wants it, where our
+    pages have two.
+    """
     lines, is_code = [], False
     for line in markdown.split("\n"):
         is_code ^= line.startswith("```")

@@ -1,7 +1,8 @@
-"""A tiny model and its data, shared by the examples in this folder; none of it is about checkpoints.
+"""A tiny model and its data, shared by the examples in this folder; none of it is about
+checkpoints.
 
-Every example trains until `--until` with a global batch of 8 rows, whatever the number of processes, goes on from the
-newest checkpoint in `--work-dir`, and prints the loss of each step.
+Every example trains until `--until` with a global batch of 8 rows, whatever the number of
+processes, goes on from the newest checkpoint in `--work-dir`, and prints the loss of each step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def make_model() -> nn.Sequential:
 
 def make_batch(step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Return the rows of one of `size` data parallel ranks."""
-    rows = torch.randn(GLOBAL_BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+    rows = torch.randn(GLOBAL_BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(
+        size
+    )[rank]
     return rows, torch.stack([rows.sum(1), rows.square().mean(1)], 1)
 
 

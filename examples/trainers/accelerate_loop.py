@@ -1,9 +1,10 @@
 """Resume a loop with accelerate with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/accelerate_loop.py --work-dir /tmp/accelerated
+    torchrun --standalone --nproc-per-node 2 examples/trainers/accelerate_loop.py --work-dir
+    /tmp/accelerated
 
-On accelerators the model is divided by FSDP2; on CPUs accelerate has data parallelism only. The lines that save and
-load are the same.
+On accelerators the model is divided by FSDP2; on CPUs accelerate has data parallelism only. The
+lines that save and load are the same.
 """
 
 import torch
@@ -14,7 +15,9 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 import distckpt
 
 options = arguments()
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+)
 has_accelerator = torch.accelerator.is_available()
 accelerator = Accelerator(cpu=not has_accelerator, fsdp_plugin=plugin if has_accelerator else None)
 model = make_model()

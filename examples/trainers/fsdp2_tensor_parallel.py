@@ -1,6 +1,7 @@
 """Resume FSDP2 over tensor parallelism with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/fsdp2_tensor_parallel.py --work-dir /tmp/fsdp2
+    torchrun --standalone --nproc-per-node 2 examples/trainers/fsdp2_tensor_parallel.py --work-dir
+    /tmp/fsdp2
 
 Saved by two processes, each with a part of every layer, it goes on in one, with the same losses.
 """
@@ -17,7 +18,9 @@ import distckpt
 options = arguments()
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-model = parallelize_module(make_model(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+model = parallelize_module(
+    make_model(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+)
 fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])

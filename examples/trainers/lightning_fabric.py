@@ -1,6 +1,7 @@
 """Resume Lightning Fabric with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_fabric.py --work-dir /tmp/fabric
+    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_fabric.py --work-dir
+    /tmp/fabric
 
 Fabric's wrappers of the model and the optimizer are passed as they are.
 """
@@ -14,7 +15,9 @@ from lightning.fabric import Fabric
 import distckpt
 
 options = arguments()
-fabric = Fabric(accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), strategy="ddp")
+fabric = Fabric(
+    accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), strategy="ddp"
+)
 fabric.launch()
 model = make_model()
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))

@@ -1,9 +1,10 @@
 """Resume Lightning's Trainer with any number of processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_trainer.py --work-dir /tmp/lightning
+    torchrun --standalone --nproc-per-node 2 examples/trainers/lightning_trainer.py --work-dir
+    /tmp/lightning
 
-The callback is what a program adds. The loop of the Trainer has the numbers of epochs and steps; an epoch here has one
-step.
+The callback is what a program adds. The loop of the Trainer has the numbers of epochs and steps; an
+epoch here has one step.
 """
 
 import os
@@ -20,7 +21,11 @@ class Checkpoints(lightning.Callback):
         self.manager = distckpt.CheckpointManager(root)
 
     def state_of(self, trainer):
-        return {"model": trainer.model, "optimizer": trainer.optimizers[0], "loop": trainer.fit_loop}
+        return {
+            "model": trainer.model,
+            "optimizer": trainer.optimizers[0],
+            "loop": trainer.fit_loop,
+        }
 
     def on_fit_start(self, trainer, module) -> None:
         if self.manager.steps():

@@ -1,9 +1,10 @@
 """Save and resume the adapter of a PEFT model, and export it for `PeftModel.from_pretrained`.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/peft_adapter.py --work-dir /tmp/adapter
+    torchrun --standalone --nproc-per-node 2 examples/trainers/peft_adapter.py --work-dir
+    /tmp/adapter
 
-The checkpoint has the adapter and its optimizer only. At the end the exported adapter is opened with PEFT, and must
-give what the trained model gives.
+The checkpoint has the adapter and its optimizer only. At the end the exported adapter is opened
+with PEFT, and must give what the trained model gives.
 """
 
 import os
@@ -20,9 +21,13 @@ from distckpt.rules import Rename
 
 options = arguments()
 dist.init_process_group("gloo")
-peft_model = get_peft_model(make_model(), LoraConfig(target_modules=["0", "2"], init_lora_weights=False))
+peft_model = get_peft_model(
+    make_model(), LoraConfig(target_modules=["0", "2"], init_lora_weights=False)
+)
 model = DistributedDataParallel(peft_model)
-optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
+optimizer = torch.optim.AdamW(
+    [param for param in model.parameters() if param.requires_grad], lr=0.01
+)
 adapter = {key: shard for key, shard in sharded_state_dict(peft_model).items() if "lora_" in key}
 state = {"adapter": adapter, "optimizer": optimizer, "step": 0}
 

@@ -1,9 +1,11 @@
 """Resume torchtitan with any number of processes: a checkpoint manager for its Trainer.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/torchtitan_manager.py --work-dir /tmp/torchtitan
+    torchrun --standalone --nproc-per-node 2 examples/trainers/torchtitan_manager.py --work-dir
+    /tmp/torchtitan
 
-`Checkpoints.Config(enable=True)` is what a program gives as `checkpoint` in the config of torchtitan's Trainer. The
-loop here uses optimizers and schedulers of torchtitan, without its Trainer and data loader.
+`Checkpoints.Config(enable=True)` is what a program gives as `checkpoint` in the config of
+torchtitan's Trainer. The loop here uses optimizers and schedulers of torchtitan, without its
+Trainer and data loader.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 if not torch.accelerator.is_available():
-    torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan asks it when imported, and takes None for CUDA
+    torch._utils._get_available_device_type = lambda: (
+        "cpu"
+    )  # torchtitan asks it when imported, and takes None for CUDA
 
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -29,23 +33,43 @@ class Checkpoints(BaseCheckpointManager):
         pass
 
     def __init__(
-        self, config, *, dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter=None, base_folder="."
+        self,
+        config,
+        *,
+        dataloader,
+        model_parts,
+        optimizers,
+        lr_schedulers,
+        states,
+        sd_adapter=None,
+        base_folder=".",
     ) -> None:
         self.enable, self.config, self.save_future = config.enable, config, None
         if config.initial_load_path or config.initial_load_in_hf or config.last_save_in_hf:
-            raise ValueError("Checkpoints has no initial_load_path, initial_load_in_hf and last_save_in_hf.")
+            raise ValueError(
+                "Checkpoints has no initial_load_path, initial_load_in_hf and last_save_in_hf."
+            )
         if config.export_dtype != "float32":
             raise ValueError("Checkpoints saves the dtypes of the model: leave out export_dtype.")
         if len(model_parts) > 1:
-            raise ValueError("Checkpoints takes one model part on each rank: use a schedule with one stage on each.")
+            raise ValueError(
+                "Checkpoints takes one model part on each rank: use a schedule with one stage on "
+                "each."
+            )
         self.manager = distckpt.CheckpointManager(
             f"{base_folder}/{config.folder}", keep_last=config.keep_latest_k or None
         )
         self.model = {"model": model_parts[0]}
-        others = {"optimizer": list(optimizers), "dataloader": dataloader, "lr_scheduler": list(lr_schedulers)}
+        others = {
+            "optimizer": list(optimizers),
+            "dataloader": dataloader,
+            "lr_scheduler": list(lr_schedulers),
+        }
         self.states = {**states, **self.model, **others}
         if unknown := set(config.exclude_from_loading) - self.states.keys():
-            raise ValueError(f"exclude_from_loading names {sorted(unknown)}: the states are {list(self.states)}.")
+            raise ValueError(
+                f"exclude_from_loading names {sorted(unknown)}: the states are {list(self.states)}."
+            )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self.config
@@ -62,7 +86,11 @@ class Checkpoints(BaseCheckpointManager):
             return False
         is_seed = (steps[-1] if step == -1 else step) == 0  # a seed checkpoint has a model alone
         excluded = self.config.exclude_from_loading
-        states = self.model if is_seed else {key: at for key, at in self.states.items() if key not in excluded}
+        states = (
+            self.model
+            if is_seed
+            else {key: at for key, at in self.states.items() if key not in excluded}
+        )
         self.manager.load(states, None if step == -1 else step)
         return True
 
@@ -91,7 +119,9 @@ options = arguments()
 dist.init_process_group("gloo")
 model_parts = [fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))]
 optimizers = default_adamw(lr=0.01).build(model_parts=model_parts)
-lr_schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=6)
+lr_schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
+    optimizers=optimizers, training_steps=6
+)
 train_state = TrainState()
 checkpointer = Checkpoints.Config(enable=True, interval=1, last_save_model_only=False).build(
     dataloader=None,

@@ -1,9 +1,12 @@
-"""Resume transformers.Trainer with any number of processes: its counters, its order of data, and all tensors.
+"""Resume transformers.Trainer with any number of processes: its counters, its order of data, and
+all tensors.
 
-    torchrun --standalone --nproc-per-node 2 examples/trainers/transformers_trainer.py --work-dir /tmp/trainer
+    torchrun --standalone --nproc-per-node 2 examples/trainers/transformers_trainer.py --work-dir
+    /tmp/trainer
 
-Trainer keeps its own directories `checkpoint-<step>` with its state; distckpt writes the model, the optimizer and the
-scheduler into them. Each device has a part of one global batch, so that another number of devices sees the same rows.
+Trainer keeps its own directories `checkpoint-<step>` with its state; distckpt writes the model, the
+optimizer and the scheduler into them. Each device has a part of one global batch, so that another
+number of devices sees the same rows.
 """
 
 import os
@@ -61,7 +64,12 @@ class StopAt(TrainerCallback):
 
 options = arguments()
 torch.manual_seed(0)
-sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+sizes = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 training = TrainingArguments(
     output_dir=options.work_dir,
     max_steps=6,
@@ -81,4 +89,6 @@ trainer.train(resume_from_checkpoint=newest)
 if trainer.is_world_process_zero():
     for entry in trainer.state.log_history:
         if "loss" in entry:
-            print(f"step {entry['step'] - 1}: loss {float(entry['loss']):.6f} epoch {entry['epoch']}")
+            print(
+                f"step {entry['step'] - 1}: loss {float(entry['loss']):.6f} epoch {entry['epoch']}"
+            )

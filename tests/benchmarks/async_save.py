@@ -1,17 +1,22 @@
-"""What saving in the background costs training: seconds it waits, and how much slower it is meanwhile.
+"""What saving in the background costs training: seconds it waits, and how much slower it is
+meanwhile.
 
-    python tests/benchmarks/async_save.py [--gb 2] [--ranks 2] [--runs 5] [--dir DIR] [--only NAME ...]
+    python tests/benchmarks/async_save.py [--gb 2] [--ranks 2] [--runs 5] [--dir DIR] [--only NAME
+    ...]
 
 Distckpt's `async_save` beside DCP's and Megatron Core's. The state is that
 of save_load.py. All figures are those of the rank that took longest, medians over the runs:
 
-- blocked, first / later: seconds from the call to the return. The first call also allocates memory, unless that was
-  reserved.
-- x copy: the later ones divided by the time of one copy (`numpy.copyto`, one thread) of a rank's tensors.
+- blocked, first / later: seconds from the call to the return. The first call also allocates memory,
+  unless that was reserved.
+- x copy: the later ones divided by the time of one copy (`numpy.copyto`, one thread) of a rank's
+    tensors.
 - x save: the later ones divided by the time of the same library's blocking save.
-- step: how much longer a step takes while a save goes on; a step is a product of matrices on one thread.
-- Python: how much slower a loop in pure Python counts meanwhile. This holds the interpreter's lock all the time, so
-  what is lost is the share of time in which the background holds it, plus what processors and memory are shared for.
+- step: how much longer a step takes while a save goes on; a step is a product of matrices on one
+    thread.
+- Python: how much slower a loop in pure Python counts meanwhile. This holds the interpreter's lock
+  all the time, so what is lost is the share of time in which the background holds it, plus what
+  processors and memory are shared for.
 - on disk: seconds from the call until the save was done, training all the while.
 """
 
@@ -46,7 +51,9 @@ IDLE_STEPS = 50
 
 
 class Background(NamedTuple):
-    """A way to save in the background: `start` returns a function that tells whether the save is done."""
+    """A way to save in the background: `start` returns a function that tells whether the save is
+    done.
+    """
 
     name: str
     contestant: str
@@ -89,7 +96,9 @@ WAYS = [
 def main() -> None:
     """Run all ways in fresh processes, and print."""
     parser = parser_of(__doc__)
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the state, all ranks together")
+    parser.add_argument(
+        "--gb", type=float, default=2.0, help="size of the state, all ranks together"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="ways whose name begins with one of these")
     arguments = parser.parse_args()
@@ -101,8 +110,12 @@ def main() -> None:
     report.finish()
 
 
-def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> tuple[list[list[Cell]], int, float]:
-    """Measure everything in one rank; return rows, the bytes of all ranks, and the seconds of one copy."""
+def run_rank(
+    rank: int, arguments: argparse.Namespace, folder: str
+) -> tuple[list[list[Cell]], int, float]:
+    """Measure everything in one rank; return rows, the bytes of all ranks, and the seconds of one
+    copy.
+    """
     torch.set_num_threads(1)
     state = llama_state(llama_sizes(arguments.gb))
     target = np.ones(sum(part.num_bytes for part in state.values()), np.uint8)
@@ -144,12 +157,14 @@ def percent(slower: list[float]) -> Cell:
     return figure(f"{100 * statistics.median(slower):+.0f} %", [1 + each for each in slower])
 
 
-def measure(way: Background, prepared: Any, folder: str, work: Callable[[], float]) -> tuple[float, float, float]:
+def measure(
+    way: Background, prepared: Any, folder: str, work: Callable[[], float]
+) -> tuple[float, float, float]:
     """Save once in the background while working.
 
     Returns:
-        Seconds that the call took, by how much slower work was until the save was done, and when that was; each on the
-        rank that took longest.
+        Seconds that the call took, by how much slower work was until the save was done, and when
+        that was; each on the rank that took longest.
     """
     idle = statistics.mean(work() for _ in range(IDLE_STEPS))
     dist.barrier()
@@ -159,7 +174,9 @@ def measure(way: Background, prepared: Any, folder: str, work: Callable[[], floa
     costs = [work()]
     while not is_done():
         costs.append(work())
-    figures = torch.tensor([blocked, statistics.mean(costs) / idle - 1, time.perf_counter() - started])
+    figures = torch.tensor(
+        [blocked, statistics.mean(costs) / idle - 1, time.perf_counter() - started]
+    )
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     remove(f"{folder}/c")
     return float(figures[0]), float(figures[1]), float(figures[2])
@@ -183,12 +200,17 @@ def work_of_counting() -> float:
 
 
 def time_copy(state: State, target: npt.NDArray[np.uint8]) -> float:
-    """Return the seconds that the slowest rank needs to copy its tensors into memory that is there already."""
+    """Return the seconds that the slowest rank needs to copy its tensors into memory that is there
+    already.
+    """
 
     def copy() -> None:
         start = 0
         for part in state.values():
-            np.copyto(target[start : start + part.num_bytes], part.local.view(-1).view(torch.uint8).numpy())
+            np.copyto(
+                target[start : start + part.num_bytes],
+                part.local.view(-1).view(torch.uint8).numpy(),
+            )
             start += part.num_bytes
 
     return time_together(copy)

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/checksums.py [--gb 1] [--runs 7] [--dir DIR]
 
-One process. Saves without checksums exist only here: the writer is asked for none, and the checkpoint is thrown away.
-The checkpoint holds matrices of two shapes, one of which has no power of two in it. Files of cold loads are out of the
-page cache before each (posix_fadvise). Both contestants of a case go in turn, round after round; ratios are medians
-over rounds.
+One process. Saves without checksums exist only here: the writer is asked for none, and the
+checkpoint is thrown away. The checkpoint holds matrices of two shapes, one of which has no power of
+two in it. Files of cold loads are out of the page cache before each (posix_fadvise). Both
+contestants of a case go in turn, round after round; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ SHAPES = ((4096, 1024), (3001, 1366))
 LAYOUTS = {
     "everything": lambda rows, columns: (slice(0, rows), slice(0, columns)),
     "half of the rows": lambda rows, columns: (slice(rows // 2, rows), slice(0, columns)),
-    "a third of the rows": lambda rows, columns: (slice(rows // 3, 2 * rows // 3), slice(0, columns)),
+    "a third of the rows": lambda rows, columns: (
+        slice(rows // 3, 2 * rows // 3),
+        slice(0, columns),
+    ),
     "half of the columns": lambda rows, columns: (slice(0, rows), slice(columns // 2, columns)),
     "one row": lambda rows, columns: (slice(rows // 3, rows // 3 + 1), slice(0, columns)),
 }
@@ -45,10 +48,17 @@ def main() -> None:
     folder = Path(arguments.dir) / f"checksums-{os.getpid()}"
     folder.mkdir()
     pair_bytes = sum(4 * rows * columns for rows, columns in SHAPES)
-    tensors = [torch.randn(shape) for _ in range(round(arguments.gb * 1e9 / pair_bytes)) for shape in SHAPES]
+    tensors = [
+        torch.randn(shape)
+        for _ in range(round(arguments.gb * 1e9 / pair_bytes))
+        for shape in SHAPES
+    ]
     checkpoint = folder / "checkpoint"
     try:
-        distckpt.save({str(i): ShardedTensor.from_rank_offsets(str(i), t) for i, t in enumerate(tensors)}, checkpoint)
+        distckpt.save(
+            {str(i): ShardedTensor.from_rank_offsets(str(i), t) for i, t in enumerate(tensors)},
+            checkpoint,
+        )
         cases: dict[str, Callable[[bool], Callable[[], object]]] = {
             "durable write": lambda verifies: lambda: write(folder, tensors, verifies)
         }
@@ -59,7 +69,9 @@ def main() -> None:
         rows = [[name, *measured(case, arguments.runs)] for name, case in cases.items()]
     finally:
         shutil.rmtree(folder)
-    report.add([f"{arguments.gb:g} GB", "seconds with", "without", "ratio", "ratio of CPU time"], rows)
+    report.add(
+        [f"{arguments.gb:g} GB", "seconds with", "without", "ratio", "ratio of CPU time"], rows
+    )
     report.finish()
 
 
@@ -79,13 +91,19 @@ def measured(case: Callable[[bool], Callable[[], object]], num_runs: int) -> lis
     return seconds + [median([with_[i] / without[i] for with_, without in pairs]) for i in range(2)]
 
 
-def shard(key: int, whole: torch.Tensor, part: tuple[slice, slice], data: torch.Tensor) -> ShardedTensor:
+def shard(
+    key: int, whole: torch.Tensor, part: tuple[slice, slice], data: torch.Tensor
+) -> ShardedTensor:
     """Describe a part of a tensor."""
     offset = tuple(axis.start for axis in part)
-    return ShardedTensor(str(key), data, data.dtype, tuple(data.shape), tuple(whole.shape), offset, None)
+    return ShardedTensor(
+        str(key), data, data.dtype, tuple(data.shape), tuple(whole.shape), offset, None
+    )
 
 
-def parts(tensors: list[torch.Tensor], part: Callable[[int, int], tuple[slice, slice]]) -> dict[str, ShardedTensor]:
+def parts(
+    tensors: list[torch.Tensor], part: Callable[[int, int], tuple[slice, slice]]
+) -> dict[str, ShardedTensor]:
     """Return what is loaded of each tensor, with memory that is there already."""
     places = [part(*tensor.shape) for tensor in tensors]
     return {
@@ -94,7 +112,9 @@ def parts(tensors: list[torch.Tensor], part: Callable[[int, int], tuple[slice, s
     }
 
 
-def loading(checkpoint: Path, targets: dict[str, ShardedTensor], warmth: str) -> Callable[[bool], Callable[[], object]]:
+def loading(
+    checkpoint: Path, targets: dict[str, ShardedTensor], warmth: str
+) -> Callable[[bool], Callable[[], object]]:
     """Return the case of a load; what it returns loads once."""
 
     def prepared(verifies: bool) -> Callable[[], object]:
@@ -102,7 +122,9 @@ def loading(checkpoint: Path, targets: dict[str, ShardedTensor], warmth: str) ->
             drop_from_page_cache(str(checkpoint))
         else:
             fill_cache(str(checkpoint))
-        return lambda: distckpt.load(dict(targets), checkpoint, verify="read" if verifies else "none")
+        return lambda: distckpt.load(
+            dict(targets), checkpoint, verify="read" if verifies else "none"
+        )
 
     return prepared
 

@@ -1,11 +1,14 @@
-"""Consolidate folders of shards beside torch's and NeMo Automodel's functions of the same name, and import by slices.
+"""Consolidate folders of shards beside torch's and NeMo Automodel's functions of the same name, and
+import by slices.
 
-    python tests/benchmarks/consolidation.py [--runs 5] [--scale 1] [--dir DIR] [--automodel DIR] [--only WORD ...]
+    python tests/benchmarks/consolidation.py [--runs 5] [--scale 1] [--dir DIR] [--automodel DIR]
+    [--only WORD ...]
 
 Automodel takes part when its wheel was unpacked before, which needs none of its
-dependencies: `pip install --no-deps --target DIR nemo-automodel`. Input files are in the page cache. Every run is a
-fresh process, whose peak of memory is measured, too; contestants take turns, and what they wrote is compared with what
-the shards were made of. A round before the first is not counted. Medians over the runs.
+dependencies: `pip install --no-deps --target DIR nemo-automodel`. Input files are in the page
+cache. Every run is a fresh process, whose peak of memory is measured, too; contestants take turns,
+and what they wrote is compared with what the shards were made of. A round before the first is not
+counted. Medians over the runs.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ SETTLE_SECONDS = 5
 
 
 class Case(NamedTuple):
-    """A folder to consolidate: its tensors, how they are cut into shard files, and how many files may be open."""
+    """A folder to consolidate: its tensors, how they are cut into shard files, and how many files
+    may be open.
+    """
 
     name: str
     tensors: Callable[[float], Tensors]
@@ -71,19 +76,25 @@ class Run(NamedTuple):
 
 
 def matrices(count: int, rows: int, columns: int, multiple: int = 4) -> Callable[[float], Tensors]:
-    """Return a function that makes fp32 matrices, with fewer rows (a multiple of some number) at a smaller scale."""
+    """Return a function that makes fp32 matrices, with fewer rows (a multiple of some number) at a
+    smaller scale.
+    """
 
     def make(scale: float) -> Tensors:
         shape = (max(1, round(rows * scale / multiple)) * multiple, columns)
         seeds = (torch.Generator().manual_seed(i) for i in range(count))
-        return {f"layers.{i}.weight": torch.rand(shape, generator=seed) for i, seed in enumerate(seeds)}
+        return {
+            f"layers.{i}.weight": torch.rand(shape, generator=seed) for i, seed in enumerate(seeds)
+        }
 
     return make
 
 
 def tiny(scale: float) -> Tensors:
     """Make many tensors of 64 bytes."""
-    return {f"layers.{i}.norm.weight": torch.full((16,), float(i)) for i in range(int(8000 * scale))}
+    return {
+        f"layers.{i}.norm.weight": torch.full((16,), float(i)) for i in range(int(8000 * scale))
+    }
 
 
 CASES = [
@@ -99,14 +110,21 @@ def main() -> None:
     """Run all cases and the import, print tables."""
     parser = parser_of(__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="of the sizes, for a quick look")
-    parser.add_argument("--automodel", help="folder that the wheel nemo-automodel was unpacked into")
-    parser.add_argument("--only", nargs="+", help="cases with one of these words in their name ('import' is one)")
+    parser.add_argument(
+        "--automodel", help="folder that the wheel nemo-automodel was unpacked into"
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="cases with one of these words in their name ('import' is one)"
+    )
     arguments = parser.parse_args()
     report = Report(arguments)
     if arguments.automodel:
         sys.path.append(arguments.automodel)
     names = [name for name in MODULES if is_there(name)]
-    report.notes += [NOTES, *(f"{name} is not installed and left out." for name in MODULES if name not in names)]
+    report.notes += [
+        NOTES,
+        *(f"{name} is not installed and left out." for name in MODULES if name not in names),
+    ]
     rows: list[list[Cell]] = []
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         for case in CASES:
@@ -132,8 +150,12 @@ def is_there(name: str) -> bool:
 HEADS = ["case: by", "seconds", "range", "GB/s", "speed / torch's", "speed / cp's", "extra peak MB"]
 
 
-def measure(case: Case, names: list[str], arguments: argparse.Namespace, folder: str) -> list[list[Cell]]:
-    """Consolidate a folder with every contestant in turn, round after round; returns rows of the table."""
+def measure(
+    case: Case, names: list[str], arguments: argparse.Namespace, folder: str
+) -> list[list[Cell]]:
+    """Consolidate a folder with every contestant in turn, round after round; returns rows of the
+    table.
+    """
     tensors = case.tensors(arguments.scale)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     source = f"{folder}/in"
@@ -150,7 +172,8 @@ def measure(case: Case, names: list[str], arguments: argparse.Namespace, folder:
             if round_number == 0 and name != FLOOR and runs[name][-1].error is None:
                 compare(tensors, target, name)
             print(f"{case.name}: {name}: {runs[name][-1]}", file=sys.stderr)
-        # Deleted blocks are given back to the disk in the background, which slows down whoever writes then.
+        # Deleted blocks are given back to the disk in the background, which slows down whoever
+        # writes then.
         for target in targets:
             shutil.rmtree(target)
         os.sync()
@@ -196,7 +219,9 @@ def write_shards(case: Case, tensors: Tensors, folder: str) -> None:
         )
 
 
-def shard_of(case: Case, tensors: Tensors, number: int) -> Iterator[tuple[str, tuple[list[int], torch.Tensor]]]:
+def shard_of(
+    case: Case, tensors: Tensors, number: int
+) -> Iterator[tuple[str, tuple[list[int], torch.Tensor]]]:
     """Yield the part of each tensor that goes into a shard file, with its offset."""
     for index, (key, tensor) in enumerate(tensors.items()):
         if case.axis is None:
@@ -209,7 +234,9 @@ def shard_of(case: Case, tensors: Tensors, number: int) -> Iterator[tuple[str, t
 
 
 def at_rest(folder: str) -> None:
-    """Wait until nothing is being written to disk any more, and all files in a folder are in the page cache."""
+    """Wait until nothing is being written to disk any more, and all files in a folder are in the
+    page cache.
+    """
     os.sync()
     buffer = bytearray(16 << 20)
     for path in Path(folder).iterdir():
@@ -218,7 +245,9 @@ def at_rest(folder: str) -> None:
                 pass
 
 
-def run_once(name: str, source: str, target: str, max_open_files: int, automodel: str | None) -> Run:
+def run_once(
+    name: str, source: str, target: str, max_open_files: int, automodel: str | None
+) -> Run:
     """In a process of its own: consolidate once."""
     torch.set_num_threads(1)
     sys.path += [automodel] if automodel else []
@@ -230,9 +259,15 @@ def run_once(name: str, source: str, target: str, max_open_files: int, automodel
         function = partial(copy, source, target)
     else:
         function = partial(
-            import_module(MODULES[name]).consolidate_safetensors_files, source, target, mapping, NUM_THREADS
+            import_module(MODULES[name]).consolidate_safetensors_files,
+            source,
+            target,
+            mapping,
+            NUM_THREADS,
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     seconds: list[float] = []
     try:
         peak = peak_memory_bytes(lambda: seconds.append(timed(function)[1]))
@@ -257,13 +292,22 @@ def compare(tensors: Tensors, target: str, name: str) -> None:
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
                 found += 1
-                assert torch.equal(file.get_tensor(key), tensors[key]), f"{name} wrote another {key}"
+                assert torch.equal(file.get_tensor(key), tensors[key]), (
+                    f"{name} wrote another {key}"
+                )
     assert found == len(tensors), f"{name} wrote {found} of {len(tensors)} tensors"
 
 
 # ---- import
 
-IMPORT_HEADS = ["import, TP2", "seconds", "range", "GB/s of both ranks", "read / held, rank 0", "read / held, rank 1"]
+IMPORT_HEADS = [
+    "import, TP2",
+    "seconds",
+    "range",
+    "GB/s of both ranks",
+    "read / held, rank 0",
+    "read / held, rank 1",
+]
 
 
 def measure_import(scale: float, num_runs: int, folder: str) -> list[list[Cell]]:
@@ -291,7 +335,9 @@ def measure_import(scale: float, num_runs: int, folder: str) -> list[list[Cell]]
     return rows
 
 
-def import_half(rank: int, folder: str, shapes: dict[str, tuple[int, ...]], axis: int, num_runs: int) -> None:
+def import_half(
+    rank: int, folder: str, shapes: dict[str, tuple[int, ...]], axis: int, num_runs: int
+) -> None:
     """On a rank: load one half of every tensor, several times."""
     state = {}
     for key, shape in shapes.items():
@@ -304,7 +350,9 @@ def import_half(rank: int, folder: str, shapes: dict[str, tuple[int, ...]], axis
         seconds.append(timed(lambda: distckpt.load(state, f"{folder}/hf"))[1])
         read = bytes_read() - before
     held = sum(shard.data.nbytes for shard in state.values())
-    Path(f"{folder}/rank{rank}.json").write_text(json.dumps({"seconds": seconds[1:], "ratio": read / held}))
+    Path(f"{folder}/rank{rank}.json").write_text(
+        json.dumps({"seconds": seconds[1:], "ratio": read / held})
+    )
 
 
 def bytes_read() -> int:
@@ -315,10 +363,11 @@ def bytes_read() -> int:
 
 
 NOTES = (
-    f"One output file, {NUM_THREADS} threads, warm input. distckpt's output is on disk when it returns, and so is what "
-    "cp has copied (shard files as they are, each synced); torch's and Automodel's functions call no fsync, and what "
-    "they have written is not synced in the time measured. Extra peak memory is what became resident beyond what was "
-    "before, the largest of all runs. read / held: bytes asked of the system by the bytes of the rank's slices; along "
+    f"One output file, {NUM_THREADS} threads, warm input. distckpt's output is on disk when it "
+    "returns, and so is what cp has copied (shard files as they are, each synced); torch's and "
+    "Automodel's functions call no fsync, and what they have written is not synced in the time "
+    "measured. Extra peak memory is what became resident beyond what was before, the largest of "
+    "all runs. read / held: bytes asked of the system by the bytes of the rank's slices; along "
     "axis 1 the runs of a slice are 8 KiB long, with gaps as long."
 )
 

@@ -1,16 +1,19 @@
-"""Save out of and load into the memory of one GPU, beside plain copies of the same bytes in page-locked memory.
+"""Save out of and load into the memory of one GPU, beside plain copies of the same bytes in
+page-locked memory.
 
     python tests/benchmarks/gpu.py [--gb 4] [--runs 7] [--dir DIR] [--device cuda]
 
-- out: a copy into page-locked memory that is there already; the page-locked ring of a save, without writing anything;
-  the time until `async_save` returns; whole saves; safetensors.
-- in: the file read into page-locked memory and copied from there, both in the same threads; loads of distckpt,
-  safetensors and, where it is installed, fastsafetensors. Warm: files are in the page cache; cold: they were dropped.
+- out: a copy into page-locked memory that is there already; the page-locked ring of a save, without
+  writing anything; the time until `async_save` returns; whole saves; safetensors.
+- in: the file read into page-locked memory and copied from there, both in the same threads; loads
+  of distckpt, safetensors and, where it is installed, fastsafetensors. Warm: files are in the page
+  cache; cold: they were dropped.
 - steps: products of matrices on the device while `async_save` goes on in the background.
 - page-locked memory: how much torch got from the system for the first and for later calls.
 
-Contestants take turns, medians over the runs; a round before the first is not counted, and compares what was loaded.
-Without a GPU this says so and ends. `--device cpu` shows that the script works; its figures mean nothing.
+Contestants take turns, medians over the runs; a round before the first is not counted, and compares
+what was loaded. Without a GPU this says so and ends. `--device cpu` shows that the script works;
+its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +59,10 @@ def main() -> None:
     report = Report(arguments)
     shape = (TENSOR_BYTES // 2 // 4096, 4096)
     num_tensors = max(1, round(arguments.gb * 1e9 / TENSOR_BYTES))
-    tensors = {f"layers.{i}.weight": torch.randn(shape, device=device).bfloat16() for i in range(num_tensors)}
+    tensors = {
+        f"layers.{i}.weight": torch.randn(shape, device=device).bfloat16()
+        for i in range(num_tensors)
+    }
     num_bytes = num_tensors * TENSOR_BYTES
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     report.about = f"{name}, {num_bytes / 1e9:.2f} GB in tensors of {TENSOR_BYTES >> 20} MiB."
@@ -70,10 +76,15 @@ def main() -> None:
                 report.notes.append("Cold loads were left out: the files stay in the page cache.")
                 continue
             found = rounds(ways_in(tensors, device, place, warmth == "cold"), arguments.runs)
-            report.add([f"into the device, {warmth}", *HEADS], rows_of(found, "read and copy", num_bytes))
+            report.add(
+                [f"into the device, {warmth}", *HEADS], rows_of(found, "read and copy", num_bytes)
+            )
         row = steps(tensors, device, folder, arguments.runs)
         report.add(["steps", "ms alone", "ms during a save", "slower"], [row])
-    report.add(["page-locked memory from the system", "first: blocks", "MB", "later: blocks", "MB"], pinned_rows)
+    report.add(
+        ["page-locked memory from the system", "first: blocks", "MB", "later: blocks", "MB"],
+        pinned_rows,
+    )
     report.finish()
 
 
@@ -92,7 +103,7 @@ def synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize()
 
 
-# --- Rounds -----------------------------------------------------------------------------------------------------------
+# --- Rounds ---------------------------------------------------------------------------------------
 
 HEADS = ["seconds", "range", "GB/s", "of the first"]
 
@@ -125,7 +136,7 @@ def rows_of(found: dict[str, list[float]], floor: str, num_bytes: int) -> list[l
     ]
 
 
-# --- Out --------------------------------------------------------------------------------------------------------------
+# --- Out ------------------------------------------------------------------------------------------
 
 
 def ways_out(tensors: Tensors, device: torch.device, folder: str) -> dict[str, Way]:
@@ -142,7 +153,9 @@ def ways_out(tensors: Tensors, device: torch.device, folder: str) -> dict[str, W
     def ring() -> None:
         file = file_of_tensors("", b"", [[tensor] for tensor in tensors.values()])
         units = list(units_of(file.chunk_bytes))
-        run_threads(lambda unit: file.fill(unit, bounce_buffer("ring", UNIT_BYTES, file.device)), units)
+        run_threads(
+            lambda unit: file.fill(unit, bounce_buffer("ring", UNIT_BYTES, file.device)), units
+        )
 
     def in_background(is_compared: bool) -> float:
         handle, took = timed(lambda: distckpt.async_save(state, f"{folder}/out"))
@@ -168,12 +181,14 @@ def ways_out(tensors: Tensors, device: torch.device, folder: str) -> dict[str, W
         "page-locked ring": lambda is_compared: timed(ring)[1],
         "async_save, until it returns": in_background,
         "save": saving(lambda location: distckpt.save(state, location)),
-        "save, durable=False": saving(lambda location: distckpt.save(state, location, durable=False)),
+        "save, durable=False": saving(
+            lambda location: distckpt.save(state, location, durable=False)
+        ),
         "safetensors save_file, no fsync": saving(save_with_safetensors),
     }
 
 
-# --- In ---------------------------------------------------------------------------------------------------------------
+# --- In -------------------------------------------------------------------------------------------
 
 
 def ways_in(tensors: Tensors, device: torch.device, place: Path, is_cold: bool) -> dict[str, Way]:
@@ -181,7 +196,10 @@ def ways_in(tensors: Tensors, device: torch.device, place: Path, is_cold: bool) 
     path = place / "model.safetensors"
     targets = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
     num_bytes = path.stat().st_size
-    host, target = empty_pinned(num_bytes, device), torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    host, target = (
+        empty_pinned(num_bytes, device),
+        torch.empty(num_bytes, dtype=torch.uint8, device=device),
+    )
 
     def read_and_copy() -> None:
         def unit(start: int) -> None:
@@ -237,7 +255,7 @@ def load_fast(path: Path, device: torch.device) -> Tensors:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-# --- Steps, and page-locked memory ------------------------------------------------------------------------------------
+# --- Steps, and page-locked memory ----------------------------------------------------------------
 
 
 def steps(tensors: Tensors, device: torch.device, folder: str, num_runs: int) -> list[Cell]:
@@ -269,15 +287,21 @@ def steps(tensors: Tensors, device: torch.device, folder: str, num_runs: int) ->
 
 
 def page_locked(tensors: Tensors, device: torch.device, folder: str) -> list[list[Cell]]:
-    """Return rows: blocks and megabytes of page-locked memory that torch took in the first and in a later call.
+    """Return rows: blocks and megabytes of page-locked memory that torch took in the first and in a
+    later call.
 
     What torch has taken, it keeps: a verb may find what the verbs before it have left.
     """
-    state, targets = state_of(tensors), state_of({key: torch.empty_like(each) for key, each in tensors.items()})
+    state, targets = (
+        state_of(tensors),
+        state_of({key: torch.empty_like(each) for key, each in tensors.items()}),
+    )
     verbs: dict[str, Callable[[], object]] = {
         "save": lambda: distckpt.save(state, f"{folder}/first", overwrite=True),
         "load": lambda: distckpt.load(targets, f"{folder}/first"),
-        "async_save": lambda: distckpt.async_save(state, f"{folder}/first", overwrite=True).result(),
+        "async_save": lambda: distckpt.async_save(
+            state, f"{folder}/first", overwrite=True
+        ).result(),
     }
     rows = []
     for name, verb in verbs.items():
@@ -293,9 +317,13 @@ def page_locked(tensors: Tensors, device: torch.device, folder: str) -> list[lis
 
 
 def blocks_and_megabytes(device: torch.device) -> tuple[float, float]:
-    """Return how much page-locked memory torch has taken from the system so far; NaN where it does not say."""
+    """Return how much page-locked memory torch has taken from the system so far; NaN where it does
+    not say.
+    """
     taken = getattr(torch.get_device_module(device), "host_memory_stats", dict)()
-    return taken.get("num_host_alloc", math.nan), taken.get("allocated_bytes.allocated", math.nan) / 1e6
+    return taken.get("num_host_alloc", math.nan), taken.get(
+        "allocated_bytes.allocated", math.nan
+    ) / 1e6
 
 
 if __name__ == "__main__":

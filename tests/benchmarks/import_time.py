@@ -2,9 +2,10 @@
 
     python tests/benchmarks/import_time.py [--runs 11]
 
-Every import happens in a fresh process; statements take turns. What is added is measured in the process that has just
-imported torch. A round before the first is not counted: it compiles all modules to byte code, in a folder of its own,
-and puts files into the page cache. Medians over the runs.
+Every import happens in a fresh process; statements take turns. What is added is measured in the
+process that has just
+imported torch. A round before the first is not counted: it compiles all modules to byte code, in a
+folder of its own, and puts files into the page cache. Medians over the runs.
 """
 
 from __future__ import annotations
@@ -48,19 +49,27 @@ def main() -> None:
                 if run:
                     torch_times.append(of_torch)
                     added[statement].append(of_statement)
-    rows = [row("`import torch`", torch_times), *(row(f"then `{name}`", times) for name, times in added.items())]
+    rows = [
+        row("`import torch`", torch_times),
+        *(row(f"then `{name}`", times) for name, times in added.items()),
+    ]
     report.add(["statement", "ms", "processor time, ms"], rows)
     report.finish()
 
 
 def row(name: str, times: list[Times]) -> list[Cell]:
     """Give the medians of one statement."""
-    return [name, *(median([1e3 * one for one in seconds], "{:.1f}") for seconds in zip(*times, strict=True))]
+    return [
+        name,
+        *(median([1e3 * one for one in seconds], "{:.1f}") for seconds in zip(*times, strict=True)),
+    ]
 
 
 def import_times(statement: str, bytecode_folder: str) -> tuple[Times, Times]:
     """Return what `import torch`, and after it the statement, take in a new process."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     environment["PYTHONPYCACHEPREFIX"] = bytecode_folder
     command = [sys.executable, "-c", PROGRAM.format(statement=statement)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

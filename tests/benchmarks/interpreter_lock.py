@@ -2,10 +2,10 @@
 
     python tests/benchmarks/interpreter_lock.py [--gb 1] [--runs 7] [--dir DIR]
 
-A loop in pure Python counts on a processor of its own, and everything else that the process does runs on another one
-(Linux, two processors or more). What the loop loses while a save goes on is the time in which others hold the lock,
-plus what the machine itself takes (memory, interrupts). The same loop in a process beside the saving one loses only the
-latter. Medians over the runs.
+A loop in pure Python counts on a processor of its own, and everything else that the process does
+runs on another one (Linux, two processors or more). What the loop loses while a save goes on is the
+time in which others hold the lock, plus what the machine itself takes (memory, interrupts). The
+same loop in a process beside the saving one loses only the latter. Medians over the runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def main() -> None:
     tensors = {f"w{i}": torch.full((size,), float(i)) for i in range(num_tensors)}
     state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
     ours, theirs = multiprocessing.Pipe()
-    beside = multiprocessing.get_context("spawn").Process(target=count_beside, args=(theirs, here), daemon=True)
+    beside = multiprocessing.get_context("spawn").Process(
+        target=count_beside, args=(theirs, here), daemon=True
+    )
     beside.start()
     within: list[float] = []
     without: list[float] = []
@@ -92,7 +94,9 @@ def loss_within(state: dict[str, ShardedTensor], folder: str, here: int, elsewhe
     return 1 - idle / statistics.mean(costs)
 
 
-def loss_beside(state: dict[str, ShardedTensor], folder: str, ours: Connection, elsewhere: int) -> float:
+def loss_beside(
+    state: dict[str, ShardedTensor], folder: str, ours: Connection, elsewhere: int
+) -> float:
     """Return what share of its speed a loop in another process loses while a save goes on."""
     ours.send("idle")
     idle = ours.recv()

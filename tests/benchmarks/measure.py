@@ -31,7 +31,8 @@ def timed(function: Callable[[], _T]) -> tuple[_T, float]:
 
 
 def time_together(function: Callable[[], Any]) -> float:
-    """Return the seconds from a barrier to the moment the last rank is done. All ranks must call it.
+    """Return the seconds from a barrier to the moment the last rank is done. All ranks must call
+    it.
 
     Without a process group, the seconds of this process.
     """
@@ -49,7 +50,8 @@ def time_together(function: Callable[[], Any]) -> float:
 def peak_memory_bytes(function: Callable[[], Any]) -> int:
     """Return by how much the resident memory of this process grew at most while `function` ran.
 
-    The kernel keeps the maximum, so nothing is sampled. Pages of files that are mapped count while they are resident.
+    The kernel keeps the maximum, so nothing is sampled. Pages of files that are mapped count while
+    they are resident.
     """
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
@@ -65,17 +67,20 @@ def _status_bytes(field: str) -> int:
     return int(match[1]) * 1024
 
 
-# --- The page cache ---------------------------------------------------------------------------------------------------
+# --- The page cache -------------------------------------------------------------------------------
 
 
 def at_rest(folder: str, settle_seconds: float = MAX_SETTLE_SECONDS) -> None:
-    """Wait until nothing is being written to disk any more, and all files in a folder are in the page cache.
+    """Wait until nothing is being written to disk any more, and all files in a folder are in the
+    page cache.
 
-    Collective operation: all ranks must call it. On an object store it waits for the other ranks only.
+    Collective operation: all ranks must call it. On an object store it waits for the other ranks
+    only.
 
     Args:
         folder: with everything that was written.
-        settle_seconds: time to give deleted blocks back to the disk, which goes on in the background.
+        settle_seconds: time to give deleted blocks back to the disk, which goes on in the
+            background.
     """
     gc.collect()  # nobody pays for what others left behind
     dist.barrier()
@@ -91,7 +96,8 @@ def empty_cache(folder: str) -> str:
     """Drop the files of a folder, which are on disk, from the page cache.
 
     Returns:
-        How: "posix_fadvise" or, as root, "drop_caches" (which empties the whole cache); empty when they stay.
+        How: "posix_fadvise" or, as root, "drop_caches" (which empties the whole cache); empty when
+            they stay.
     """
     if drop_from_page_cache(folder):
         return "posix_fadvise"
@@ -126,7 +132,7 @@ def _files(folder: str) -> Iterator[str]:
         yield from (os.path.join(place, name) for name in names)
 
 
-# --- What figures depend on -------------------------------------------------------------------------------------------
+# --- What figures depend on -----------------------------------------------------------------------
 
 
 def machine_facts(folder: str | None) -> str:
@@ -135,7 +141,11 @@ def machine_facts(folder: str | None) -> str:
     facts = [f"{os.cpu_count()} cores", f"{memory_bytes / 2**30:.0f} GiB memory"]
     if folder:
         is_local = locations.is_local(folder)
-        facts.append(f"{_file_system(folder)} file system" if is_local else f"{folder.partition('://')[0]} store")
+        facts.append(
+            f"{_file_system(folder)} file system"
+            if is_local
+            else f"{folder.partition('://')[0]} store"
+        )
     facts += [
         f"Linux {platform.release().partition('-')[0]}",
         f"Python {platform.python_version()}",
@@ -157,7 +167,7 @@ def _text(path: str) -> str:
         return file.read()
 
 
-# --- Tables -----------------------------------------------------------------------------------------------------------
+# --- Tables ---------------------------------------------------------------------------------------
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -165,8 +175,13 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     aligned = [
         "| "
-        + " | ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        + " | ".join(
+            cell.rjust(w) if i else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in [heads, *rows]
     ]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths))
-    return "\n".join(f"{line} |" if line is not rule else f"{line}|" for line in [aligned[0], rule, *aligned[1:]])
+    return "\n".join(
+        f"{line} |" if line is not rule else f"{line}|" for line in [aligned[0], rule, *aligned[1:]]
+    )

@@ -1,12 +1,14 @@
 """Merge checkpoints beside reading and writing as many bytes in the same run.
 
-    python tests/benchmarks/merging.py [--gigabytes 0.5] [--checkpoints 3] [--dtype bfloat16] [--cold] [--runs 5]
+    python tests/benchmarks/merging.py [--gigabytes 0.5] [--checkpoints 3] [--dtype bfloat16]
+    [--cold] [--runs 5]
         [--dir DIR]
 
-Inputs are in the page cache, or, with --cold, on disk. The floor reads all of them and writes as much as one of them,
-with as many threads and the same functions, and does no arithmetic. Every run is a fresh process, which has imported
-what it calls, and whose peak of memory is measured; the contestants take turns. A round before the first is not
-counted. Medians over the runs; the processor time is that of all threads, for an element of the output.
+Inputs are in the page cache, or, with --cold, on disk. The floor reads all of them and writes as
+much as one of them, with as many threads and the same functions, and does no arithmetic. Every run
+is a fresh process, which has imported what it calls, and whose peak of memory is measured; the
+contestants take turns. A round before the first is not counted. Medians over the runs; the
+processor time is that of all threads, for an element of the output.
 """
 
 from __future__ import annotations
@@ -33,22 +35,35 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=0.5, help="of each checkpoint")
     parser.add_argument("--checkpoints", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--cold", action="store_true", help="drop the inputs from the page cache before each run")
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the inputs from the page cache before each run"
+    )
     arguments = parser.parse_args()
     report = Report(arguments)
     inputs = f"{arguments.checkpoints} checkpoints of {arguments.gigabytes:g} GB, {arguments.dtype}"
     report.about = f"{inputs}, {'on disk' if arguments.cold else 'in the page cache'}."
-    contestants = {"read + write": floor, "distckpt.merge": merge, "distckpt.merge, verified": merge_verified}
+    contestants = {
+        "read + write": floor,
+        "distckpt.merge": merge,
+        "distckpt.merge, verified": merge_verified,
+    }
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         dtype = getattr(torch, arguments.dtype)
-        paths = [checkpoint(f"{folder}/{i}", i, arguments.gigabytes, dtype) for i in range(arguments.checkpoints)]
+        paths = [
+            checkpoint(f"{folder}/{i}", i, arguments.gigabytes, dtype)
+            for i in range(arguments.checkpoints)
+        ]
         sizes = [os.path.getsize(file_of(path)) for path in paths]
         runs: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contestants}
         for _ in range(arguments.runs + 1):
             for name, function in contestants.items():
                 os.sync()
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-                    runs[name].append(fresh.submit(run_once, function, paths, f"{folder}/out", arguments.cold).result())
+                    runs[name].append(
+                        fresh.submit(
+                            run_once, function, paths, f"{folder}/out", arguments.cold
+                        ).result()
+                    )
                 shutil.rmtree(f"{folder}/out")
     seconds = {name: [one for one, _, _ in all_runs[1:]] for name, all_runs in runs.items()}
     num_elements = sizes[0] / dtype.itemsize
@@ -63,7 +78,9 @@ def main() -> None:
         ]
         for name, each in seconds.items()
     ]
-    report.add(["", "seconds", "GB/s read", "speed / floor", "CPU ns / element", "extra peak MB"], rows)
+    report.add(
+        ["", "seconds", "GB/s read", "speed / floor", "CPU ns / element", "extra peak MB"], rows
+    )
     report.finish()
 
 
@@ -71,9 +88,15 @@ def checkpoint(path: str, seed: int, gigabytes: float, dtype: torch.dtype) -> st
     """Save a checkpoint of matrices."""
     draw = torch.Generator().manual_seed(seed)
     num_matrices = max(1, round(gigabytes * 1e9 / 2**24 / dtype.itemsize))
-    matrices = {f"layers.{i}.weight": torch.randn(4096, 4096, generator=draw) for i in range(num_matrices)}
+    matrices = {
+        f"layers.{i}.weight": torch.randn(4096, 4096, generator=draw) for i in range(num_matrices)
+    }
     distckpt.save(
-        {k: distckpt.ShardedTensor.from_rank_offsets(k, each.to(dtype)) for k, each in matrices.items()}, path
+        {
+            k: distckpt.ShardedTensor.from_rank_offsets(k, each.to(dtype))
+            for k, each in matrices.items()
+        },
+        path,
     )
     return path
 

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/modules.py [--tensors 10000] [--runs 5]
 
-In one process, with plain parameters and with DTensors on a mesh of one rank; the work does not depend on the size of
-the mesh. The least of several runs counts. Ends with an error when describing the module takes 0.5 s or more.
+In one process, with plain parameters and with DTensors on a mesh of one rank; the work does not
+depend on the size of the mesh. The least of several runs counts. Ends with an error when describing
+the module takes 0.5 s or more.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def main() -> None:
         rows.append([kind, *(f"{value:.3f}" for value in (seconds, loading, used, fresh))])
     dist.destroy_process_group()
 
-    report.add(["parameters", "sharded_state_dict", "load_sharded_state_dict", "AdamW", "new AdamW"], rows)
+    report.add(
+        ["parameters", "sharded_state_dict", "load_sharded_state_dict", "AdamW", "new AdamW"], rows
+    )
     report.finish()
     if slowest >= LIMIT_SECONDS:
         sys.exit(f"sharded_state_dict took {slowest:.2f} s, not less than {LIMIT_SECONDS} s")
@@ -64,7 +67,9 @@ def make_dtensors(module: torch.nn.Module) -> None:
     mesh = init_device_mesh("cpu", (1,))
     for layer in module.modules():
         for name, param in layer.named_parameters(recurse=False):
-            setattr(layer, name, torch.nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
+            setattr(
+                layer, name, torch.nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
+            )
 
 
 def least(runs: int, function: Callable[..., Any], *args: Any) -> tuple[float, Any]:

@@ -1,15 +1,18 @@
 """Save to and load from an object store, beside s3fs's own transfers of the same bytes.
 
-    python tests/benchmarks/object_storage.py [--mib 256] [--files 1] [--runs 5] [--url s3://bucket/place]
+    python tests/benchmarks/object_storage.py [--mib 256] [--files 1] [--runs 5] [--url
+    s3://bucket/place]
 
-Without --url an S3 server (moto) runs in a process of its own on this machine. It is slow, and shares the processors:
-what counts is the ratio. As it comes, it reads the whole object for every range that is asked for (0.7 ms per MiB where
-this was written), which no real store does; here it keeps in memory what it has read, for all contestants.
+Without --url an S3 server (moto) runs in a process of its own on this machine. It is slow, and
+shares the processors: what counts is the ratio. As it comes, it reads the whole object for every
+range that is asked for (0.7 ms per MiB where this was written), which no real store does; here it
+keeps in memory what it has read, for all contestants.
 
-In every round each contestant goes once, in turn; medians over the rounds after one that is not counted. s3fs moves the
-bytes of each file with `pipe_file` and `cat_file` from and to memory, and with `put_file` and `get_file` from and to
-files in memory (/dev/shm) where there are any; all files at the same time. distckpt saves as many tensors into its one
-file, and loads into tensors that are there already, without and with checksums.
+In every round each contestant goes once, in turn; medians over the rounds after one that is not
+counted. s3fs moves the bytes of each file with `pipe_file` and `cat_file` from and to memory, and
+with `put_file` and `get_file` from and to files in memory (/dev/shm) where there are any; all files
+at the same time. distckpt saves as many tensors into its one file, and loads into tensors that are
+there already, without and with checksums.
 """
 
 from __future__ import annotations
@@ -84,18 +87,26 @@ def start_server() -> tuple[str, Callable[[], None]]:
     return "s3://benchmark", stop
 
 
-def contestants(url: str, num_bytes: int, num_files: int, scratch: Path) -> dict[str, tuple[Callable, Callable]]:
+def contestants(
+    url: str, num_bytes: int, num_files: int, scratch: Path
+) -> dict[str, tuple[Callable, Callable]]:
     """Return what saves and what loads, by name."""
     files, place = fsspec.core.url_to_fs(url)
     size = num_bytes // num_files
-    tensors = [torch.from_numpy(np.random.default_rng(i).integers(0, 256, size, np.uint8)) for i in range(num_files)]
+    tensors = [
+        torch.from_numpy(np.random.default_rng(i).integers(0, 256, size, np.uint8))
+        for i in range(num_files)
+    ]
     contents = [tensor.numpy().tobytes() for tensor in tensors]
     targets = [torch.empty_like(tensor) for tensor in tensors]
     for index, content in enumerate(contents):
         (scratch / str(index)).write_bytes(content)
 
     def state(values: list[torch.Tensor]) -> dict[str, ShardedTensor]:
-        return {f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", value) for i, value in enumerate(values)}
+        return {
+            f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", value)
+            for i, value in enumerate(values)
+        }
 
     def all_at_once(function: Callable[[int], object]) -> None:
         with ThreadPoolExecutor(num_files) as pool:
@@ -120,13 +131,19 @@ def contestants(url: str, num_bytes: int, num_files: int, scratch: Path) -> dict
             lambda: all_at_once(lambda i: files.cat_file(f"{place}/piped/{i}")),
         ),
         "s3fs put_file / get_file": (
-            lambda: all_at_once(lambda i: files.put_file(str(scratch / str(i)), f"{place}/put/{i}")),
-            lambda: all_at_once(lambda i: files.get_file(f"{place}/put/{i}", str(scratch / f"{i}.got"))),
+            lambda: all_at_once(
+                lambda i: files.put_file(str(scratch / str(i)), f"{place}/put/{i}")
+            ),
+            lambda: all_at_once(
+                lambda i: files.get_file(f"{place}/put/{i}", str(scratch / f"{i}.got"))
+            ),
         ),
     }
 
 
-def measure(todo: dict[str, tuple[Callable, Callable]], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+def measure(
+    todo: dict[str, tuple[Callable, Callable]], rounds: int
+) -> dict[str, tuple[list[float], list[float]]]:
     """Let every contestant save and load in every round, beginning with another one each time."""
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in todo}
     names = list(todo)
@@ -148,14 +165,18 @@ def main() -> None:
     parser.add_argument("--url", help="an empty place; its content is removed afterwards")
     arguments = parser.parse_args()
     report = Report(arguments)
-    report.about = f"{arguments.mib} MiB in {arguments.files} tensors, medians of {arguments.runs} rounds."
+    report.about = (
+        f"{arguments.mib} MiB in {arguments.files} tensors, medians of {arguments.runs} rounds."
+    )
     bucket, stop = (arguments.url, lambda: None) if arguments.url else start_server()
     url = f"{bucket.rstrip('/')}/benchmark-{secrets.token_hex(4)}"
     num_bytes = arguments.mib << 20
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     try:
         with tempfile.TemporaryDirectory(dir=memory) as scratch:
-            seconds = measure(contestants(url, num_bytes, arguments.files, Path(scratch)), arguments.runs)
+            seconds = measure(
+                contestants(url, num_bytes, arguments.files, Path(scratch)), arguments.runs
+            )
         files, place = fsspec.core.url_to_fs(url)
         files.rm(place, recursive=True)
     finally:
@@ -164,7 +185,10 @@ def main() -> None:
     best = [min((pair[which] for pair in others), key=statistics.median) for which in (0, 1)]
 
     def cells(which: int, times: list[float]) -> list[Cell]:
-        return [figure(f"{num_bytes / statistics.median(times) / 1e6:.0f}", times), ratio(best[which], times)]
+        return [
+            figure(f"{num_bytes / statistics.median(times) / 1e6:.0f}", times),
+            ratio(best[which], times),
+        ]
 
     rows = [
         [name, *(["", ""] if name == "distckpt, verified" else cells(0, saves)), *cells(1, loads)]

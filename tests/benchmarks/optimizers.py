@@ -1,11 +1,12 @@
-"""Count the optimizers of the package pytorch_optimizer whose training goes on exactly after a save and a load.
+"""Count the optimizers of the package pytorch_optimizer whose training goes on exactly after a save
+and a load.
 
     pip install pytorch_optimizer
     python tests/benchmarks/optimizers.py [NAME ...]
 
-Each is trained for some steps, saved, and loaded into a new model and a new optimizer: by distckpt, as a dict of
-objects, and by its own `state_dict` and `load_state_dict`. What trains on as if nothing had happened, to the last bit,
-counts as exact. The rest is named with what happened.
+Each is trained for some steps, saved, and loaded into a new model and a new optimizer: by distckpt,
+as a dict of objects, and by its own `state_dict` and `load_state_dict`. What trains on as if
+nothing had happened, to the last bit, counts as exact. The rest is named with what happened.
 """
 
 from __future__ import annotations
@@ -24,9 +25,26 @@ from report import Report, parser_of
 
 import distckpt
 
-ARGUMENTS = {"num_iterations": 100, "num_training_steps": 100, "rank": 0, "world_size": 1, "lr": 1e-2}
+ARGUMENTS = {
+    "num_iterations": 100,
+    "num_training_steps": 100,
+    "rank": 0,
+    "world_size": 1,
+    "lr": 1e-2,
+}
 STEPS, MORE_STEPS = 12, 4
-WRAPPERS = ("Lookahead", "OrthoGrad", "ScheduleFreeWrapper", "SAM", "WSAM", "GSAM", "LookSAM", "TRAC", "BSAM", "CPSGD")
+WRAPPERS = (
+    "Lookahead",
+    "OrthoGrad",
+    "ScheduleFreeWrapper",
+    "SAM",
+    "WSAM",
+    "GSAM",
+    "LookSAM",
+    "TRAC",
+    "BSAM",
+    "CPSGD",
+)
 
 
 def make_model(seed: int) -> torch.nn.Module:
@@ -42,7 +60,9 @@ def make(cls: type, model: torch.nn.Module, wrapper: type | None = None) -> Any:
             return wrapper(model.parameters(), base_optimizer=torch.optim.AdamW, lr=1e-2)
         return wrapper(torch.optim.AdamW(model.parameters(), lr=1e-2))
     first, *others = inspect.signature(cls).parameters.values()
-    given = {p.name: ARGUMENTS[p.name] for p in others if p.name in ARGUMENTS and p.default is p.empty}
+    given = {
+        p.name: ARGUMENTS[p.name] for p in others if p.name in ARGUMENTS and p.default is p.empty
+    }
     takes_model = "model" in first.name
     takes_groups = "use_muon" in inspect.getsource(cls)
     params: Any = model if takes_model else model.parameters()
@@ -79,16 +99,24 @@ def needs_no_graph(optimizer: Any) -> bool:
 
 def needs_closure(optimizer: Any) -> bool:
     source = inspect.getsource(type(optimizer).step)
-    return "NoClosureError" in source or "closure is None" in source or "closure()" in source.split("loss = None")[0]
+    return (
+        "NoClosureError" in source
+        or "closure is None" in source
+        or "closure()" in source.split("loss = None")[0]
+    )
 
 
-def by_distckpt(model: torch.nn.Module, optimizer: Any, new_model: torch.nn.Module, new: Any) -> None:
+def by_distckpt(
+    model: torch.nn.Module, optimizer: Any, new_model: torch.nn.Module, new: Any
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         distckpt.save({"model": model, "optimizer": optimizer}, f"{folder}/saved", durable=False)
         distckpt.load({"model": new_model, "optimizer": new}, f"{folder}/saved")
 
 
-def by_state_dict(model: torch.nn.Module, optimizer: Any, new_model: torch.nn.Module, new: Any) -> None:
+def by_state_dict(
+    model: torch.nn.Module, optimizer: Any, new_model: torch.nn.Module, new: Any
+) -> None:
     with tempfile.TemporaryFile() as file:
         torch.save((model.state_dict(), optimizer.state_dict()), file)
         file.seek(0)
@@ -119,7 +147,11 @@ def outcome(make_one: Callable[[torch.nn.Module], Any], resume: Callable[..., No
     pairs = list(zip(model.state_dict().values(), new_model.state_dict().values(), strict=True))
     if all(torch.equal(*pair) for pair in pairs):
         return "exact"
-    return "exact but for rounding" if all(torch.allclose(*pair, rtol=1e-4) for pair in pairs) else "goes on otherwise"
+    return (
+        "exact but for rounding"
+        if all(torch.allclose(*pair, rtol=1e-4) for pair in pairs)
+        else "goes on otherwise"
+    )
 
 
 def main() -> None:
@@ -137,7 +169,11 @@ def main() -> None:
         if hasattr(package, name) and name not in candidates:
             candidates[name] = lambda model, name=name: make(object, model, getattr(package, name))
     ways = {"distckpt": by_distckpt, "state_dict": by_state_dict}
-    candidates = {name: make_one for name, make_one in candidates.items() if name in (arguments.names or candidates)}
+    candidates = {
+        name: make_one
+        for name, make_one in candidates.items()
+        if name in (arguments.names or candidates)
+    }
     num_exact = dict.fromkeys(ways, 0)
     unusable, rest = {}, {}
     for name, make_one in candidates.items():

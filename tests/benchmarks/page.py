@@ -1,4 +1,6 @@
-"""The pictures of the pages, and the blocks of docs/performance.md, drawn and laid out from docs/figures."""
+"""The pictures of the pages, and the blocks of docs/performance.md, drawn and laid out from
+docs/figures.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ BLOCK = re.compile(r"(?<=<!-- figures/)(\w+)(\.json -->\n).*?(?=<!-- end -->\n)"
 
 
 def render(docs: Path) -> None:
-    """Write docs/*.svg, and what stands in docs/performance.md between the comments that name a file of figures."""
-    figures = {path.stem: json.loads(path.read_text()) for path in (docs / "figures").glob("*.json")}
+    """Write docs/*.svg, and what stands in docs/performance.md between the comments that name a
+    file of figures.
+    """
+    figures = {
+        path.stem: json.loads(path.read_text()) for path in (docs / "figures").glob("*.json")
+    }
     blocks = {name: markdown(value) for name, value in figures.items()}
     page = docs / "performance.md"
     page.write_text(with_blocks(page.read_text(), blocks))

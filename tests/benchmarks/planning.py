@@ -1,15 +1,20 @@
-"""What planning costs at scale: seconds, memory and bytes of rank 0 and of others, by layout and number of ranks.
+"""What planning costs at scale: seconds, memory and bytes of rank 0 and of others, by layout and
+number of ranks.
 
-    python tests/benchmarks/planning.py [--layouts 3d fsdp2 ep] [--ranks 256 512 1024] [--tensors 1000]
+    python tests/benchmarks/planning.py [--layouts 3d fsdp2 ep] [--ranks 256 512 1024] [--tensors
+    1000]
         [--chunks 1000000] [--profile] [--json FILE]
 
-One process makes up the descriptions of all ranks, without tensor data, and calls what rank 0 calls between gathering
-them and sending plans. Seconds are of CPU time, so that other programs hardly matter. With several numbers of ranks,
-the last column is the exponent e of the power law N**e that fits best.
+One process makes up the descriptions of all ranks, without tensor data, and calls what rank 0 calls
+between gathering them and sending plans. Seconds are of CPU time, so that other programs hardly
+matter. With several numbers of ranks, the last column is the exponent e of the power law N**e that
+fits best.
 
-- 3d: TP8 x PP16, and as many replicas as it takes; norms are replicated over TP too, embeddings are on two stages.
+- 3d: TP8 x PP16, and as many replicas as it takes; norms are replicated over TP too, embeddings are
+    on two stages.
 - fsdp2: every rank has a part of the rows of every tensor, none of some where there are not enough.
-- ep: experts, each under keys of its own, divided over 64 ranks; their rows over the others, other tensors as in fsdp2.
+- ep: experts, each under keys of its own, divided over 64 ranks; their rows over the others, other
+    tensors as in fsdp2.
 """
 
 from __future__ import annotations
@@ -59,17 +64,27 @@ LAYER: list[tuple[str, int | None, tuple[int, ...]]] = [
     ("input_layernorm.weight", None, (HIDDEN,)),
     ("post_attention_layernorm.weight", None, (HIDDEN,)),
 ]
-STATES = [("model.", torch.bfloat16), ("optimizer.exp_avg.", torch.float32), ("optimizer.exp_avg_sq.", torch.float32)]
+STATES = [
+    ("model.", torch.bfloat16),
+    ("optimizer.exp_avg.", torch.float32),
+    ("optimizer.exp_avg_sq.", torch.float32),
+]
 
 
 def main() -> None:
     """Print the tables."""
     parser = parser_of(__doc__, runs=None, has_files=False)
     parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=sorted(LAYOUTS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024], help=f"multiples of TP x PP = {TP * PP}")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1024], help=f"multiples of TP x PP = {TP * PP}"
+    )
     parser.add_argument("--tensors", type=int, default=1000, help="per rank")
-    parser.add_argument("--chunks", type=int, default=1_000_000, help="in the manifest; 0 leaves it out")
-    parser.add_argument("--profile", action="store_true", help="print where the time of planning goes")
+    parser.add_argument(
+        "--chunks", type=int, default=1_000_000, help="in the manifest; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time of planning goes"
+    )
     arguments = parser.parse_args()
     if any(num_ranks % (TP * PP) for num_ranks in arguments.ranks):
         parser.error(f"--ranks must be multiples of {TP * PP}")
@@ -82,7 +97,11 @@ def main() -> None:
             tables = list(LAYOUTS[layout](num_ranks, arguments.tensors))
             with paused_garbage_collection():  # as `save` does
                 found.append(plan_a_save(tables, profiler if arguments.profile else None))
-        heads = [f"a save of {layout}", *(f"{count} ranks" for count in arguments.ranks), "exponent"]
+        heads = [
+            f"a save of {layout}",
+            *(f"{count} ranks" for count in arguments.ranks),
+            "exponent",
+        ]
         report.add(heads, _compared(arguments.ranks, found))
     if arguments.chunks:
         found_of_manifest = write_and_open_a_manifest(arguments.chunks)
@@ -113,7 +132,9 @@ def plan_a_save(tables: list[ShardTable], profiler: cProfile.Profile | None) -> 
     _, figures["another rank: describe and lay out, s"] = cpu_timed(
         lambda: (sent([tables[other]]), lay_out_files(other, tables[other], pieces[other]))
     )
-    figures["rank 0: the error of a missing rank, s"] = seconds_to_refuse(tables[:other] + tables[other + 1 :])
+    figures["rank 0: the error of a missing rank, s"] = seconds_to_refuse(
+        tables[:other] + tables[other + 1 :]
+    )
     figures["rank 0: receives, MB"] = sum(sent_bytes) / 1e6
     figures["another rank: sends at most, MB"] = max(sent_bytes) / 1e6
     figures["rank 0: sends, MB"] = sum(map(len, plans)) / 1e6
@@ -127,7 +148,9 @@ def plan_a_save(tables: list[ShardTable], profiler: cProfile.Profile | None) -> 
 
 
 def sent(tables: list[ShardTable]) -> tuple[Any, list[int]]:
-    """Return what rank 0 gets, and how many bytes of it each rank sends: of equal messages the first one."""
+    """Return what rank 0 gets, and how many bytes of it each rank sends: of equal messages the
+    first one.
+    """
     messages, sent_bytes = [], np.zeros(len(tables), np.int64)
     for column in zip(*(table.to_messages() for table in tables), strict=True):
         first: dict[bytes, int] = {}
@@ -144,7 +167,9 @@ def received(messages: Any) -> list[ShardTable]:
     return ShardTable.all_from_messages(*messages)
 
 
-def plan_for_all(messages: Any, num_ranks: int, figures: dict[str, Any]) -> tuple[list[Pieces], list[bytes]]:
+def plan_for_all(
+    messages: Any, num_ranks: int, figures: dict[str, Any]
+) -> tuple[list[Pieces], list[bytes]]:
     """Do what rank 0 does, and note the seconds of each step."""
     steps: dict[str, float] = {}
 
@@ -161,7 +186,9 @@ def plan_for_all(messages: Any, num_ranks: int, figures: dict[str, Any]) -> tupl
     pieces = step("give owners", lambda: plan_owners(merged, num_ranks, aliases, [0] * num_ranks))
     weights = step("find replicas", lambda: replica_weights(merged))
     pairs = list(zip(np.split(weights, ends), pieces, strict=True))
-    plans = step("encode plans", lambda: [pack([1, True], {"weights": w, **p._asdict()}) for w, p in pairs])
+    plans = step(
+        "encode plans", lambda: [pack([1, True], {"weights": w, **p._asdict()}) for w, p in pairs]
+    )
     figures.update(steps)
     figures["rank 0: all of it, s"] = sum(steps.values())
     return pieces, plans
@@ -187,7 +214,9 @@ def check(tables: list[ShardTable], pieces: list[Pieces]) -> dict[str, Any]:
     for table, piece in zip(tables, pieces, strict=True):
         kinds = item_bytes[[index[key] for key in table.keys]]
         key_of_shard = np.searchsorted(table.shard_ids, piece.shard_ids)
-        loads.append(int((np.prod(piece.shapes, axis=1) * kinds[table.key_ids[key_of_shard]]).sum()))
+        loads.append(
+            int((np.prod(piece.shapes, axis=1) * kinds[table.key_ids[key_of_shard]]).sum())
+        )
     stored = np.prod(merged.global_shapes.astype(np.int64), axis=1) * item_bytes
     assert sum(loads) == stored.sum(), "not every byte has one owner"
     return {
@@ -205,7 +234,7 @@ def cpu_timed(function: Callable[[], _T]) -> tuple[_T, float]:
     return result, time.process_time() - started
 
 
-# --- Layouts ----------------------------------------------------------------------------------------------------------
+# --- Layouts --------------------------------------------------------------------------------------
 
 
 def three_dimensional(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
@@ -221,7 +250,9 @@ def three_dimensional(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
 
 
 def _shards(tp_rank: int, pp_rank: int, num_tensors: int) -> Iterator[ShardedTensor]:
-    """Yield one rank's shards: whole layers, each as weight and two moments, cut off after `num_tensors`."""
+    """Yield one rank's shards: whole layers, each as weight and two moments, cut off after
+    `num_tensors`.
+    """
     weights: list[tuple[str, int | None, tuple[int, ...], int]] = []
     if pp_rank in (0, PP - 1):
         weights.append(("embed_tokens.weight", 0, (VOCABULARY, HIDDEN), int(pp_rank > 0)))
@@ -232,7 +263,9 @@ def _shards(tp_rank: int, pp_rank: int, num_tensors: int) -> Iterator[ShardedTen
         weights.append((f"layers.{layer}.{name}", axis, shape, 0))
     kinds = [(prefix, dtype, *weight) for prefix, dtype in STATES for weight in weights]
     for prefix, dtype, name, axis, shape, copy in kinds[:num_tensors]:
-        data = torch.empty([n // TP if i == axis else n for i, n in enumerate(shape)], dtype=dtype, device="meta")
+        data = torch.empty(
+            [n // TP if i == axis else n for i, n in enumerate(shape)], dtype=dtype, device="meta"
+        )
         offsets = () if axis is None else ((axis, tp_rank, TP),)
         replica_id = (copy, 0 if axis is not None else tp_rank)
         yield ShardedTensor.from_rank_offsets(prefix + name, data, *offsets, replica_id=replica_id)
@@ -246,15 +279,22 @@ def fully_sharded(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
 
 
 def expert_parallel(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
-    """Describe the shards of every rank, where each has rows of a few experts, and of every other tensor."""
-    others = [layer for layer in LAYER if not layer[0].startswith("mlp.")] + [("mlp.gate.weight", 0, (128, HIDDEN))]
+    """Describe the shards of every rank, where each has rows of a few experts, and of every other
+    tensor.
+    """
+    others = [layer for layer in LAYER if not layer[0].startswith("mlp.")] + [
+        ("mlp.gate.weight", 0, (128, HIDDEN))
+    ]
     for rank in range(num_ranks):
         expert_rank, part = rank % EP, rank // EP
         if part == 0:
             experts = [
                 (f"mlp.experts.{expert_rank * EXPERTS_PER_RANK + i}.{name}", axis, shape)
                 for i in range(EXPERTS_PER_RANK)
-                for name, axis, shape in (("up_proj", 0, (3072, HIDDEN)), ("down_proj", 0, (HIDDEN, 1536)))
+                for name, axis, shape in (
+                    ("up_proj", 0, (3072, HIDDEN)),
+                    ("down_proj", 0, (HIDDEN, 1536)),
+                )
             ]
             wholes = [] if rank == 0 else wholes  # noqa: F821 - one for each expert rank, made in the first round
             wholes.append(_whole([], others + experts, num_tensors))
@@ -265,14 +305,21 @@ def expert_parallel(num_ranks: int, num_tensors: int) -> Iterator[ShardTable]:
 
 
 def _whole(first: list[Any], layer: list[Any], num_tensors: int) -> ShardTable:
-    """Describe `num_tensors` whole tensors: some, and then layers, each as weight and two moments."""
+    """Describe `num_tensors` whole tensors: some, and then layers, each as weight and two
+    moments.
+    """
     num_weights = -(-num_tensors // len(STATES))
     weights = list(first)
     for index in range(num_weights - len(weights)):
         name, _, shape = layer[index % len(layer)]
         weights.append((f"layers.{index // len(layer)}.{name}", shape))
-    kinds = [(prefix + name, dtype, shape) for prefix, dtype in STATES for name, shape in weights][:num_tensors]
-    shards = [ShardedTensor.from_rank_offsets(k, torch.empty(s, dtype=d, device="meta")) for k, d, s in kinds]
+    kinds = [(prefix + name, dtype, shape) for prefix, dtype in STATES for name, shape in weights][
+        :num_tensors
+    ]
+    shards = [
+        ShardedTensor.from_rank_offsets(k, torch.empty(s, dtype=d, device="meta"))
+        for k, d, s in kinds
+    ]
     return describe(shards)
 
 
@@ -294,17 +341,21 @@ def _sampled(table: ShardTable) -> ShardTable:
 LAYOUTS = {"3d": three_dimensional, "fsdp2": fully_sharded, "ep": expert_parallel}
 
 
-# --- The manifest -----------------------------------------------------------------------------------------------------
+# --- The manifest ---------------------------------------------------------------------------------
 
 
 def write_and_open_a_manifest(num_chunks: int) -> dict[str, Any]:
-    """Time writing a manifest, opening it, and planning one rank's load out of it under another layout."""
+    """Time writing a manifest, opening it, and planning one rank's load out of it under another
+    layout.
+    """
     manifest = made_up_manifest(num_chunks)
     with tempfile.TemporaryDirectory() as folder:
         location = f"{folder}/manifest.safetensors"
         _, writing = timed(lambda: locations.write_bytes(location, manifest.to_bytes()))
         num_bytes = Path(location).stat().st_size
-        opened, opening = timed(lambda: Manifest.from_bytes(locations.read_bytes(location), location))
+        opened, opening = timed(
+            lambda: Manifest.from_bytes(locations.read_bytes(location), location)
+        )
     requests = [
         # One of 4 ranks that share a tensor by columns, where it was saved in 16 parts by rows.
         Request(key, shape, Region((0, shape[1] // 4), (shape[0], shape[1] // 4)))
@@ -327,7 +378,14 @@ def write_and_open_a_manifest(num_chunks: int) -> dict[str, Any]:
 
 def made_up_manifest(num_chunks: int) -> Manifest:
     """Make the manifest of tensors of 16 chunks of 2 MiB each, in 1024 files."""
-    per_key, rows, columns, block_bytes, num_files, header_bytes = 16, 512, 2048, 1 << 20, 1024, 4096
+    per_key, rows, columns, block_bytes, num_files, header_bytes = (
+        16,
+        512,
+        2048,
+        1 << 20,
+        1024,
+        4096,
+    )
     num_keys = num_chunks // per_key
     num_chunks = num_keys * per_key
     chunk_bytes = rows * columns * 2
@@ -339,7 +397,12 @@ def made_up_manifest(num_chunks: int) -> Manifest:
         global_shapes=[(rows * per_key, columns)] * num_keys,
         chunks=ChunkTable.empty()._replace(
             files=[
-                ShardFile(f"tensors/shard-{i + 1:05d}-model-00001-of-00001.safetensors", file_bytes, header_bytes, i)
+                ShardFile(
+                    f"tensors/shard-{i + 1:05d}-model-00001-of-00001.safetensors",
+                    file_bytes,
+                    header_bytes,
+                    i,
+                )
                 for i in range(num_files)
             ],
             key_ids=chunk // per_key,
@@ -368,7 +431,13 @@ def _compared(num_ranks: list[int], found: list[dict[str, Any]]) -> list[list[Ce
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+    return (
+        value
+        if isinstance(value, str)
+        else f"{value:,.3f}"
+        if isinstance(value, float)
+        else f"{value:,}"
+    )
 
 
 if __name__ == "__main__":

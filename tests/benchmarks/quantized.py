@@ -1,10 +1,12 @@
-"""Load quantised directories as values, beside plain ones of the same values and torch's reader of FP8.
+"""Load quantised directories as values, beside plain ones of the same values and torch's reader of
+FP8.
 
     python tests/benchmarks/quantized.py [--mib 512] [--runs 5] [--dir DIR]
 
-All load the same number of bf16 values into tensors that are there, from files in the page cache and from disk (cold);
-contestants take turns, and a round before the first is not counted. Prints medians, the speed in values, the CPU time
-of all threads, and by how much the resident memory grew at most.
+All load the same number of bf16 values into tensors that are there, from files in the page cache
+and from disk (cold); contestants take turns, and a round before the first is not counted. Prints
+medians, the speed in values, the CPU time of all threads, and by how much the resident memory grew
+at most.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def random_bytes(*shape: int) -> torch.Tensor:
 def fp8_block(stem: str) -> Tensors:
     """FP8 in blocks of 128 x 128."""
     codes = random_bytes(ROWS, COLUMNS).view(torch.float8_e4m3fn)
-    return {f"{stem}.weight": codes, f"{stem}.weight_scale_inv": torch.rand(ROWS // 128, COLUMNS // 128)}
+    return {
+        f"{stem}.weight": codes,
+        f"{stem}.weight_scale_inv": torch.rand(ROWS // 128, COLUMNS // 128),
+    }
 
 
 def int4(stem: str) -> Tensors:
@@ -53,9 +58,15 @@ def int4(stem: str) -> Tensors:
 
 def mxfp4(stem: str) -> Tensors:
     """MXFP4 as DeepSeek packs it."""
-    # Powers of two as models have them: smaller ones make subnormal values, which are slow to multiply.
-    scales = torch.randint(112, 124, (ROWS, COLUMNS // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    return {f"{stem}.weight": random_bytes(ROWS, COLUMNS // 2).view(torch.int8), f"{stem}.scale": scales}
+    # Powers of two as models have them: smaller ones make subnormal values, which are slow to
+    # multiply.
+    scales = torch.randint(112, 124, (ROWS, COLUMNS // 32), dtype=torch.uint8).view(
+        torch.float8_e8m0fnu
+    )
+    return {
+        f"{stem}.weight": random_bytes(ROWS, COLUMNS // 2).view(torch.int8),
+        f"{stem}.scale": scales,
+    }
 
 
 def plain(stem: str) -> Tensors:
@@ -66,23 +77,31 @@ def plain(stem: str) -> Tensors:
 def write(folder: Path, make: Callable[[str], Tensors], count: int) -> None:
     """Write a directory of one file, with the index that torch's reader wants."""
     folder.mkdir()
-    tensors = {key: tensor for number in range(count) for key, tensor in make(f"l.{number}").items()}
+    tensors = {
+        key: tensor for number in range(count) for key, tensor in make(f"l.{number}").items()
+    }
     save_file(tensors, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
     # Only what is on disk can be dropped from the cache.
     sync_file(str(folder / "model-00001-of-00001.safetensors"))
     weight_map = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def load_with_distckpt(folder: Path, state: Tensors) -> None:
     """Fill tensors with `distckpt.load`."""
-    distckpt.load({key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in state.items()}, folder)
+    distckpt.load(
+        {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in state.items()}, folder
+    )
 
 
 def load_with_torch(folder: Path, state: Tensors) -> None:
     """Fill tensors with torch's reader."""
     storage = torch.distributed.checkpoint.quantized_hf_storage
-    reader = storage.QuantizedHuggingFaceStorageReader(str(folder), target_dtype=torch.bfloat16, thread_count=2)
+    reader = storage.QuantizedHuggingFaceStorageReader(
+        str(folder), target_dtype=torch.bfloat16, thread_count=2
+    )
     torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
 
 
@@ -93,8 +112,13 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report(arguments)
     count = max(1, (arguments.mib << 20) // (2 * ROWS * COLUMNS))
-    state = {f"l.{number}.weight": torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16) for number in range(count)}
-    contestants = {make.__name__: (make, load_with_distckpt) for make in (plain, fp8_block, int4, mxfp4)}
+    state = {
+        f"l.{number}.weight": torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+        for number in range(count)
+    }
+    contestants = {
+        make.__name__: (make, load_with_distckpt) for make in (plain, fp8_block, int4, mxfp4)
+    }
     if hasattr(torch.distributed.checkpoint, "quantized_hf_storage"):
         contestants["fp8_block, torch's reader"] = (fp8_block, load_with_torch)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -116,7 +140,9 @@ def main() -> None:
                 empty_cache(str(folder))
                 cold[name].append(timed(lambda load=load, folder=folder: load(folder, state))[1])
                 if number == 1:
-                    peaks[name] = peak_memory_bytes(lambda load=load, folder=folder: load(folder, state))
+                    peaks[name] = peak_memory_bytes(
+                        lambda load=load, folder=folder: load(folder, state)
+                    )
     size = 2 * ROWS * COLUMNS * count
     rows = [
         [
@@ -132,7 +158,16 @@ def main() -> None:
         ]
         for name, each in seconds.items()
     ]
-    heads = ["s", "GB/s of values", "of plain", "CPU ns/value", "of plain", "cold s", "of plain", "peak MiB"]
+    heads = [
+        "s",
+        "GB/s of values",
+        "of plain",
+        "CPU ns/value",
+        "of plain",
+        "cold s",
+        "of plain",
+        "peak MiB",
+    ]
     report.about = f"{count} tensors of {ROWS} x {COLUMNS}, medians of {arguments.runs} runs."
     report.add(["directory", *heads], rows)
     report.finish()

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/repeated_save.py [--ranks 8] [--tensors 5000] [--runs 6] [--dir DIR]
 
-Every rank holds shards of all tensors, tiny ones, so that hardly anything but planning takes time. The phases are those
-of `SaveReport`; one all-reduce, which is what agreeing on a known plan exchanges, is timed beside them.
+Every rank holds shards of all tensors, tiny ones, so that hardly anything but planning takes time.
+The phases are those of `SaveReport`; one all-reduce, which is what agreeing on a known plan
+exchanges, is timed beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=5000)
     arguments = parser.parse_args()
     report = Report(arguments)
-    report.about = f"{arguments.ranks} ranks x {arguments.tensors} tensors, milliseconds on the slowest rank."
+    report.about = (
+        f"{arguments.ranks} ranks x {arguments.tensors} tensors, milliseconds on the slowest rank."
+    )
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         rows = run_ranks(save_often, arguments.ranks, arguments.tensors, arguments.runs, folder)
     report.add(["phase", "first save", "again, median"], rows)
@@ -38,7 +41,10 @@ def main() -> None:
 def state_of(rank: int, num_ranks: int, num_tensors: int) -> dict[str, Any]:
     """Make one rank's state dict."""
     keys = [f"model.layers.{i // 10}.weight_{i % 10}" for i in range(num_tensors)]
-    return {key: ShardedTensor.from_rank_offsets(key, torch.ones(8), (0, rank, num_ranks)) for key in keys}
+    return {
+        key: ShardedTensor.from_rank_offsets(key, torch.ones(8), (0, rank, num_ranks))
+        for key in keys
+    }
 
 
 def save_often(rank: int, num_tensors: int, num_runs: int, folder: str) -> list[list[Cell]]:
@@ -60,7 +66,9 @@ def save_often(rank: int, num_tensors: int, num_runs: int, folder: str) -> list[
     again = zip(*rows[1:], strict=True)
     return [
         [name, f"{first * 1e3:.1f}", median([seconds * 1e3 for seconds in column], "{:.1f}")]
-        for name, first, column in zip(["one all-reduce", *report.phases], rows[0], again, strict=True)
+        for name, first, column in zip(
+            ["one all-reduce", *report.phases], rows[0], again, strict=True
+        )
     ]
 
 

@@ -1,4 +1,6 @@
-"""What a benchmark has found: tables whose figures say how noisy they are, as JSON and as Markdown."""
+"""What a benchmark has found: tables whose figures say how noisy they are, as JSON and as
+Markdown.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,22 @@ from typing import Any, TypeAlias
 from measure import machine_facts, markdown_table
 
 MAX_NOISE = 0.3
-"""A figure is marked when the middle half of its runs spans more than this fraction of their median."""
+"""A figure is marked when the middle half of its runs spans more than this fraction of their
+median.
+"""
 MAX_OTHERS = 0.25
-"""All figures of runs are marked when other programs took more than this fraction of the processors."""
+"""All figures of runs are marked when other programs took more than this fraction of the
+processors.
+"""
 MIN_RUNS = 3
 
 Cell: TypeAlias = "str | dict[str, Any]"
-"""Text, or `text` and the `noise` of the runs it was computed from; None when they are fewer than `MIN_RUNS`."""
+"""Text, or `text` and the `noise` of the runs it was computed from; None when they are fewer than
+`MIN_RUNS`.
+"""
 
 
-# --- Cells ------------------------------------------------------------------------------------------------------------
+# --- Cells ----------------------------------------------------------------------------------------
 
 
 def median(runs: Sequence[float], form: str = "{:.2f}") -> Cell:
@@ -43,33 +51,48 @@ def ratio(above: Sequence[float], below: Sequence[float], form: str = "{:.2f}") 
 def figure(text: str, *runs: Sequence[float]) -> Cell:
     """Return a text that was computed from the medians of some runs."""
     noises = [noise_of(each) for each in runs]
-    return {"text": text, "noise": None if None in noises else round(max(noise or 0 for noise in noises), 3)}
+    return {
+        "text": text,
+        "noise": None if None in noises else round(max(noise or 0 for noise in noises), 3),
+    }
 
 
 def noise_of(runs: Sequence[float]) -> float | None:
-    """Return what fraction of their median the middle half of some runs spans; None of fewer than `MIN_RUNS`."""
+    """Return what fraction of their median the middle half of some runs spans; None of fewer than
+    `MIN_RUNS`.
+    """
     if len(runs) < MIN_RUNS:
         return None
     first, middle, third = statistics.quantiles(runs, n=4, method="inclusive")
     return (third - first) / middle
 
 
-# --- Reports ----------------------------------------------------------------------------------------------------------
+# --- Reports --------------------------------------------------------------------------------------
 
 
-def parser_of(doc: str | None, runs: int | None = 5, has_files: bool = True) -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None, runs: int | None = 5, has_files: bool = True
+) -> argparse.ArgumentParser:
     """Make a parser of the options that the benchmarks have in common."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if has_files:
-        parser.add_argument("--dir", default=tempfile.gettempdir(), help="where files go; they are deleted again")
+        parser.add_argument(
+            "--dir", default=tempfile.gettempdir(), help="where files go; they are deleted again"
+        )
     if runs is not None:
-        parser.add_argument("--runs", type=int, default=runs, help=f"rounds that count (default: {runs})")
+        parser.add_argument(
+            "--runs", type=int, default=runs, help=f"rounds that count (default: {runs})"
+        )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser
 
 
 class Report:
-    """What one benchmark finds. Make it before anything is measured; `finish` prints and writes it."""
+    """What one benchmark finds. Make it before anything is measured; `finish` prints and writes
+    it.
+    """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -100,7 +123,9 @@ class Report:
             self._arguments.json.write_text(to_json(value))
 
     def _share_of_others(self) -> float | None:
-        """Return what fraction of the processors was taken by what is not this process, nor started by it."""
+        """Return what fraction of the processors was taken by what is not this process, nor started
+        by it.
+        """
         began, before = self._begun
         now = _processor_seconds()
         if before is None or now is None:
@@ -110,9 +135,13 @@ class Report:
 
 
 def _processor_seconds() -> tuple[float, float] | None:
-    """Return the processor seconds of the machine, and of this process and those it waited for; None if unknown."""
+    """Return the processor seconds of the machine, and of this process and those it waited for;
+    None if unknown.
+    """
     try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        ticks = [
+            int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        ]
     except OSError:
         return None
     idle, waiting = ticks[3:5]
@@ -129,10 +158,14 @@ def _command(folder: str | None) -> str:
 
 def to_json(value: dict[str, Any]) -> str:
     """Write each entry in a line of its own."""
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in value.items()) + "\n}\n"
+    return (
+        "{\n"
+        + ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in value.items())
+        + "\n}\n"
+    )
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------
+# --- Markdown -------------------------------------------------------------------------------------
 
 
 def markdown(value: dict[str, Any]) -> str:
@@ -157,8 +190,8 @@ def markdown(value: dict[str, Any]) -> str:
 
 MARK = " ?"
 LEGEND = (
-    f"Figures with a question mark mean little: the middle half of the runs spans more than {MAX_NOISE:.0%} of their "
-    f"median, or there were fewer than {MIN_RUNS} runs."
+    "Figures with a question mark mean little: the middle half of the runs spans more than "
+    f"{MAX_NOISE:.0%} of their median, or there were fewer than {MIN_RUNS} runs."
 )
 BUSY_LEGEND = (
     "Figures with a question mark mean little: other programs took more than "

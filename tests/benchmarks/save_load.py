@@ -1,22 +1,27 @@
-"""Save and load a Llama with the moments of Adam, divided by tensor parallelism, beside the other ways to do it.
+"""Save and load a Llama with the moments of Adam, divided by tensor parallelism, beside the other
+ways to do it.
 
-    python tests/benchmarks/save_load.py [--dir DIR] [--gb 2] [--ranks 2] [--runs 5] [--only NAME ...] [--cases ...]
+    python tests/benchmarks/save_load.py [--dir DIR] [--gb 2] [--ranks 2] [--runs 5] [--only NAME
+    ...] [--cases ...]
 
 Every contestant saves and loads in turn, round after round, in another order
-each time; medians count, a first round does not, in which what is loaded is compared with what was saved. Seconds go
-from a barrier to the end of the last rank. Raw is as many bytes in requests of 16 MiB, read straight into the tensors.
-`--dir` may be a URL such as s3://bucket/prefix. The cases:
+each time; medians count, a first round does not, in which what is loaded is compared with what was
+saved. Seconds go from a barrier to the end of the last rank. Raw is as many bytes in requests of 16
+MiB, read straight into the tensors. `--dir` may be a URL such as s3://bucket/prefix. The cases:
 
-- save: until all data is on disk. DCP calls fsync itself; the files of its Hugging Face writer and of save_file are
-  synced within the time measured. Megatron writes in forked processes, whose memory is not counted.
+- save: until all data is on disk. DCP calls fsync itself; the files of its Hugging Face writer and
+  of save_file are synced within the time measured. Megatron writes in forked processes, whose
+  memory is not counted.
 - save_unsynced: until the operating system has the data.
 - warm_load: the same layout, files in the page cache, into tensors that are there already.
-- cold_load: the same, files dropped from the page cache: with posix_fadvise, or, as root, drop_caches.
+- cold_load: the same, files dropped from the page cache: with posix_fadvise, or, as root,
+    drop_caches.
 - reshard_axis: tensors that were divided along axis 0, divided along axis 1.
 - reshard_one: rank 0 alone loads whole tensors.
 
-`--peaks` adds a round that measures memory that became resident beyond what was before; files that are mapped (by
-safetensors readers) count while their pages are resident. `distckpt bench DIR` measures distckpt alone.
+`--peaks` adds a round that measures memory that became resident beyond what was before; files that
+are mapped (by safetensors readers) count while their pages are resident. `distckpt bench DIR`
+measures distckpt alone.
 """
 
 from __future__ import annotations
@@ -41,9 +46,13 @@ STATE_COPIES = 5
 def main() -> None:
     """Run the contest and print it."""
     parser = parser_of(__doc__)
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the state, all ranks together")
+    parser.add_argument(
+        "--gb", type=float, default=2.0, help="size of the state, all ranks together"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="a power of two")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants whose name begins with one of these")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="contestants whose name begins with one of these"
+    )
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="default: all")
     parser.add_argument("--peaks", action="store_true", help="also measure memory")
     arguments = parser.parse_args()
@@ -58,14 +67,17 @@ def main() -> None:
         parser.error(f"--ranks must be a power of two up to {MAX_RANKS}")
     needed = (STATE_COPIES + (ALONE in cases)) * sizes.num_bytes + arguments.ranks * RANK_BYTES
     if estimate_available_memory() < needed:
-        parser.error(f"{needed / 1e9:.1f} GB of memory are needed: use a smaller --gb or fewer --ranks")
+        parser.error(
+            f"{needed / 1e9:.1f} GB of memory are needed: use a smaller --gb or fewer --ranks"
+        )
     with scratch_folder(folder) as scratch:
         settings = Settings(sizes.num_bytes, arguments.runs, cases, scratch, arguments.peaks)
         outcome: Outcome = run_ranks(run_rank, arguments.ranks, sizes, arguments.only, settings)
     report.about = (
-        f"{outcome.num_bytes / 1e9:.2f} GB: a Llama of hidden size {sizes.hidden}, {sizes.num_layers} layers, "
-        f"vocabulary {sizes.vocabulary}, bf16 with fp32 moments. "
-        f"{outcome.num_ranks} gloo ranks, TP{outcome.num_ranks}, medians of {outcome.num_runs} rounds."
+        f"{outcome.num_bytes / 1e9:.2f} GB: a Llama of hidden size {sizes.hidden}, "
+        f"{sizes.num_layers} layers, vocabulary {sizes.vocabulary}, bf16 with fp32 moments. "
+        f"{outcome.num_ranks} gloo ranks, TP{outcome.num_ranks}, medians of {outcome.num_runs} "
+        "rounds."
     )
     for case, figures in outcome.cases().items():
         report.add(*table_of(outcome.title(case), figures))

@@ -1,10 +1,13 @@
-"""Save and load very many small tensors, where what counts is the work per tensor and not the bytes.
+"""Save and load very many small tensors, where what counts is the work per tensor and not the
+bytes.
 
-    python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 5] [--dir DIR] [--only NAME ...]
+    python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 5] [--dir DIR]
+    [--only NAME ...]
         [--profile]
 
-Every rank holds a row block of each tensor. Measured as in save_load.py, in one process and on two ranks. With
---profile, the main thread of rank 0 is profiled while distckpt saves and loads once more.
+Every rank holds a row block of each tensor. Measured as in save_load.py, in one process and on two
+ranks. With --profile, the main thread of rank 0 is profiled while distckpt saves and loads once
+more.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ def main() -> None:
     """Print a table for one rank and one for two."""
     parser = parser_of(__doc__)
     parser.add_argument("--tensors", type=int, default=20_000)
-    parser.add_argument("--kib", type=int, default=16, help="size of what one rank holds of a tensor")
-    parser.add_argument("--only", nargs="+", default=NAMES, help="contestants whose name begins with one of these")
+    parser.add_argument(
+        "--kib", type=int, default=16, help="size of what one rank holds of a tensor"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=NAMES, help="contestants whose name begins with one of these"
+    )
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     report = Report(arguments)
-    report.about = (
-        f"{arguments.tensors:,} tensors of {arguments.kib} KiB on each rank, medians of {arguments.runs} rounds."
-    )
+    report.about = f"{arguments.tensors:,} tensors of {arguments.kib} KiB on each rank, medians of {arguments.runs} rounds."
     for num_ranks in (1, 2):
         with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
             figures: list[Figure] = run_ranks(run_rank, num_ranks, arguments, folder)
@@ -59,7 +64,9 @@ def run_rank(rank: int, arguments: argparse.Namespace, folder: str) -> list[Figu
     generator = torch.Generator().manual_seed(rank)
     shape = (arguments.kib * 256 // 64, 64)
     state: dict[str, Part] = {
-        f"layers.{i // 10}.weight_{i % 10}": Part(torch.empty(shape).normal_(generator=generator), 0)
+        f"layers.{i // 10}.weight_{i % 10}": Part(
+            torch.empty(shape).normal_(generator=generator), 0
+        )
         for i in range(arguments.tensors)
     }
     targets = {key: Part(torch.zeros_like(part.local), 0) for key, part in state.items()}

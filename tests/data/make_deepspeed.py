@@ -1,8 +1,9 @@
-"""Makes `deepspeed_0_19.zip` with real DeepSpeed on CPUs: `python -m tests.data.make_deepspeed NEW_FILE.zip`.
+"""Makes `deepspeed_0_19.zip` with real DeepSpeed on CPUs: `python -m tests.data.make_deepspeed
+NEW_FILE.zip`.
 
-Needs the package `deepspeed`, which no extra installs, and a C++ compiler. Beside the checkpoints is in
-`<run>.safetensors` what DeepSpeed's own programs make of it: the weights of `zero_to_fp32`, and the optimizer
-states of `ds_to_universal`.
+Needs the package `deepspeed`, which no extra installs, and a C++ compiler. Beside the checkpoints
+is in `<run>.safetensors` what DeepSpeed's own programs make of it: the weights of `zero_to_fp32`,
+and the optimizer states of `ds_to_universal`.
 """
 
 from __future__ import annotations
@@ -79,13 +80,19 @@ def train(name: str, directory: str) -> None:
         },
     }
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for step in range(3):
-        tokens = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(step * size + rank))
+        tokens = torch.randint(
+            0, 7, (2, 4), generator=torch.Generator().manual_seed(step * size + rank)
+        )
         engine.backward(engine(tokens).float().logsumexp(-1).mean())
         engine.step()
-    engine.save_checkpoint(directory, client_state={"iteration": 3, "rng": torch.arange(4, dtype=torch.uint8)})
+    engine.save_checkpoint(
+        directory, client_state={"iteration": 3, "rng": torch.arange(4, dtype=torch.uint8)}
+    )
 
 
 def make(directory: pathlib.Path) -> None:
@@ -93,7 +100,12 @@ def make(directory: pathlib.Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from safetensors.torch import save_file
 
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, settings in RUNS.items():
         path = directory / name
         with socket.socket() as listener:
@@ -109,7 +121,13 @@ def make(directory: pathlib.Path) -> None:
         ]
         assert not any(rank.wait(300) for rank in ranks)
         target = directory / f"{name}_universal"
-        options = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+        options = [
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+            "--inject_missing_state",
+        ]
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *options]
         folders = [
             "--input_folder",
@@ -123,7 +141,10 @@ def make(directory: pathlib.Path) -> None:
             key, content = file.parent.name, torch.load(file, weights_only=False)
             state = content["param"] if isinstance(content, dict) else content
             expected[f"optimizer.state.{file.stem}.{key}"] = state.reshape(expected[key].shape)
-        save_file({key: value.clone() for key, value in expected.items()}, directory / f"{name}.safetensors")
+        save_file(
+            {key: value.clone() for key, value in expected.items()},
+            directory / f"{name}.safetensors",
+        )
         for unneeded in ("zero_to_fp32.py", "zero_to_torch.py"):
             (path / unneeded).unlink()
         if settings["stage"] == 1:
@@ -137,7 +158,9 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as made:
             make(pathlib.Path(made))
-            with zipfile.ZipFile(sys.argv[1], "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+            with zipfile.ZipFile(
+                sys.argv[1], "x", zipfile.ZIP_DEFLATED, compresslevel=9
+            ) as archive:
                 for file in sorted(pathlib.Path(made).rglob("*")):
                     if file.is_file():
                         archive.write(file, file.relative_to(made))

@@ -1,9 +1,11 @@
-"""Writes the checkpoints in `format-1/` and others like it, once: `python -m tests.data.make_golden NEW_DIRECTORY`.
+"""Writes the checkpoints in `format-1/` and others like it, once: `python -m tests.data.make_golden
+NEW_DIRECTORY`.
 
 What lies there was written when that format was released and is never written again:
-`tests/unit/format/test_golden.py` shows that it stays readable. For a new format, run this with the code that writes
-it, into a directory of its own. Values are made by numpy: `format-1/expected.npz` holds the bits of each tensor, as
-unsigned integers; `COMMON` below is what the objects are made of.
+`tests/unit/format/test_golden.py` shows that it stays readable. For a new format, run this with the
+code that writes
+it, into a directory of its own. Values are made by numpy: `format-1/expected.npz` holds the bits of
+each tensor, as unsigned integers; `COMMON` below is what the objects are made of.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ TENSORS = np.random.default_rng(1)
 def _bits(*shape: int, num_bytes: int = 4) -> np.ndarray:
     """Return random finite values as unsigned integers of their size."""
     raw = TENSORS.integers(0, 256, (*shape, num_bytes), np.uint8)
-    # Two exponent bits are zero in all floating point formats of at least 8 bits: no infinity, no NaN.
+    # Two exponent bits are zero in all floating point formats of at least 8 bits: no infinity, no
+    # NaN.
     raw[..., -1:] &= 0x9F
     return raw.view(f"<u{num_bytes}")[..., 0]
 
@@ -82,7 +85,10 @@ DTYPES = {
     "float8_e5m2fnuz": _bits(2, 3, num_bytes=1),
 }
 """Name of a torch dtype -> bits of a tensor."""
-NEW_DTYPES = {"float8_e8m0fnu": _bits(2, 3, num_bytes=1), "float4_e2m1fn_x2": _bits(2, 4, num_bytes=1)}
+NEW_DTYPES = {
+    "float8_e8m0fnu": _bits(2, 3, num_bytes=1),
+    "float4_e2m1fn_x2": _bits(2, 4, num_bytes=1),
+}
 """The same for dtypes that not every release of torch has."""
 
 EXPECTED: dict[str, np.ndarray] = {
@@ -121,7 +127,9 @@ COMMON: dict[str, Any] = {
     "times": [
         datetime.date(2024, 2, 29),
         datetime.datetime(2024, 2, 29, 12, 30, 15, 123456),
-        datetime.datetime(2024, 2, 29, 12, 30, fold=1, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "X")),
+        datetime.datetime(
+            2024, 2, 29, 12, 30, fold=1, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "X")
+        ),
         datetime.timedelta(days=-3, seconds=5, microseconds=7),
         datetime.timezone.utc,
     ],
@@ -152,14 +160,22 @@ def tensor_of(bits: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def grid_state(rank: int) -> dict[str, Any]:
-    """Tensor parallel shards along both axes, a replica, and layers stacked along an axis that the shards lack."""
-    columns, rows, bias, stack = (tensor_of(EXPECTED[f"grid/{key}"]) for key in ("columns", "rows", "bias", "stack"))
+    """Tensor parallel shards along both axes, a replica, and layers stacked along an axis that the
+    shards lack.
+    """
+    columns, rows, bias, stack = (
+        tensor_of(EXPECTED[f"grid/{key}"]) for key in ("columns", "rows", "bias", "stack")
+    )
     return {
-        "columns": ShardedTensor.from_rank_offsets("columns", columns.chunk(2, 1)[rank], (1, rank, 2)),
+        "columns": ShardedTensor.from_rank_offsets(
+            "columns", columns.chunk(2, 1)[rank], (1, rank, 2)
+        ),
         "rows": ShardedTensor.from_rank_offsets("rows", rows.chunk(2, 0)[rank], (0, rank, 2)),
         "bias": ShardedTensor.from_rank_offsets("bias", bias, replica_id=rank),
         "layers": [
-            ShardedTensor.from_rank_offsets("stack", stack[layer], (0, layer, 4), prepend_axis_num=1)
+            ShardedTensor.from_rank_offsets(
+                "stack", stack[layer], (0, layer, 4), prepend_axis_num=1
+            )
             for layer in (2 * rank, 2 * rank + 1)
         ],
         "step": 7,
@@ -167,7 +183,9 @@ def grid_state(rank: int) -> dict[str, Any]:
 
 
 def flat_state(rank: int) -> dict[str, Any]:
-    """Optimizer shards of ZeRO-1: of the flattened tensor each rank has a part, at no boundary of a row."""
+    """Optimizer shards of ZeRO-1: of the flattened tensor each rank has a part, at no boundary of a
+    row.
+    """
     weight, embedding = (tensor_of(EXPECTED[f"flat/{key}"]) for key in ("weight", "embedding"))
     parts = [slice(0, 17), slice(17, 35)]
     flat = ShardedTensor.from_rank_offsets_flat(
@@ -175,7 +193,11 @@ def flat_state(rank: int) -> dict[str, Any]:
     )
     rows = embedding.chunk(2, 0)[rank]
     whole_part = ShardedTensor.from_rank_offsets_flat(
-        "embedding", rows.flatten(), tuple(rows.shape), (0, rank, 2), flattened_range=slice(0, rows.numel())
+        "embedding",
+        rows.flatten(),
+        tuple(rows.shape),
+        (0, rank, 2),
+        flattened_range=slice(0, rows.numel()),
     )
     return {"weight": flat, "embedding": whole_part}
 
@@ -189,7 +211,10 @@ def odd_state(rank: int) -> dict[str, Any]:
         "tied": tied,
         "alias": tied,
     }
-    return {key: ShardedTensor.from_rank_offsets(key, data, replica_id=rank) for key, data in tensors.items()}
+    return {
+        key: ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
+        for key, data in tensors.items()
+    }
 
 
 def dtypes_state(values: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Asynchronous saves of several ranks: beside the trainer's exchanges, isolated, with errors that all ranks hear."""
+"""Asynchronous saves of several ranks: beside the trainer's exchanges, isolated, with errors that
+all ranks hear.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import CheckpointExistsError, RankFailedError, ShardedTensor
-from distckpt.strategies.async_utils import AsyncCallsQueue
+from distckpt.megatron.strategies.async_utils import AsyncCallsQueue
 from tests.support.harness import error_of, run, sum_over_ranks
 from tests.support.states import state_of
 
@@ -29,11 +31,19 @@ def overwrite(state):
 
 def values_in(rank, num_ranks, path, group=None):
     loaded = distckpt.load(state_of(-2, rank, num_ranks), path, verify="full", process_group=group)
-    return sorted({*loaded["rows"].unique().tolist(), *loaded["shared"].unique().tolist(), loaded["rng"]["value"]})
+    return sorted(
+        {
+            *loaded["rows"].unique().tolist(),
+            *loaded["shared"].unique().tolist(),
+            loaded["rng"]["value"],
+        }
+    )
 
 
 def train_while_saving(rank, num_ranks, folder):
-    """Hold the background of rank 0 up; the trainer's collectives go on. Return their results, and what is saved."""
+    """Hold the background of rank 0 up; the trainer's collectives go on. Return their results, and
+    what is saved.
+    """
     may_write = threading.Event()
 
     def progress(num_bytes):
@@ -50,12 +60,19 @@ def train_while_saving(rank, num_ranks, folder):
     may_write.set()
     reports = [handle.result(PATIENCE) for handle in handles]
     found = [values_in(rank, num_ranks, f"{folder}/{step}") for step in range(2)]
-    return sums, unfinished, found, [(r.num_ranks, r.location, r.plan_reused, r.num_bytes) for r in reports]
+    return (
+        sums,
+        unfinished,
+        found,
+        [(r.num_ranks, r.location, r.plan_reused, r.num_bytes) for r in reports],
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_trainer_goes_on_while_ranks_save(num_ranks, tmp_path):
-    for sums, unfinished, found, reports in run(train_while_saving, num_ranks, num_ranks, str(tmp_path)):
+    for sums, unfinished, found, reports in run(
+        train_while_saving, num_ranks, num_ranks, str(tmp_path)
+    ):
         assert sums == [num_ranks * i for i in range(20)] * 2
         assert unfinished == [False, False]
         assert found == [[0], [1]]
@@ -80,7 +97,11 @@ def save_in_subgroups(rank, folder):
     sums = sum_over_ranks(1, group), sum_over_ranks(1)
     for handle in handles:
         handle.result(PATIENCE)
-    return sums, values_in(own, 2, f"{folder}/pair{rank // 2}", group), values_in(rank, 4, f"{folder}/all")
+    return (
+        sums,
+        values_in(own, 2, f"{folder}/pair{rank // 2}", group),
+        values_in(rank, 4, f"{folder}/all"),
+    )
 
 
 def test_subgroups(tmp_path):
@@ -89,7 +110,9 @@ def test_subgroups(tmp_path):
 
 
 def fail_in_background(rank, folder, asks):
-    """Rank 1 may not write large files for a while. Return what was raised where, and whether the group works."""
+    """Rank 1 may not write large files for a while. Return what was raised where, and whether the
+    group works.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
@@ -122,7 +145,9 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_goes_on(asks, tmp_pa
 
 def destroy_the_group(rank, folder, destroyers):
     may_write = threading.Event()
-    handle = distckpt.async_save(state_of(1, rank, 2), f"{folder}/0", progress=lambda _: may_write.wait(PATIENCE))
+    handle = distckpt.async_save(
+        state_of(1, rank, 2), f"{folder}/0", progress=lambda _: may_write.wait(PATIENCE)
+    )
     if rank in destroyers:
         dist.destroy_process_group()
     may_write.set()
@@ -132,7 +157,9 @@ def destroy_the_group(rank, folder, destroyers):
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="torch looks up the group of every peer")
 @pytest.mark.parametrize("destroyers", [[0], [1], [0, 1]], ids=str)
 def test_a_save_completes_when_its_group_is_destroyed_meanwhile(destroyers, tmp_path):
-    """It has a group of its own, and names its peers by their ranks there, which torch does not look up."""
+    """It has a group of its own, and names its peers by their ranks there, which torch does not
+    look up.
+    """
     assert run(destroy_the_group, 2, str(tmp_path), destroyers) == [None, None]
     assert [values_in(rank, 2, tmp_path / "0") for rank in (0, 1)] == [[1], [1]]
     assert os.listdir(tmp_path) == ["0"]
@@ -141,7 +168,9 @@ def test_a_save_completes_when_its_group_is_destroyed_meanwhile(destroyers, tmp_
 def lose_a_race(rank, folder):
     """Another program commits its checkpoint while ours is being written."""
     may_write = threading.Event()
-    handle = distckpt.async_save(state_of(1, rank, 2), f"{folder}/c", progress=lambda n: may_write.wait(PATIENCE))
+    handle = distckpt.async_save(
+        state_of(1, rank, 2), f"{folder}/c", progress=lambda n: may_write.wait(PATIENCE)
+    )
     if rank == 0:
         os.makedirs(f"{folder}/c")
         with open(f"{folder}/c/metadata.json", "w") as file:
@@ -185,9 +214,14 @@ def test_the_queue(tmp_path):
 def stage_in_waves(rank, folder):
     may_write = threading.Event()
     state = state_of(5, rank, 2)
-    state["large"] = ShardedTensor.from_rank_offsets("large", torch.full((3 << 20,), 5.0), (0, rank, 2))
+    state["large"] = ShardedTensor.from_rank_offsets(
+        "large", torch.full((3 << 20,), 5.0), (0, rank, 2)
+    )
     handle = distckpt.async_save(
-        state, f"{folder}/c", max_inflight_bytes=16 << 20, progress=lambda n: may_write.wait(PATIENCE)
+        state,
+        f"{folder}/c",
+        max_inflight_bytes=16 << 20,
+        progress=lambda n: may_write.wait(PATIENCE),
     )
     was_staged = handle.staged.is_set()
     sum_over_ranks(0)
@@ -207,7 +241,9 @@ def test_waves(tmp_path):
 
 
 def reserve_before_saving(rank, folder):
-    """Return what each rank reserved, whether the save found its plan, and the error of one whose replicas differ."""
+    """Return what each rank reserved, whether the save found its plan, and the error of one whose
+    replicas differ.
+    """
     state = state_of(1, rank, 2)
     reserved = distckpt.reserve_staging_memory({**state, "seen": rank})
     report = distckpt.async_save(state, f"{folder}/c").result(PATIENCE)
@@ -215,7 +251,14 @@ def reserve_before_saving(rank, folder):
     state["shared"].data.fill_(rank)
     differing = error_of(distckpt.async_save, state, f"{folder}/d")
     wrong = error_of(distckpt.reserve_staging_memory, state if rank else {"t": object()})
-    return reserved.result(PATIENCE), report.plan_reused, found, str(differing), type(wrong), sum_over_ranks(1)
+    return (
+        reserved.result(PATIENCE),
+        report.plan_reused,
+        found,
+        str(differing),
+        type(wrong),
+        sum_over_ranks(1),
+    )
 
 
 def test_reserving_memory_plans_the_first_save_and_checks_as_it_does(tmp_path):

@@ -23,7 +23,9 @@ FULL = torch.arange(24 * 5, dtype=torch.float32).reshape(24, 5)
 
 
 def with_values(kind, blank):
-    """A tensor of some kind; blank ones have other values and other memory, but the same shape and dtype."""
+    """A tensor of some kind; blank ones have other values and other memory, but the same shape and
+    dtype.
+    """
     full = torch.zeros_like(FULL) if blank else FULL.clone()
     match kind:
         case "contiguous":
@@ -56,7 +58,9 @@ def broadcast_kinds(rank, limit):
             tensor = with_values(kind, blank=rank != src)
             # Every rank may have another limit; the smallest holds.
             result = broadcast_tensor(tensor, limit + 100 * rank, src=src)
-            if result is not tensor or not torch.equal(result.detach().resolve_conj(), with_values(kind, False)):
+            if result is not tensor or not torch.equal(
+                result.detach().resolve_conj(), with_values(kind, False)
+            ):
                 wrong.append((src, kind))
     return wrong
 
@@ -82,7 +86,9 @@ def test_src_counts_in_the_group():
 
 
 def broadcast_wrongly(rank, kind):
-    tensor = torch.zeros(4 + (kind == "shape") * rank, dtype=torch.float64 if kind == "dtype" and rank else None)
+    tensor = torch.zeros(
+        4 + (kind == "shape") * rank, dtype=torch.float64 if kind == "dtype" and rank else None
+    )
     argument = None if kind == "type" and rank else tensor
     limit = 2 if kind == "limit" and rank else 100
     error = error_of(broadcast_tensor, argument, limit, src=2 if kind == "src" else 0)
@@ -91,7 +97,13 @@ def broadcast_wrongly(rank, kind):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("shape", "[5]"), ("dtype", "float64"), ("type", "NoneType"), ("limit", "limit of 2 bytes"), ("src", "src is 2")],
+    [
+        ("shape", "[5]"),
+        ("dtype", "float64"),
+        ("type", "NoneType"),
+        ("limit", "limit of 2 bytes"),
+        ("src", "src is 2"),
+    ],
 )
 def test_ranks_that_disagree_all_hear_of_it(kind, text):
     for name, message, total in run(broadcast_wrongly, 2, kind):
@@ -111,7 +123,9 @@ def gather_and_reshard(rank):
     sent = broadcast_tensor(FULL.clone() * (rank == 0), 64, (mesh, [Shard(1)]))
     flat = flatten_for_broadcast(state)
     return {
-        "gathered": all(torch.equal(gathered["m"]["w"], FULL) for w in (gathered["m"]["w"], gathered["list"][0])),
+        "gathered": all(
+            torch.equal(gathered["m"]["w"], FULL) for w in (gathered["m"]["w"], gathered["list"][0])
+        ),
         "plain": type(gathered["m"]["w"]) is torch.Tensor and gathered["m"]["b"] is state["m"]["b"],
         "untouched": isinstance(state["m"]["w"], DTensor),
         "columns": torch.equal(columns.to_local(), FULL.tensor_split([3], dim=1)[rank]),
@@ -120,7 +134,8 @@ def gather_and_reshard(rank):
         "made": torch.equal(made.to_local(), rows.to_local()),
         "sent": torch.equal(sent.to_local(), columns.to_local()),
         "host": type(host) is torch.Tensor and torch.equal(host, FULL.bfloat16()),
-        "bytes": (estimate_array_nbytes(rows), estimate_array_nbytes(rows.to_local())) == (480, 240),
+        "bytes": (estimate_array_nbytes(rows), estimate_array_nbytes(rows.to_local()))
+        == (480, 240),
         "flat": unflatten_from_broadcast(flat, state)["m"]["w"] is rows,
     }
 

@@ -1,4 +1,6 @@
-"""State that is not sharded: saved once, from rank 0, with a word about what differs on other ranks."""
+"""State that is not sharded: saved once, from rank 0, with a word about what differs on other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.support.harness import error_of, launched, run
 
 
 def shard(rank, *, blank=False):
-    return ShardedTensor.from_rank_offsets("w", torch.full((3,), -1.0 if blank else float(rank)), (0, rank, 4))
+    return ShardedTensor.from_rank_offsets(
+        "w", torch.full((3,), -1.0 if blank else float(rank)), (0, rank, 4)
+    )
 
 
 def differing_state(rank):
@@ -37,7 +41,9 @@ def differing_state(rank):
 def save_differing(rank, path):
     state = differing_state(rank)
     distckpt.save(state, path)
-    loaded = distckpt.load({"w": shard(rank, blank=True), "rng": ShardedObject("rng", None, (4,), (rank,))}, path)
+    loaded = distckpt.load(
+        {"w": shard(rank, blank=True), "rng": ShardedObject("rng", None, (4,), (rank,))}, path
+    )
     return loaded, state["schedule"]
 
 
@@ -66,19 +72,28 @@ def test_what_differs_is_named_once_and_rank_0_is_saved(tmp_path):
             "only on rank 3": {},
             "rng": rank,
         }
-        assert schedule_before["seen"] == (6 if rank == 2 else 5), "the state dict of the caller is as it was"
+        assert schedule_before["seen"] == (6 if rank == 2 else 5), (
+            "the state dict of the caller is as it was"
+        )
 
 
 def save_differing_tensors(rank, path):
     state = OrderedDict(bias=torch.zeros(2), weight=torch.full((2,), float(rank // 2)), step=rank)
-    return error_of(distckpt.save, {"w": shard(rank), "model": state, "pair": [1, (torch.zeros(1), 2)]}, path)
+    return error_of(
+        distckpt.save, {"w": shard(rank), "model": state, "pair": [1, (torch.zeros(1), 2)]}, path
+    )
 
 
 def test_tensors_that_differ_are_refused_on_all_ranks(tmp_path):
-    """One rank's would have been saved: a state dict of a rank's part of a model lost the others."""
+    """One rank's would have been saved: a state dict of a rank's part of a model lost the
+    others.
+    """
     for error in run(save_differing_tensors, 4, str(tmp_path / "checkpoint")):
         assert isinstance(error, distckpt.InvalidShardingError)
-        assert re.match(r"The tensors 'model.weight' differ between rank 0 and rank 2, .* Put the model", str(error))
+        assert re.match(
+            r"The tensors 'model.weight' differ between rank 0 and rank 2, .* Put the model",
+            str(error),
+        )
     assert not (tmp_path / "checkpoint").exists()
 
 
@@ -105,7 +120,8 @@ def test_no_warning_where_none_is_wanted(how, tmp_path):
     assert [outcome.error for outcome in outcomes] == [None] * 4
     assert [outcome.warnings_logged for outcome in outcomes] == [[], [], [], []]
     common = distckpt.load_common_state_dict(path)
-    # The function that prepares the comparison removed it from what is compared, not from what is saved.
+    # The function that prepares the comparison removed it from what is compared, not from what is
+    # saved.
     assert (common["seen"], common["lr"]) == (0, 1e-3)
 
 
@@ -150,7 +166,9 @@ def test_classes_that_the_reader_does_not_know_are_in_nobodys_way(tmp_path, caps
     # What is asked for cannot be had, whatever is asked with.
     object_of_it = ShardedObject("object", None, (1,), (0,))
     for asked in ({"args": {"mode": 1}}, {"args": None}, {"where": [0]}, {"object": object_of_it}):
-        with pytest.raises(distckpt.UnsupportedObjectError, match=r"name='trainer\.(Mode|Position)'"):
+        with pytest.raises(
+            distckpt.UnsupportedObjectError, match=r"name='trainer\.(Mode|Position)'"
+        ):
             distckpt.load({**request, **asked}, path)
     with pytest.raises(distckpt.UnsupportedObjectError, match=r"name='trainer\.Mode'"):
         distckpt.dcp.load({"args": {"mode": 0}}, checkpoint_id=path)

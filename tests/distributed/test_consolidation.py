@@ -1,4 +1,6 @@
-"""Consolidation and import by several ranks: folders that torch really wrote, work divided, failures that reach all."""
+"""Consolidation and import by several ranks: folders that torch really wrote, work divided,
+failures that reach all.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ WEIGHTS = {
     "mask": (torch.arange(8) % 3 == 0, [Replicate()]),
     "scalar": (torch.tensor(2.5), [Replicate()]),
 }
-GRID = {"both.axes": (numbered(8, 6), [Shard(0), Shard(1)]), "only.inner": (numbered(5, 7), [Replicate(), Shard(1)])}
+GRID = {
+    "both.axes": (numbered(8, 6), [Shard(0), Shard(1)]),
+    "only.inner": (numbered(5, 7), [Replicate(), Shard(1)]),
+}
 ALL = {key: tensor for key, (tensor, _) in (WEIGHTS | GRID).items()}
 
 
@@ -48,12 +53,20 @@ def save_with_torch(path, mapping=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         line = init_device_mesh("cpu", (num_ranks,))
-        state = {key: distribute_tensor(tensor, line, places) for key, (tensor, places) in WEIGHTS.items()}
+        state = {
+            key: distribute_tensor(tensor, line, places)
+            for key, (tensor, places) in WEIGHTS.items()
+        }
         if num_ranks == 4:
             grid = init_device_mesh("cpu", (2, 2))
-            state |= {key: distribute_tensor(tensor, grid, places) for key, (tensor, places) in GRID.items()}
+            state |= {
+                key: distribute_tensor(tensor, grid, places)
+                for key, (tensor, places) in GRID.items()
+            }
         state = {key: tensor for key, tensor in state.items() if mapping is None or key in mapping}
-        writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True, fqn_to_index_mapping=mapping)
+        writer = dcp.HuggingFaceStorageWriter(
+            path, save_distributed=True, fqn_to_index_mapping=mapping
+        )
         dcp.save(state, storage_writer=writer)
 
 
@@ -69,11 +82,15 @@ def column_parts(tensors, rank, num_ranks):
         local_shape = tuple(expected[key].shape)
         offset = (*(0,) * (tensor.ndim - 1), low)
         target = torch.zeros(local_shape, dtype=tensor.dtype)
-        state[key] = ShardedTensor(key, target, tensor.dtype, local_shape, tuple(tensor.shape), offset, None)
+        state[key] = ShardedTensor(
+            key, target, tensor.dtype, local_shape, tuple(tensor.shape), offset, None
+        )
     return state, expected
 
 
-MAPPING = {key: 1 + index % 3 for index, key in enumerate(sorted(ALL)) if key not in ("scalar", "mask")}
+MAPPING = {
+    key: 1 + index % 3 for index, key in enumerate(sorted(ALL)) if key not in ("scalar", "mask")
+}
 MAPPINGS = {"one file": None, "three files": MAPPING}
 
 
@@ -88,7 +105,9 @@ def export_what_torch_wrote(rank, root):
         folder = f"{root}/{name}"
         save_with_torch(f"{folder}/sharded", mapping)
         dist.barrier()
-        report = distckpt.consolidate(f"{folder}/sharded", f"{folder}/out", fqn_to_index_mapping=mapping)
+        report = distckpt.consolidate(
+            f"{folder}/sharded", f"{folder}/out", fqn_to_index_mapping=mapping
+        )
         reports.append((report.files, report.num_tensors))
         consolidate_safetensors_files_on_every_rank(f"{folder}/sharded", f"{folder}/every", mapping)
         if rank == 1:
@@ -182,7 +201,9 @@ def test_merging_on_two_ranks(run, tmp_path):
         write_folder(tmp_path / f"{number}", tensors, 0, number)
     for error in run(merge_both, 2, str(tmp_path)):
         assert "none" in str(error)
-    assert same_bytes(read_export(tmp_path / "out"), {key: numbered(*shape) for key, shape in SIZES.items()})
+    assert same_bytes(
+        read_export(tmp_path / "out"), {key: numbered(*shape) for key, shape in SIZES.items()}
+    )
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "out"]
 
 
@@ -196,9 +217,12 @@ def export_damaged(rank, folder, options):
 
 @pytest.fixture
 def two_files(tmp_path):
-    """A checkpoint that is exported in two files, of which rank 0 writes the larger, and an earlier export."""
+    """A checkpoint that is exported in two files, of which rank 0 writes the larger, and an earlier
+    export.
+    """
     state = {
-        key: ShardedTensor.from_rank_offsets(key, numbered(rows, 512)) for key, rows in {"a": 1200, "b": 800}.items()
+        key: ShardedTensor.from_rank_offsets(key, numbered(rows, 512))
+        for key, rows in {"a": 1200, "b": 800}.items()
     }
     distckpt.save(state, tmp_path / "in")
     write_folder(tmp_path / "other", {"old": numbered(3)}, 0, 1)
@@ -214,7 +238,10 @@ def flip_last_bit(path):
 
 def test_a_shard_that_only_one_rank_needs_is_damaged(run, tmp_path, two_files):
     (path,) = (tmp_path / "in" / "tensors").iterdir()
-    assert max(header_of(path)[1].items(), key=lambda item: item[1].get("data_offsets", [0])[0])[0] == "b"
+    assert (
+        max(header_of(path)[1].items(), key=lambda item: item[1].get("data_offsets", [0])[0])[0]
+        == "b"
+    )
     flip_last_bit(path)
     before = tree_of(tmp_path / "out")
     for error, total in run(export_damaged, 3, str(tmp_path), two_files):
@@ -233,7 +260,9 @@ def test_what_the_coordinator_finds_is_raised_everywhere(run, tmp_path, two_file
     for error, total in run(export_damaged, 3, str(tmp_path), two_files | {"overwrite": False}):
         assert isinstance(error, CheckpointExistsError)
         assert total == 6
-    for error, total in run(export_damaged, 3, str(tmp_path), two_files | {"extra_files_from": f"{tmp_path}/absent"}):
+    for error, total in run(
+        export_damaged, 3, str(tmp_path), two_files | {"extra_files_from": f"{tmp_path}/absent"}
+    ):
         assert isinstance(error, FileNotFoundError | RankFailedError)
         assert "absent" in str(error)
         assert total == 6
@@ -261,7 +290,9 @@ def export_in_a_group(rank, folder):
     group = dist.new_group([1, 2])
     error = None
     if rank:
-        consolidate_safetensors_files_on_every_rank(f"{folder}/in", f"{folder}/every", process_group=group)
+        consolidate_safetensors_files_on_every_rank(
+            f"{folder}/in", f"{folder}/every", process_group=group
+        )
         distckpt.consolidate(f"{folder}/in", f"{folder}/out", process_group=group)
     else:
         error = error_of(distckpt.consolidate, f"{folder}/in", f"{folder}/out", process_group=group)
@@ -280,7 +311,9 @@ def test_a_group_of_the_ranks_exports(run, tmp_path):
 def export_until_killed(rank, folder, options):
     if rank == 1:
         with hooked_reads(lambda path, first, stop: ask_parent() if first else None):
-            return error_of(distckpt.consolidate, f"hooked://{folder}/in", f"{folder}/out", **options)
+            return error_of(
+                distckpt.consolidate, f"hooked://{folder}/in", f"{folder}/out", **options
+            )
     return error_of(distckpt.consolidate, f"hooked://{folder}/in", f"{folder}/out", **options)
 
 

@@ -1,6 +1,8 @@
-"""Programs written for torch.distributed.checkpoint on several ranks, with that module's import changed.
+"""Programs written for torch.distributed.checkpoint on several ranks, with that module's import
+changed.
 
-The oracle is torch.distributed.checkpoint: the same program run with it must end with the same values.
+The oracle is torch.distributed.checkpoint: the same program run with it must end with the same
+values.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def load_each_way(rank, load, folder, *args):
 
 
 def loaded_like_torch(load, num_ranks, folder, *args):
-    """Return what torch has loaded of its own, by rank, after comparing it with what was loaded in other ways."""
+    """Return what torch has loaded of its own, by rank, after comparing it with what was loaded in
+    other ways.
+    """
     loaded = run(load_each_way, num_ranks, load, str(folder), *args)
     oracle = [found[ORACLE] for found in loaded]
     for road in ROADS:
@@ -82,12 +86,21 @@ def differences(one, other, path="state"):
         return [path]
     if isinstance(one, dict):
         only = [f"{path}.{key}" for key in one.keys() ^ other.keys()]
-        return only + [bad for key in one if key in other for bad in differences(one[key], other[key], f"{path}.{key}")]
+        return only + [
+            bad
+            for key in one
+            if key in other
+            for bad in differences(one[key], other[key], f"{path}.{key}")
+        ]
     if isinstance(one, list | tuple):
         only = [] if len(one) == len(other) else [path]
         pairs = enumerate(zip(one, other, strict=False))
         return only + [bad for i, pair in pairs for bad in differences(*pair, f"{path}.{i}")]
-    same = torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, torch.Tensor) else one == other
+    same = (
+        torch.equal(one, other) and one.dtype == other.dtype
+        if isinstance(one, torch.Tensor)
+        else one == other
+    )
     return [] if same else [path]
 
 
@@ -135,7 +148,9 @@ def trained(layout, seed, lr=0.01, steps=2):
     layout(net)
     decayed = [p for p in net.parameters() if p.dim() > 1]
     others = [p for p in net.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=lr, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=lr, foreach=False
+    )
     for step in range(steps):
         net.seen += 1
         net(torch.arange(7) + step - step).square().sum().backward()
@@ -185,7 +200,10 @@ def test_the_app_state_of_the_recipe_moves_to_another_layout(tmp_path, saving, l
 def save_full(rank, name, path):
     net, optimizer = trained(fsdp, seed=1)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model, optim = get_model_state_dict(net, options=options), get_optimizer_state_dict(net, optimizer, options=options)
+    model, optim = (
+        get_model_state_dict(net, options=options),
+        get_optimizer_state_dict(net, optimizer, options=options),
+    )
     assert bool(model) == (rank == 0)
     library(name).save({"model": model, "optim": optim}, checkpoint_id=path)
     return values_of(net, optimizer)
@@ -217,7 +235,9 @@ def test_full_state_dicts_go_both_ways(tmp_path):
 
 
 def mixed_state(rank, size, fill):
-    """Return DTensors on meshes of all and of some ranks, lists, objects, and entries of each rank's own."""
+    """Return DTensors on meshes of all and of some ranks, lists, objects, and entries of each
+    rank's own.
+    """
     mesh, half = init_device_mesh("cpu", (size,)), DeviceMesh("cpu", list(range(size // 2, size)))
 
     def tensor(*shape):
@@ -229,9 +249,23 @@ def mixed_state(rank, size, fill):
             "copied": distribute_tensor(tensor(5), mesh, [Replicate()]),
         },
         "stages": {"last": distribute_tensor(tensor(7, 3), half, [Shard(0)])},
-        "list": [tensor(3), "text" if fill else None, {"deep": [tensor(2, 2), (1, 2.5) if fill else ()]}, [1, 2]],
-        "objects": {"numbers": [1, 2, 3] if fill else [], "none": None if fill else 1, "nested": {"flag": fill}},
-        "loader": {f"dp_rank_{rank}": {"position": 10 + rank if fill else 0, "buffer": tensor(4) * (rank + 1)}},
+        "list": [
+            tensor(3),
+            "text" if fill else None,
+            {"deep": [tensor(2, 2), (1, 2.5) if fill else ()]},
+            [1, 2],
+        ],
+        "objects": {
+            "numbers": [1, 2, 3] if fill else [],
+            "none": None if fill else 1,
+            "nested": {"flag": fill},
+        },
+        "loader": {
+            f"dp_rank_{rank}": {
+                "position": 10 + rank if fill else 0,
+                "buffer": tensor(4) * (rank + 1),
+            }
+        },
         "half": tensor(8).bfloat16() if fill else tensor(8),
     }
     if rank >= size // 2:
@@ -273,7 +307,9 @@ def test_entries_of_one_rank_are_no_difference_in_common_state(tmp_path):
 
 
 def save_in_halves(rank, path):
-    """Each half of the ranks saves its copy of a tensor that the mesh copies to both, as HYBRID_SHARD is saved."""
+    """Each half of the ranks saves its copy of a tensor that the mesh copies to both, as
+    HYBRID_SHARD is saved.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     tensor = distribute_tensor(numbered(5, 2), mesh, [Replicate(), Shard(0)])
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -342,8 +378,14 @@ def test_sharded_tensors_of_fsdp1(tmp_path):
 
 def save_and_change_at_once(rank, path):
     mesh = init_device_mesh("cpu", (2,))
-    divided, whole, values = distribute_tensor(numbered(6, 3), mesh, [Shard(0)]), numbered(4), [1, 2, 3]
-    future = library(OURS).async_save({"w": {"divided": divided, "whole": whole}, "values": values}, checkpoint_id=path)
+    divided, whole, values = (
+        distribute_tensor(numbered(6, 3), mesh, [Shard(0)]),
+        numbered(4),
+        [1, 2, 3],
+    )
+    future = library(OURS).async_save(
+        {"w": {"divided": divided, "whole": whole}, "values": values}, checkpoint_id=path
+    )
     divided.zero_()
     whole.zero_()
     values.clear()
@@ -384,14 +426,22 @@ class Unknown:
 def errors_of_saving(rank, path):
     dcp, mesh = library(OURS), init_device_mesh("cpu", (2,))
     partial = DTensor.from_local(numbered(2), mesh, [Partial()], run_check=False)
-    states = [{"model": {"sum": partial}}, {"settings": {"unknown": Unknown()}}, {"a": {"b": 1}, "a.b": 2}]
+    states = [
+        {"model": {"sum": partial}},
+        {"settings": {"unknown": Unknown()}},
+        {"a": {"b": 1}, "a.b": 2},
+    ]
     found = [error_of(dcp.save, state, checkpoint_id=path) for state in states]
     return [(type(error), str(error)) for error in found], sum_over_ranks(1)
 
 
 def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path):
     for errors, total in run(errors_of_saving, 2, str(tmp_path / "never")):
-        assert [kind for kind, _ in errors] == [InvalidShardingError, UnsupportedObjectError, InvalidShardingError]
+        assert [kind for kind, _ in errors] == [
+            InvalidShardingError,
+            UnsupportedObjectError,
+            InvalidShardingError,
+        ]
         messages = [message for _, message in errors]
         assert "model.sum" in messages[0]
         assert "redistribute" in messages[0]
@@ -405,7 +455,11 @@ def errors_of_loading(rank, path):
     """Only rank 1 asks for what is not there; both must hear of it, and keep what they have."""
     dcp = library(OURS)
     target = torch.zeros(3)
-    state = {"model": {"weight": target}, "step": 0, **({"model.weihgt": torch.zeros(3)} if rank else {})}
+    state = {
+        "model": {"weight": target},
+        "step": 0,
+        **({"model.weihgt": torch.zeros(3)} if rank else {}),
+    }
     errors = [error_of(dcp.load, state, checkpoint_id=path)]
     errors.append(error_of(dcp.load, {"step": torch.zeros(())}, checkpoint_id=path))
     errors.append(error_of(dcp.load, {"model": {"weight": None}}, checkpoint_id=path))
@@ -414,7 +468,9 @@ def errors_of_loading(rank, path):
 
 
 def test_what_is_not_stored_as_asked_for_is_refused_on_every_rank(tmp_path):
-    library(OURS).save({"model": {"weight": numbered(3)}, "step": 7}, checkpoint_id=tmp_path / "saved")
+    library(OURS).save(
+        {"model": {"weight": numbered(3)}, "step": 7}, checkpoint_id=tmp_path / "saved"
+    )
     for errors, target, step, total in run(errors_of_loading, 2, str(tmp_path / "saved")):
         assert [kind for kind, _ in errors] == [LoadMismatchError] * 4
         absent, as_tensor, as_object, shape = (message for _, message in errors)
@@ -436,6 +492,11 @@ def test_the_example_resumes_from_what_either_library_saved(tmp_path):
     for name in ("by_torch", "by_distckpt"):
         assert f"Resumed on 2 from what was saved {name}: " in output, output
     assert "Both ended with 28 tensors, all equal." in output, output
-    losses = {name: json.loads((work_dir / f"losses_{name}.json").read_text()) for name in ("None", "by_distckpt")}
-    assert losses["None"][-1] < losses["None"][0], "the model did not learn, so equal losses would say little"
+    losses = {
+        name: json.loads((work_dir / f"losses_{name}.json").read_text())
+        for name in ("None", "by_distckpt")
+    }
+    assert losses["None"][-1] < losses["None"][0], (
+        "the model did not learn, so equal losses would say little"
+    )
     assert losses["by_distckpt"] == pytest.approx(losses["None"][4:], rel=1e-4)

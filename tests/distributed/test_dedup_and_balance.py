@@ -10,8 +10,8 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt.serialization import get_default_save_sharded_strategy
-from distckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from distckpt.megatron.serialization import get_default_save_sharded_strategy
+from distckpt.megatron.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from tests.support.disk import data_bytes_by_rank, entries_of
 from tests.support.layouts import Layout, bytes_of, global_bytes, tensor_from
 
@@ -37,16 +37,28 @@ LLAMA = {
 
 
 def llama_state(layout, rank):
-    """Weights in bfloat16 and two float32 moments; data parallel ranks hold copies, and so all ranks of the norms."""
+    """Weights in bfloat16 and two float32 moments; data parallel ranks hold copies, and so all
+    ranks of the norms.
+    """
     tp, _, dp = layout.position(rank)
     state = {}
     for name, (shape, axis) in LLAMA.items():
-        for prefix, dtype in (("", torch.bfloat16), ("exp_avg.", torch.float32), ("exp_avg_sq.", torch.float32)):
-            local = shape if axis is None else tuple(n // layout.tp if i == axis else n for i, n in enumerate(shape))
+        for prefix, dtype in (
+            ("", torch.bfloat16),
+            ("exp_avg.", torch.float32),
+            ("exp_avg_sq.", torch.float32),
+        ):
+            local = (
+                shape
+                if axis is None
+                else tuple(n // layout.tp if i == axis else n for i, n in enumerate(shape))
+            )
             offsets = () if axis is None else ((axis, tp, layout.tp),)
             replica_id = (0, dp) if axis is not None else (tp, dp)
             data = torch.ones(local, dtype=dtype)
-            state[prefix + name] = ShardedTensor.from_rank_offsets(prefix + name, data, *offsets, replica_id=replica_id)
+            state[prefix + name] = ShardedTensor.from_rank_offsets(
+                prefix + name, data, *offsets, replica_id=replica_id
+            )
     return state
 
 
@@ -54,11 +66,15 @@ def save_llama(rank, layout, path):
     distckpt.save(llama_state(layout, rank), path)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp=4), Layout(tp=1, dp=3), Layout(tp=4, dp=1)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, dp=4), Layout(tp=1, dp=3), Layout(tp=4, dp=1)], ids=str
+)
 def test_a_model_with_adam_is_written_once_and_evenly(run, layout, tmp_path):
     run(save_llama, layout.num_ranks, layout, str(tmp_path / "checkpoint"))
     written = data_bytes_by_rank(tmp_path / "checkpoint")
-    assert sum(written.values()) == sum(math.prod(shape) for shape, _ in LLAMA.values()) * (2 + 4 + 4)
+    assert sum(written.values()) == sum(math.prod(shape) for shape, _ in LLAMA.values()) * (
+        2 + 4 + 4
+    )
     assert len(written) == layout.num_ranks
     assert max(written.values()) / (sum(written.values()) / layout.num_ranks) <= 1.05, written
 
@@ -71,7 +87,9 @@ def save_large(rank, path, kind):
     tensor = tensor_from(content, torch.float32)
     if kind == "one row":
         tensor = tensor.reshape(1, -1)
-    distckpt.save({"large": ShardedTensor.from_rank_offsets("large", tensor, replica_id=rank)}, path)
+    distckpt.save(
+        {"large": ShardedTensor.from_rank_offsets("large", tensor, replica_id=rank)}, path
+    )
 
 
 @pytest.mark.parametrize("kind", ["rows", "one row"])
@@ -88,7 +106,9 @@ def test_one_large_replicated_tensor_is_sliced_over_its_replicas(run, kind, tmp_
 
 def save_small(rank, path):
     state = {
-        f"small.{i}": ShardedTensor.from_rank_offsets(f"small.{i}", torch.full((10,), float(i)), replica_id=rank)
+        f"small.{i}": ShardedTensor.from_rank_offsets(
+            f"small.{i}", torch.full((10,), float(i)), replica_id=rank
+        )
         for i in range(40)
     }
     distckpt.save(state, path)
@@ -97,13 +117,19 @@ def save_small(rank, path):
 def test_small_replicated_tensors_are_not_cut(run, tmp_path):
     run(save_small, 4, str(tmp_path / "checkpoint"))
     for i in range(40):
-        stored = [shape for shapes in entries_of(tmp_path / "checkpoint", f"small.{i}").values() for shape in shapes]
+        stored = [
+            shape
+            for shapes in entries_of(tmp_path / "checkpoint", f"small.{i}").values()
+            for shape in shapes
+        ]
         assert stored == [[10]]
 
 
 def save_unequal(rank, path):
     """Rank 0 alone has much; what it shares with the others is theirs to write."""
-    state = {"shared": ShardedTensor.from_rank_offsets("shared", torch.ones(300, 100), replica_id=rank)}
+    state = {
+        "shared": ShardedTensor.from_rank_offsets("shared", torch.ones(300, 100), replica_id=rank)
+    }
     if rank == 0:
         state["alone"] = ShardedTensor.from_rank_offsets("alone", torch.ones(100, 100))
     distckpt.save(state, path)
@@ -121,7 +147,9 @@ def save_flat_copies(rank, path):
     elements = global_bytes("flat", (60, 500), torch.float32).reshape(-1, 4)
     mine = slice(0, 13_007) if rank % 2 == 0 else slice(13_007, 30_000)
     data = tensor_from(elements[mine], torch.float32)
-    shard = ShardedTensor.from_rank_offsets_flat("flat", data, (60, 500), flattened_range=mine, replica_id=rank // 2)
+    shard = ShardedTensor.from_rank_offsets_flat(
+        "flat", data, (60, 500), flattened_range=mine, replica_id=rank // 2
+    )
     distckpt.save({"flat": shard}, path)
 
 
@@ -139,10 +167,13 @@ def test_copies_of_flat_shards_are_written_once(run, tmp_path):
 
 
 def save_tied(rank, path):
-    """The output layer of a pipeline's last stage is the embedding of its first: one memory, two keys."""
+    """The output layer of a pipeline's last stage is the embedding of its first: one memory, two
+    keys.
+    """
     weight = torch.arange(20_000.0).reshape(200, 100)
     state = {
-        name: ShardedTensor.from_rank_offsets(name, weight, replica_id=rank) for name in ("embedding", "output.weight")
+        name: ShardedTensor.from_rank_offsets(name, weight, replica_id=rank)
+        for name in ("embedding", "output.weight")
     }
     distckpt.save(state, path)
 
@@ -169,11 +200,16 @@ def save_within_groups(rank, path, groups):
 def test_the_fully_parallel_wrapper_keeps_sharing_inside_its_group(run, tmp_path):
     path = tmp_path / "checkpoint"
     run(save_within_groups, 4, str(path), [[0, 2], [1, 3]])
-    # The main replicas of "shared" and of the first half are on rank 0, that of the second half is on rank 1.
+    # The main replicas of "shared" and of the first half are on rank 0, that of the second half is
+    # on rank 1.
     assert set(entries_of(path, "shared")) <= {0, 2}
     written = data_bytes_by_rank(path)
     assert sum(written.values()) == 3 * 400 * 100 * 4
-    assert [written[rank] for rank in range(4)] == pytest.approx([160_000, 80_000, 160_000, 80_000], abs=4096)
+    assert [written[rank] for rank in range(4)] == pytest.approx(
+        [160_000, 80_000, 160_000, 80_000], abs=4096
+    )
     loaded = distckpt.load_plain_tensors(str(path))
     assert torch.equal(loaded["shared"], torch.ones(400, 100))
-    assert torch.equal(loaded["halves"], torch.arange(2.0).repeat_interleave(400)[:, None].expand(800, 100))
+    assert torch.equal(
+        loaded["halves"], torch.arange(2.0).repeat_interleave(400)[:, None].expand(800, 100)
+    )

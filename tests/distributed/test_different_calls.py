@@ -1,11 +1,22 @@
-"""Ranks that do not do the same: an invalid argument, another call or another setting on one of them."""
+"""Ranks that do not do the same: an invalid argument, another call or another setting on one of
+them.
+"""
 
 import re
 
 import torch
 
-from distckpt import CheckpointManager, PreemptionGuard, async_save, consolidate, dcp, load, merge, save
-from distckpt.interop import torch_dist
+from distckpt import (
+    CheckpointManager,
+    PreemptionGuard,
+    async_save,
+    consolidate,
+    dcp,
+    load,
+    merge,
+    save,
+    torch_dist,
+)
 from tests.support.harness import error_of, sum_over_ranks
 from tests.support.states import state_of, value_of
 
@@ -27,18 +38,30 @@ def make_different_calls(rank, root):
         "location: save, on rank 0": lambda: save(state, "" if is_first else f"{root}/new"),
         "location: async_save": lambda: async_save(state, f"{root}/new" if is_first else None),
         "location: consolidate": lambda: consolidate(whole if is_first else None, f"{root}/out"),
-        "location: consolidate, output": lambda: consolidate(whole, f"{root}/out" if is_first else None),
-        "location: dcp.save": lambda: dcp.save({"a": 1}, checkpoint_id=f"{root}/new" if is_first else None),
+        "location: consolidate, output": lambda: consolidate(
+            whole, f"{root}/out" if is_first else None
+        ),
+        "location: dcp.save": lambda: dcp.save(
+            {"a": 1}, checkpoint_id=f"{root}/new" if is_first else None
+        ),
         "location: dcp.load": lambda: dcp.load({"a": 1}, checkpoint_id=whole if is_first else None),
         "location: convert": lambda: torch_dist.convert(whole if is_first else None, f"{root}/new"),
-        "location: a choice instead": lambda: consolidate(whole, f"{root}/out", tied="drop" if is_first else "path"),
+        "location: a choice instead": lambda: consolidate(
+            whole, f"{root}/out", tied="drop" if is_first else "path"
+        ),
         # Other settings.
         "setting: overwrite": lambda: save(state, f"{root}/new", overwrite=is_first),
         "setting: durable": lambda: save(state, f"{root}/new", durable=is_first),
-        "setting: validate_access_integrity": lambda: save(state, f"{root}/new", validate_access_integrity=is_first),
+        "setting: validate_access_integrity": lambda: save(
+            state, f"{root}/new", validate_access_integrity=is_first
+        ),
         "setting: timeout": lambda: async_save(state, f"{root}/new", timeout=60 + rank),
-        "setting: strict": lambda: load(state, whole, strict="raise_all" if is_first else "ignore_all"),
-        "setting: parallel_load": lambda: load(state, whole, parallel_load="on" if is_first else "off"),
+        "setting: strict": lambda: load(
+            state, whole, strict="raise_all" if is_first else "ignore_all"
+        ),
+        "setting: parallel_load": lambda: load(
+            state, whole, parallel_load="on" if is_first else "off"
+        ),
         "setting: dtype": lambda: consolidate(
             whole, f"{root}/out", dtype=torch.float16 if is_first else torch.bfloat16
         ),
@@ -48,9 +71,13 @@ def make_different_calls(rank, root):
         "setting: keep_last": lambda: managed(keep_last=1 + rank),
         "setting: step": lambda: CheckpointManager(f"{root}/run").save(3 + rank, state),
         # Other calls.
-        "call: save and async_save": lambda: (save if is_first else async_save)(state, f"{root}/new"),
+        "call: save and async_save": lambda: (save if is_first else async_save)(
+            state, f"{root}/new"
+        ),
         "call: save and load": lambda: (save if is_first else load)(state, whole),
-        "call: load and should_stop": lambda: load(state, whole) if is_first else guard.should_stop(),
+        "call: load and should_stop": lambda: (
+            load(state, whole) if is_first else guard.should_stop()
+        ),
         "call: managers": lambda: (
             CheckpointManager(f"{root}/run").load(state)
             if is_first
@@ -63,7 +90,9 @@ def make_different_calls(rank, root):
         assert sum_over_ranks(1) == 2, name
     save(state_of(2, rank, 2, 4), whole, overwrite=True)
     async_save(state_of(3, rank, 2, 4), f"{root}/new").result()
-    return messages, [value_of(load(state_of(-1, rank, 2, 4), f"{root}/{name}")) for name in ("whole", "new")]
+    return messages, [
+        value_of(load(state_of(-1, rank, 2, 4), f"{root}/{name}")) for name in ("whole", "new")
+    ]
 
 
 def test_all_ranks_raise_at_once_and_may_go_on(run, tmp_path):
@@ -79,4 +108,7 @@ def test_all_ranks_raise_at_once_and_may_go_on(run, tmp_path):
         elif kind == "setting":
             assert f"All ranks must give the same {culprit} in '" in message, (name, message)
         else:
-            assert "All ranks must make the same calls, but rank 0 calls " in message, (name, message)
+            assert "All ranks must make the same calls, but rank 0 calls " in message, (
+                name,
+                message,
+            )

@@ -1,4 +1,6 @@
-"""Reads past the page cache by several ranks: each byte leaves the disk once. Expected values are those of numpy."""
+"""Reads past the page cache by several ranks: each byte leaves the disk once. Expected values are
+those of numpy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def shard_of(number, part, num_parts):
 
 
 def load_in(rank, folder, axis):
-    """Load rows or columns of every tensor, or, where there is no axis, replicas; return what all read from disk."""
+    """Load rows or columns of every tensor, or, where there is no axis, replicas; return what all
+    read from disk.
+    """
     shape = [ROWS, COLUMNS]
     if axis is not None:
         shape[axis] //= 2
@@ -65,5 +69,7 @@ def test_the_disk_is_asked_once_for_each_byte(folder, axis, is_cached):
     num_bytes, _ = run(load_in, 2, folder, axis)
     assert num_bytes < 1.1 * NUM_TENSORS * TENSOR_BYTES
     # What several ranks read, they find in the page cache.
-    cached = [is_in_memory(file, file.stat().st_size // 5) for file in (folder / "tensors").iterdir()]
+    cached = [
+        is_in_memory(file, file.stat().st_size // 5) for file in (folder / "tensors").iterdir()
+    ]
     assert cached == [is_cached, is_cached]

@@ -1,4 +1,6 @@
-"""Fused layers, experts and padded vocabularies on real ranks: saved under one layout, loaded under others."""
+"""Fused layers, experts and padded vocabularies on real ranks: saved under one layout, loaded under
+others.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def factory(key, tensor, layout, rank):
 
 
 def fused_state(layout, rank, blank):
-    """Describe parameters, which all data parallel ranks hold, and moments, which they share out; and what both are."""
+    """Describe parameters, which all data parallel ranks hold, and moments, which they share out;
+    and what both are.
+    """
     state, expected = {}, {}
     for key, local in fused_locals(layout, rank).items():
         make = torch.zeros_like if blank else torch.clone
@@ -63,7 +67,10 @@ def fused_state(layout, rank, blank):
         run_of_rank = flat_part(local.size, layout.dp, layout.position(rank)[2])
         values = torch.from_numpy(local).flatten()[run_of_rank].double() / 7
         flat = {"data": make(values), "flattened_range": run_of_rank, "replica_id": 0}
-        state[key] = {"parameter": parameter, "moment": replace(parameter, key=f"moment.{key}", **flat)}
+        state[key] = {
+            "parameter": parameter,
+            "moment": replace(parameter, key=f"moment.{key}", **flat),
+        }
         expected[key] = {"parameter": torch.from_numpy(local), "moment": values}
     return state, expected
 
@@ -94,14 +101,21 @@ def test_fused_layers_and_their_flat_moments_load_under_every_other_layout(run, 
         assert np.array_equal(stored[key].numpy(), whole), key
         assert torch.equal(stored[f"moment.{key}"], torch.from_numpy(whole).double() / 7), key
     for wanted in (Layout(tp=2, dp=2), Layout(tp=4), Layout(dp=4), Layout(tp=2)):
-        assert run(load_fused, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, str(wanted)
-    assert run(load_fused, 1, Layout(), path, backend=None) == [[]], "a process without a process group"
+        assert run(load_fused, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, str(
+            wanted
+        )
+    assert run(load_fused, 1, Layout(), path, backend=None) == [[]], (
+        "a process without a process group"
+    )
 
 
 # ---- experts
 
 EXPERTS = 8
-FC1, FC2 = numbered(EXPERTS, 2 * FEATURES, WIDTH).numpy(), -numbered(EXPERTS, WIDTH, FEATURES).numpy()
+FC1, FC2 = (
+    numbered(EXPERTS, 2 * FEATURES, WIDTH).numpy(),
+    -numbered(EXPERTS, WIDTH, FEATURES).numpy(),
+)
 
 
 class ExpertLayout(NamedTuple):
@@ -129,16 +143,25 @@ def expert_state(way, layout, rank, blank):
         expected = [expected[0].mT.reshape(WIDTH, -1), expected[1].mT.reshape(-1, WIDTH)]
     tensors = [torch.zeros_like(t) if blank else t.clone() for t in expected]
     if way == "matrices":
-        ranks = {"ep_rank": ep, "ep_size": layout.ep, "tp_rank": tp, "tp_size": layout.tp, "expert_dp_rank": dp}
+        ranks = {
+            "ep_rank": ep,
+            "ep_size": layout.ep,
+            "tp_rank": tp,
+            "tp_size": layout.tp,
+            "expert_dp_rank": dp,
+        }
         num_local = EXPERTS // layout.ep
         return (
-            grouped_mlp_sharded_state_dict(*tensors, num_local_experts=num_local, gated=True, **ranks),
+            grouped_mlp_sharded_state_dict(
+                *tensors, num_local_experts=num_local, gated=True, **ranks
+            ),
             tensors,
             expected,
         )
 
     def describe(fc1, fc2, first_axis):
-        # The replica ids are those of a layer that knows nothing of experts: its data parallel ranks are all ranks.
+        # The replica ids are those of a layer that knows nothing of experts: its data parallel
+        # ranks are all ranks.
         first = ShardedTensor.from_rank_offsets(
             "experts.linear_fc1.weight", fc1, (first_axis, tp, layout.tp), replica_id=(0, rank)
         )
@@ -148,9 +171,17 @@ def expert_state(way, layout, rank, blank):
         return {"fc1": swiglu_factory(first, dim=first_axis), "fc2": second}
 
     if way == "grouped":
-        return grouped_experts(describe(*tensors, 1), ep, layout.ep, expert_dp_rank=dp), tensors, expected
+        return (
+            grouped_experts(describe(*tensors, 1), ep, layout.ep, expert_dp_rank=dp),
+            tensors,
+            expected,
+        )
     modules = [describe(*pair, 0) for pair in zip(*tensors, strict=True)]
-    return {"experts": sequential_experts(modules, ep, layout.ep, expert_dp_rank=dp)}, tensors, expected
+    return (
+        {"experts": sequential_experts(modules, ep, layout.ep, expert_dp_rank=dp)},
+        tensors,
+        expected,
+    )
 
 
 def save_experts(rank, way, layout, path):
@@ -185,12 +216,16 @@ def test_experts_load_under_every_other_layout_and_held_in_other_ways(run, way, 
         ("grouped", ExpertLayout(ep=2, dp=2)),
         ("matrices", ExpertLayout(tp=4)),
     ]:
-        assert run(load_experts, wanted.num_ranks, other, wanted, path) == [True] * wanted.num_ranks, (other, wanted)
+        assert (
+            run(load_experts, wanted.num_ranks, other, wanted, path) == [True] * wanted.num_ranks
+        ), (other, wanted)
     assert run(load_experts, 1, "sequential", ExpertLayout(), path, backend=None) == [True]
 
 
 def modules_and_optimizer(rank, ep_size, num_steps):
-    """Make the experts of a rank as modules, and an optimizer; expert 1 gets no tokens, so Adam has no state for it."""
+    """Make the experts of a rank as modules, and an optimizer; expert 1 gets no tokens, so Adam has
+    no state for it.
+    """
     numbers = range(EXPERTS)[even_part(EXPERTS, ep_size, rank)]
     experts = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in numbers)
     optimizer = torch.optim.Adam(experts.parameters(), lr=0.1)
@@ -203,7 +238,10 @@ def modules_and_optimizer(rank, ep_size, num_steps):
     # Every expert is described as what it is, a module that is the same on all ranks.
     described = [sharded_state_dict(expert, "experts.") for expert in experts]
     model = sequential_experts(described, rank, ep_size, expert_dp_rank=0)
-    state = {"model": model, "optimizer": sharded_optimizer_state_dict(optimizer, {"experts": model})}
+    state = {
+        "model": model,
+        "optimizer": sharded_optimizer_state_dict(optimizer, {"experts": model}),
+    }
     return experts, optimizer, state
 
 
@@ -216,7 +254,10 @@ def load_modules(rank, ep_size, path):
     load_sharded_optimizer_state_dict(optimizer, distckpt.load(state, path)["optimizer"])
     moments = [optimizer.state.get(expert.weight, {}) for expert in experts]
     return [
-        (expert.weight.detach().unique().tolist(), [m["exp_avg"].unique().tolist(), float(m["step"])] if m else None)
+        (
+            expert.weight.detach().unique().tolist(),
+            [m["exp_avg"].unique().tolist(), float(m["step"])] if m else None,
+        )
         for expert, m in zip(experts, moments, strict=True)
     ]
 
@@ -280,9 +321,15 @@ def vocabulary_state(layout, rank, table):
     tp, _, dp = layout.position(rank)
     local = torch.from_numpy(table).chunk(layout.tp)[tp].clone()
     rows = (0, tp, layout.tp)
-    weight = ShardedTensor.from_rank_offsets("words", local, rows, replica_id=(0, dp), allow_shape_mismatch=True)
+    weight = ShardedTensor.from_rank_offsets(
+        "words", local, rows, replica_id=(0, dp), allow_shape_mismatch=True
+    )
     run_of_rank = flat_part(local.numel(), layout.dp, dp)
-    flat = {"key": "moment.words", "data": local.flatten()[run_of_rank].clone(), "flattened_range": run_of_rank}
+    flat = {
+        "key": "moment.words",
+        "data": local.flatten()[run_of_rank].clone(),
+        "flattened_range": run_of_rank,
+    }
     return {"weight": weight, "moment": replace(weight, replica_id=0, **flat)}
 
 
@@ -296,7 +343,9 @@ def load_vocabulary(rank, layout, path, num_stored):
     size = padded_size(layout.tp)
     state = vocabulary_state(layout, rank, np.full((size, 2), 9, np.float32))
     kept = np.concatenate([WORDS, np.full((num_stored - VOCAB, 2), -3, np.float32)])[:size]
-    expected = vocabulary_state(layout, rank, np.concatenate([kept, np.zeros((size - len(kept), 2), np.float32)]))
+    expected = vocabulary_state(
+        layout, rank, np.concatenate([kept, np.zeros((size - len(kept), 2), np.float32)])
+    )
     loaded = distckpt.load(state, path)
     return [name for name in state if not torch.equal(loaded[name], expected[name].data)]
 

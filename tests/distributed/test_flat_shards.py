@@ -1,4 +1,6 @@
-"""Optimizer state that ZeRO-1 cuts into runs of the flattened local tensor, loaded under other layouts, flat or not."""
+"""Optimizer state that ZeRO-1 cuts into runs of the flattened local tensor, loaded under other
+layouts, flat or not.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def local_part(key, layout, rank):
 
 
 def flat_shard(key, layout, rank, *, blank):
-    """The run of this data parallel rank; ranks for which nothing is left hold an empty one. Stages hold copies."""
+    """The run of this data parallel rank; ranks for which nothing is left hold an empty one. Stages
+    hold copies.
+    """
     _, pp, dp = layout.position(rank)
     local, offsets = local_part(key, layout, rank)
     elements = local.reshape(-1, 4)
@@ -49,7 +53,9 @@ def flat_shard(key, layout, rank, *, blank):
 def whole_shard(key, layout, rank):
     local, offsets = local_part(key, layout, rank)
     tensor = tensor_from(np.zeros_like(local), torch.float32)
-    return ShardedTensor.from_rank_offsets(key, tensor, offsets, replica_id=layout.position(rank)[2]), local
+    return ShardedTensor.from_rank_offsets(
+        key, tensor, offsets, replica_id=layout.position(rank)[2]
+    ), local
 
 
 def stacked_flat_shards(layout, rank, *, blank):
@@ -61,7 +67,9 @@ def stacked_flat_shards(layout, rank, *, blank):
         local = content[layer][even_part(STACKED_SHAPE[1], layout.tp, tp)]
         elements = local.reshape(-1, 4)
         mine = flat_part(len(elements), layout.dp, dp)
-        tensor = tensor_from(np.zeros_like(elements[mine]) if blank else elements[mine], torch.float32)
+        tensor = tensor_from(
+            np.zeros_like(elements[mine]) if blank else elements[mine], torch.float32
+        )
         shard = ShardedTensor.from_rank_offsets_flat(
             "optimizer.exp_avg.layers",
             tensor,
@@ -78,17 +86,25 @@ def stacked_flat_shards(layout, rank, *, blank):
 
 def save_flat(rank, layout, path):
     moments = {key: flat_shard(key, layout, rank, blank=False)[0] for key in MOMENTS}
-    distckpt.save({"moments": moments, "layers": stacked_flat_shards(layout, rank, blank=False)[0]}, path)
+    distckpt.save(
+        {"moments": moments, "layers": stacked_flat_shards(layout, rank, blank=False)[0]}, path
+    )
 
 
 def wrong_ones(loaded, expected):
-    return [key for key, content in expected.items() if not np.array_equal(bytes_of(loaded[key]), content)]
+    return [
+        key
+        for key, content in expected.items()
+        if not np.array_equal(bytes_of(loaded[key]), content)
+    ]
 
 
 def load_flat(rank, layout, path):
     pairs = {key: flat_shard(key, layout, rank, blank=True) for key in MOMENTS}
     layers, layers_expected = stacked_flat_shards(layout, rank, blank=True)
-    loaded = distckpt.load({"moments": {k: shard for k, (shard, _) in pairs.items()}, "layers": layers}, path)
+    loaded = distckpt.load(
+        {"moments": {k: shard for k, (shard, _) in pairs.items()}, "layers": layers}, path
+    )
     wrong = wrong_ones(loaded["moments"], {key: expected for key, (_, expected) in pairs.items()})
     return wrong + wrong_ones(dict(enumerate(loaded["layers"])), dict(enumerate(layers_expected)))
 
@@ -108,27 +124,45 @@ def save_whole(rank, layout, path):
     distckpt.save({"moments": shards, "layers": layers}, path)
 
 
-LAYOUTS = [Layout(tp=1, dp=4), Layout(tp=4, dp=1), Layout(tp=2, dp=4), Layout(tp=2, pp=2, dp=2), Layout(tp=1, dp=3)]
+LAYOUTS = [
+    Layout(tp=1, dp=4),
+    Layout(tp=4, dp=1),
+    Layout(tp=2, dp=4),
+    Layout(tp=2, pp=2, dp=2),
+    Layout(tp=1, dp=3),
+]
 
 
 @pytest.mark.parametrize(
-    "saved", [Layout(tp=2, dp=2), Layout(tp=1, dp=8), Layout(tp=4, dp=2), Layout(tp=2, dp=3)], ids=str
+    "saved",
+    [Layout(tp=2, dp=2), Layout(tp=1, dp=8), Layout(tp=4, dp=2), Layout(tp=2, dp=3)],
+    ids=str,
 )
 def test_flat_shards_load_under_every_other_layout(run, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_flat, saved.num_ranks, saved, path)
     for wanted in [*LAYOUTS, saved]:
-        assert run(load_flat, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, f"flat, {wanted}"
+        assert run(load_flat, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, (
+            f"flat, {wanted}"
+        )
     for wanted in LAYOUTS[:3]:
         whole = wanted._replace(pp=1)
-        assert run(load_whole, whole.num_ranks, whole, path) == [[]] * whole.num_ranks, f"not flat, {whole}"
+        assert run(load_whole, whole.num_ranks, whole, path) == [[]] * whole.num_ranks, (
+            f"not flat, {whole}"
+        )
     for function in (load_flat, load_whole):
-        assert run(function, 1, Layout(), path, backend=None) == [[]], "a process without a process group"
+        assert run(function, 1, Layout(), path, backend=None) == [[]], (
+            "a process without a process group"
+        )
     everything = distckpt.load_plain_tensors(path)
     for key, (shape, _) in MOMENTS.items():
-        assert np.array_equal(bytes_of(everything[key]), global_bytes(key, shape, torch.float32)), key
+        assert np.array_equal(bytes_of(everything[key]), global_bytes(key, shape, torch.float32)), (
+            key
+        )
     stacked = everything["optimizer.exp_avg.layers"]
-    assert np.array_equal(bytes_of(stacked), global_bytes("optimizer.exp_avg.layers", STACKED_SHAPE, torch.float32))
+    assert np.array_equal(
+        bytes_of(stacked), global_bytes("optimizer.exp_avg.layers", STACKED_SHAPE, torch.float32)
+    )
 
 
 def test_whole_shards_load_as_flat_ones(run, tmp_path):
@@ -136,7 +170,9 @@ def test_whole_shards_load_as_flat_ones(run, tmp_path):
     saved = Layout(tp=2, dp=2)
     run(save_whole, saved.num_ranks, saved, path)
     for wanted in LAYOUTS:
-        assert run(load_flat, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, str(wanted)
+        assert run(load_flat, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, str(
+            wanted
+        )
 
 
 def save_invalid_runs(rank, path, runs):

@@ -1,4 +1,6 @@
-"""The harness of these tests: processes that are used again fail as clearly as new ones, and none is left."""
+"""The harness of these tests: processes that are used again fail as clearly as new ones, and none
+is left.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def log_a_warning(rank):
     return len(logging.getLogger("distckpt").handlers)
 
 
-@pytest.mark.parametrize(("function", "words"), [(print_and_die, "last words"), (warn, "before the warning")])
+@pytest.mark.parametrize(
+    ("function", "words"), [(print_and_die, "last words"), (warn, "before the warning")]
+)
 def test_processes_are_used_again_until_one_fails(function, words):
     with kept_ranks() as run:
         first, second = run(pid_and_sum, 3), run(pid_and_sum, 2)

@@ -1,7 +1,8 @@
-"""Megatron Core's GPT model, saved and loaded through distckpt as it is, and checkpoints that Megatron wrote.
+"""Megatron Core's GPT model, saved and loaded through distckpt as it is, and checkpoints that
+Megatron wrote.
 
-Every element of the model has a value that follows from its key and its place in the global tensor, so any layout
-can be checked alone.
+Every element of the model has a value that follows from its key and its place in the global tensor,
+so any layout can be checked alone.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import distckpt
-from distckpt import StrictHandling
-from distckpt.interop import torch_dist
-from distckpt.interop.megatron import register_types
+from distckpt import StrictHandling, torch_dist
+from distckpt.megatron.interop import register_types
 from tests.support import harness
 from tests.support.harness import error_of
 from tests.support.megatron_gpt import (
@@ -41,7 +41,11 @@ pytestmark = needs_megatron
 
 
 def wrong_keys(model):
-    return [shard.key for shard in leaves(model.sharded_state_dict()) if not torch.equal(shard.data, local_part(shard))]
+    return [
+        shard.key
+        for shard in leaves(model.sharded_state_dict())
+        if not torch.equal(shard.data, local_part(shard))
+    ]
 
 
 def save_through_distckpt(rank, path):
@@ -52,7 +56,9 @@ def save_through_distckpt(rank, path):
     state = {**request_of(model), "iteration": 7, "args": args}
     before = {key: id(value) for key, value in state["model"].items()}
     distckpt.save(state, path)
-    return {key: id(value) for key, value in state["model"].items()} == before, len(list(leaves(state)))
+    return {key: id(value) for key, value in state["model"].items()} == before, len(
+        list(leaves(state))
+    )
 
 
 def load_into(rank, path, tp, pp):
@@ -63,9 +69,17 @@ def load_into(rank, path, tp, pp):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    loaded, missing, unexpected = distckpt.load(request_of(model), path, strict=StrictHandling.RETURN_ALL)
+    loaded, missing, unexpected = distckpt.load(
+        request_of(model), path, strict=StrictHandling.RETURN_ALL
+    )
     model.load_state_dict(loaded["model"])
-    return wrong_keys(model), loaded["iteration"], sorted(missing), sorted(unexpected), len(list(model.parameters()))
+    return (
+        wrong_keys(model),
+        loaded["iteration"],
+        sorted(missing),
+        sorted(unexpected),
+        len(list(model.parameters())),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +93,9 @@ def saved(run, tmp_path_factory):
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 1)])
 def test_gpt_saved_at_tp2_loads_in_other_layouts(run, saved, tp, pp):
-    for wrong, iteration, missing, unexpected, count in run(load_into, tp * pp, saved, tp, pp, group_timeout=TIMEOUT):
+    for wrong, iteration, missing, unexpected, count in run(
+        load_into, tp * pp, saved, tp, pp, group_timeout=TIMEOUT
+    ):
         assert (wrong, iteration, missing, unexpected) == ([], 7, [], [])
         assert count > 10
 
@@ -102,7 +118,13 @@ def load_with_megatron(rank, path, tp, pp):
 def test_what_is_exported_loads_with_megatron(run, saved, tmp_path):
     path = str(tmp_path / "exported")
     run(export_together, 2, saved, path)
-    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
+    assert sorted(os.listdir(path)) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "common.pt",
+        "metadata.json",
+    ]
     for outcome in run(load_with_megatron, 2, path, 1, 2, group_timeout=TIMEOUT):
         assert outcome == ([], 7, "auto")
 
@@ -111,14 +133,18 @@ ROWS = torch.arange(8 * 3.0).reshape(8, 3)
 
 
 def save_as_megatron_fsdp(rank, path):
-    """Save as training scripts do with `--ckpt-format fsdp_dtensor`: uneven DTensors, and what goes with them."""
+    """Save as training scripts do with `--ckpt-format fsdp_dtensor`: uneven DTensors, and what goes
+    with them.
+    """
     warnings.simplefilter("ignore")
     uneven = megatron(".distributed.fsdp.src.megatron_fsdp.uneven_dtensor")
     local = ROWS[:5] if rank == 0 else ROWS[5:]
     mesh = init_device_mesh("cpu", (2,))
 
     def shard(tensor):
-        return DTensor.from_local(tensor.clone(), mesh, [Shard(0)], run_check=False, shape=(8, 3), stride=(3, 1))
+        return DTensor.from_local(
+            tensor.clone(), mesh, [Shard(0)], run_check=False, shape=(8, 3), stride=(3, 1)
+        )
 
     state = {
         "model": {"module.w": shard(local)},
@@ -135,8 +161,13 @@ def save_as_megatron_fsdp(rank, path):
 def test_directories_of_megatron_fsdp_load_by_their_names(run, tmp_path):
     path = str(tmp_path / "fsdp")
     run(save_as_megatron_fsdp, 2, path, group_timeout=TIMEOUT)
-    parts = [distckpt.ShardedTensor.from_rank_offsets("model.module.w", torch.zeros(2, 3), (0, i, 4)) for i in range(4)]
-    moments = distckpt.ShardedTensor.from_rank_offsets("optimizer.state.module.w.exp_avg", torch.zeros(8, 3))
+    parts = [
+        distckpt.ShardedTensor.from_rank_offsets("model.module.w", torch.zeros(2, 3), (0, i, 4))
+        for i in range(4)
+    ]
+    moments = distckpt.ShardedTensor.from_rank_offsets(
+        "optimizer.state.module.w.exp_avg", torch.zeros(8, 3)
+    )
     loaded = distckpt.load({"parts": parts, "moments": moments}, path, strict="raise_all")
     assert torch.equal(torch.cat(loaded["parts"]), ROWS)
     assert torch.equal(loaded["moments"], -ROWS)
@@ -181,7 +212,11 @@ WHAT_MEGATRON_SAVED = {
     "hidden": b"state",
     "iteration": 7,
     "args": argparse.Namespace(
-        dtype=torch.bfloat16, backend="auto", betas=(0.9, 0.95), mode="DISABLED", config=("OptimizerConfig", 0.5)
+        dtype=torch.bfloat16,
+        backend="auto",
+        betas=(0.9, 0.95),
+        mode="DISABLED",
+        config=("OptimizerConfig", 0.5),
     ),
     "optimizer": {"groups": [{"lr": 0.1}]},
     "content_metadata": {"layout": "plain"},
@@ -198,7 +233,9 @@ def test_gpt_that_megatron_saved_loads(run, saved_by_megatron, tp, pp):
 
 def test_objects_and_common_state_that_megatron_saved_load(saved_by_megatron):
     # Types are not registered in a new process.
-    ((loaded, content_metadata, refused),) = harness.run(load_what_megatron_saved, 1, saved_by_megatron)
+    ((loaded, content_metadata, refused),) = harness.run(
+        load_what_megatron_saved, 1, saved_by_megatron
+    )
     assert loaded == WHAT_MEGATRON_SAVED
     assert content_metadata == {"layout": "plain"}
     assert "common.pt" in refused
@@ -216,9 +253,15 @@ def convert_together(rank, source, target):
 def test_conversion_by_two_ranks(run, saved_by_megatron, tmp_path):
     target = str(tmp_path / "converted")
     assert run(convert_together, 2, saved_by_megatron, target) == [WHAT_MEGATRON_SAVED] * 2
-    assert distckpt.load_sharded_metadata(target) == distckpt.load_sharded_metadata(saved_by_megatron)
+    assert distckpt.load_sharded_metadata(target) == distckpt.load_sharded_metadata(
+        saved_by_megatron
+    )
     converted = distckpt.load_plain_tensors(target)
-    assert [key for key, tensor in converted.items() if not torch.equal(tensor, whole(key, tensor.shape))] == []
+    assert [
+        key
+        for key, tensor in converted.items()
+        if not torch.equal(tensor, whole(key, tensor.shape))
+    ] == []
     assert converted.keys() == distckpt.load_tensors_metadata(saved_by_megatron).keys()
 
 
@@ -226,11 +269,14 @@ def test_consolidation_of_what_megatron_saved(saved_by_megatron, tmp_path):
     distckpt.consolidate(saved_by_megatron, str(tmp_path / "hf"))
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert exported.keys() == distckpt.load_tensors_metadata(saved_by_megatron).keys()
-    assert [key for key, tensor in exported.items() if not torch.equal(tensor, whole(key, tensor.shape))] == []
+    assert [
+        key for key, tensor in exported.items() if not torch.equal(tensor, whole(key, tensor.shape))
+    ] == []
 
 
 @pytest.mark.parametrize(
-    ("damage", "problem"), [(os.unlink, "missing"), (lambda path: os.truncate(path, 100), "cut off")]
+    ("damage", "problem"),
+    [(os.unlink, "missing"), (lambda path: os.truncate(path, 100), "cut off")],
 )
 def test_damage_to_what_megatron_saved(saved_by_megatron, tmp_path, damage, problem):
     copy = shutil.copytree(saved_by_megatron, tmp_path / "copy")

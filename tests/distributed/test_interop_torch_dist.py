@@ -1,4 +1,6 @@
-"""Directories that several ranks wrote with torch.distributed.checkpoint, read by other numbers of ranks."""
+"""Directories that several ranks wrote with torch.distributed.checkpoint, read by other numbers of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distckpt
-from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor
-from distckpt.interop import torch_dist
+from distckpt import CorruptCheckpointError, RankFailedError, ShardedTensor, torch_dist
 from tests.support.harness import error_of, run
 from tests.support.states import numbered
 
@@ -32,8 +33,12 @@ WEIGHTS = {
 def save_with_torch(rank, path):
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2,))
-    model = {key: distribute_tensor(tensor, mesh, places) for key, (tensor, places) in WEIGHTS.items()}
-    dcp.save({"model": model, "optimizer": {"groups": [{"lr": 0.1}]}, "step": 5}, checkpoint_id=path)
+    model = {
+        key: distribute_tensor(tensor, mesh, places) for key, (tensor, places) in WEIGHTS.items()
+    }
+    dcp.save(
+        {"model": model, "optimizer": {"groups": [{"lr": 0.1}]}, "step": 5}, checkpoint_id=path
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +50,32 @@ def saved(tmp_path_factory):
 
 
 def part_of(key, tensor, rank, num_ranks):
-    """Describe the rank's share of the last axis; of tensors that do not divide, a copy of the whole."""
+    """Describe the rank's share of the last axis; of tensors that do not divide, a copy of the
+    whole.
+    """
     axis = tensor.dim() - 1
     if axis < 0 or tensor.shape[axis] % num_ranks:
-        return ShardedTensor.from_rank_offsets(key, torch.zeros_like(tensor), replica_id=rank), tensor
+        return ShardedTensor.from_rank_offsets(
+            key, torch.zeros_like(tensor), replica_id=rank
+        ), tensor
     part = tensor.chunk(num_ranks, axis)[rank].contiguous()
-    return ShardedTensor.from_rank_offsets(key, torch.zeros_like(part), (axis, rank, num_ranks)), part
+    return ShardedTensor.from_rank_offsets(
+        key, torch.zeros_like(part), (axis, rank, num_ranks)
+    ), part
 
 
 def load_in_another_layout(rank, path, num_ranks):
-    parts = {key: part_of(f"model.{key}", tensor, rank, num_ranks) for key, (tensor, _) in WEIGHTS.items()}
+    parts = {
+        key: part_of(f"model.{key}", tensor, rank, num_ranks)
+        for key, (tensor, _) in WEIGHTS.items()
+    }
     asked = {"model": {key: shard for key, (shard, _) in parts.items()}}
     loaded = distckpt.load(asked, path, strict="raise_all")
-    wrong = [key for key, (_, expected) in parts.items() if not torch.equal(loaded["model"][key], expected)]
+    wrong = [
+        key
+        for key, (_, expected) in parts.items()
+        if not torch.equal(loaded["model"][key], expected)
+    ]
     return wrong, loaded["step"], loaded["optimizer"]
 
 
@@ -71,7 +89,9 @@ def test_consolidation_of_what_two_ranks_wrote(saved, tmp_path):
     distckpt.consolidate(saved, str(tmp_path / "hf"), rename={"model.": ""})
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert exported.keys() == WEIGHTS.keys()
-    assert [key for key, (tensor, _) in WEIGHTS.items() if not torch.equal(exported[key], tensor)] == []
+    assert [
+        key for key, (tensor, _) in WEIGHTS.items() if not torch.equal(exported[key], tensor)
+    ] == []
 
 
 def convert(rank, source, target):
@@ -83,7 +103,11 @@ def test_conversion_by_some_ranks(saved, tmp_path, num_ranks):
     target = str(tmp_path / "converted")
     assert run(convert, num_ranks, saved, target) == [target] * num_ranks
     plain = distckpt.load_plain_tensors(target)
-    assert [key for key, (tensor, _) in WEIGHTS.items() if not torch.equal(plain[f"model.{key}"], tensor)] == []
+    assert [
+        key
+        for key, (tensor, _) in WEIGHTS.items()
+        if not torch.equal(plain[f"model.{key}"], tensor)
+    ] == []
     assert distckpt.load_common_state_dict(target) == distckpt.load_common_state_dict(saved)
 
 

@@ -8,7 +8,13 @@ import signal
 import torch
 
 import distckpt
-from distckpt import CheckpointManager, CheckpointNotFoundError, PreemptionGuard, RankFailedError, ShardedTensor
+from distckpt import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    PreemptionGuard,
+    RankFailedError,
+    ShardedTensor,
+)
 from tests.support.harness import ask_parent, error_of, launched, run, signal_parent, sum_over_ranks
 
 PATIENCE = 60.0
@@ -16,7 +22,10 @@ PATIENCE = 60.0
 
 def rows_of(rank, num_ranks, value):
     rows = torch.full((100, 256), float(value))
-    return {"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)), "value": value}
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)),
+        "value": value,
+    }
 
 
 def value_in_rows(loaded):
@@ -39,7 +48,9 @@ def train(rank, num_ranks, root):
         manager.wait()
         sum_over_ranks(0)
         found = manager.latest(), manager.steps()
-        values = [value_in_rows(manager.load(rows_of(rank, num_ranks, -1), step)) for step in (None, 2)]
+        values = [
+            value_in_rows(manager.load(rows_of(rank, num_ranks, -1), step)) for step in (None, 2)
+        ]
     return nothing, error, found, values
 
 
@@ -69,7 +80,10 @@ def fail_unnoticed(rank, root):
         with open(f"{root}/step_00000002", "w") as file:
             file.write("in the way")
     sum_over_ranks(0)
-    errors = [error_of(manager.save, 2, rows_of(rank, 2, 2)), error_of(manager.save, 3, {"f": rank and object()})]
+    errors = [
+        error_of(manager.save, 2, rows_of(rank, 2, 2)),
+        error_of(manager.save, 3, {"f": rank and object()}),
+    ]
     handle = manager.save(4, rows_of(rank, 2, 4))
     if rank == 1:
         handle.result(PATIENCE)
@@ -119,9 +133,16 @@ def load_what_loads(rank, root):
         assert (manager.steps(), manager.latest()) == ([1, 2, 3], 3)
     manager = CheckpointManager(root)
     value, skipped = value_in_rows(manager.load(rows_of(rank, 2, -1))), sorted(manager.skipped)
-    errors = [error_of(manager.load, rows_of(rank, 2, -1), 3), error_of(manager.load, {"rows": rank and object()})]
+    errors = [
+        error_of(manager.load, rows_of(rank, 2, -1), 3),
+        error_of(manager.load, {"rows": rank and object()}),
+    ]
     wider = torch.zeros(100, 512)
-    errors.append(error_of(manager.load, {"rows": ShardedTensor.from_rank_offsets("rows", wider, (0, rank, 2))}))
+    errors.append(
+        error_of(
+            manager.load, {"rows": ShardedTensor.from_rank_offsets("rows", wider, (0, rank, 2))}
+        )
+    )
     return value, skipped, errors
 
 
@@ -177,12 +198,15 @@ def test_a_job_goes_on_without_checkpoints_but_not_without_a_rank(tmp_path):
 
 def save_with_metrics_of_one_rank(rank, root):
     """The loss is known on the last pipeline stage only, and so is that it is worth keeping."""
-    with CheckpointManager(root, keep_last=1, best_metric="loss", async_save=False, durable=False) as manager:
+    with CheckpointManager(
+        root, keep_last=1, best_metric="loss", async_save=False, durable=False
+    ) as manager:
         for step, loss in [(1, 0.5), (2, 3.0), (3, 2.0), (4, 1.0)]:
             metrics = {"loss": loss} if rank == 1 else {"lr": 0.1} if step < 3 else None
             manager.save(step, rows_of(rank, 2, step), metrics, pinned=(rank, step) == (1, 2))
         invalid = [
-            error_of(manager.save, 5, rows_of(rank, 2, 5), bad if rank else None) for bad in ("loss", {"loss": "x"})
+            error_of(manager.save, 5, rows_of(rank, 2, 5), bad if rank else None)
+            for bad in ("loss", {"loss": "x"})
         ]
         misnamed = [
             error_of(manager.load, rows_of(rank, 2, -1), 4 if rank == 0 else None),
@@ -190,7 +214,12 @@ def save_with_metrics_of_one_rank(rank, root):
             error_of(manager.load, rows_of(rank, 2, -1), 4 - 3 * rank),
         ]
         value = value_in_rows(manager.load(rows_of(rank, 2, -1), 4))
-        return manager.steps(), value, [type(error) for error in invalid], [str(error) for error in misnamed]
+        return (
+            manager.steps(),
+            value,
+            [type(error) for error in invalid],
+            [str(error) for error in misnamed],
+        )
 
 
 def test_what_only_one_rank_gives(tmp_path):

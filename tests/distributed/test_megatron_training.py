@@ -1,4 +1,6 @@
-"""Megatron-LM's own functions that save and load, with nothing changed but the imports of dist_checkpointing."""
+"""Megatron-LM's own functions that save and load, with nothing changed but the imports of
+dist_checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import distckpt
 from distckpt import ShardedTensor
 from tests.support import megatron_training as training
 from tests.support.harness import error_of
-from tests.support.megatron_gpt import TIMEOUT, fill, leaves, local_part, make_model, megatron, needs_megatron
+from tests.support.megatron_gpt import (
+    TIMEOUT,
+    fill,
+    leaves,
+    local_part,
+    make_model,
+    megatron,
+    needs_megatron,
+)
 
 pytestmark = needs_megatron
 
@@ -31,7 +41,9 @@ def start(tp, pp):
 
 
 def save_in_all_ways(rank, folder):
-    """Save two steps with one strategy, one in the background, and one in which a loss is not a number."""
+    """Save two steps with one strategy, one in the background, and one in which a loss is not a
+    number.
+    """
     model = start(2, 1)
     fill(model)
     args, context, queue = training.arguments(folder, 2, 1), {}, training.async_queue()
@@ -54,8 +66,12 @@ def load_in(rank, folder, tp, pp):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(math.nan)
-    loaded = training.load_checkpoint(model, None, training.arguments(folder, tp, pp), {}, strict="log_all")
-    wrong = [s.key for s in leaves(model.sharded_state_dict()) if not torch.equal(s.data, local_part(s))]
+    loaded = training.load_checkpoint(
+        model, None, training.arguments(folder, tp, pp), {}, strict="log_all"
+    )
+    wrong = [
+        s.key for s in leaves(model.sharded_state_dict()) if not torch.equal(s.data, local_part(s))
+    ]
     call = megatron(".rerun_state_machine").get_rerun_state_machine().failed_validation_call
     failed = call and (call.caller.message, call.caller.rank, call.sequence)
     rng = loaded["rng_state"][0]["position"] if "rng_state" in loaded else None
@@ -83,13 +99,15 @@ def save_through_megatrons_queue(rank, folder):
     torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: "cpu"
     queue = megatron(".dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 2))
-    queue.schedule_async_request(distckpt.save({"w": shard}, f"{folder}/c", async_sharded_save=True))
+    queue.schedule_async_request(
+        distckpt.save({"w": shard}, f"{folder}/c", async_sharded_save=True)
+    )
     return str(error_of(queue.maybe_finalize_async_calls, blocking=True))
 
 
 def test_a_queue_that_starts_processes_does_not_pass_for_a_save(run, tmp_path):
     for error in run(save_through_megatrons_queue, 2, str(tmp_path), group_timeout=TIMEOUT):
-        assert "Import AsyncCallsQueue from distckpt.strategies.async_utils" in error
+        assert "Import AsyncCallsQueue from distckpt.megatron.strategies.async_utils" in error
     assert not (tmp_path / "c").exists()
 
 
@@ -104,7 +122,9 @@ def state_of(optimizer):
 
 
 def save_and_load_optimizer(rank, folder):
-    """Return for each type of the distributed optimizer's state how many tensors are wrong after a save and a load."""
+    """Return for each type of the distributed optimizer's state how many tensors are wrong after a
+    save and a load.
+    """
     torch.cuda.synchronize = lambda *_: None
     wrong = {}
     with training.OnCpu():
@@ -114,7 +134,9 @@ def save_and_load_optimizer(rank, folder):
         args = training.arguments(folder, 1, 1)
         for number, sharding_type in enumerate(SHARDING_TYPES, start=1):
             expected = [value.clone() for value in state_of(optimizer)]
-            training.save_checkpoint(number, model, optimizer, args, {}, sharding_type=sharding_type)
+            training.save_checkpoint(
+                number, model, optimizer, args, {}, sharding_type=sharding_type
+            )
             for value in state_of(optimizer):
                 value.fill_(math.nan)
             with torch.no_grad():
@@ -150,31 +172,43 @@ def load_by_megatron_lm(rank, folder, tp, pp):
     training.arguments_of_megatron_lm(folder, tp, pp)
     with training.OnCpu():
         found = modules.checkpointing.load_checkpoint([model], None, None, checkpointing_context={})
-    return found, [s.key for s in leaves(model.sharded_state_dict()) if not torch.equal(s.data, local_part(s))]
+    return found, [
+        s.key for s in leaves(model.sharded_state_dict()) if not torch.equal(s.data, local_part(s))
+    ]
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None,
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.training") is None,
     reason="megatron.training is not installed (it comes with megatron-core 0.19, for Python 3.12)",
 )
 def test_the_files_of_megatron_lm_with_other_imports(run, tmp_path):
     names = ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
     for listed, files in run(save_by_megatron_lm, 2, str(tmp_path), group_timeout=TIMEOUT):
-        assert (listed, files) == (names, ["manifest.safetensors", "metadata.json", "objects", "tensors"])
+        assert (listed, files) == (
+            names,
+            ["manifest.safetensors", "metadata.json", "objects", "tensors"],
+        )
     for tp, pp in ((1, 2), (1, 1)):
-        for found, wrong in run(load_by_megatron_lm, tp * pp, str(tmp_path), tp, pp, group_timeout=TIMEOUT):
+        for found, wrong in run(
+            load_by_megatron_lm, tp * pp, str(tmp_path), tp, pp, group_timeout=TIMEOUT
+        ):
             assert (found, wrong) == ((2, 5.0), [])
 
 
 def local_state(value, rank):
-    """As Megatron-LM's file makes it with its imports replaced: the model's shards are Megatron's, the others ours."""
+    """As Megatron-LM's file makes it with its imports replaced: the model's shards are Megatron's,
+    the others ours.
+    """
     theirs = megatron(".dist_checkpointing.mapping")
     return {
         "model": {
             "divided": theirs.ShardedTensor.from_rank_offsets(
                 "divided", torch.full((2, 3), value + rank), (0, rank, 2)
             ),
-            "same": theirs.ShardedTensor.from_rank_offsets("same", torch.full((4,), value), replica_id=rank),
+            "same": theirs.ShardedTensor.from_rank_offsets(
+                "same", torch.full((4,), value), replica_id=rank
+            ),
         },
         "rng_state": distckpt.ShardedObject("rng_state", {"seed": value + rank}, (2,), (rank,)),
         "kept": distckpt.LocalNonpersistentObject(rank),
@@ -184,9 +218,11 @@ def local_state(value, rank):
 
 def save_local_checkpoint(rank, folder, algorithm):
     warnings.simplefilter("ignore")
-    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+        LocalCheckpointManager,
+    )
 
-    from distckpt.tensor_aware_state_dict import MCoreTensorAwareStateDict
+    from distckpt.megatron.tensor_aware_state_dict import MCoreTensorAwareStateDict
 
     torch.cuda.synchronize = lambda *_: None
     with training.OnCpu():
@@ -201,7 +237,8 @@ def save_local_checkpoint(rank, folder, algorithm):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("nvidia_resiliency_ext") is None, reason="needs the package nvidia-resiliency-ext"
+    importlib.util.find_spec("nvidia_resiliency_ext") is None,
+    reason="needs the package nvidia-resiliency-ext",
 )
 @pytest.mark.parametrize("algorithm", ["atomic", "fully_parallel"])
 def test_local_checkpoints_of_nvidia_resiliency_ext(run, tmp_path, algorithm):

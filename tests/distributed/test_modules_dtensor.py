@@ -1,6 +1,7 @@
 """Modules whose parameters are DTensors: saved under one mesh, loaded under every other one.
 
-The oracle is the plain module: its tensors before they were divided, and `DTensor.full_tensor()` after loading.
+The oracle is the plain module: its tensors before they were divided, and `DTensor.full_tensor()`
+after loading.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -76,7 +84,9 @@ def fsdp_over_tp(net: Net) -> None:
 
 
 def strided(net: Net) -> None:
-    """A placement that gives a rank several places of a tensor: every other piece of rows, and of columns."""
+    """A placement that gives a rank several places of a tensor: every other piece of rows, and of
+    columns.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
     divided = {
         "up": [_StridedShard(0, split_factor=3), _StridedShard(1, split_factor=2)],
@@ -90,7 +100,8 @@ def strided(net: Net) -> None:
 
 
 def _divided(tensor: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-    # Without src_data_rank each rank takes its part itself; sending strided parts needs them to be of one size.
+    # Without src_data_rank each rank takes its part itself; sending strided parts needs them to be
+    # of one size.
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
@@ -124,7 +135,11 @@ def save_under_all(rank: int, folder: str) -> None:
     for layout in FOUR_RANKS:
         net = Net(seed=1)
         layout(net)
-        distckpt.save({"model": sharded_state_dict(net)}, f"{folder}/{layout.__name__}", validate_replicas=True)
+        distckpt.save(
+            {"model": sharded_state_dict(net)},
+            f"{folder}/{layout.__name__}",
+            validate_replicas=True,
+        )
 
 
 def load_under(rank: int, folder: str, layouts: list[Callable[[Net], None]]) -> None:
@@ -141,7 +156,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @fsdp2_trains
-@pytest.mark.parametrize(("num_ranks", "layouts"), [(4, FOUR_RANKS), (3, FEWER_RANKS), (2, FEWER_RANKS)])
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"), [(4, FOUR_RANKS), (3, FEWER_RANKS), (2, FEWER_RANKS)]
+)
 def test_what_one_mesh_saved_every_other_one_loads(saved, num_ranks, layouts):
     run(load_under, num_ranks, str(saved), layouts)
 
@@ -161,7 +178,11 @@ def test_each_byte_is_saved_once_and_tied_weights_are_one_tensor(saved, layout):
             for key in opened.keys():  # noqa: SIM118
                 tensor = opened.get_tensor(key)
                 num_bytes[key] = num_bytes.get(key, 0) + tensor.numel() * tensor.element_size()
-    expected = {k: v.numel() * v.element_size() for k, v in full_state(Net(seed=1)).items() if k != "head.weight"}
+    expected = {
+        k: v.numel() * v.element_size()
+        for k, v in full_state(Net(seed=1)).items()
+        if k != "head.weight"
+    }
     assert num_bytes == expected
 
 
@@ -177,8 +198,12 @@ def test_export_gives_the_plain_module(saved, layout, tmp_path):
 
 
 def describe_in_use(rank: int) -> list[bool]:
-    """After a forward pass FSDP leaves the parameters of the outermost module whole, until the backward pass."""
-    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2), torch.nn.ReLU())
+    """After a forward pass FSDP leaves the parameters of the outermost module whole, until the
+    backward pass.
+    """
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2), torch.nn.ReLU()
+    )
     fully_shard(net[0])
     fully_shard(net, reshard_after_forward=False)
     before = sharded_state_dict(net)
@@ -211,7 +236,8 @@ def describe_uneven(rank: int) -> dict[str, tuple]:
 def test_uneven_parts_of_fsdp_over_tensor_parallel_lie_where_fsdp_put_them():
     """The placements alone would have the rows of the last two ranks the other way round."""
     described = run(describe_uneven, 6)
-    # Tensor parallel ranks hold rows 0 to 3 and 4 to 6, of which each data parallel rank has a third.
+    # Tensor parallel ranks hold rows 0 to 3 and 4 to 6, of which each data parallel rank has a
+    # third.
     assert [(offset[0], shape[0]) for offset, shape, _ in described if shape[0]] == [
         (0, 2), (4, 1), (2, 2), (5, 1), (6, 1),
     ]  # fmt: skip
@@ -246,7 +272,9 @@ def on_one_rank_only(rank: int, folder: str) -> list[str]:
     stage, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
     weights = [torch.full((3, 2), float(i)) for i in range(2)]
     stage.weight = torch.nn.Parameter(distribute_tensor(weights[rank], meshes[rank], [Shard(0)]))
-    other.weight = torch.nn.Parameter(DTensor.from_local(torch.empty(0), meshes[1 - rank], [Shard(0)], run_check=False))
+    other.weight = torch.nn.Parameter(
+        DTensor.from_local(torch.empty(0), meshes[1 - rank], [Shard(0)], run_check=False)
+    )
     names = [f"stage{rank}.", f"stage{1 - rank}."]
     state = {**sharded_state_dict(stage, names[0], replica_id=0)}
     left_out = sharded_state_dict(other, names[1], replica_id=0)
@@ -259,6 +287,10 @@ def on_one_rank_only(rank: int, folder: str) -> list[str]:
 
 def test_pipeline_stages_say_which_copy_they_have(tmp_path):
     assert run(on_one_rank_only, 2, str(tmp_path / "saved")) == [["stage1.bias"], ["stage0.bias"]]
-    assert {k: v.global_shape for k, v in distckpt.load_tensors_metadata(tmp_path / "saved").items()} == {
-        f"stage{i}.{name}": shape for i in range(2) for name, shape in (("weight", (3, 2)), ("bias", (3,)))
+    assert {
+        k: v.global_shape for k, v in distckpt.load_tensors_metadata(tmp_path / "saved").items()
+    } == {
+        f"stage{i}.{name}": shape
+        for i in range(2)
+        for name, shape in (("weight", (3, 2)), ("bias", (3,)))
     }

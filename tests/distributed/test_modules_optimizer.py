@@ -1,4 +1,5 @@
-"""Optimizers over DTensors: training resumed under another mesh goes on as training in one process does.
+"""Optimizers over DTensors: training resumed under another mesh goes on as training in one process
+does.
 
 The oracle is that process: a plain module and a plain torch optimizer.
 """
@@ -25,7 +26,9 @@ from tests.support.reference import fsdp2_trains
 
 
 class Factored(torch.optim.Optimizer):
-    """Like Adafactor (that of torch takes no DTensors): second moments of rows and of columns, of fewer axes."""
+    """Like Adafactor (that of torch takes no DTensors): second moments of rows and of columns, of
+    fewer axes.
+    """
 
     def __init__(self, params, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
@@ -40,12 +43,22 @@ class Factored(torch.optim.Optimizer):
 
     def _scale(self, state: dict, squares: torch.Tensor) -> torch.Tensor:
         state["step"] = state.get("step", 0) + 1
-        means = {"row": squares.mean(-1), "column": squares.mean(0)} if squares.ndim == 2 else {"whole": squares}
+        means = (
+            {"row": squares.mean(-1), "column": squares.mean(0)}
+            if squares.ndim == 2
+            else {"whole": squares}
+        )
         for name, mean in means.items():
             if isinstance(mean, DTensor):
-                mean = mean.redistribute(placements=[Replicate() if p.is_partial() else p for p in mean.placements])
+                mean = mean.redistribute(
+                    placements=[Replicate() if p.is_partial() else p for p in mean.placements]
+                )
             state[name] = state[name] * 0.9 + mean if name in state else mean.clone()
-        return state["row"].unsqueeze(1) * state["column"].unsqueeze(0) if squares.ndim == 2 else state["whole"]
+        return (
+            state["row"].unsqueeze(1) * state["column"].unsqueeze(0)
+            if squares.ndim == 2
+            else state["whole"]
+        )
 
 
 OPTIMIZERS = {
@@ -57,7 +70,9 @@ OPTIMIZERS = {
 
 
 class Net(torch.nn.Module):
-    """Some rows that 2 and 4 do not divide, fewer rows than ranks, and a layer that is never used."""
+    """Some rows that 2 and 4 do not divide, fewer rows than ranks, and a layer that is never
+    used.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -77,7 +92,10 @@ def make(layout, optimizer_name: str, seed: int) -> tuple[Net, torch.optim.Optim
     # Two groups, told apart by what a group is for, not by their numbers.
     biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
     weights = [p for name, p in net.named_parameters() if name.endswith("weight")]
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
+    groups = [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "weight_decay": 0.0, "lr": 0.02},
+    ]
     return net, OPTIMIZERS[optimizer_name](groups if seed == 1 else list(reversed(groups)))
 
 
@@ -103,7 +121,10 @@ def full_states(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, dict[st
     states = {}
     for name, p in net.named_parameters():
         if p in optimizer.state:
-            whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in optimizer.state[p].items()}
+            whole = {
+                k: v.full_tensor() if isinstance(v, DTensor) else v
+                for k, v in optimizer.state[p].items()
+            }
             states[name] = {k: torch.as_tensor(v).clone() for k, v in whole.items()}
     return states
 
@@ -149,9 +170,17 @@ def check(saved: Path, resumed: list[tuple[dict, list[float]]]) -> None:
         for parameter, values in expected.items():
             assert states[parameter].keys() == values.keys()
             for key, value in values.items():
-                assert torch.equal(states[parameter][key], value), (source.__name__, name, parameter, key)
+                assert torch.equal(states[parameter][key], value), (
+                    source.__name__,
+                    name,
+                    parameter,
+                    key,
+                )
         net, optimizer = make(plain, name, seed=1)
-        assert losses == pytest.approx(train(net, optimizer, range(6))[3:], rel=1e-4), (source.__name__, name)
+        assert losses == pytest.approx(train(net, optimizer, range(6))[3:], rel=1e-4), (
+            source.__name__,
+            name,
+        )
 
 
 @fsdp2_trains
@@ -163,11 +192,16 @@ def test_training_goes_on_under_another_mesh(saved, num_ranks):
 
 @fsdp2_trains
 def test_training_goes_on_in_one_process(saved):
-    check(saved, [resume(plain, name, str(saved / f"{source.__name__}-{name}")) for source, name in SAVED])
+    check(
+        saved,
+        [resume(plain, name, str(saved / f"{source.__name__}-{name}")) for source, name in SAVED],
+    )
 
 
 def step_strided(rank: int, path: str, weight: torch.Tensor, grad: torch.Tensor) -> list[int]:
-    """Of this placement a rank has every other piece of rows and columns: several places of the tensor."""
+    """Of this placement a rank has every other piece of rows and columns: several places of the
+    tensor.
+    """
     mesh = init_device_mesh("cpu", (2, 2))
     placements = [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
     layer = torch.nn.Linear(12, 8, bias=False)
@@ -212,7 +246,9 @@ def pipeline(rank: int, path: str) -> tuple[int, float]:
         adam.step()
     names = ["first", "second"]
     model = {
-        "layer": ShardedTensor.from_rank_offsets("layers.w", layer, (0, rank, 2), prepend_axis_num=1),
+        "layer": ShardedTensor.from_rank_offsets(
+            "layers.w", layer, (0, rank, 2), prepend_axis_num=1
+        ),
         "own": ShardedTensor.from_rank_offsets(names[rank], own),
     }
     distckpt.save({"optimizer": sharded_optimizer_state_dict(adam, model)}, path)
@@ -220,7 +256,9 @@ def pipeline(rank: int, path: str) -> tuple[int, float]:
     # The stages change places.
     new = torch.optim.Adam([layer, own])
     other = 1 - rank
-    model["layer"] = ShardedTensor.from_rank_offsets("layers.w", layer, (0, other, 2), prepend_axis_num=1)
+    model["layer"] = ShardedTensor.from_rank_offsets(
+        "layers.w", layer, (0, other, 2), prepend_axis_num=1
+    )
     model["own"] = ShardedTensor.from_rank_offsets(names[other], own)
     loaded = distckpt.load({"optimizer": sharded_optimizer_state_dict(new, model)}, path)
     load_sharded_optimizer_state_dict(new, loaded["optimizer"])
@@ -235,7 +273,9 @@ def test_ranks_with_different_parameters_put_their_numbers_together(tmp_path):
 def one_rank_fails(rank: int) -> BaseException | None:
     net = Net(seed=1)
     adam = torch.optim.Adam(net.parameters())
-    return error_of(sharded_optimizer_state_dict, adam, sharded_state_dict(net.up if rank == 1 else net))
+    return error_of(
+        sharded_optimizer_state_dict, adam, sharded_state_dict(net.up if rank == 1 else net)
+    )
 
 
 def test_a_failure_on_one_rank_is_raised_on_all():

@@ -11,7 +11,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointManager, ShardedTensor
-from distckpt.core import CheckpointExistsError, RankFailedError
+from distckpt.megatron.core import CheckpointExistsError, RankFailedError
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import client, keys_in, reached_at, uploads_in
@@ -33,7 +33,9 @@ def save_and_load(rank, server, location):
     with reached_at(server):
         distckpt.save(state(rank, 2, table(1)), location)
         distckpt.save(state(rank, 2, table(2)), location, overwrite=True)
-        loaded = distckpt.load(state(rank, 2, torch.zeros(ROWS, 1024), axis=1), location, verify="full")
+        loaded = distckpt.load(
+            state(rank, 2, torch.zeros(ROWS, 1024), axis=1), location, verify="full"
+        )
         distckpt.consolidate(location, f"{location}-hf", max_file_bytes=6 << 20)
         return torch.equal(loaded["t"], table(2).chunk(2, 1)[rank]), loaded["step"]
 
@@ -42,7 +44,9 @@ def test_save_load_overwrite_and_consolidate(server, bucket):
     assert run(save_and_load, 2, server, f"{bucket}/c") == [(True, 5)] * 2
     files = keys_in(server, f"{bucket}/c")
     assert len(files) == 5
-    nonce = json.loads(client(server).get_object(Bucket=bucket[5:], Key="c/metadata.json")["Body"].read())["save"]
+    nonce = json.loads(
+        client(server).get_object(Bucket=bucket[5:], Key="c/metadata.json")["Body"].read()
+    )["save"]
     assert sum(name.startswith(f"tensors-{nonce}/") for name in files) == 2
     assert keys_in(server, f"{bucket}/c-hf") == ["model.safetensors"]
     assert uploads_in(server, bucket) == []
@@ -58,7 +62,9 @@ def fail_on_rank_1(rank, server, location):
             raise OSError(5, "the cable is out", "eth0")
 
     with reached_at(server):
-        error = error_of(distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress)
+        error = error_of(
+            distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress
+        )
         return type(error) is RankFailedError, str(error), sum_over_ranks(1)
 
 
@@ -78,7 +84,9 @@ def wait_in_the_middle(rank, server, location):
             ask_parent()
 
     with reached_at(server):
-        error = error_of(distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress)
+        error = error_of(
+            distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress
+        )
         return isinstance(error, RankFailedError)
 
 
@@ -115,7 +123,9 @@ def race(rank, server, location):
             loaded = distckpt.load(
                 state(rank, 4, torch.zeros(256, 1024)), f"{location}/{attempt}", verify="full"
             )["t"]  # fmt: skip
-            found = [torch.equal(loaded, table(10 * attempt + n, 256).chunk(4)[rank]) for n in winners]
+            found = [
+                torch.equal(loaded, table(10 * attempt + n, 256).chunk(4)[rank]) for n in winners
+            ]
             results: list = [None] * 4
             torch.distributed.all_gather_object(results, found)
             assert any(all(row) for row in zip(*results, strict=True))
@@ -139,7 +149,9 @@ def save_while_another_program_saves(rank, server, location):
 
     # The server answers 500 to a part of an upload that is gone.
     with reached_at(server, AWS_MAX_ATTEMPTS="2"):
-        error = error_of(distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress)
+        error = error_of(
+            distckpt.save, state(rank, 2, table(1, LARGE_ROWS)), location, progress=progress
+        )
         return type(error), str(error), sum_over_ranks(1)
 
 
@@ -159,7 +171,11 @@ def manage(rank, server, root):
             manager.save(step, state(rank, 2, table(step, 256)))
         manager.wait()
         loaded = manager.load(state(rank, 2, torch.zeros(256, 1024)))
-        return manager.steps(), manager.latest(), torch.equal(loaded["t"], table(4, 256).chunk(2)[rank])
+        return (
+            manager.steps(),
+            manager.latest(),
+            torch.equal(loaded["t"], table(4, 256).chunk(2)[rank]),
+        )
 
 
 def test_a_manager(server, bucket):
@@ -181,7 +197,9 @@ def save_within(rank, server, location):
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        distckpt.save({"t": ShardedTensor.from_rank_offsets("t", values)}, location, max_inflight_bytes=1)
+        distckpt.save(
+            {"t": ShardedTensor.from_rank_offsets("t", values)}, location, max_inflight_bytes=1
+        )
         done.set()
         watcher.join()
     return peak[0] - before

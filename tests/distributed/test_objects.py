@@ -52,7 +52,11 @@ def make(layout, seed: int) -> dict:
     net = Net(seed)
     layout(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    return {"model": net, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+    return {
+        "model": net,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    }
 
 
 def train(state: dict, steps: range) -> list[float]:
@@ -80,7 +84,16 @@ def train_and_save(rank: int, path: str) -> float:
     mesh = init_device_mesh("cpu", (2,))
     table = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     random.seed(rank)
-    distckpt.save({**state, "more": {"table": table}, "rng": distckpt.RngState(), "loader": Loader(rank), "n": 3}, path)
+    distckpt.save(
+        {
+            **state,
+            "more": {"table": table},
+            "rng": distckpt.RngState(),
+            "loader": Loader(rank),
+            "n": 3,
+        },
+        path,
+    )
     drawn = random.random()
     return drawn
 
@@ -90,10 +103,18 @@ def resume(rank: int, path: str) -> tuple[list[float], list[float], int, float]:
     state = make(layout, 2)
     table, loader = torch.zeros(6), Loader(-1)
     if layout is not plain:
-        table = distribute_tensor(table, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
+        table = distribute_tensor(
+            table, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()]
+        )
     else:
         table = distckpt.ShardedTensor.from_rank_offsets("more.table", table)
-    objects = {**state, "more": {"table": table}, "rng": distckpt.RngState(), "loader": loader, "n": 0}
+    objects = {
+        **state,
+        "more": {"table": table},
+        "rng": distckpt.RngState(),
+        "loader": loader,
+        "n": 0,
+    }
     loaded = distckpt.load(objects, path, strict="raise_all")
     assert loaded["n"] == 3
     found = loaded["more"]["table"]
@@ -112,7 +133,11 @@ def test_a_dict_of_objects_resumes_under_other_layouts(tmp_path, losses, caplog)
     assert (table, count) == ([0, 1, 2, 3, 4, 5], -1)
     warned = [record.getMessage() for record in caplog.records]
     for name in ("loader", "rng"):
-        assert [text for text in warned if f"'{name}' is not restored" in text and "(2,)" in text and "(1,)" in text]
+        assert [
+            text
+            for text in warned
+            if f"'{name}' is not restored" in text and "(2,)" in text and "(1,)" in text
+        ]
 
 
 def make_zero(seed: int) -> dict:
@@ -121,7 +146,11 @@ def make_zero(seed: int) -> dict:
         from torch.distributed.optim import ZeroRedundancyOptimizer
     net = DistributedDataParallel(Net(seed))
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
-    return {"model": net, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+    return {
+        "model": net,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    }
 
 
 def save_zero(rank: int, path: str) -> list[float]:
@@ -170,7 +199,9 @@ def test_buffers_that_differ_between_ranks_are_those_of_rank_0(tmp_path):
 
 
 def save_what_drifts_apart(rank: int, path: str) -> tuple[list[str], bool]:
-    """Save a module that each rank makes, and trains, on its own; copies are on their way apart from the third save."""
+    """Save a module that each rank makes, and trains, on its own; copies are on their way apart
+    from the third save.
+    """
     torch.manual_seed(rank)
     net = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Linear(300, 40).to(torch.bfloat16))
     shards = distckpt.modules.sharded_state_dict(Net(1), "part.")
@@ -187,7 +218,9 @@ def save_what_drifts_apart(rank: int, path: str) -> tuple[list[str], bool]:
             net[1].weight.T[7] = 1.0 + change  # The last block of a sample ends there.
             net[1].weight[-1, -1] = change
         state = {"model": net, "part": shards}
-        texts.append(str(error_of(distckpt.save, state, f"{path}_{number + 1}", on_report=reused.append)))
+        texts.append(
+            str(error_of(distckpt.save, state, f"{path}_{number + 1}", on_report=reused.append))
+        )
     with torch.no_grad():
         net[1].weight.fill_(1.0)
         net[1].weight.view(-1)[6200:7200] += rank  # A twelfth of it.
@@ -206,7 +239,10 @@ def test_replicas_that_differ_are_refused_at_any_save(tmp_path):
         assert "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1" in last
         assert "validate_replicas=False" in last
         assert "'0." not in last
-        assert "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1" in range_of_elements
+        assert (
+            "key '1.weight': region [0:40, 0:300] differs between rank 0 and rank 1"
+            in range_of_elements
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"saved_1", "saved_2", "saved_run"}
 
 
@@ -215,7 +251,11 @@ def resume_own_head(rank: int, path: str) -> bool:
 
     def state(seed: int) -> dict:
         shared, own = make(DistributedDataParallel, 1), make(plain, seed)
-        return {**shared, "head": {"model": own["model"], "optimizer": own["optimizer"]}} if rank == 1 else shared
+        return (
+            {**shared, "head": {"model": own["model"], "optimizer": own["optimizer"]}}
+            if rank == 1
+            else shared
+        )
 
     def step(head: dict) -> list[torch.Tensor]:
         head["optimizer"].zero_grad()
@@ -229,7 +269,9 @@ def resume_own_head(rank: int, path: str) -> bool:
     distckpt.save(saved, path)
     distckpt.load(loaded, path)
     with pytest.raises(distckpt.InvalidShardingError, match=r"Rank 1 has 'own', and rank 0, whose"):
-        distckpt.save(saved | ({"own": saved["scheduler"]} if rank == 1 else {}), path, overwrite=True)
+        distckpt.save(
+            saved | ({"own": saved["scheduler"]} if rank == 1 else {}), path, overwrite=True
+        )
     return rank == 0 or all(map(torch.equal, step(loaded["head"]), step(saved["head"])))
 
 
@@ -264,7 +306,9 @@ class Stage(torch.nn.Module):
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleDict({str(number): torch.nn.Linear(2, 2) for number in numbers})
+        self.layers = torch.nn.ModuleDict(
+            {str(number): torch.nn.Linear(2, 2) for number in numbers}
+        )
 
 
 def save_and_load_stages(rank: int, path: str) -> str:
@@ -278,7 +322,9 @@ def save_and_load_stages(rank: int, path: str) -> str:
         saved.head = torch.nn.Linear(2, 2)
     distckpt.save({"model": saved}, path, overwrite=True)
     dist.barrier()
-    with pytest.raises(distckpt.LoadMismatchError, match=r"holds 'head.bias', 'head.weight', which"):
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"holds 'head.bias', 'head.weight', which"
+    ):
         distckpt.load({"model": Stage(*range(4))}, path, process_group=dist.new_subgroups(1)[0])
     return str(caught.value)
 

@@ -1,4 +1,6 @@
-"""Modules written for tensor, pipeline and data parallelism: nobody says which copy is the main one."""
+"""Modules written for tensor, pipeline and data parallelism: nobody says which copy is the main
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class ColumnParallel(torch.nn.Module):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp
+        )
 
 
 class Layer(torch.nn.Module):
@@ -31,7 +35,9 @@ class Layer(torch.nn.Module):
         torch.nn.init.constant_(self.norm.weight, number)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        return sharded_state_dict(self, prefix, ((0, self.number, NUM_LAYERS), *sharded_offsets), metadata)
+        return sharded_state_dict(
+            self, prefix, ((0, self.number, NUM_LAYERS), *sharded_offsets), metadata
+        )
 
 
 class Counter(torch.nn.Module):
@@ -47,7 +53,9 @@ class Counter(torch.nn.Module):
 
 
 class Stage(torch.nn.Module):
-    """A pipeline stage: other modules on each, and on the outer two the embedding, to which the head is tied."""
+    """A pipeline stage: other modules on each, and on the outer two the embedding, to which the
+    head is tied.
+    """
 
     def __init__(self, tp, pp):
         super().__init__()
@@ -63,10 +71,16 @@ class Stage(torch.nn.Module):
         self.ordinary = torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(3, 3)})
 
     def tensors(self):
-        return [*self.parameters(), *(tensor for layer in self.layers for tensor in layer.parameters())]
+        return [
+            *self.parameters(),
+            *(tensor for layer in self.layers for tensor in layer.parameters()),
+        ]
 
     def describe(self):
-        return [sharded_state_dict(self), [layer.sharded_state_dict("layers.") for layer in self.layers]]
+        return [
+            sharded_state_dict(self),
+            [layer.sharded_state_dict("layers.") for layer in self.layers],
+        ]
 
 
 def full(name, *shape):
@@ -80,7 +94,9 @@ def make_stage(rank, tp, pp, dp):
 
 
 def save_and_load(rank, path, pairs):
-    """Save under the first grid of each pair and load under the second; count what is wrong then."""
+    """Save under the first grid of each pair and load under the second; count what is wrong
+    then.
+    """
     wrong = 0
     for saved, grid in pairs:
         distckpt.save({"model": make_stage(rank, *saved).describe()}, f"{path}/{saved}")
@@ -89,7 +105,10 @@ def save_and_load(rank, path, pairs):
             for tensor in target.tensors():
                 tensor.zero_()
         distckpt.load({"model": target.describe()}, f"{path}/{saved}")
-        wrong += sum(not torch.equal(*pair) for pair in zip(expected.tensors(), target.tensors(), strict=True))
+        wrong += sum(
+            not torch.equal(*pair)
+            for pair in zip(expected.tensors(), target.tensors(), strict=True)
+        )
     return wrong
 
 
@@ -98,12 +117,21 @@ def test_modules_of_one_s_own_save_and_load_under_every_layout(tmp_path, run):
     assert run(save_and_load, 4, str(tmp_path), pairs) == [0] * 4
     for saved, _ in pairs:
         stored = distckpt.load_plain_tensors(tmp_path / str(saved))
-        layers = {"layers.up.weight": (NUM_LAYERS, FEATURES, WIDTH), "layers.norm.weight": (NUM_LAYERS, WIDTH)}
-        for name, shape in {**layers, "embedding.weight": (5, WIDTH), "head.weight": (5, WIDTH)}.items():
+        layers = {
+            "layers.up.weight": (NUM_LAYERS, FEATURES, WIDTH),
+            "layers.norm.weight": (NUM_LAYERS, WIDTH),
+        }
+        for name, shape in {
+            **layers,
+            "embedding.weight": (5, WIDTH),
+            "head.weight": (5, WIDTH),
+        }.items():
             assert tuple(stored[name].shape) == shape
         assert torch.equal(stored["layers.up.weight"][3], full("up3", FEATURES, WIDTH))
         assert {f"ordinary.stage{i}.weight" in stored for i in range(saved[1])} == {True}
-        assert "counter._extra_state/shard_0_1" in distckpt.load_sharded_metadata(tmp_path / str(saved))
+        assert "counter._extra_state/shard_0_1" in distckpt.load_sharded_metadata(
+            tmp_path / str(saved)
+        )
 
 
 def save_objects(rank, path):

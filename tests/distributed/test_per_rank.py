@@ -1,4 +1,6 @@
-"""What each rank has of its own: restored under the same layout, skipped by name under another one."""
+"""What each rank has of its own: restored under the same layout, skipped by name under another
+one.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,13 @@ def save_and_load(rank, path):
         given = state(rank, axes, None)
         loaded = distckpt.load(given, path)
         assert loaded["loader"] is given["loader"]
-        found.append((int(loaded["value"].value), loaded["loader"].value.seen, torch.equal(torch.rand(1), drawn)))
+        found.append(
+            (
+                int(loaded["value"].value),
+                loaded["loader"].value.seen,
+                torch.equal(torch.rand(1), drawn),
+            )
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Saving the same structure again: nothing of it is exchanged, and what is written is what the tensors hold now."""
+"""Saving the same structure again: nothing of it is exchanged, and what is written is what the
+tensors hold now.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def check(path, num_tensors, value, rows=ROWS):
     loaded = distckpt.load_plain_tensors(path)
     assert len(loaded) == 2 * num_tensors
     for i in range(num_tensors):
-        np.testing.assert_array_equal(loaded[f"t{i}"].numpy(), np.full((rows * NUM_RANKS, 8), 100.0 * value + i))
+        np.testing.assert_array_equal(
+            loaded[f"t{i}"].numpy(), np.full((rows * NUM_RANKS, 8), 100.0 * value + i)
+        )
         np.testing.assert_array_equal(loaded[f"c{i}"].numpy(), np.full((rows, 3), float(value)))
     assert distckpt.load_common_state_dict(path)["step"] == value
 
@@ -83,8 +87,11 @@ def save_again_and_again(rank, folder):
 def test_a_known_structure_is_not_exchanged_again(tmp_path):
     for seen in run(save_again_and_again, NUM_RANKS, str(tmp_path)):
         first, *later = seen[200]
-        # One checksum of 8 bytes for each chunk goes to rank 0, and what every save exchanges whatever it holds.
-        per_tensor = [(many - few) / (2 * 195) for few, many in zip(seen[5][1:], later, strict=True)]
+        # One checksum of 8 bytes for each chunk goes to rank 0, and what every save exchanges
+        # whatever it holds.
+        per_tensor = [
+            (many - few) / (2 * 195) for few, many in zip(seen[5][1:], later, strict=True)
+        ]
         assert max(per_tensor) <= 8 * NUM_RANKS
         assert max(later) < first / 3
     for num_tensors in (5, 200):
@@ -93,7 +100,9 @@ def test_a_known_structure_is_not_exchanged_again(tmp_path):
 
 
 def one_rank_changes(rank, folder):
-    """A structure that changes on the last rank only is planned again by all; values are never kept."""
+    """A structure that changes on the last rank only is planned again by all; values are never
+    kept.
+    """
     reports = [saved(state_with_copies(rank, 3, 1), f"{folder}/1")]
     changed = state_with_copies(rank, 3, 2)
     if rank == NUM_RANKS - 1:
@@ -136,22 +145,31 @@ def test_one_process_saves_what_tensors_hold_at_the_time(tmp_path):
     shard.data = torch.full((6, 4), 9.0)
     distckpt.save({"w": shard}, tmp_path / "swapped")
     for name, value in (("0", 0), ("1", 1), ("2", 2), ("swapped", 9)):
-        np.testing.assert_array_equal(distckpt.load_plain_tensors(tmp_path / name)["w"].numpy(), np.full((6, 4), value))
+        np.testing.assert_array_equal(
+            distckpt.load_plain_tensors(tmp_path / name)["w"].numpy(), np.full((6, 4), value)
+        )
 
 
 def test_tensors_that_become_tied_or_part_are_planned_again(tmp_path):
     first, second = torch.ones(4), torch.full((4,), 2.0)
 
     def save(name, one, other):
-        state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in (("a", one), ("b", other))}
+        state = {
+            key: ShardedTensor.from_rank_offsets(key, data)
+            for key, data in (("a", one), ("b", other))
+        }
         return saved(state, tmp_path / name).plan_reused
 
-    assert [save("apart", first, second), save("tied", first, first), save("parted", second, first)] == [False] * 2 + [
-        True
-    ]
+    assert [
+        save("apart", first, second),
+        save("tied", first, first),
+        save("parted", second, first),
+    ] == [False] * 2 + [True]
     for name, values in (("apart", (1, 2)), ("tied", (1, 1)), ("parted", (2, 1))):
         loaded = distckpt.load_plain_tensors(tmp_path / name)
-        assert [loaded[key].tolist() for key in ("a", "b")] == [[float(value)] * 4 for value in values]
+        assert [loaded[key].tolist() for key in ("a", "b")] == [
+            [float(value)] * 4 for value in values
+        ]
 
 
 def test_a_tensor_that_no_longer_fits_its_description_is_refused(tmp_path):

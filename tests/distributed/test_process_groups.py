@@ -1,4 +1,6 @@
-"""Saving and loading with some of the ranks, and with the kinds of process groups that programs have."""
+"""Saving and loading with some of the ranks, and with the kinds of process groups that programs
+have.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,42 @@ def gather_what_some_have_in_common(rank):
     if rank == 0:
         return None
     ranks = Ranks(members)
-    return ranks.gather_once([["", b"same", b"other", b"same"][rank], b"", b"own %d" % rank, b"all"])
+    return ranks.gather_once(
+        [["", b"same", b"other", b"same"][rank], b"", b"own %d" % rank, b"all"]
+    )
 
 
 def test_what_ranks_have_in_common_is_gathered_from_one():
     results = run(gather_what_some_have_in_common, 4)
-    gathered = [[b"same", b"other", b"same"], [b""] * 3, [b"own 1", b"own 2", b"own 3"], [b"all"] * 3]
+    gathered = [
+        [b"same", b"other", b"same"],
+        [b""] * 3,
+        [b"own 1", b"own 2", b"own 3"],
+        [b"all"] * 3,
+    ]
     assert results == [None, gathered, *[[[]] * 4] * 2]
 
 
 def rows(index, count, *, blank=False):
     part = FULL.chunk(count)[index].clone()
-    return ShardedTensor.from_rank_offsets("rows", torch.zeros_like(part) if blank else part, (0, index, count))
+    return ShardedTensor.from_rank_offsets(
+        "rows", torch.zeros_like(part) if blank else part, (0, index, count)
+    )
 
 
 def state(index, count, *, blank=False):
-    return {"rows": rows(index, count, blank=blank), "who": ShardedObject("who", index, (count,), (index,)), "step": 3}
+    return {
+        "rows": rows(index, count, blank=blank),
+        "who": ShardedObject("who", index, (count,), (index,)),
+        "step": 3,
+    }
 
 
 def is_loaded(loaded, index, count):
-    return torch.equal(loaded["rows"], FULL.chunk(count)[index]) and (loaded["who"], loaded["step"]) == (index, 3)
+    return torch.equal(loaded["rows"], FULL.chunk(count)[index]) and (
+        loaded["who"],
+        loaded["step"],
+    ) == (index, 3)
 
 
 def save_with_some_load_with_others(rank, path, savers, loaders):
@@ -58,7 +76,9 @@ def save_with_some_load_with_others(rank, path, savers, loaders):
     return result, total, sum_over_ranks(rank)
 
 
-@pytest.mark.parametrize(("savers", "loaders"), [([1, 3], [0, 2]), ([2, 3], [1, 3]), ([3, 1], [2, 0])])
+@pytest.mark.parametrize(
+    ("savers", "loaders"), [([1, 3], [0, 2]), ([2, 3], [1, 3]), ([3, 1], [2, 0])]
+)
 def test_a_sub_group_saves_and_another_one_loads(savers, loaders, tmp_path):
     path = str(tmp_path / "checkpoint")
     assert run(save_with_some_load_with_others, 4, path, savers, loaders) == [(True, 4, 6)] * 4
@@ -71,7 +91,9 @@ def tensors_of_the_last_collective(rank, path):
     def noting(function):
         def call(*args, **kwargs):
             tensors = [t for part in args for t in (part if isinstance(part, list) else [part])]
-            given[:] = [weakref.ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            given[:] = [
+                weakref.ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)
+            ]
             return function(*args, **kwargs)
 
         return call
@@ -86,8 +108,8 @@ def tensors_of_the_last_collective(rank, path):
 def test_a_process_may_end_right_after_a_save(tmp_path):
     """gloo's threads may hold a tensor for a moment longer than its collective takes.
 
-    If they held it last, they would need the interpreter's lock to destroy it, and a process whose threads need that
-    while it ends is aborted by Python before 3.14.
+    If they held it last, they would need the interpreter's lock to destroy it, and a process whose
+    threads need that while it ends is aborted by Python before 3.14.
     """
     for alive in run(tensors_of_the_last_collective, 2, str(tmp_path / "checkpoint")):
         assert alive
@@ -111,7 +133,9 @@ def group_of_one(rank, folder):
     alone = [dist.new_group([member]) for member in range(2)][rank]
     path = f"{folder}/rank_{rank}"
     distckpt.save(state(0, 1), path, process_group=alone)
-    return is_loaded(distckpt.load(state(0, 1, blank=True), path, process_group=alone), 0, 1), sum_over_ranks(rank)
+    return is_loaded(
+        distckpt.load(state(0, 1, blank=True), path, process_group=alone), 0, 1
+    ), sum_over_ranks(rank)
 
 
 def test_every_rank_saves_alone(tmp_path):
@@ -140,12 +164,16 @@ def test_a_rank_outside_of_the_group_is_told_so(tmp_path):
 
 def save_and_load(rank, path, num_ranks):
     distckpt.save(state(rank, num_ranks), path)
-    return is_loaded(distckpt.load(state(rank, num_ranks, blank=True), path), rank, num_ranks), sum_over_ranks(rank)
+    return is_loaded(
+        distckpt.load(state(rank, num_ranks, blank=True), path), rank, num_ranks
+    ), sum_over_ranks(rank)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
 def test_backend_names(backend, tmp_path):
-    assert run(save_and_load, 2, str(tmp_path / "checkpoint"), 2, backend=backend) == [(True, 1)] * 2
+    assert (
+        run(save_and_load, 2, str(tmp_path / "checkpoint"), 2, backend=backend) == [(True, 1)] * 2
+    )
 
 
 def save_and_load_twice(rank, folder):
@@ -166,7 +194,9 @@ def begin_again(rank, folder, backend):
         path = f"{folder}/attempt_{attempt}"
         distckpt.save(state(rank, 2), path)
         dist.destroy_process_group()
-        dist.init_process_group(backend, init_method=f"file://{folder}/store_{attempt}", rank=rank, world_size=2)
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/store_{attempt}", rank=rank, world_size=2
+        )
         results.append(is_loaded(distckpt.load(state(rank, 2, blank=True), path), rank, 2))
     return results
 
@@ -188,19 +218,25 @@ def test_a_group_without_torch_distributed_is_an_error(tmp_path):
 
 
 def save_in_two_threads(rank, size, folder):
-    """The second save starts in the middle of the first, on the last rank long before it goes on."""
+    """The second save starts in the middle of the first, on the last rank long before it goes
+    on.
+    """
     entered, threads = threading.Event(), []
 
     def start_the_other(common):
         if not threads:
-            thread = threading.Thread(target=distckpt.save, args=(state(rank, size), f"{folder}/b"), kwargs=other)
+            thread = threading.Thread(
+                target=distckpt.save, args=(state(rank, size), f"{folder}/b"), kwargs=other
+            )
             threads.append(thread)
             thread.start()
             entered.wait(0.5 * (rank == size - 1))
         return common
 
     other = {"preprocess_common_before_consistancy_check": lambda common: entered.set() or common}
-    distckpt.save(state(rank, size), f"{folder}/a", preprocess_common_before_consistancy_check=start_the_other)
+    distckpt.save(
+        state(rank, size), f"{folder}/a", preprocess_common_before_consistancy_check=start_the_other
+    )
     threads[0].join()
     loaded = [distckpt.load(state(rank, size, blank=True), f"{folder}/{name}") for name in "ab"]
     return all(is_loaded(each, rank, size) for each in loaded)

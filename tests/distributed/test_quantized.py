@@ -1,4 +1,6 @@
-"""Quantised directories on several ranks: slices of tensor parallelism, shared reads, and errors on every rank."""
+"""Quantised directories on several ranks: slices of tensor parallelism, shared reads, and errors on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,21 @@ KEY, ROWS, COLUMNS, NUM_RANKS = "l.up.weight", 300, 200, 2
 def load_parts(rank, path, mode):
     """Rows are divided, unaligned to blocks, columns too; all ranks have the gate."""
     state = {
-        "rows": ShardedTensor.from_rank_offsets(KEY, torch.empty(ROWS // 2, COLUMNS), (0, rank, NUM_RANKS)),
-        "gate": ShardedTensor.from_rank_offsets("l.gate.weight", torch.empty(4, COLUMNS), replica_id=rank),
+        "rows": ShardedTensor.from_rank_offsets(
+            KEY, torch.empty(ROWS // 2, COLUMNS), (0, rank, NUM_RANKS)
+        ),
+        "gate": ShardedTensor.from_rank_offsets(
+            "l.gate.weight", torch.empty(4, COLUMNS), replica_id=rank
+        ),
     }
-    columns = {"it": ShardedTensor.from_rank_offsets(KEY, torch.empty(ROWS, COLUMNS // 2), (1, rank, NUM_RANKS))}
-    replicas = {"it": ShardedTensor.from_rank_offsets(KEY, torch.empty(ROWS, COLUMNS), replica_id=rank)}
+    columns = {
+        "it": ShardedTensor.from_rank_offsets(
+            KEY, torch.empty(ROWS, COLUMNS // 2), (1, rank, NUM_RANKS)
+        )
+    }
+    replicas = {
+        "it": ShardedTensor.from_rank_offsets(KEY, torch.empty(ROWS, COLUMNS), replica_id=rank)
+    }
     loaded = [distckpt.load(each, path, parallel_load=mode) for each in (state, columns, replicas)]
     return loaded[0]["rows"], loaded[0]["gate"], loaded[1]["it"], loaded[2]["it"]
 
@@ -35,7 +47,9 @@ def test_every_rank_gets_its_slices(run, tmp_path, mode):
     model = fp8_block(ROWS, COLUMNS)
     model.write(tmp_path / "model")
     values, gate = model.values[KEY], model.values["l.gate.weight"]
-    for rank, (rows, found, columns, replica) in enumerate(run(load_parts, NUM_RANKS, str(tmp_path / "model"), mode)):
+    for rank, (rows, found, columns, replica) in enumerate(
+        run(load_parts, NUM_RANKS, str(tmp_path / "model"), mode)
+    ):
         assert torch.equal(rows, values.chunk(2)[rank])
         assert torch.equal(columns, values.chunk(2, 1)[rank])
         assert torch.equal(found, gate)
@@ -51,7 +65,11 @@ def load_codes(rank, path):
 
 
 def test_all_ranks_raise_when_one_requests_codes_as_values(run, tmp_path):
-    tensors = {"codes": torch.ones(4, dtype=torch.uint8), "codes.absmax": torch.ones(1), "norm": torch.ones(4)}
+    tensors = {
+        "codes": torch.ones(4, dtype=torch.uint8),
+        "codes.absmax": torch.ones(1),
+        "norm": torch.ones(4),
+    }
     write_plain(tmp_path / "model/model.safetensors", tensors)
     for error, _, total in run(load_codes, NUM_RANKS, str(tmp_path / "model")):
         assert isinstance(error, RankFailedError)

@@ -34,7 +34,9 @@ def test_load_on_two_ranks(toy):
 def load_with_a_reader_on_rank_0(rank, path):
     if rank == 0:
         register_reader(ToyReader())
-    with pytest.raises(distckpt.RankFailedError, match="'toy', for which no reader is registered here"):
+    with pytest.raises(
+        distckpt.RankFailedError, match="'toy', for which no reader is registered here"
+    ):
         distckpt.load({"sampler": sampler_shard(rank)}, path)
 
 
@@ -52,11 +54,15 @@ def load_rows_of_deepspeed(rank, path):
 
 
 def test_deepspeed_on_another_number_of_ranks(tmp_path):
-    with zipfile.ZipFile(pathlib.Path(__file__).parents[1] / "data" / "deepspeed_0_19.zip") as archive:
+    with zipfile.ZipFile(
+        pathlib.Path(__file__).parents[1] / "data" / "deepspeed_0_19.zip"
+    ) as archive:
         archive.extractall(tmp_path)
     expected = load_file(tmp_path / "zero3.safetensors")
     of_ranks = run(load_rows_of_deepspeed, 3, str(tmp_path / "zero3"))
     weights, moments, steps = map(list, zip(*of_ranks, strict=True))
     assert torch.equal(torch.tensor(weights).flatten(0, 1), expected["up.weight"])
-    assert torch.equal(torch.tensor(moments).flatten(0, 1), expected["optimizer.state.exp_avg.up.weight"])
+    assert torch.equal(
+        torch.tensor(moments).flatten(0, 1), expected["optimizer.state.exp_avg.up.weight"]
+    )
     assert steps == [3, 3, 3]

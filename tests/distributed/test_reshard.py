@@ -1,4 +1,6 @@
-"""State saved under one parallel layout and loaded under others, and in a process without a process group."""
+"""State saved under one parallel layout and loaded under others, and in a process without a process
+group.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from tests.support.layouts import (
     uneven_part,
 )
 
-GRIDS = [Layout(tp=2), Layout(dp=2), Layout(tp=2, dp=2), Layout(tp=4), Layout(tp=2, dp=4), Layout(tp=8)]
+GRIDS = [
+    Layout(tp=2),
+    Layout(dp=2),
+    Layout(tp=2, dp=2),
+    Layout(tp=4),
+    Layout(tp=2, dp=4),
+    Layout(tp=8),
+]
 
 # key -> global shape, dtype, axis that tensor parallel ranks divide (None: each has all)
 DENSE = {
@@ -43,11 +52,17 @@ def dense_shard(key, layout, rank, *, blank):
     shape, dtype, axis = DENSE[key]
     tp, _, dp = layout.position(rank)
     content = global_bytes(key, shape, dtype)
-    part = content if axis is None else content[slices_of(shape, axis, even_part(shape[axis], layout.tp, tp))]
+    part = (
+        content
+        if axis is None
+        else content[slices_of(shape, axis, even_part(shape[axis], layout.tp, tp))]
+    )
     tensor = tensor_from(np.zeros_like(part) if blank else part, dtype)
     if axis is None:
         return ShardedTensor.from_rank_offsets(key, tensor, replica_id=(tp, dp)), part
-    return ShardedTensor.from_rank_offsets(key, tensor, (axis, tp, layout.tp), replica_id=(0, dp)), part
+    return ShardedTensor.from_rank_offsets(
+        key, tensor, (axis, tp, layout.tp), replica_id=(0, dp)
+    ), part
 
 
 def uneven_shard(key, layout, rank, *, blank):
@@ -60,7 +75,9 @@ def uneven_shard(key, layout, rank, *, blank):
 
 
 def fused_factory(layout, rank, *, blank):
-    """A rank has its part of the gate above its part of the up projection: two shards of one key."""
+    """A rank has its part of the gate above its part of the up projection: two shards of one
+    key.
+    """
     tp, _, dp = layout.position(rank)
     content = global_bytes("mlp.fused", FUSED_SHAPE, torch.float32)
     half = FUSED_SHAPE[0] // 2
@@ -78,7 +95,9 @@ def fused_factory(layout, rank, *, blank):
             for index, (name, part) in enumerate(zip(("gate", "up"), parts, strict=True))
         }
 
-    return ShardedTensorFactory("mlp.fused", tensor, build, lambda built: torch.cat([built["gate"], built["up"]]), dp)
+    return ShardedTensorFactory(
+        "mlp.fused", tensor, build, lambda built: torch.cat([built["gate"], built["up"]]), dp
+    )
 
 
 def fused_expected(layout, rank):
@@ -86,18 +105,25 @@ def fused_expected(layout, rank):
     content = global_bytes("mlp.fused", FUSED_SHAPE, torch.float32)
     half = FUSED_SHAPE[0] // 2
     return np.concatenate(
-        [content[:half][even_part(half, layout.tp, tp)], content[half:][even_part(half, layout.tp, tp)]]
+        [
+            content[:half][even_part(half, layout.tp, tp)],
+            content[half:][even_part(half, layout.tp, tp)],
+        ]
     )
 
 
 def model_state(layout, rank, *, blank=False):
-    """Return the state dict of a rank (filled with zeros to load into it), and the bytes each tensor should have."""
+    """Return the state dict of a rank (filled with zeros to load into it), and the bytes each
+    tensor should have.
+    """
     shards = {key: dense_shard(key, layout, rank, blank=blank) for key in DENSE}
     shards |= {key: uneven_shard(key, layout, rank, blank=blank) for key in UNEVEN}
     state = {
         "model": {key: shard for key, (shard, _) in shards.items()},
         "fused": [fused_factory(layout, rank, blank=blank)],
-        "tokenizer": ShardedObject("tokenizer", None if blank else {"merges": ("a", "b")}, (1,), (0,), replica_id=rank),
+        "tokenizer": ShardedObject(
+            "tokenizer", None if blank else {"merges": ("a", "b")}, (1,), (0,), replica_id=rank
+        ),
         "rank": LocalNonpersistentObject(f"rank {rank}"),
         "args": {"lr": -1.0}
         if blank
@@ -115,8 +141,16 @@ def load_state(rank, layout, path):
     state, expected = model_state(layout, rank, blank=True)
     targets = {key: shard.data for key, shard in state["model"].items()}
     loaded = distckpt.load(state, path, strict="raise_all")
-    wrong = [key for key, content in expected.items() if not np.array_equal(bytes_of(loaded["model"][key]), content)]
-    wrong += [f"{key} is another tensor" for key, target in targets.items() if loaded["model"][key] is not target]
+    wrong = [
+        key
+        for key, content in expected.items()
+        if not np.array_equal(bytes_of(loaded["model"][key]), content)
+    ]
+    wrong += [
+        f"{key} is another tensor"
+        for key, target in targets.items()
+        if loaded["model"][key] is not target
+    ]
     if not np.array_equal(bytes_of(loaded["fused"][0]), fused_expected(layout, rank)):
         wrong.append("mlp.fused")
     rest = {name: loaded[name] for name in ("tokenizer", "rank", "args")}
@@ -134,8 +168,12 @@ def test_tensor_parallel_state_loads_under_every_other_layout(run, saved, tmp_pa
     path = str(tmp_path / "checkpoint")
     run(save_state, saved.num_ranks, saved, path)
     for wanted in GRIDS:
-        assert run(load_state, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, str(wanted)
-    assert run(load_state, 1, Layout(), path, backend=None) == [[]], "a process without a process group"
+        assert run(load_state, wanted.num_ranks, wanted, path) == [[]] * wanted.num_ranks, str(
+            wanted
+        )
+    assert run(load_state, 1, Layout(), path, backend=None) == [[]], (
+        "a process without a process group"
+    )
     everything = distckpt.load_plain_tensors(path)
     for key, (shape, dtype, _) in {**DENSE, **UNEVEN}.items():
         assert np.array_equal(bytes_of(everything[key]), global_bytes(key, shape, dtype)), key
@@ -160,7 +198,9 @@ def layer_shards(layout, rank, *, blank):
         part = content[layer][even_part(LAYER_SHAPE[0], layout.tp, tp)]
         tensor = tensor_from(np.zeros_like(part) if blank else part, torch.float32)
         offsets = ((0, layer, LAYERS), (1, tp, layout.tp))
-        shard = ShardedTensor.from_rank_offsets("layers.weight", tensor, *offsets, replica_id=dp, prepend_axis_num=1)
+        shard = ShardedTensor.from_rank_offsets(
+            "layers.weight", tensor, *offsets, replica_id=dp, prepend_axis_num=1
+        )
         shards.append(shard)
         expected.append(part)
     return shards, expected
@@ -173,10 +213,15 @@ def save_layers(rank, layout, path):
 def load_layers(rank, layout, path):
     shards, expected = layer_shards(layout, rank, blank=True)
     loaded = distckpt.load({"layers": shards}, path)["layers"]
-    return [np.array_equal(bytes_of(tensor), content) for tensor, content in zip(loaded, expected, strict=True)]
+    return [
+        np.array_equal(bytes_of(tensor), content)
+        for tensor, content in zip(loaded, expected, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("saved", [Layout(tp=2, pp=2), Layout(pp=4, dp=2), Layout(tp=4, pp=1)], ids=str)
+@pytest.mark.parametrize(
+    "saved", [Layout(tp=2, pp=2), Layout(pp=4, dp=2), Layout(tp=4, pp=1)], ids=str
+)
 def test_layers_move_between_pipeline_stages(run, saved, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_layers, saved.num_ranks, saved, path)
@@ -184,11 +229,15 @@ def test_layers_move_between_pipeline_stages(run, saved, tmp_path):
         results = run(load_layers, wanted.num_ranks, wanted, path)
         assert results == [[True] * (LAYERS // wanted.pp)] * wanted.num_ranks, str(wanted)
     whole = distckpt.load_plain_tensors(path)["layers.weight"]
-    assert np.array_equal(bytes_of(whole), global_bytes("layers.weight", (LAYERS, *LAYER_SHAPE), torch.float32))
+    assert np.array_equal(
+        bytes_of(whole), global_bytes("layers.weight", (LAYERS, *LAYER_SHAPE), torch.float32)
+    )
 
 
 def random_cuts(seed, shape, num_ranks):
-    """Cut a tensor into one region per rank, by halving the largest region along a random axis at a random place."""
+    """Cut a tensor into one region per rank, by halving the largest region along a random axis at a
+    random place.
+    """
     random = np.random.default_rng(seed)
     regions = [tuple(slice(0, size) for size in shape)]
     while len(regions) < num_ranks:
@@ -202,7 +251,9 @@ def random_cuts(seed, shape, num_ranks):
 
 
 def save_and_load_regions(rank, num_ranks, seeds, folder):
-    """Save one random division of tensors into regions and load another one; return the seeds that went wrong."""
+    """Save one random division of tensors into regions and load another one; return the seeds that
+    went wrong.
+    """
     wrong = []
     for seed in seeds:
         shape = [(40,), (9, 14), (5, 6, 7), (3, 4, 5, 6)][seed % 4]
@@ -227,4 +278,6 @@ def save_and_load_regions(rank, num_ranks, seeds, folder):
     ],
 )
 def test_any_division_into_regions_loads_under_any_other(run, num_ranks, seeds, tmp_path):
-    assert run(save_and_load_regions, num_ranks, num_ranks, seeds, str(tmp_path)) == [[]] * num_ranks
+    assert (
+        run(save_and_load_regions, num_ranks, num_ranks, seeds, str(tmp_path)) == [[]] * num_ranks
+    )

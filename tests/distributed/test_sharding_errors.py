@@ -1,4 +1,6 @@
-"""State dicts that contradict each other: the same error on every rank, nothing written, the group as before."""
+"""State dicts that contradict each other: the same error on every rank, nothing written, the group
+as before.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,17 @@ def hole_of_copies(rank):
 
 def overlapping_regions(rank):
     data = torch.zeros(7, 4)
-    return {"w": ShardedTensor("w", data, data.dtype, (7, 4), (27, 4), (rank * 6, 0) if rank < 3 else (20, 0), None)}
+    return {
+        "w": ShardedTensor(
+            "w", data, data.dtype, (7, 4), (27, 4), (rank * 6, 0) if rank < 3 else (20, 0), None
+        )
+    }
 
 
 def other_dtype(rank):
-    return {"w": tensor("w", (6, 4), (0, rank, 4), dtype=torch.bfloat16 if rank == 3 else torch.float32)}
+    return {
+        "w": tensor("w", (6, 4), (0, rank, 4), dtype=torch.bfloat16 if rank == 3 else torch.float32)
+    }
 
 
 def other_shape(rank):
@@ -52,15 +60,25 @@ def other_number_of_axes(rank):
 
 
 def experts_counted_from_0_on_every_rank(rank):
-    return {f"local.{i}": tensor(f"experts.{i}.weight", (6, 4), value=float(rank * 2 + i)) for i in range(2)}
+    return {
+        f"local.{i}": tensor(f"experts.{i}.weight", (6, 4), value=float(rank * 2 + i))
+        for i in range(2)
+    }
 
 
 def tensor_here_object_there(rank):
-    return {"w": ShardedObject("w", 1, (4,), (rank,)) if rank == 2 else tensor("w", (6, 4), (0, rank, 4))}
+    return {
+        "w": ShardedObject("w", 1, (4,), (rank,))
+        if rank == 2
+        else tensor("w", (6, 4), (0, rank, 4))
+    }
 
 
 def tensor_and_object_in_one_dict(rank):
-    return {"w": tensor("state", (6, 4), (0, rank, 4)), "o": ShardedObject("state", 1, (4,), (rank,))}
+    return {
+        "w": tensor("state", (6, 4), (0, rank, 4)),
+        "o": ShardedObject("state", 1, (4,), (rank,)),
+    }
 
 
 def object_twice(rank):
@@ -84,11 +102,22 @@ CASES = {
     no_main_replica: ["key 'w'", "no main replica", "rank 0", "replica_id 0"],
     hole: ["key 'w'", "no rank holds element (12, 0)"],
     hole_of_copies: ["key 'w'", "no main replica holds element (12, 0)", "rank 2"],
-    overlapping_regions: ["key 'w'", "2 main replicas hold the same element (6, 0)", "rank 0", "rank 1"],
+    overlapping_regions: [
+        "key 'w'",
+        "2 main replicas hold the same element (6, 0)",
+        "rank 0",
+        "rank 1",
+    ],
     other_dtype: ["Key 'w'", "F32", "BF16", "rank 0", "rank 3"],
     other_shape: ["Key 'w'", "(24, 4)", "(24, 5)", "rank 0", "rank 1"],
     other_number_of_axes: ["Key 'w'", "(24, 4)", "(24, 4, 1)", "rank 0", "rank 1"],
-    experts_counted_from_0_on_every_rank: ["'experts.0.weight'", "'experts.1.weight'", "rank 0", "rank 1", "experts"],
+    experts_counted_from_0_on_every_rank: [
+        "'experts.0.weight'",
+        "'experts.1.weight'",
+        "rank 0",
+        "rank 1",
+        "experts",
+    ],
     tensor_here_object_there: ["Key 'w'", "F32", "object", "rank 0", "rank 2"],
     tensor_and_object_in_one_dict: ["Key 'state'", "F32", "object"],
     object_twice: ["key 'rng'", "rank 2", "rank 3"],
@@ -103,7 +132,9 @@ def good_state(rank, *, blank=False):
 
 
 def save_wrongly_then_rightly(rank, make_state, path):
-    """Return the error of the wrong save, how long it took, what it left, and whether all goes well after it."""
+    """Return the error of the wrong save, how long it took, what it left, and whether all goes well
+    after it.
+    """
     started = time.monotonic()
     error = error_of(distckpt.save, make_state(rank), path)
     seconds = time.monotonic() - started
@@ -163,7 +194,10 @@ def differing_replicas(rank, key="rng.state"):
 
 
 def save_differing_replicas(rank, path):
-    errors = [error_of(distckpt.save, differing_replicas(rank), path, validate_replicas=how) for how in (None, True)]
+    errors = [
+        error_of(distckpt.save, differing_replicas(rank), path, validate_replicas=how)
+        for how in (None, True)
+    ]
     total = sum_over_ranks(rank)
     left = os.listdir(os.path.dirname(path))
     sum_over_ranks(0)
@@ -177,7 +211,13 @@ def test_validate_replicas_names_the_ranks_and_the_key(run, tmp_path):
     errors = [error for both in errors for error in both]
     assert [type(error) for error in errors] == [InvalidShardingError] * 8
     assert len({str(error) for error in errors}) == 1
-    for words in ("'rng.state'", "rank 0", "rank 2", "DistributedDataParallel", "validate_replicas=False"):
+    for words in (
+        "'rng.state'",
+        "rank 0",
+        "rank 2",
+        "DistributedDataParallel",
+        "validate_replicas=False",
+    ):
         assert words in str(errors[0])
     assert "'w'" not in str(errors[0])
     assert "rank 1" not in str(errors[0])
@@ -197,7 +237,9 @@ def save_equal_replicas(rank, path):
         "flat", full.flatten()[3:57], (6, 10), flattened_range=slice(3, 57), replica_id=rank
     )
     for how in (None, True):
-        distckpt.save(state, path, validate_replicas=how, validate_access_integrity=False, overwrite=True)
+        distckpt.save(
+            state, path, validate_replicas=how, validate_access_integrity=False, overwrite=True
+        )
 
 
 def test_validate_replicas_accepts_equal_ones(run, tmp_path):
@@ -212,7 +254,9 @@ def load_wrongly(rank, path):
     wrong = tensor("good", (6, 4), (0, min(rank, 2), 4))
     error = error_of(distckpt.load, {"good": wrong}, path)
     total = sum_over_ranks(rank)
-    unchecked = distckpt.load({"good": tensor("good", (6, 4), (0, min(rank, 2), 4))}, path, None, False)["good"]
+    unchecked = distckpt.load(
+        {"good": tensor("good", (6, 4), (0, min(rank, 2), 4))}, path, None, False
+    )["good"]
     return error, total, bool((unchecked == min(rank, 2)).all())
 
 
@@ -233,7 +277,9 @@ NUM_LAYERS = 100
 
 def many_layers(rank, make):
     return {
-        f"{i}.{part}": make(rank, f"layers.{i}.{part}") for i in range(NUM_LAYERS) for part in ("attn", "mlp", "norm")
+        f"{i}.{part}": make(rank, f"layers.{i}.{part}")
+        for i in range(NUM_LAYERS)
+        for part in ("attn", "mlp", "norm")
     }
 
 
@@ -262,11 +308,18 @@ def save_many_layers(rank, make, path):
     [
         (
             copies_of_which_one_differs,
-            ["'layers.{0..99}.mlp' (100 keys), such as key 'layers.0.mlp'", "differs between rank 2 and rank 3"],
+            [
+                "'layers.{0..99}.mlp' (100 keys), such as key 'layers.0.mlp'",
+                "differs between rank 2 and rank 3",
+            ],
         ),
         (
             holes_in_some,
-            ["'layers.{0..99}.attn' (100 keys), such as key 'layers.0.attn'", "no main replica", "on rank 2"],
+            [
+                "'layers.{0..99}.attn' (100 keys), such as key 'layers.0.attn'",
+                "no main replica",
+                "on rank 2",
+            ],
         ),
         (dtypes_of_one_rank, ["'layers.{0..99}.norm' (100 keys)", "rank 0", "rank 1"]),
     ],

@@ -1,4 +1,6 @@
-"""Ranks that want the same bytes read each of them once. Expected values are those of numpy indexing."""
+"""Ranks that want the same bytes read each of them once. Expected values are those of numpy
+indexing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 import distckpt
 from distckpt import RankFailedError, ShardedTensor
-from distckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from distckpt.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy
 from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.harness import ask_parent, error_of, launched, run, sum_over_ranks
@@ -78,7 +80,9 @@ def checkpoint(tmp_path_factory):
 
 @contextmanager
 def reads_of_tensors():
-    """Count what is read of tensors from a hooked store: yields a list that gets (file, start, stop)."""
+    """Count what is read of tensors from a hooked store: yields a list that gets (file, start,
+    stop).
+    """
     spans, lock = [], threading.Lock()
 
     def note(path, start, stop):
@@ -94,12 +98,16 @@ def blank_targets(layout, rank):
     state = {}
     for key, (_, dtype, _) in TENSORS.items():
         blank = np.zeros_like(content_of(key))
-        state[key] = irregular_shard(key, blank, dtype, part_of(key, layout, rank), layout.position(rank)[2])
+        state[key] = irregular_shard(
+            key, blank, dtype, part_of(key, layout, rank), layout.position(rank)[2]
+        )
     return state
 
 
 def load_counting(rank, layout, path, kwargs):
-    """Load, and return the keys that are wrong, what was read, and the number of bytes asked for."""
+    """Load, and return the keys that are wrong, what was read, and the number of bytes asked
+    for.
+    """
     state = blank_targets(layout, rank)
     with reads_of_tensors() as spans:
         loaded = distckpt.load(state, f"hooked://{path}", validate_access_integrity=False, **kwargs)
@@ -109,12 +117,18 @@ def load_counting(rank, layout, path, kwargs):
         if not np.array_equal(bytes_of(loaded[key]), content_of(key)[part_of(key, layout, rank)])
         or loaded[key] is not state[key].data
     ]
-    return wrong, spans, sum(tensor.nbytes for tensor in loaded.values() if isinstance(tensor, torch.Tensor))
+    return (
+        wrong,
+        spans,
+        sum(tensor.nbytes for tensor in loaded.values() if isinstance(tensor, torch.Tensor)),
+    )
 
 
 def covered_twice(spans):
     """Return how many bytes were read more than once."""
-    edges = sorted((file, position, step) for file, a, b in spans for position, step in ((a, 1), (b, -1)))
+    edges = sorted(
+        (file, position, step) for file, a, b in spans for position, step in ((a, 1), (b, -1))
+    )
     twice, depth, last = 0, 0, None
     for _, position, step in edges:
         if depth > 1:
@@ -125,15 +139,21 @@ def covered_twice(spans):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_replicas_read_each_byte_once(run, num_ranks, checkpoint):
-    results = run(load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"parallel_load": "on"})
+    results = run(
+        load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"parallel_load": "on"}
+    )
     assert [wrong for wrong, _, _ in results] == [[]] * num_ranks
     read = [sum(stop - start for _, start, stop in spans) for _, spans, _ in results]
     assert sum(read) == results[0][2], "once in total"
     assert covered_twice([span for _, spans, _ in results for span in spans]) == 0
     # As evenly as units of 2 MiB allow.
     assert all(abs(num_bytes - sum(read) / num_ranks) <= 2 * MIB for num_bytes in read)
-    alone = run(load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"parallel_load": "off"})
-    assert [sum(stop - start for _, start, stop in spans) for _, spans, _ in alone] == [results[0][2]] * num_ranks
+    alone = run(
+        load_counting, num_ranks, Layout(dp=num_ranks), checkpoint, {"parallel_load": "off"}
+    )
+    assert [sum(stop - start for _, start, stop in spans) for _, spans, _ in alone] == [
+        results[0][2]
+    ] * num_ranks
 
 
 @pytest.mark.parametrize("verify", ["none", "read", "full"])
@@ -143,21 +163,32 @@ def test_some_ranks_share_some_tensors(run, verify, checkpoint):
     assert [wrong for wrong, _, _ in results] == [[]] * 4
     # Everything once; what is divided between columns lies in blocks that both halves need.
     once = sum(content_of(key).size for key in TENSORS)
-    assert sum(b - a for _, spans, _ in results for _, a, b in spans) <= once + content_of("columns").size + 48
+    assert (
+        sum(b - a for _, spans, _ in results for _, a, b in spans)
+        <= once + content_of("columns").size + 48
+    )
 
 
 MANY = 400
 
 
 def load_many_small(rank, path):
-    """Load hundreds of small tensors as replicas, and return how many are right and how many bytes were read."""
+    """Load hundreds of small tensors as replicas, and return how many are right and how many bytes
+    were read.
+    """
     state = {
-        f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", torch.zeros(3 + i % 5, dtype=dtype), replica_id=rank)
+        f"t{i}": ShardedTensor.from_rank_offsets(
+            f"t{i}", torch.zeros(3 + i % 5, dtype=dtype), replica_id=rank
+        )
         for i, dtype in zip(range(MANY), [torch.int8, torch.int64] * MANY, strict=False)
     }
     with reads_of_tensors() as spans:
-        loaded = distckpt.load(state, f"hooked://{path}", validate_access_integrity=False, parallel_load="on")
-    return sum(bool((loaded[key] == int(key[1:]) % 100).all()) for key in state), sum(b - a for _, a, b in spans)
+        loaded = distckpt.load(
+            state, f"hooked://{path}", validate_access_integrity=False, parallel_load="on"
+        )
+    return sum(bool((loaded[key] == int(key[1:]) % 100).all()) for key in state), sum(
+        b - a for _, a, b in spans
+    )
 
 
 def test_small_tensors_travel_together(run, tmp_path):
@@ -166,7 +197,9 @@ def test_small_tensors_travel_together(run, tmp_path):
         f"t{i}": torch.full((3 + i % 5,), i % 100, dtype=dtype)
         for i, dtype in zip(range(MANY), [torch.int8, torch.int64] * MANY, strict=False)
     }
-    distckpt.save({key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items()}, path)
+    distckpt.save(
+        {key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items()}, path
+    )
     (right_0, read_0), (right_1, read_1) = run(load_many_small, 2, path)
     assert right_0 == right_1 == MANY
     assert read_0 + read_1 == sum(tensor.nbytes for tensor in tensors.values())
@@ -174,8 +207,13 @@ def test_small_tensors_travel_together(run, tmp_path):
 
 
 def load_strangely(rank, path):
-    """Load into targets that are not plain memory, of several dtypes, twice, padded and in part; say what is wrong."""
-    large, odd = content_of("large").view(np.int32)[..., 0], content_of("odd").view(np.int16)[..., 0]
+    """Load into targets that are not plain memory, of several dtypes, twice, padded and in part;
+    say what is wrong.
+    """
+    large, odd = (
+        content_of("large").view(np.int32)[..., 0],
+        content_of("odd").view(np.int16)[..., 0],
+    )
     columns, unpadded = content_of("columns"), content_of("padded").view(np.int32)[..., 0]
     wide = torch.zeros(3072, 2048)
     strided = wide[:, ::2] if rank == 0 else torch.zeros(1024, 3072).t()
@@ -185,13 +223,18 @@ def load_strangely(rank, path):
         "cast": ("odd", torch.zeros(odd.shape, dtype=torch.int16 if rank == 0 else torch.int32)),
     }
     state = {
-        name: ShardedTensor.from_rank_offsets(key, target, replica_id=rank) for name, (key, target) in targets.items()
+        name: ShardedTensor.from_rank_offsets(key, target, replica_id=rank)
+        for name, (key, target) in targets.items()
     }
     part = np.s_[30:633, 900 - rank % 2 :]
     state["part"] = irregular_shard("columns", np.zeros_like(columns), torch.bfloat16, part, rank)
     padded = torch.full((12,), 7, dtype=torch.int32)
-    state["padded"] = ShardedTensor.from_rank_offsets("padded", padded, replica_id=rank, allow_shape_mismatch=True)
-    loaded = distckpt.load(state, path, validate_access_integrity=False, parallel_load="on", max_inflight_bytes=1)
+    state["padded"] = ShardedTensor.from_rank_offsets(
+        "padded", padded, replica_id=rank, allow_shape_mismatch=True
+    )
+    loaded = distckpt.load(
+        state, path, validate_access_integrity=False, parallel_load="on", max_inflight_bytes=1
+    )
     right = {
         "strided": np.array_equal(strided.contiguous().view(torch.int32).numpy(), large),
         "between": not wide[:, 1::2].any(),
@@ -211,23 +254,32 @@ WANTED_BY = {"a": (0, 1, 2), "b": (0, 1, 3), "c": (0, 2, 3)}
 
 
 def load_overlapping_sets(rank, path):
-    """Load what different sets of three ranks want; the others have so much of their own that rank 0 reads for all."""
+    """Load what different sets of three ranks want; the others have so much of their own that rank
+    0 reads for all.
+    """
     sizes = {key: 40000 for key, ranks in WANTED_BY.items() if rank in ranks} | (
         {f"own {rank}": 200000} if rank else {}
     )
     state = {
-        key: ShardedTensor.from_rank_offsets(key, torch.zeros(size), replica_id=rank) for key, size in sizes.items()
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(size), replica_id=rank)
+        for key, size in sizes.items()
     }
     with reads_of_tensors() as spans:
-        loaded = distckpt.load(state, f"hooked://{path}", validate_access_integrity=False, parallel_load="on")
-    return {key: float(tensor.mean()) for key, tensor in loaded.items()}, sum(b - a for _, a, b in spans)
+        loaded = distckpt.load(
+            state, f"hooked://{path}", validate_access_integrity=False, parallel_load="on"
+        )
+    return {key: float(tensor.mean()) for key, tensor in loaded.items()}, sum(
+        b - a for _, a, b in spans
+    )
 
 
 def test_a_rank_sends_different_tensors_to_different_ranks(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     values = {"a": 1.0, "b": 2.0, "c": 3.0, "own 1": 4.0, "own 2": 5.0, "own 3": 6.0}
     state = {
-        key: ShardedTensor.from_rank_offsets(key, torch.full((40000 if key in WANTED_BY else 200000,), value))
+        key: ShardedTensor.from_rank_offsets(
+            key, torch.full((40000 if key in WANTED_BY else 200000,), value)
+        )
         for key, value in values.items()
     }
     distckpt.save(state, path)
@@ -249,7 +301,9 @@ def load_flat(rank, path):
     )
     with reads_of_tensors() as spans:
         distckpt.load({"w": shard}, f"hooked://{path}", parallel_load="on", verify="none")
-    return bool((flat == torch.arange(part.start, part.stop)).all()), sum(stop - start for _, start, stop in spans)
+    return bool((flat == torch.arange(part.start, part.stop)).all()), sum(
+        stop - start for _, start, stop in spans
+    )
 
 
 def test_flattened_ranges(run, tmp_path):
@@ -283,7 +337,11 @@ def load_damaged(rank, damaged, whole):
     """Load a damaged checkpoint together, then a whole one."""
     layout = Layout(dp=3)
     error = error_of(
-        distckpt.load, blank_targets(layout, rank), damaged, validate_access_integrity=False, parallel_load="on"
+        distckpt.load,
+        blank_targets(layout, rank),
+        damaged,
+        validate_access_integrity=False,
+        parallel_load="on",
     )
     in_step = sum_over_ranks(rank)
     wrong, _, _ = load_counting(rank, layout, whole, {"parallel_load": "on"})
@@ -294,7 +352,10 @@ def load_damaged(rank, damaged, whole):
 def test_damage_that_one_rank_finds_is_told_to_all(run, damage, checkpoint, tmp_path):
     damaged = str(tmp_path / "checkpoint")
     # Not the bytes of another checkpoint: those are shared with other tests.
-    shards = {k: ShardedTensor.from_rank_offsets(k, tensor_from(content_of(k), TENSORS[k][1])) for k in TENSORS}
+    shards = {
+        k: ShardedTensor.from_rank_offsets(k, tensor_from(content_of(k), TENSORS[k][1]))
+        for k in TENSORS
+    }
     distckpt.save(shards, damaged)
     (name,) = os.listdir(f"{damaged}/tensors")
     with open(f"{damaged}/tensors/{name}", "r+b") as file:
@@ -323,7 +384,9 @@ def ask_differently(rank, path):
     """One rank asks for what is not there, while the others are ready to share."""
     key = "absent" if rank == 1 else "norm"
     shard = ShardedTensor.from_rank_offsets(key, torch.zeros(10), replica_id=rank)
-    error = error_of(distckpt.load, {"a": shard}, path, validate_access_integrity=False, parallel_load="on")
+    error = error_of(
+        distckpt.load, {"a": shard}, path, validate_access_integrity=False, parallel_load="on"
+    )
     return type(error), "absent" in str(error), sum_over_ranks(1)
 
 
@@ -332,7 +395,9 @@ def test_a_rank_that_asks_for_what_is_not_there(run, checkpoint):
 
 
 def load_large(rank, path, mode, delay):
-    """Load one large tensor as replicas; return whether it is right, and bytes read from the store and locally."""
+    """Load one large tensor as replicas; return whether it is right, and bytes read from the store
+    and locally.
+    """
     lock, read = threading.Lock(), [0]
 
     def slowly(file, start, stop):
@@ -341,7 +406,9 @@ def load_large(rank, path, mode, delay):
                 read[0] += stop - start
             time.sleep(delay)
 
-    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(36, MIB, dtype=torch.int32), replica_id=rank)
+    shard = ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(36, MIB, dtype=torch.int32), replica_id=rank
+    )
     with hooked_reads(slowly), counted_reads() as local:
         distckpt.load({"w": shard}, path, validate_access_integrity=False, parallel_load=mode)
     expected = torch.arange(36, dtype=torch.int32)[:, None]
@@ -380,10 +447,16 @@ def test_auto_on_one_machine_reads_a_local_path_as_if_alone(large_checkpoint):
 
 
 def peak_of_load(rank, path):
-    """Return by how many bytes resident memory grows at most while strided targets are filled, and whether they are."""
+    """Return by how many bytes resident memory grows at most while strided targets are filled, and
+    whether they are.
+    """
     target = torch.zeros(36, 2 * MIB, dtype=torch.int32)[:, ::2]
     shard = ShardedTensor.from_rank_offsets("w", target, replica_id=rank)
-    kwargs = {"validate_access_integrity": False, "parallel_load": "on", "max_inflight_bytes": 16 * MIB}
+    kwargs = {
+        "validate_access_integrity": False,
+        "parallel_load": "on",
+        "max_inflight_bytes": 16 * MIB,
+    }
     grown = peak_memory_bytes(lambda: distckpt.load({"w": shard}, path, **kwargs))
     return grown, bool((target == torch.arange(36, dtype=torch.int32)[:, None]).all())
 

@@ -1,4 +1,6 @@
-"""Keys that only the checkpoint or only some ranks' requests have, and objects whose number has changed."""
+"""Keys that only the checkpoint or only some ranks' requests have, and objects whose number has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointingException, LoadMismatchError, RankFailedError, ShardedObject, ShardedTensor
+from distckpt import (
+    CheckpointingException,
+    LoadMismatchError,
+    RankFailedError,
+    ShardedObject,
+    ShardedTensor,
+)
 from tests.support.harness import error_of, launched, sum_over_ranks
 
 
@@ -15,11 +23,15 @@ def whole(key, rank, value=0.0):
 
 
 def save_keys(rank, path):
-    distckpt.save({key: whole(key, rank, 7.0) for key in ("a", "b", "layers.0.w", "layers.1.w")}, path)
+    distckpt.save(
+        {key: whole(key, rank, 7.0) for key in ("a", "b", "layers.0.w", "layers.1.w")}, path
+    )
 
 
 def request_of(rank):
-    """Rank 1 alone asks for keys that are not stored; no rank asks for `layers.1.w`; rank 2 alone for `b`."""
+    """Rank 1 alone asks for keys that are not stored; no rank asks for `layers.1.w`; rank 2 alone
+    for `b`.
+    """
     asked = {"a": whole("a", rank), "layers.0.w": whole("layers.0.w", rank)}
     if rank == 1:
         asked |= {name: whole(name, 0) for name in ("layers.7.w", "aa")}
@@ -73,7 +85,9 @@ def test_returning_modes(run, strict, stored):
         loaded, missing, unexpected = result
         assert set(loaded) == STORED_KEYS[rank]
         assert all(bool((tensor == 7.0).all()) for tensor in loaded.values())
-        assert missing == ({"layers.1.w"} if strict == "return_all" else set()), "the same on all ranks"
+        assert missing == ({"layers.1.w"} if strict == "return_all" else set()), (
+            "the same on all ranks"
+        )
         assert unexpected == ({"layers.7.w", "aa"} if rank == 1 else set()), "those of this rank"
 
 
@@ -104,12 +118,19 @@ def test_the_default_mode_fails_on_every_rank(run, stored):
 
 def save_objects(rank, path, num_ranks):
     distckpt.save(
-        {"rng": ShardedObject("rng_state", {"seed": rank}, (num_ranks,), (rank,)), "w": whole("w", rank)}, path
+        {
+            "rng": ShardedObject("rng_state", {"seed": rank}, (num_ranks,), (rank,)),
+            "w": whole("w", rank),
+        },
+        path,
     )
 
 
 def load_objects(rank, path, num_ranks, strict):
-    request = {"rng": ShardedObject("rng_state", None, (num_ranks,), (rank,)), "w": whole("w", rank)}
+    request = {
+        "rng": ShardedObject("rng_state", None, (num_ranks,), (rank,)),
+        "w": whole("w", rank),
+    }
     error = error_of(distckpt.load, request, path, strict=strict)
     total = sum_over_ranks(1)
     del request["rng"]
@@ -118,7 +139,9 @@ def load_objects(rank, path, num_ranks, strict):
 
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "return_all", "ignore_all"])
 @pytest.mark.parametrize(("saved", "wanted"), [(4, 2), (2, 4), (1, 3)])
-def test_per_rank_objects_whose_number_changed_are_an_error_that_says_so(run, saved, wanted, strict, tmp_path):
+def test_per_rank_objects_whose_number_changed_are_an_error_that_says_so(
+    run, saved, wanted, strict, tmp_path
+):
     path = str(tmp_path / "checkpoint")
     run(save_objects, saved, path, saved)
     results = run(load_objects, wanted, path, wanted, strict)
@@ -135,10 +158,14 @@ def load_objects_alone(rank, path):
 
 
 def load_every_part(rank, path):
-    """What the error advises: load all stored parts, on a rank that has another place in the world."""
+    """What the error advises: load all stored parts, on a rank that has another place in the
+    world.
+    """
     del rank
     parts = {
-        name: shard for name, shard in distckpt.load_sharded_metadata(path).items() if isinstance(shard, ShardedObject)
+        name: shard
+        for name, shard in distckpt.load_sharded_metadata(path).items()
+        if isinstance(shard, ShardedObject)
     }
     return distckpt.load(parts, path)
 
@@ -157,7 +184,10 @@ def test_all_parts_of_an_object_can_be_loaded_elsewhere(run, tmp_path):
 def load_objects_rotated(rank, path):
     """The grid is the same, but each rank asks for another rank's object, and for a second one."""
     cells = [(rank + 1) % 4, (rank + 2) % 4]
-    request = {str(cell): ShardedObject("rng_state", None, (4,), (cell,), replica_id=i) for i, cell in enumerate(cells)}
+    request = {
+        str(cell): ShardedObject("rng_state", None, (4,), (cell,), replica_id=i)
+        for i, cell in enumerate(cells)
+    }
     return distckpt.load(request, path)
 
 
@@ -165,13 +195,19 @@ def test_objects_go_to_whom_asks_for_them(run, tmp_path):
     path = str(tmp_path / "checkpoint")
     run(save_objects, 4, path, 4)
     results = run(load_objects_rotated, 4, path)
-    assert results == [{str(cell): {"seed": cell} for cell in ((r + 1) % 4, (r + 2) % 4)} for r in range(4)]
+    assert results == [
+        {str(cell): {"seed": cell} for cell in ((r + 1) % 4, (r + 2) % 4)} for r in range(4)
+    ]
 
 
 def load_other_shape(rank, path):
     request = ShardedTensor.from_rank_offsets("a", torch.zeros(3), (0, rank, 3))
-    other_dtype = ShardedTensor.from_rank_offsets("a", torch.zeros(4, dtype=torch.bfloat16), replica_id=rank)
-    return error_of(distckpt.load, {"a": request}, path), error_of(distckpt.load, {"a": other_dtype}, path)
+    other_dtype = ShardedTensor.from_rank_offsets(
+        "a", torch.zeros(4, dtype=torch.bfloat16), replica_id=rank
+    )
+    return error_of(distckpt.load, {"a": request}, path), error_of(
+        distckpt.load, {"a": other_dtype}, path
+    )
 
 
 def test_a_mismatch_that_all_ranks_see_alike_is_raised_as_it_is(run, stored):
@@ -187,7 +223,9 @@ def test_a_mismatch_that_all_ranks_see_alike_is_raised_as_it_is(run, stored):
 
 
 def load_nothing_there(rank, folder):
-    return error_of(distckpt.load, {"a": whole("a", rank)}, f"{folder}/absent"), sum_over_ranks(rank)
+    return error_of(distckpt.load, {"a": whole("a", rank)}, f"{folder}/absent"), sum_over_ranks(
+        rank
+    )
 
 
 def test_a_checkpoint_that_is_not_there(run, tmp_path):

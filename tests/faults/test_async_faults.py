@@ -1,4 +1,6 @@
-"""Background saves whose disk fills up or whose ranks are killed or stopped: atomic, and all ranks raise."""
+"""Background saves whose disk fills up or whose ranks are killed or stopped: atomic, and all ranks
+raise.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.support.stopping import StopsAfter, StopsBefore, StopsWithin, stoppin
 PATIENCE = 200.0
 NUM_RANKS = 3
 TIMEOUT = 12.0
-"""Of exchanges in the background, in seconds: survivors wait it out; on a busy machine others are late too."""
+"""Of exchanges in the background, in seconds: survivors wait it out; on a busy machine others are
+late too.
+"""
 
 
 def values_in(loaded):
@@ -66,11 +70,13 @@ def test_a_file_where_a_directory_should_be(tmp_path):
     check_that_training_went_on(results, errno.ENOTDIR)
 
 
-# --- Killed ranks ---------------------------------------------------------------------------------------------------
+# --- Killed ranks ---------------------------------------------------------------------------------
 
 
 def save_and_lose_a_rank(rank, root, kind):
-    manager = CheckpointManager(root, sharded_strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0)
+    manager = CheckpointManager(
+        root, sharded_strategy=stopping(kind), timeout=TIMEOUT, exit_timeout=0
+    )
     handle = manager.save(2, state_of(2, rank, NUM_RANKS))
     error = error_of(handle.result, PATIENCE)
     return error, error_of(handle.result, PATIENCE) is error
@@ -97,7 +103,10 @@ def root(saved, tmp_path):
 def resume(rank, root):
     """What a new job does: find the newest complete step, load it, and save the next one."""
     with CheckpointManager(root) as manager:
-        found = manager.latest(), values_in(manager.load(state_of(-1, rank, NUM_RANKS), verify="full"))
+        found = (
+            manager.latest(),
+            values_in(manager.load(state_of(-1, rank, NUM_RANKS), verify="full")),
+        )
         manager.save(2, state_of(3, rank, NUM_RANKS)).result(PATIENCE)
         return found, values_in(manager.load(state_of(-1, rank, NUM_RANKS)))
 
@@ -110,7 +119,9 @@ def check_resumed(run, root):
 
 @lost_ranks_are_named
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1, 2)], ids=["one", "coordinator", "all"])
-@pytest.mark.parametrize("kind", [StopsBefore, StopsWithin, StopsAfter], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [StopsBefore, StopsWithin, StopsAfter], ids=lambda kind: kind.__name__
+)
 def test_killed_ranks(run, kind, victims, saved, root):
     with launched(save_and_lose_a_rank, NUM_RANKS, str(root), kind) as launch:
         for rank in range(NUM_RANKS):
@@ -141,8 +152,12 @@ def save_after_a_death(rank, root):
 @lost_ranks_are_named
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
 def test_a_rank_that_dies_before_the_first_save(backend, tmp_path):
-    """The process groups that a first save makes are not waited for in vain, nor without naming the rank."""
-    with launched(save_after_a_death, NUM_RANKS, str(tmp_path), backend=backend, group_timeout=6.0) as launch:
+    """The process groups that a first save makes are not waited for in vain, nor without naming the
+    rank.
+    """
+    with launched(
+        save_after_a_death, NUM_RANKS, str(tmp_path), backend=backend, group_timeout=6.0
+    ) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(1)
@@ -168,7 +183,9 @@ class StopsWhenBothAreScheduled(StopsBefore):
 
 
 def save_twice_and_lose_a_rank(rank, root):
-    """Of two saves in flight, the first loses a rank; the second one must not begin where the first one ended."""
+    """Of two saves in flight, the first loses a rank; the second one must not begin where the first
+    one ended.
+    """
     strategy = stopping(StopsWhenBothAreScheduled)
     manager = CheckpointManager(root, sharded_strategy=strategy, timeout=TIMEOUT, exit_timeout=0)
     handles = [manager.save(step, state_of(step, rank, NUM_RANKS)) for step in (2, 3)]
@@ -214,7 +231,9 @@ def test_all_ranks_killed_while_they_write(run, root):
 
 
 def stop_a_rank(victim, root):
-    """Stop a rank within a background save; return what the others raise, and how many seconds that took."""
+    """Stop a rank within a background save; return what the others raise, and how many seconds that
+    took.
+    """
     with launched(save_and_lose_a_rank, NUM_RANKS, str(root), StopsWithin) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)

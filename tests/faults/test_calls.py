@@ -18,11 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
-from distckpt import CheckpointManager, ShardedTensor, streaming
-from distckpt.interop import torch_dist
+from distckpt import CheckpointManager, ShardedTensor, streaming, torch_dist
 from tests.support.calls import READS, WRITES, recorded, watched
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors are looked up in /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="descriptors are looked up in /proc"
+)
 
 HARMLESS = {
     "access", "close", "faccessat", "faccessat2", "fadvise64", "fcntl", "flock", "fstat", "fstatfs", "getdents64",
@@ -54,17 +55,23 @@ def use_everything(root):
     distckpt.save(weight_state(1, (300, 16_000)), f"{root}/large")
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(300, 1000), (1, 1, 16))
     assert distckpt.load({"w": part}, f"{root}/large", verify="none")["w"][0, 0] == 1001
-    with CheckpointManager(f"{root}/manager", keep_last=1, async_save=False, durable=False) as manager:
+    with CheckpointManager(
+        f"{root}/manager", keep_last=1, async_save=False, durable=False
+    ) as manager:
         for step in range(3):
             manager.save(step, weight_state(step))
         assert manager.latest() == 2
     for overwrite in (False, True):
-        distckpt.consolidate(path, f"{root}/export", overwrite=overwrite, extra_files_from=f"{root}/given")
+        distckpt.consolidate(
+            path, f"{root}/export", overwrite=overwrite, extra_files_from=f"{root}/given"
+        )
     torch_dist.convert(f"{root}/dcp", f"{root}/converted")
     tensors = {"a": torch.ones(3), "b": torch.ones(4)}
     meta = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     streaming.save_safetensors_streaming(tensors.items(), f"{root}/one.safetensors", meta)
-    streaming.save_safetensors_streaming_sharded(tensors.items(), f"{root}/many", meta, max_file_bytes=12)
+    streaming.save_safetensors_streaming_sharded(
+        tensors.items(), f"{root}/many", meta, max_file_bytes=12
+    )
     distckpt.remove_sharded_tensors(path, "w")
 
 
@@ -72,7 +79,9 @@ def use_everything_recorded(root, report):
     """Do so, and leave behind what the recorder has seen."""
     with recorded(root) as calls:
         use_everything(root)
-    Path(report).write_text(json.dumps([(c.name, c.paths[:1]) for c in calls if c.changes_something or c.length]))
+    Path(report).write_text(
+        json.dumps([(c.name, c.paths[:1]) for c in calls if c.changes_something or c.length])
+    )
 
 
 def traced(log, root):
@@ -85,8 +94,11 @@ def traced(log, root):
         name = "rmdir" if "AT_REMOVEDIR" in rest else ONE_NAME.get(name, name)
         if name in HARMLESS or (name == "open" and "O_CREAT" not in rest):
             continue
-        # Such as `3</folder>, "name"`, a name relative to a descriptor. The first one is what the call is about.
-        folder, path = re.search(r'(?:(?:\d|AT_FDCWD)<(.*?)>(?:, )?)?(?:"(.*?)"|(?<=>)|$)', rest).groups()
+        # Such as `3</folder>, "name"`, a name relative to a descriptor. The first one is what the
+        # call is about.
+        folder, path = re.search(
+            r'(?:(?:\d|AT_FDCWD)<(.*?)>(?:, )?)?(?:"(.*?)"|(?<=>)|$)', rest
+        ).groups()
         path = "" if name in READS + WRITES else path
         yield name, os.path.relpath(os.path.join(folder or "", path or ""), root)
 
@@ -98,14 +110,31 @@ def test_no_call_escapes(tmp_path):
     dcp.save({"w": torch.ones(5)}, checkpoint_id=str(root / "dcp"))
     (root / "given").mkdir()
     (root / "given" / "config.json").write_text("{}")
-    code = "import sys; from tests.faults.test_calls import *; use_everything_recorded(*sys.argv[1:])"
-    strace = ["strace", "-f", "-y", "--seccomp-bpf", "-s", "1", "-e", "trace=file,desc", "-o", str(log)]
+    code = (
+        "import sys; from tests.faults.test_calls import *; use_everything_recorded(*sys.argv[1:])"
+    )
+    strace = [
+        "strace",
+        "-f",
+        "-y",
+        "--seccomp-bpf",
+        "-s",
+        "1",
+        "-e",
+        "trace=file,desc",
+        "-o",
+        str(log),
+    ]
     command = [*strace, sys.executable, "-c", code, str(root), str(report)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200
+    )
     if "ptrace" in done.stderr and not report.exists():
         pytest.skip("this machine does not let strace trace")
     assert done.returncode == 0, done.stderr
-    seen = Counter((ONE_NAME.get(name, name), path) for name, (path,) in json.loads(report.read_text()))
+    seen = Counter(
+        (ONE_NAME.get(name, name), path) for name, (path,) in json.loads(report.read_text())
+    )
     real = Counter(traced(log, str(root)))
     assert seen == real
     kinds = {name for name, _ in seen}
@@ -115,7 +144,7 @@ def test_no_call_escapes(tmp_path):
     }  # fmt: skip
 
 
-# --- Injection --------------------------------------------------------------------------------------------------------
+# --- Injection ------------------------------------------------------------------------------------
 
 
 def calls_of_a_save(folder):
@@ -133,7 +162,9 @@ def test_numbers_follow_each_other_and_descriptions_repeat(tmp_path):
 
 def test_what_was_written_can_be_read_from_the_recording(tmp_path):
     calls = calls_of_a_save(tmp_path)
-    (name,) = {call.paths[0] for call in calls if call.name in WRITES and "/tensors/" in call.paths[0]}
+    (name,) = {
+        call.paths[0] for call in calls if call.name in WRITES and "/tensors/" in call.paths[0]
+    }
     content = bytearray()
     for call in calls:
         if call.name in WRITES and call.paths[0] == name:
@@ -142,7 +173,9 @@ def test_what_was_written_can_be_read_from_the_recording(tmp_path):
     assert file.read_bytes() == content
 
 
-@pytest.mark.parametrize("name", ["mkdir", "fallocate", "pwritev", "fsync", "write", "replace", "rename", "close"])
+@pytest.mark.parametrize(
+    "name", ["mkdir", "fallocate", "pwritev", "fsync", "write", "replace", "rename", "close"]
+)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_an_injected_error_reaches_the_caller(tmp_path, name, moment):
     seen = []

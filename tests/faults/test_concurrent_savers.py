@@ -1,4 +1,6 @@
-"""Independent programs use one path: of two savers one wins, and readers see complete checkpoints."""
+"""Independent programs use one path: of two savers one wins, and readers see complete
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def many_tensors(value):
 
 def save_many_times(rank, folder, overwrite, rounds):
     return [
-        error_of(distckpt.save, many_tensors(rank), f"{folder}/round_{i}", stopping(StopsAfter), overwrite=overwrite)
+        error_of(
+            distckpt.save,
+            many_tensors(rank),
+            f"{folder}/round_{i}",
+            stopping(StopsAfter),
+            overwrite=overwrite,
+        )
         for i in range(rounds)
     ]
 
@@ -58,7 +66,10 @@ def let_them_meet(launch, rounds):
 def value_in(path):
     """Return the value that all of a checkpoint holds."""
     loaded = distckpt.load(many_tensors(-1), path, verify="full")
-    values = {loaded["value"], *torch.cat([tensor.flatten() for tensor in loaded["tensors"]]).tolist()}
+    values = {
+        loaded["value"],
+        *torch.cat([tensor.flatten() for tensor in loaded["tensors"]]).tolist(),
+    }
     assert len(values) == 1, f"{path} is a mixture"
     return loaded["value"]
 
@@ -105,20 +116,26 @@ def test_savers_that_overwrite_both_succeed(before, rounds, tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(f"round_{i}" for i in range(rounds))
 
 
-# --- Readers --------------------------------------------------------------------------------------------------------
+# --- Readers --------------------------------------------------------------------------------------
 
 NUM_FILES = 24
 
 
 def scattered(value):
-    """Return a state dict whose tensor is stored in many files, so that it is not read at one moment."""
+    """Return a state dict whose tensor is stored in many files, so that it is not read at one
+    moment.
+    """
     columns = [torch.full((8, 3), float(value)) for _ in range(NUM_FILES)]
-    shards = [ShardedTensor.from_rank_offsets("w", c, (1, i, NUM_FILES)) for i, c in enumerate(columns)]
+    shards = [
+        ShardedTensor.from_rank_offsets("w", c, (1, i, NUM_FILES)) for i, c in enumerate(columns)
+    ]
     return {"columns": shards, "object": ShardedObject("object", value, (1,), (0,)), "value": value}
 
 
 def read_all(path, **options):
-    """Load everything and return all distinct values; checksums are left out, so that they cannot tell."""
+    """Load everything and return all distinct values; checksums are left out, so that they cannot
+    tell.
+    """
     loaded = distckpt.load(scattered(-1), path, verify="none", **options)
     return {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]}
 
@@ -182,9 +199,13 @@ def test_a_load_that_is_always_overtaken_gives_up(tmp_path):
         del num_bytes
         with lock:
             state = {"w": scattered(next(values))["columns"][:1]}
-            as_another_program(distckpt.save, state, path, overwrite=True, validate_access_integrity=False)
+            as_another_program(
+                distckpt.save, state, path, overwrite=True, validate_access_integrity=False
+            )
 
-    column = ShardedTensor("w", torch.zeros(8, 3), torch.float32, (8, 3), (8, 3 * NUM_FILES), (0, 0), None)
+    column = ShardedTensor(
+        "w", torch.zeros(8, 3), torch.float32, (8, 3), (8, 3 * NUM_FILES), (0, 0), None
+    )
     with pytest.raises(CheckpointingException, match=r"was overwritten .* times"):
         distckpt.load({"w": column}, path, progress=overwrite)
 
@@ -194,7 +215,10 @@ def load_while_overwritten(rank, path):
     overwrite = Once(lambda: distckpt.save(scattered(2), path, overwrite=True, process_group=alone))
     alone = [torch.distributed.new_group([member]) for member in (0, 1)][rank]
     halves = scattered(-1)
-    mine = {**halves, "columns": halves["columns"][rank * NUM_FILES // 2 : (rank + 1) * NUM_FILES // 2]}
+    mine = {
+        **halves,
+        "columns": halves["columns"][rank * NUM_FILES // 2 : (rank + 1) * NUM_FILES // 2],
+    }
     mine["object"] = ShardedObject("object", None, (1,), (0,), replica_id=rank)
     loaded = distckpt.load(mine, path, verify="none", progress=overwrite if rank == 1 else None)
     return {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]}
@@ -210,7 +234,9 @@ def test_an_export_that_is_overtaken_is_not_committed(tmp_path):
     path = str(tmp_path / "checkpoint")
     distckpt.save(scattered(1), path)
     overwrite = Once(lambda: distckpt.save(scattered(2), path, overwrite=True))
-    with pytest.raises(CheckpointingException, match=r"overwritten while it was exported|damaged or replaced"):
+    with pytest.raises(
+        CheckpointingException, match=r"overwritten while it was exported|damaged or replaced"
+    ):
         distckpt.consolidate(path, tmp_path / "export", verify="none", progress=overwrite)
     assert os.listdir(tmp_path) == ["checkpoint"]
 
@@ -231,7 +257,9 @@ def overwrite_or_read(rank, path, done, rounds):
 def test_readers_while_it_is_overwritten(rounds, tmp_path):
     path = str(tmp_path / "checkpoint")
     distckpt.save(scattered(0), path)
-    seen = run(overwrite_or_read, 1 + len(READERS), path, str(tmp_path / "done"), rounds, backend=None)[1:]
+    seen = run(
+        overwrite_or_read, 1 + len(READERS), path, str(tmp_path / "done"), rounds, backend=None
+    )[1:]
     for read, values in zip(READERS, seen, strict=True):
         assert values, read
         assert {len(together) for together in values} == {1}, (read, values)
@@ -240,7 +268,9 @@ def test_readers_while_it_is_overwritten(rounds, tmp_path):
 
 
 def save_or_look(rank, folder, done, rounds):
-    """Rank 0 saves to new places; rank 1 reads them as soon as they are there: absent, then whole."""
+    """Rank 0 saves to new places; rank 1 reads them as soon as they are there: absent, then
+    whole.
+    """
     if rank == 0:
         for i in range(rounds):
             distckpt.save(scattered(i), f"{folder}/round_{i}", durable=False)
@@ -264,7 +294,9 @@ def test_a_reader_during_a_first_save(rounds, tmp_path):
 
 
 def save_steps_or_read(rank, root, done, rounds):
-    """Rank 0 saves steps of which two are kept; rank 1 loads the newest, which may be removed under its hands."""
+    """Rank 0 saves steps of which two are kept; rank 1 loads the newest, which may be removed under
+    its hands.
+    """
     if rank == 0:
         with CheckpointManager(root, keep_last=2, durable=False) as manager:
             for step in range(1, rounds + 1):
@@ -282,7 +314,9 @@ def save_steps_or_read(rank, root, done, rounds):
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_reader_while_steps_are_pruned(rounds, tmp_path):
-    _, seen = run(save_steps_or_read, 2, str(tmp_path / "run"), str(tmp_path / "done"), rounds, backend=None)
+    _, seen = run(
+        save_steps_or_read, 2, str(tmp_path / "run"), str(tmp_path / "done"), rounds, backend=None
+    )
     whole = [(step, values) for step, values in seen if step is not None]
     assert whole
     assert all(values == {step} for step, values in whole)
@@ -305,7 +339,11 @@ def test_a_manager_loads_what_is_newest_when_a_step_is_pruned_while_it_is_read(t
     save(2)
     manager = CheckpointManager(tmp_path)
     loaded = manager.load(scattered(-1), progress=Once(lambda: save(3, keep_last=1)))
-    assert {*torch.cat(loaded["columns"]).flatten().tolist(), loaded["object"], loaded["value"]} == {3}
+    assert {
+        *torch.cat(loaded["columns"]).flatten().tolist(),
+        loaded["object"],
+        loaded["value"],
+    } == {3}
     assert "was removed while it was being loaded" in manager.skipped[2]
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints that were damaged after the save: found, named, and never loaded as if they were whole."""
+"""Checkpoints that were damaged after the save: found, named, and never loaded as if they were
+whole.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distckpt
-from distckpt import CheckpointingException, CorruptCheckpointError, LoadMismatchError, ShardedObject, ShardedTensor
-from distckpt.core import read_marker, write_marker
+from distckpt import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    ShardedObject,
+    ShardedTensor,
+)
+from distckpt.megatron.core import read_marker, write_marker
 
-COMMON = {"step": 7, "args": {"lr": 0.5, "names": ["a", "b"]}, "rng": torch.arange(500, dtype=torch.uint8)}
+COMMON = {
+    "step": 7,
+    "args": {"lr": 0.5, "names": ["a", "b"]},
+    "rng": torch.arange(500, dtype=torch.uint8),
+}
 TENSORS = {
     "w": torch.arange(24.0).view(4, 6),
     "bias": torch.arange(5, dtype=torch.bfloat16),
@@ -34,18 +46,26 @@ TENSORS = {
 def save(path, shift=0):
     """Save tensors in two files of equal size, objects and common state."""
     columns = (TENSORS["w"] + shift).chunk(2, 1)
-    state = {i: ShardedTensor.from_rank_offsets("w", column, (1, i, 2)) for i, column in enumerate(columns)}
+    state = {
+        i: ShardedTensor.from_rank_offsets("w", column, (1, i, 2))
+        for i, column in enumerate(columns)
+    }
     for key in ("bias", "scalar"):
         state[key] = ShardedTensor.from_rank_offsets(key, TENSORS[key])
     # A second chunk of another key, so that both files hold several.
     state["flags"] = ShardedTensor.from_rank_offsets("flags", TENSORS["flags"])
-    state |= {f"o{i}": ShardedObject("o", {"rank": i, "text": "x" * 50}, (2,), (i,)) for i in range(2)}
+    state |= {
+        f"o{i}": ShardedObject("o", {"rank": i, "text": "x" * 50}, (2,), (i,)) for i in range(2)
+    }
     distckpt.save({**state, **COMMON}, path)
 
 
 def load(path, verify="full"):
     """Load everything and check that it is what was saved."""
-    asked = {key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value)) for key, value in TENSORS.items()}
+    asked = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value))
+        for key, value in TENSORS.items()
+    }
     asked |= {f"o{i}": ShardedObject("o", None, (2,), (i,)) for i in range(2)}
     loaded = distckpt.load(asked, path, verify=verify, strict="raise_all")
     assert all(torch.equal(loaded.pop(key), value) for key, value in TENSORS.items())
@@ -71,7 +91,9 @@ FILES = [
 
 
 def test_the_checkpoint_has_these_files(checkpoint):
-    assert sorted(str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()) == sorted(FILES)
+    assert sorted(
+        str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()
+    ) == sorted(FILES)
 
 
 def name_of(key):
@@ -155,7 +177,10 @@ def test_a_flipped_bit_of_the_manifest_is_found(checkpoint):
 
 
 def test_every_flipped_bit_of_the_marker_is_found(checkpoint):
-    marker = {**read_marker(checkpoint), "manager": {"step": 3, "metrics": {"loss": 0.1}, "pinned": True}}
+    marker = {
+        **read_marker(checkpoint),
+        "manager": {"step": 3, "metrics": {"loss": 0.1}, "pinned": True},
+    }
     write_marker(checkpoint, marker)
     assert read_marker(checkpoint) == marker
     file = checkpoint / "metadata.json"
@@ -205,7 +230,9 @@ def test_all_bytes_are_checked_when_a_part_is_read(tmp_path):
         flipped[position] ^= 0x40
         file.write_bytes(flipped)
         for verify in ("read", "full"):
-            with pytest.raises(CorruptCheckpointError, match=r"chunk \[0:3, 0:262144\] of key 'w'") as caught:
+            with pytest.raises(
+                CorruptCheckpointError, match=r"chunk \[0:3, 0:262144\] of key 'w'"
+            ) as caught:
                 load_some(verify)
             assert str(file) in str(caught.value)
         assert bool(load_some("none").any()) == is_inside
@@ -226,7 +253,11 @@ def test_checks_may_be_left_out(checkpoint):
 
 def test_the_old_name_of_full_verification(checkpoint):
     tensor = torch.zeros(2)
-    shard = {"w": ShardedTensor("w", tensor, tensor.dtype, (2,), (4, 6), (0, 0), None, prepend_axis_num=1)}
+    shard = {
+        "w": ShardedTensor(
+            "w", tensor, tensor.dtype, (2,), (4, 6), (0, 0), None, prepend_axis_num=1
+        )
+    }
     file = checkpoint / FILES[0]
     data = bytearray(file.read_bytes())
     data[entries_of(file)["w"][-1]] ^= 1
@@ -251,7 +282,11 @@ def made(*shape, dtype=torch.float32):
 PARTS = {
     "everything": lambda: (made(ROWS, COLUMNS), 0, 0),
     "everything in another dtype": lambda: (made(ROWS, COLUMNS, dtype=torch.float64), 0, 0),
-    "everything as a part of wider memory": lambda: (made(ROWS, COLUMNS + 9)[:, 5 : 5 + COLUMNS], 0, 0),
+    "everything as a part of wider memory": lambda: (
+        made(ROWS, COLUMNS + 9)[:, 5 : 5 + COLUMNS],
+        0,
+        0,
+    ),
     "everything in another order of memory": lambda: (made(COLUMNS, ROWS).t(), 0, 0),
     "rows": lambda: (made(ROWS // 3, COLUMNS), ROWS // 3, 0),
     "rows in another dtype": lambda: (made(ROWS // 3, COLUMNS, dtype=torch.float64), ROWS // 3, 0),
@@ -265,13 +300,22 @@ PARTS = {
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     path = tmp_path_factory.mktemp("large") / "c"
-    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(1.0 * ROWS * COLUMNS).view(ROWS, -1))}, path)
+    distckpt.save(
+        {
+            "w": ShardedTensor.from_rank_offsets(
+                "w", torch.arange(1.0 * ROWS * COLUMNS).view(ROWS, -1)
+            )
+        },
+        path,
+    )
     return path
 
 
 def load_part(path, part, verify):
     target, row, column = PARTS[part]()
-    shard = ShardedTensor("w", target, target.dtype, tuple(target.shape), (ROWS, COLUMNS), (row, column), None)
+    shard = ShardedTensor(
+        "w", target, target.dtype, tuple(target.shape), (ROWS, COLUMNS), (row, column), None
+    )
     distckpt.load({"w": shard}, path, verify=verify)
     expected = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
     expected = expected[row : row + target.shape[0], column : column + target.shape[1]]
@@ -304,7 +348,9 @@ def test_the_blocks_that_are_checked(large, part, verify):
         for position in (start, stop - 1):
             with flipped_bit(file, span[position]):
                 if start < end and first < stop:
-                    where = f"{file}', bytes {span[0] + start} to {span[0] + stop}: chunk .* of key 'w'"
+                    where = (
+                        f"{file}', bytes {span[0] + start} to {span[0] + stop}: chunk .* of key 'w'"
+                    )
                     with pytest.raises(CorruptCheckpointError, match=where):
                         load_part(large, part, verify)
                 else:
@@ -313,7 +359,9 @@ def test_the_blocks_that_are_checked(large, part, verify):
 
 
 def with_blocks_of(path, num_bytes):
-    """Give the tensor of a checkpoint checksums of larger or smaller blocks, as other writers may choose them."""
+    """Give the tensor of a checkpoint checksums of larger or smaller blocks, as other writers may
+    choose them.
+    """
     (file,) = (path / "tensors").iterdir()
     (span,) = entries_of(file).values()
     content = file.read_bytes()[span[0] : span[-1] + 1]
@@ -339,7 +387,10 @@ def test_blocks_of_another_size(tmp_path, block_bytes):
     file, span = with_blocks_of(tmp_path / "c", block_bytes)
     for part in PARTS:
         load_part(tmp_path / "c", part, "read")
-    with flipped_bit(file, span[4 * (100 * COLUMNS + 100) + 1]), pytest.raises(CorruptCheckpointError):
+    with (
+        flipped_bit(file, span[4 * (100 * COLUMNS + 100) + 1]),
+        pytest.raises(CorruptCheckpointError),
+    ):
         load_part(tmp_path / "c", "a few columns", "read")
 
 
@@ -358,7 +409,9 @@ def test_tensors_are_removed_from_a_checkpoint_with_blocks_of_another_size(tmp_p
 
 
 def regions_of(file):
-    """Return the parts of a safetensors file: its header's length, text and padding, and the data of each entry."""
+    """Return the parts of a safetensors file: its header's length, text and padding, and the data
+    of each entry.
+    """
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     text = len(data[8 : 8 + length].rstrip(b" "))
@@ -368,7 +421,9 @@ def regions_of(file):
 
 def sample(span, count, random):
     """Choose the first and last of some positions, and others between them."""
-    return sorted({span[0], span[-1], *random.choice(span, min(count, len(span)), replace=False).tolist()})
+    return sorted(
+        {span[0], span[-1], *random.choice(span, min(count, len(span)), replace=False).tolist()}
+    )
 
 
 def flip(file, original, position, random):
@@ -393,7 +448,8 @@ def test_verify_says_what_a_flipped_bit_concerns(checkpoint, name):
             if is_header:
                 assert (problem.key, problem.region) == (None, None)
                 assert "header" in problem.message
-                # Where data lie is read from the manifest, so a header is of no account for distckpt itself.
+                # Where data lie is read from the manifest, so a header is of no account for
+                # distckpt itself.
                 load(checkpoint, verify="read")
                 continue
             assert problem.key == key
@@ -430,7 +486,8 @@ def test_verify_finds_a_flipped_bit_of_manifest_and_marker(checkpoint, name):
             load(checkpoint)
             continue
         (problem,) = problems
-        # The marker holds the size and checksum of the manifest: when they differ, either may be the damaged one.
+        # The marker holds the size and checksum of the manifest: when they differ, either may be
+        # the damaged one.
         assert problem.file in (str(file), str(checkpoint / FILES[3]))
     # Of the marker spaces, say, or fields that nothing depends on.
     assert harmless == 0 if name == FILES[3] else harmless < len(original) / 2
@@ -494,7 +551,10 @@ def exchange(first, second):
 
 
 def test_files_that_changed_places_are_found(tmp_path):
-    columns = {i: ShardedTensor.from_rank_offsets("v", torch.full((4, 3), float(i)), (1, i, 2)) for i in range(2)}
+    columns = {
+        i: ShardedTensor.from_rank_offsets("v", torch.full((4, 3), float(i)), (1, i, 2))
+        for i in range(2)
+    }
     distckpt.save(columns, tmp_path / "c")
     first, second = (tmp_path / "c" / name for name in FILES[:2])
     assert first.stat().st_size == second.stat().st_size
@@ -502,7 +562,9 @@ def test_files_that_changed_places_are_found(tmp_path):
     found = {(problem.file, problem.key) for problem in distckpt.verify(tmp_path / "c").problems}
     # Their headers say where the pieces belong, so they differ as well.
     assert found == {(str(file), key) for file in (first, second) for key in (None, "v")}
-    with pytest.raises(CorruptCheckpointError, match=f"Checksum mismatch in '({first}|{second})'.*key 'v'"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"Checksum mismatch in '({first}|{second})'.*key 'v'"
+    ):
         distckpt.load_plain_tensors(tmp_path / "c")
 
 
@@ -553,7 +615,9 @@ def replace_by_dangling_link(file):
 
 
 @pytest.mark.parametrize("name", FILES[:4])
-@pytest.mark.parametrize("damage", [cut_one_byte, cut_in_half, empty, extend, delete, replace_by_dangling_link])
+@pytest.mark.parametrize(
+    "damage", [cut_one_byte, cut_in_half, empty, extend, delete, replace_by_dangling_link]
+)
 def test_a_damaged_file_is_named(checkpoint, name, damage):
     damage(checkpoint / name)
     for verify in ("none", "full"):
@@ -577,11 +641,16 @@ def test_a_file_of_another_checkpoint_is_found(checkpoint, name):
     shutil.copyfile(checkpoint.parent / "other" / name, checkpoint / name)
     with pytest.raises(CorruptCheckpointError) as caught:
         load(checkpoint)
-    assert str(checkpoint / ("manifest.safetensors" if name.startswith("m") else name)) in str(caught.value)
+    assert str(checkpoint / ("manifest.safetensors" if name.startswith("m") else name)) in str(
+        caught.value
+    )
 
 
 def test_a_foreign_file_in_the_directories_is_not_read(checkpoint):
-    shutil.copyfile(checkpoint / FILES[0], checkpoint / "tensors" / "shard-00002-model-00001-of-00001.safetensors")
+    shutil.copyfile(
+        checkpoint / FILES[0],
+        checkpoint / "tensors" / "shard-00002-model-00001-of-00001.safetensors",
+    )
     (checkpoint / "tensors" / "model.safetensors").write_bytes(b"nonsense")
     load(checkpoint)
 
@@ -591,7 +660,9 @@ def test_what_is_not_asked_for_may_be_damaged(checkpoint):
     (needed,) = [file for file in files if "bias" in entries_of(file)]
     files.remove(needed)
     files[0].unlink()
-    loaded = distckpt.load({"b": ShardedTensor.from_rank_offsets("bias", TENSORS["bias"] * 0)}, checkpoint)
+    loaded = distckpt.load(
+        {"b": ShardedTensor.from_rank_offsets("bias", TENSORS["bias"] * 0)}, checkpoint
+    )
     assert torch.equal(loaded["b"], TENSORS["bias"])
     target = torch.full((4, 6), -1.0)
     with pytest.raises(CorruptCheckpointError, match="is missing"):
@@ -610,7 +681,9 @@ def forge(path, change):
     fields = json.loads(columns.pop("json").tobytes())
     change(fields, columns)
     columns["json"] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
-    data = safetensors.numpy.save({name: np.ascontiguousarray(column) for name, column in columns.items()})
+    data = safetensors.numpy.save(
+        {name: np.ascontiguousarray(column) for name, column in columns.items()}
+    )
     file.write_bytes(data)
     marker = json.loads((path / "metadata.json").read_text())
     marker["manifest"].update(bytes=len(data), checksum=f"{xxhash.xxh3_64_intdigest(data):016x}")
@@ -625,8 +698,15 @@ def test_forging_nothing_changes_nothing(checkpoint):
 def test_a_file_elsewhere_is_never_read(checkpoint):
     secret = checkpoint.parent / "secret"
     shutil.copyfile(checkpoint / FILES[0], secret)
-    for name in ("../secret", "tensors/../../secret", str(secret), "tensors/../../../" + str(secret)):
-        forge(checkpoint, lambda fields, columns, name=name: fields["files"][0].__setitem__(0, name))
+    for name in (
+        "../secret",
+        "tensors/../../secret",
+        str(secret),
+        "tensors/../../../" + str(secret),
+    ):
+        forge(
+            checkpoint, lambda fields, columns, name=name: fields["files"][0].__setitem__(0, name)
+        )
         with pytest.raises(CorruptCheckpointError, match="damaged"):
             load(checkpoint)
 
@@ -641,7 +721,9 @@ def test_sizes_that_no_memory_holds_are_found_before_it_is_asked_for(checkpoint,
             fields["block_bytes"], columns["num_bytes"][row] = block_bytes, 2**50
 
     forge(checkpoint, enlarge)
-    with pytest.raises(CorruptCheckpointError, match=r"has .* bytes, but the manifest|block_bytes is"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"has .* bytes, but the manifest|block_bytes is"
+    ):
         load(checkpoint)
 
 
@@ -696,12 +778,19 @@ def test_a_mutated_manifest_does_not_lead_to_other_errors(template, tmp_path_fac
     path = tmp_path_factory.mktemp("mutated") / "c"
     shutil.copytree(template, path)
     forge(path, change)
-    asked = {key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value)) for key, value in TENSORS.items()}
+    asked = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(value))
+        for key, value in TENSORS.items()
+    }
     asked |= {f"o{i}": ShardedObject("o", None, (2,), (i,)) for i in range(2)}
-    errors = [error_of(lambda: distckpt.load(asked, path)), error_of(lambda: distckpt.load_plain_tensors(path))]
+    errors = [
+        error_of(lambda: distckpt.load(asked, path)),
+        error_of(lambda: distckpt.load_plain_tensors(path)),
+    ]
     shutil.rmtree(path)
     for error in errors:
-        # A mismatch: another shape, or a hole. What the manifest describes is not what is asked for.
+        # A mismatch: another shape, or a hole. What the manifest describes is not what is asked
+        # for.
         assert error is None or isinstance(error, CorruptCheckpointError | LoadMismatchError)
         assert error is None or str(path) in str(error)
 
@@ -711,7 +800,9 @@ def test_a_mutated_manifest_does_not_lead_to_other_errors(template, tmp_path_fac
 
 @settings(max_examples=100)
 @given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_damage_that_checksums_were_not_asked_to_find_is_found_when_decoding(template, tmp_path_factory, position, bit):
+def test_damage_that_checksums_were_not_asked_to_find_is_found_when_decoding(
+    template, tmp_path_factory, position, bit
+):
     path = tmp_path_factory.mktemp("object") / "c"
     shutil.copytree(template, path)
     file = path / FILES[2]
@@ -719,7 +810,9 @@ def test_damage_that_checksums_were_not_asked_to_find_is_found_when_decoding(tem
     data = bytearray(file.read_bytes())
     data[span[math.floor(position * len(span))]] ^= 1 << bit
     file.write_bytes(data)
-    error = error_of(lambda: distckpt.load({"o": ShardedObject("o", None, (2,), (0,))}, path, verify="none"))
+    error = error_of(
+        lambda: distckpt.load({"o": ShardedObject("o", None, (2,), (0,))}, path, verify="none")
+    )
     shutil.rmtree(path)
     assert error is None or isinstance(error, CorruptCheckpointError)
 
@@ -727,7 +820,9 @@ def test_damage_that_checksums_were_not_asked_to_find_is_found_when_decoding(tem
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_no_flipped_byte_gives_wrong_values(checkpoint, name):
-    """Every byte of every file, one bit of it each time: verification finds it, and a load does, or it does no harm."""
+    """Every byte of every file, one bit of it each time: verification finds it, and a load does, or
+    it does no harm.
+    """
     file = checkpoint / name
     original, random = file.read_bytes(), np.random.default_rng(7)
     for position in range(len(original)):

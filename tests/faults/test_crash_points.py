@@ -1,7 +1,10 @@
-"""A process dies at every file-system call of an operation: what was there before, or what it makes, is there, whole.
+"""A process dies at every file-system call of an operation: what was there before, or what it
+makes, is there, whole.
 
-Real processes are killed (`SIGKILL`) before a call, after it, or in the middle of a write. A call that changes nothing
-leaves what the one before it left: the default run takes the others, and a sample of them where several ranks work.
+Real processes are killed (`SIGKILL`) before a call, after it, or in the middle of a write. A call
+that changes nothing
+leaves what the one before it left: the default run takes the others, and a sample of them where
+    several ranks work.
 """
 
 from __future__ import annotations
@@ -25,8 +28,16 @@ from tests.support.harness import Outcome, error_of, launched, run
 from tests.support.scenarios import GROUP_TIMEOUT, SCENARIOS, Verdict
 
 NUM_PARTS = 3
-"""Into which a sweep of all points is divided, so that each ends in time on a busy machine as well."""
-VARIANTS = {"overwrite_without_exchange", "save_among_others", "async_save", "async_overwrite", "async_manager"}
+"""Into which a sweep of all points is divided, so that each ends in time on a busy machine as
+well.
+"""
+VARIANTS = {
+    "overwrite_without_exchange",
+    "save_among_others",
+    "async_save",
+    "async_overwrite",
+    "async_manager",
+}
 """What differs little from another operation: the default run takes every other point."""
 AT_ONCE = 3
 """So many groups of ranks run at the same time: survivors mostly wait."""
@@ -35,8 +46,8 @@ AT_ONCE = 3
 class Point(NamedTuple):
     """Where a process dies: before, after or `within` (after half of a write) a call.
 
-    Calls are told apart by what they are about, and those that are alike by their `count`, from 1: what a rank does
-    depends a little on which of them comes first.
+    Calls are told apart by what they are about, and those that are alike by their `count`, from 1:
+    what a rank does depends a little on which of them comes first.
     """
 
     moment: Literal["before", "within", "after"]
@@ -74,7 +85,7 @@ def dying_at(point: Point, folder: Path) -> contextlib.AbstractContextManager[No
     return watched(folder, on_call)
 
 
-# --- One process ------------------------------------------------------------------------------------------------------
+# --- One process ----------------------------------------------------------------------------------
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> int:
@@ -109,9 +120,11 @@ def run_and_die(name: str, folder: Path, point: Point) -> None:
 def sweep(
     rank: int, name: str, folder: Path, exhaustive: bool, part: int, num_parts: int
 ) -> list[tuple[int, str, Verdict]]:
-    """Kill one process after the other at the points of one part; returns each with the verdict on what is left.
+    """Kill one process after the other at the points of one part; returns each with the verdict on
+    what is left.
 
-    What is forked has no threads but the one that forks: background saves are made by children only.
+    What is forked has no threads but the one that forks: background saves are made by children
+    only.
     """
     scenario = SCENARIOS[name]
     prepared, work, file = folder / "prepared", folder / "work", folder / "calls"
@@ -147,16 +160,22 @@ def check_names(point: Point, names: Iterable[str], expected: Iterable[str], cle
 
 
 def check_sweep(name: str, folder: Path, exhaustive: bool) -> int:
-    """Whatever is there turns from the state before to that after at one call, and does not turn back."""
+    """Whatever is there turns from the state before to that after at one call, and does not turn
+    back.
+    """
     verdicts = []
     num_parts = NUM_PARTS if exhaustive else 1
     for part in range(num_parts):
         (folder / str(part)).mkdir()
-        verdicts += run(sweep, 1, name, folder / str(part), exhaustive, part, num_parts, backend=None)[0]
+        verdicts += run(
+            sweep, 1, name, folder / str(part), exhaustive, part, num_parts, backend=None
+        )[0]
     verdicts.sort()
     found = [verdict for _, _, verdict in verdicts]
     num_before = found.count(SCENARIOS[name].before)
-    assert found == [SCENARIOS[name].before] * num_before + ["new"] * (len(found) - num_before), verdicts
+    assert found == [SCENARIOS[name].before] * num_before + ["new"] * (len(found) - num_before), (
+        verdicts
+    )
     assert 0 < num_before < len(found), "no operation, or nothing comes of it"
     return len(found)
 
@@ -173,7 +192,7 @@ def test_one_process_dies_before_and_after_every_call(name, tmp_path, record_pro
     record_property("points", check_sweep(name, tmp_path, exhaustive=True))
 
 
-# --- One of several ranks ---------------------------------------------------------------------------------------------
+# --- One of several ranks -------------------------------------------------------------------------
 
 
 def record_on_rank(rank: int, name: str, folder: Path, num_ranks: int) -> list[Call]:
@@ -187,8 +206,12 @@ def run_and_lose_a_rank(
         return error_of(SCENARIOS[name].run, folder, rank, num_ranks)
 
 
-def lose_a_rank(name: str, prepared: Path, num_ranks: int, victim: int, points: Sequence[Point]) -> list[Verdict]:
-    """Run an operation once for each point, at the same time, and judge what each leaves where the rank has died."""
+def lose_a_rank(
+    name: str, prepared: Path, num_ranks: int, victim: int, points: Sequence[Point]
+) -> list[Verdict]:
+    """Run an operation once for each point, at the same time, and judge what each leaves where the
+    rank has died.
+    """
     works = [prepared.with_name(f"work_{number}") for number in range(len(points))]
     with contextlib.ExitStack() as stack:
         launches = []
@@ -196,13 +219,17 @@ def lose_a_rank(name: str, prepared: Path, num_ranks: int, victim: int, points: 
             shutil.copytree(prepared, work)
             args = (name, work, num_ranks, victim, point)
             launches.append(
-                stack.enter_context(launched(run_and_lose_a_rank, num_ranks, *args, group_timeout=GROUP_TIMEOUT))
+                stack.enter_context(
+                    launched(run_and_lose_a_rank, num_ranks, *args, group_timeout=GROUP_TIMEOUT)
+                )
             )
         outcomes = [launch.outcomes() for launch in launches]
     verdicts = []
     for work, point, of_ranks in zip(works, points, outcomes, strict=True):
         verdict = judged(point, SCENARIOS[name].judge, work)
-        check_survivors(of_ranks, victim, verdict, f"rank {victim} of {num_ranks} killed at {point}")
+        check_survivors(
+            of_ranks, victim, verdict, f"rank {victim} of {num_ranks} killed at {point}"
+        )
         # A new job, of another size.
         SCENARIOS[name].run_again(work, 0, 1)
         assert judged(point, SCENARIOS[name].judge, work) == "new"
@@ -212,7 +239,9 @@ def lose_a_rank(name: str, prepared: Path, num_ranks: int, victim: int, points: 
     return verdicts
 
 
-def check_survivors(outcomes: Sequence[Outcome | None], victim: int, verdict: Verdict, where: str) -> None:
+def check_survivors(
+    outcomes: Sequence[Outcome | None], victim: int, verdict: Verdict, where: str
+) -> None:
     """Survivors are told who died, unless everything was done by then."""
     for rank, outcome in enumerate(outcomes):
         if outcome is None:
@@ -221,7 +250,9 @@ def check_survivors(outcomes: Sequence[Outcome | None], victim: int, verdict: Ve
         assert outcome.error is None, f"{where}: {outcome.error}"
         error = outcome.value
         if error is None:
-            assert verdict == "new", f"{where}: rank {rank} knows nothing of it, and nothing is committed"
+            assert verdict == "new", (
+                f"{where}: rank {rank} knows nothing of it, and nothing is committed"
+            )
             continue
         assert isinstance(error, RankFailedError), f"{where}: rank {rank}: {error!r}"
         assert list(error.failures) == [victim], f"{where}: rank {rank}: {error}"
@@ -241,7 +272,9 @@ def check_lost_ranks(name: str, folder: Path, num_ranks: int, num_points: int | 
         # Another rank dies at other points; rank 0 at the last one too, where all is committed.
         chosen = points[victim % step :: step] + ([points[-1]] if victim == 0 else [])
         for start in range(0, len(chosen), AT_ONCE):
-            verdicts.extend(lose_a_rank(name, prepared, num_ranks, victim, chosen[start : start + AT_ONCE]))
+            verdicts.extend(
+                lose_a_rank(name, prepared, num_ranks, victim, chosen[start : start + AT_ONCE])
+            )
     assert set(verdicts) == {scenario.before, "new"}
     return len(verdicts)
 

@@ -1,7 +1,8 @@
 """A disk that is full, or fails: nothing is committed and all ranks say why, or all is right.
 
-Each file-system call in turn reports an error or moves only some of its bytes, on one rank. Afterwards the process
-group works, what was there before has not changed, and the next save succeeds.
+Each file-system call in turn reports an error or moves only some of its bytes, on one rank.
+Afterwards the process group works, what was there before has not changed, and the next save
+succeeds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from tests.support.states import state_of, value_of
 
 SHORT = 0
 """Stands for a read or write that moves half of its bytes."""
-FAULTS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EDQUOT", "EINTR")} | {"SHORT": SHORT}
+FAULTS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EDQUOT", "EINTR")} | {
+    "SHORT": SHORT
+}
 MAX_TOGETHER = 50
 """So many failures the same ranks live through."""
 STRIDE = 6
@@ -56,7 +59,9 @@ def every_call(num_calls: int, fault: int) -> list[Injection]:
 def sampled(num_calls: int, seed: int) -> list[Injection]:
     """Take some calls, with faults that take turns."""
     faults, numbers = list(FAULTS.values()), range(1 + seed % STRIDE, num_calls + 1, STRIDE)
-    return [Injection(number, faults[index % len(faults)]) for index, number in enumerate(numbers, seed)]
+    return [
+        Injection(number, faults[index % len(faults)]) for index, number in enumerate(numbers, seed)
+    ]
 
 
 @contextlib.contextmanager
@@ -79,7 +84,9 @@ def failing(folder: Path, injection: Injection) -> Iterator[list[Call]]:
 
 
 class Result(NamedTuple):
-    """What came of an operation: the error of each rank, and the calls that were recorded or failed on the victim."""
+    """What came of an operation: the error of each rank, and the calls that were recorded or failed
+    on the victim.
+    """
 
     errors: list[BaseException | None]
     calls: list[Call]
@@ -92,8 +99,12 @@ class Ranks(NamedTuple):
     num_ranks: int
     victim: int
 
-    def do(self, function: Callable[[Path, int, int], object], injection: Injection | None = None) -> Result:
-        """Call `function(folder, rank, num_ranks)` on all ranks, and record the calls of the victim or let one fail."""
+    def do(
+        self, function: Callable[[Path, int, int], object], injection: Injection | None = None
+    ) -> Result:
+        """Call `function(folder, rank, num_ranks)` on all ranks, and record the calls of the victim
+        or let one fail.
+        """
         for rank in range(self.num_ranks):
             self.launch.answer(rank, (function, injection))
         results = [self.launch.wait_for_signal(rank) for rank in range(self.num_ranks)]
@@ -119,7 +130,9 @@ def obey(rank: int, folder: Path, num_ranks: int, victim: int) -> None:
         calls: list[Call] = []
         with contextlib.ExitStack() as stack:
             if rank == victim:
-                calls = stack.enter_context(recorded(folder) if injection is None else failing(folder, injection))
+                calls = stack.enter_context(
+                    recorded(folder) if injection is None else failing(folder, injection)
+                )
             error = error_of(function, folder, rank, num_ranks)
         assert sum_over_ranks(1) == num_ranks, "the process group does not work"
         result = error, [call._replace(buffers=(), outcome=None) for call in calls]
@@ -130,8 +143,12 @@ def copy_anew(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
 
 
-def has_failed(result: Result, victim: int, fault: int, kind: type[BaseException], where: str) -> bool:
-    """Tell whether an operation failed; it does so on all ranks or on none, and all say who failed, and of what."""
+def has_failed(
+    result: Result, victim: int, fault: int, kind: type[BaseException], where: str
+) -> bool:
+    """Tell whether an operation failed; it does so on all ranks or on none, and all say who failed,
+    and of what.
+    """
     if result.errors == [None] * len(result.errors):
         return False
     assert fault != SHORT, f"{where}: {result.errors}"
@@ -147,7 +164,7 @@ def has_failed(result: Result, victim: int, fault: int, kind: type[BaseException
     return True
 
 
-# --- Saves ------------------------------------------------------------------------------------------------------------
+# --- Saves ----------------------------------------------------------------------------------------
 
 
 def check_injections(
@@ -162,22 +179,33 @@ def check_injections(
         injections = choose(len(ranks.do(SCENARIOS[name].run).calls))
     seen: Counter[bool] = Counter()
     for start in range(0, len(injections), MAX_TOGETHER):
-        seen += inject(name, prepared, work, num_ranks, victim, injections[start : start + MAX_TOGETHER])
+        seen += inject(
+            name, prepared, work, num_ranks, victim, injections[start : start + MAX_TOGETHER]
+        )
     assert seen[True] > 0 or {injection.fault for injection in injections} == {SHORT}
     return seen.total()
 
 
 def inject(
-    name: str, prepared: Path, work: Path, num_ranks: int, victim: int, injections: Sequence[Injection]
+    name: str,
+    prepared: Path,
+    work: Path,
+    num_ranks: int,
+    victim: int,
+    injections: Sequence[Injection],
 ) -> Counter[bool]:
-    """Have the same ranks suffer one failure after the other; returns how often an operation failed or did not."""
+    """Have the same ranks suffer one failure after the other; returns how often an operation failed
+    or did not.
+    """
     scenario, before = SCENARIOS[name], tree_of(prepared)
     seen: Counter[bool] = Counter()
     with ranks_at_work(work, num_ranks, victim) as ranks:
         for injection in injections:
             copy_anew(prepared, work)
             result = ranks.do(scenario.run, injection)
-            where = f"{injection} on rank {victim} of {num_ranks}: {', '.join(map(str, result.calls))}"
+            where = (
+                f"{injection} on rank {victim} of {num_ranks}: {', '.join(map(str, result.calls))}"
+            )
             failed = has_failed(result, victim, injection.fault, OSError, where)
             seen[failed] += 1
             check_left(name, work, before, failed, where)
@@ -190,12 +218,16 @@ def inject(
 
 
 def must_succeed(call: Call) -> bool:
-    """Tell whether there is no good save without this call, so that its failure must not be ignored."""
+    """Tell whether there is no good save without this call, so that its failure must not be
+    ignored.
+    """
     return call.name in (*WRITES, "fsync", "mkdir") and ".tmp-" in call.paths[0]
 
 
 def check_left(name: str, work: Path, before: dict[str, bytes], failed: bool, where: str) -> None:
-    """After a failure everything is as it was; what an unfinished save had left may have been moved aside."""
+    """After a failure everything is as it was; what an unfinished save had left may have been moved
+    aside.
+    """
     assert judged(name, work, where) == (SCENARIOS[name].before if failed else "new"), where
     if failed and name != "save_over_unfinished":
         assert tree_of(work) == before, f"{where}: something was left or changed"
@@ -218,10 +250,18 @@ def test_a_call_fails(seed, name, tmp_path, record_property):
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "victim"),
-    [("save", 3, 2), ("overwrite", 2, 0), ("async_manager", 2, 1), ("async_overwrite", 2, 0), ("export", 2, 1)],
+    [
+        ("save", 3, 2),
+        ("overwrite", 2, 0),
+        ("async_manager", 2, 1),
+        ("async_overwrite", 2, 0),
+        ("export", 2, 1),
+    ],
 )
 def test_a_call_fails_on_one_of_several_ranks(name, num_ranks, victim, tmp_path, record_property):
-    record_property("points", check_injections(name, tmp_path, num_ranks, victim, partial(sampled, seed=victim)))
+    record_property(
+        "points", check_injections(name, tmp_path, num_ranks, victim, partial(sampled, seed=victim))
+    )
 
 
 @pytest.mark.slow
@@ -229,18 +269,25 @@ def test_a_call_fails_on_one_of_several_ranks(name, num_ranks, victim, tmp_path,
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_call_fails(name, fault, tmp_path, record_property):
-    record_property("points", check_injections(name, tmp_path, 1, 0, partial(every_call, fault=FAULTS[fault])))
+    record_property(
+        "points", check_injections(name, tmp_path, 1, 0, partial(every_call, fault=FAULTS[fault]))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("num_ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize("name", SEVERAL)
-def test_every_call_of_one_of_several_ranks_fails(name, num_ranks, victim, tmp_path, record_property):
-    record_property("points", check_injections(name, tmp_path, num_ranks, victim, partial(every_call, fault=errno.EIO)))
+def test_every_call_of_one_of_several_ranks_fails(
+    name, num_ranks, victim, tmp_path, record_property
+):
+    record_property(
+        "points",
+        check_injections(name, tmp_path, num_ranks, victim, partial(every_call, fault=errno.EIO)),
+    )
 
 
-# --- Loads ------------------------------------------------------------------------------------------------------------
+# --- Loads ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_ranks", "victim"), [(1, 0), (2, 1)])
@@ -256,13 +303,19 @@ def test_a_read_fails(name, num_ranks, victim, tmp_path, record_property):
         num_calls = len(ranks.do(reading.run).calls)
         for injection in [*every_call(num_calls, errno.EIO), *every_call(num_calls, SHORT)]:
             result = ranks.do(reading.run, injection)
-            where = f"{injection} on rank {victim} of {num_ranks}: {', '.join(map(str, result.calls))}"
-            seen[has_failed(result, victim, injection.fault, (OSError, CorruptCheckpointError), where)] += 1
+            where = (
+                f"{injection} on rank {victim} of {num_ranks}: {', '.join(map(str, result.calls))}"
+            )
+            seen[
+                has_failed(
+                    result, victim, injection.fault, (OSError, CorruptCheckpointError), where
+                )
+            ] += 1
     assert seen[True] > 0
     record_property("points", seen.total())
 
 
-# --- Real disks, real limits, real signals ----------------------------------------------------------------------------
+# --- Real disks, real limits, real signals --------------------------------------------------------
 
 
 def fill(ballast: Path, num_free: int) -> None:
@@ -278,7 +331,9 @@ overwrite = partial(save, overwrite=True)
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_disk_with_any_number_of_free_pages(num_ranks, tmp_path):
-    """Space runs out for a directory, the header of a shard file, its data, the manifest or the marker."""
+    """Space runs out for a directory, the header of a shard file, its data, the manifest or the
+    marker.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     sizes = [page * pages for pages in range(7 * num_ranks + 6)]
     failed = []
@@ -329,7 +384,9 @@ def test_an_ext4_disk_with_little_space(rounds, tmp_path):
                 failed.append(error.errno)
             if failed[-1]:
                 assert tree_of(disk) == before
-            assert value_of(distckpt.load(state_of(-1), disk / "checkpoint", verify="full")) == value
+            assert (
+                value_of(distckpt.load(state_of(-1), disk / "checkpoint", verify="full")) == value
+            )
             assert sorted(os.listdir(disk)) == ["ballast", "checkpoint", "export", "lost+found"]
             (disk / "ballast").unlink()
             os.sync()
@@ -347,7 +404,10 @@ def check_all_full(errors: Sequence[BaseException | None]) -> None:
 
 def save_too_much(folder: Path, rank: int, num_ranks: int) -> None:
     rows = torch.ones(1 << 18).view(2, -1)
-    distckpt.save({"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks))}, folder / "checkpoint")
+    distckpt.save(
+        {"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks))},
+        folder / "checkpoint",
+    )
 
 
 def export_too_much(folder: Path, rank: int, num_ranks: int) -> None:
@@ -367,7 +427,8 @@ def test_space_is_compared_with_the_plan_before_anything_is_written(num_ranks, v
             cause = error.failures[0] if isinstance(error, RankFailedError) else error
             assert cause.errno == errno.ENOSPC
             match = re.search(
-                rf"(\d+) bytes are to be written, and host {os.uname().nodename!r} reports (\d+)", str(error)
+                rf"(\d+) bytes are to be written, and host {os.uname().nodename!r} reports (\d+)",
+                str(error),
             )
             assert int(match[1]) >= num_bytes > int(match[2])
             assert str(disk) in str(error)
@@ -403,9 +464,14 @@ def test_files_that_may_not_grow(num_ranks, tmp_path):
     with ranks_at_work(tmp_path, num_ranks, 0) as ranks:
         for num_bytes in (0, 1, 100, 1000, 4095, 4096, 4097, 4200):
             result = ranks.do(partial(overwrite_within_limit, num_bytes=num_bytes))
-            assert has_failed(result, num_ranks - 1, errno.EFBIG, OSError, f"{num_bytes} bytes allowed")
+            assert has_failed(
+                result, num_ranks - 1, errno.EFBIG, OSError, f"{num_bytes} bytes allowed"
+            )
             assert tree_of(tmp_path) == before
-        assert ranks.do(partial(overwrite_within_limit, num_bytes=1 << 20)).errors == [None] * num_ranks
+        assert (
+            ranks.do(partial(overwrite_within_limit, num_bytes=1 << 20)).errors
+            == [None] * num_ranks
+        )
     assert judge_checkpoint(tmp_path) == "new"
 
 

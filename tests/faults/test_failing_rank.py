@@ -1,4 +1,6 @@
-"""One rank fails in some phase of a save or load: all ranks learn which and why, and nothing is lost."""
+"""One rank fails in some phase of a save or load: all ranks learn which and why, and nothing is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def good_state(rank, value):
 def loads_as(rank, path, value):
     """Tell whether the checkpoint holds what `good_state` with this value saved."""
     loaded = distckpt.load(good_state(rank, -1), path)
-    return bool((loaded["rows"] == value).all()) and (loaded["rng"], loaded["value"]) == ({"value": value}, value)
+    return bool((loaded["rows"] == value).all()) and (loaded["rng"], loaded["value"]) == (
+        {"value": value},
+        value,
+    )
 
 
 def factory(build_error=None, merge_error=None, replica_id=0):
@@ -88,7 +93,9 @@ class RaisesAfter(SafetensorsSaveStrategy):
 
 def build_fn_raises(rank, path):
     error = ValueError("3 heads do not divide by 2") if rank == FAILING else None
-    distckpt.save({**good_state(rank, 5), "fused": factory(error, replica_id=rank)}, path, overwrite=True)
+    distckpt.save(
+        {**good_state(rank, 5), "fused": factory(error, replica_id=rank)}, path, overwrite=True
+    )
 
 
 def preprocessing_raises(rank, path):
@@ -97,22 +104,36 @@ def preprocessing_raises(rank, path):
             raise RuntimeError("no such entry on rank 2")
         return common
 
-    distckpt.save(good_state(rank, 5), path, preprocess_common_before_consistancy_check=preprocess, overwrite=True)
+    distckpt.save(
+        good_state(rank, 5),
+        path,
+        preprocess_common_before_consistancy_check=preprocess,
+        overwrite=True,
+    )
 
 
 def unsupported_common_state(rank, path):
-    state = {**good_state(rank, 5), "args": {"callback": NotRegistered() if rank == FAILING else None}}
+    state = {
+        **good_state(rank, 5),
+        "args": {"callback": NotRegistered() if rank == FAILING else None},
+    }
     distckpt.save(state, path, overwrite=True)
 
 
 def unsupported_object(rank, path):
     value = {"sampler": [0, NotRegistered()]} if rank == FAILING else None
-    distckpt.save({**good_state(rank, 5), "o": ShardedObject("loader", value, (4,), (rank,))}, path, overwrite=True)
+    distckpt.save(
+        {**good_state(rank, 5), "o": ShardedObject("loader", value, (4,), (rank,))},
+        path,
+        overwrite=True,
+    )
 
 
 def no_data(rank, path):
     shard = ShardedTensor.from_rank_offsets("empty", torch.ones(3), (0, rank, 4))
-    distckpt.save({"empty": shard.without_data() if rank == FAILING else shard}, path, overwrite=True)
+    distckpt.save(
+        {"empty": shard.without_data() if rank == FAILING else shard}, path, overwrite=True
+    )
 
 
 def file_too_large(rank, path):
@@ -151,17 +172,28 @@ SAVES = {
         UnsupportedObjectError,
         ["flatten the state dict", "args", "callback", "NotRegistered"],
     ),
-    unsupported_object: (UnsupportedObjectError, ["describe", "'loader'", "sampler", "NotRegistered"]),
+    unsupported_object: (
+        UnsupportedObjectError,
+        ["describe", "'loader'", "sampler", "NotRegistered"],
+    ),
     no_data: (CheckpointingException, ["describe", "'empty'", "(6,)", "data"]),
-    file_too_large: (OSError, ["write shard files", os.strerror(errno.EFBIG), "tensors/shard-00003-"]),
-    too_many_open_files: (OSError, ["write shard files", os.strerror(errno.EMFILE), "tensors/shard-00003-"]),
+    file_too_large: (
+        OSError,
+        ["write shard files", os.strerror(errno.EFBIG), "tensors/shard-00003-"],
+    ),
+    too_many_open_files: (
+        OSError,
+        ["write shard files", os.strerror(errno.EMFILE), "tensors/shard-00003-"],
+    ),
     strategy_raises_before: (RuntimeError, ["my strategy does not like rank 2"]),
     strategy_raises_after: (KeyError, ["save", "lost on rank 2"]),
 }
 
 
 def fail_to_save_then_recover(rank, fail, folder):
-    """Fail once where nothing is and once over an earlier checkpoint; return the errors, and what is not as before."""
+    """Fail once where nothing is and once over an earlier checkpoint; return the errors, and what
+    is not as before.
+    """
     old, new = f"{folder}/old", f"{folder}/new"
     distckpt.save(good_state(rank, 1), old)
     sum_over_ranks(0)
@@ -223,7 +255,9 @@ def interrupt_in_first_phase(rank, path, interruption):
 
 def interrupt_in_inner_phase(rank, path, interruption):
     """The phase in which strategies describe shards lies inside the one around strategies."""
-    distckpt.register_object_type(Interrupting, to_state=Interrupting.interrupt, from_state=Interrupting)
+    distckpt.register_object_type(
+        Interrupting, to_state=Interrupting.interrupt, from_state=Interrupting
+    )
     value = None if interruption is None else Interrupting(interruption)
     distckpt.save({**good_state(rank, 5), "o": ShardedObject("o", value, (4,), (rank,))}, path)
 
@@ -238,10 +272,16 @@ def save_interrupted(rank, folder, where, interruption):
     return error, total, left, loads_as(rank, path, 1)
 
 
-@pytest.mark.parametrize("where", [interrupt_in_first_phase, interrupt_in_inner_phase], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "where", [interrupt_in_first_phase, interrupt_in_inner_phase], ids=lambda case: case.__name__
+)
 @pytest.mark.parametrize(
     "interruption",
-    [CheckpointException("read", {0: (ValueError("torn"), None)}), KeyboardInterrupt("stop"), SystemExit(3)],
+    [
+        CheckpointException("read", {0: (ValueError("torn"), None)}),
+        KeyboardInterrupt("stop"),
+        SystemExit(3),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_what_is_no_exception_ends_its_rank_and_fails_the_others(where, interruption, tmp_path):
@@ -347,7 +387,9 @@ def test_what_an_unfinished_save_left_is_moved_aside(run, tmp_path):
     (warning,) = outcomes[0].warnings_logged
     assert str(path) in warning
     assert str(aside) in warning
-    assert [outcome.warnings_logged for outcome in outcomes[1:]] == [[], [], []], "one rank speaks for all"
+    assert [outcome.warnings_logged for outcome in outcomes[1:]] == [[], [], []], (
+        "one rank speaks for all"
+    )
 
 
 def many_small(rank):
@@ -381,7 +423,9 @@ def test_a_manifest_that_cannot_be_written(run, tmp_path):
 
 
 def save_below_a_file(rank, folder):
-    return error_of(distckpt.save, good_state(rank, 1), f"{folder}/file/checkpoint"), sum_over_ranks(rank)
+    return error_of(
+        distckpt.save, good_state(rank, 1), f"{folder}/file/checkpoint"
+    ), sum_over_ranks(rank)
 
 
 def test_a_directory_that_cannot_be_made(run, tmp_path):
@@ -424,7 +468,9 @@ def load_incomplete(rank, path):
 
 def merge_fn_raises(rank, path):
     error = RuntimeError("gate and up do not fit") if rank == FAILING else None
-    distckpt.load({**good_state(rank, -1), "fused": factory(merge_error=error, replica_id=rank)}, path)
+    distckpt.load(
+        {**good_state(rank, -1), "fused": factory(merge_error=error, replica_id=rank)}, path
+    )
 
 
 def build_fn_raises_while_loading(rank, path):
@@ -474,7 +520,9 @@ def fail_to_load_then_recover(rank, fail, path):
 
 @pytest.fixture(scope="module")
 def stored(run, tmp_path_factory):
-    """A checkpoint, and copies of it in which the file that only rank FAILING reads is not what it was."""
+    """A checkpoint, and copies of it in which the file that only rank FAILING reads is not what it
+    was.
+    """
     path = tmp_path_factory.mktemp("loads") / "checkpoint"
     run(save_with_factory, NUM_RANKS, str(path))
     for kind in ("damaged", "cut_off", "incomplete"):

@@ -1,4 +1,6 @@
-"""Backends of fsspec other than S3's: requests that fail now and then are made again where that does no harm."""
+"""Backends of fsspec other than S3's: requests that fail now and then are made again where that
+does no harm.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt.core import CorruptCheckpointError
+from distckpt.megatron.core import CorruptCheckpointError
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.flaky_store import FlakyFileSystem, failing
 
@@ -70,7 +72,15 @@ def test_everything_survives_a_first_request_of_each_kind_that_fails(error):
         assert holds(2)
         assert distckpt.verify(LOCATION).is_whole
         distckpt.consolidate(LOCATION, "flaky://bucket/hf")
-        assert {kind for kind, _ in requests} == {"info", "list", "get", "put", "begin", "block", "remove"}
+        assert {kind for kind, _ in requests} == {
+            "info",
+            "list",
+            "get",
+            "put",
+            "begin",
+            "block",
+            "remove",
+        }
     assert holds(2)
     assert len([name for name in FlakyFileSystem.objects if name.startswith("bucket/run")]) == 4
     target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(LARGE))}
@@ -78,7 +88,9 @@ def test_everything_survives_a_first_request_of_each_kind_that_fails(error):
 
 
 def test_a_stream_that_fails_in_the_middle_begins_again():
-    with failing(lambda kind, path, number: StatusError(500) if kind == "block" and number == 2 else None) as requests:
+    with failing(
+        lambda kind, path, number: StatusError(500) if kind == "block" and number == 2 else None
+    ) as requests:
         distckpt.save(state(1), LOCATION)
     [blocks] = [count for (kind, _), count in requests.items() if kind == "block"]
     # Two, one that failed, and all three.
@@ -90,7 +102,9 @@ def test_a_stream_that_goes_on_failing_is_an_error_that_names_the_file_and_leave
     distckpt.save(state(1), LOCATION)
     before = dict(FlakyFileSystem.objects)
     with (
-        failing(lambda kind, path, number: StatusError(500) if kind == "block" else None) as requests,
+        failing(
+            lambda kind, path, number: StatusError(500) if kind == "block" else None
+        ) as requests,
         pytest.raises(OSError, match="answered 500") as caught,
     ):
         distckpt.save(state(2), LOCATION, overwrite=True)
@@ -103,7 +117,9 @@ def test_a_stream_that_goes_on_failing_is_an_error_that_names_the_file_and_leave
 
 
 @pytest.mark.parametrize("kind", ["begin", "block", "put", "get"])
-@pytest.mark.parametrize("error", [PermissionError("no"), StatusError(403)], ids=["no permission", "403"])
+@pytest.mark.parametrize(
+    "error", [PermissionError("no"), StatusError(403)], ids=["no permission", "403"]
+)
 def test_what_will_not_pass_is_said_at_once(kind, error):
     if kind == "get":
         distckpt.save(state(1), LOCATION)
@@ -113,7 +129,9 @@ def test_what_will_not_pass_is_said_at_once(kind, error):
     ):
         _ = distckpt.save(state(1), LOCATION) if kind != "get" else load()
     # A load looks for the marker before, while and after it finds out.
-    assert max(count for (found, _), count in requests.items() if found == kind) <= (3 if kind == "get" else 1)
+    assert max(count for (found, _), count in requests.items() if found == kind) <= (
+        3 if kind == "get" else 1
+    )
 
 
 def test_answers_that_are_cut_off_are_asked_for_again(monkeypatch):
@@ -133,14 +151,20 @@ def test_answers_that_are_cut_off_are_asked_for_again(monkeypatch):
 
 
 def test_tensors_that_come_once_are_not_written_twice():
-    """A stream of tensors cannot begin again: its failure is an error, and what was written goes."""
+    """A stream of tensors cannot begin again: its failure is an error, and what was written
+    goes.
+    """
     tensors = {f"t{i}": numbers(i) for i in range(2)}
     metas = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     with (
-        failing(lambda kind, path, number: StatusError(503) if kind == "block" and number == 2 else None),
+        failing(
+            lambda kind, path, number: StatusError(503) if kind == "block" and number == 2 else None
+        ),
         pytest.raises(Exception, match="answered 503"),
     ):
-        save_safetensors_streaming_sharded(tensors.items(), "flaky://bucket/s", metas, max_file_bytes=100 << 20)
+        save_safetensors_streaming_sharded(
+            tensors.items(), "flaky://bucket/s", metas, max_file_bytes=100 << 20
+        )
     assert FlakyFileSystem.objects == {}
 
 
@@ -150,7 +174,10 @@ def test_damage_of_what_is_read_while_a_stream_is_written_is_said_as_it_is():
     damaged = bytearray(FlakyFileSystem.objects[name])
     damaged[-5] ^= 1
     FlakyFileSystem.objects[name] = bytes(damaged)
-    with failing(lambda kind, path, number: None) as requests, pytest.raises(CorruptCheckpointError, match="Checksum"):
+    with (
+        failing(lambda kind, path, number: None) as requests,
+        pytest.raises(CorruptCheckpointError, match="Checksum"),
+    ):
         distckpt.consolidate(LOCATION, "flaky://bucket/hf")
     assert [count for (kind, _), count in requests.items() if kind == "begin"] == [1]
     assert not [name for name in FlakyFileSystem.objects if name.startswith("bucket/hf")]

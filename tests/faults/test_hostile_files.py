@@ -1,7 +1,9 @@
-"""Directories made by somebody who means harm: their code does not run, nothing outside is read, memory and time last.
+"""Directories made by somebody who means harm: their code does not run, nothing outside is read,
+memory and time last.
 
-Every directory is read in a process of its own with little memory and time, by every verb, while an audit hook notes
-what the interpreter does. Each verb must end by itself, with a result or with an error that it documents.
+Every directory is read in a process of its own with little memory and time, by every verb, while an
+audit hook notes what the interpreter does. Each verb must end by itself, with a result or with an
+error that it documents.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from distckpt.core import write_marker
+from distckpt.megatron.core import write_marker
 from tests.fuzz.contained import VERBS, serve
 from tests.fuzz.targets import WEIGHT, save_dcp, save_example, torch_saved
 from tests.support.forged_files import entry, file_of, forge, marker_of, object_of, with_object
@@ -61,7 +63,9 @@ def templates(tmp_path_factory):
     save_example(folder / "distckpt")
     save_dcp(folder / "dcp")
     (folder / "hf").mkdir()
-    safetensors.torch.save_file({"w": WEIGHT, "x": torch.ones(3)}, folder / "hf" / "model.safetensors")
+    safetensors.torch.save_file(
+        {"w": WEIGHT, "x": torch.ones(3)}, folder / "hf" / "model.safetensors"
+    )
     (folder / "nothing").mkdir()
     return folder
 
@@ -82,7 +86,11 @@ def hostile(kind, refused=("load",), more=()):
         name = function.__name__.replace("_", " ")
         if isinstance(more, dict):
             for label, argument in more.items():
-                CASES[f"{name}: {label}"] = (kind, lambda path, argument=argument: function(path, argument), refused)
+                CASES[f"{name}: {label}"] = (
+                    kind,
+                    lambda path, argument=argument: function(path, argument),
+                    refused,
+                )
         else:
             CASES[name] = (kind, function, refused)
         return function
@@ -205,11 +213,15 @@ def a_distcp_file_turned(path, turn):
 
 MARKERS = {
     "nesting": lambda m: '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
-    "nesting that can just be read": lambda m: json.dumps(m)[:-1] + ',"a":' + "[" * 900 + "]" * 900 + "}",
+    "nesting that can just be read": lambda m: (
+        json.dumps(m)[:-1] + ',"a":' + "[" * 900 + "]" * 900 + "}"
+    ),
     "long number": lambda m: json.dumps(m)[:-1] + ',"a":' + "9" * 100_000 + "}",
     "name twice": lambda m: '{"sharded_backend": "a",' + json.dumps(m)[1:],
     "other backend": lambda m: json.dumps({**m, "sharded_backend": "os.system"}),
-    "backend with control characters": lambda m: json.dumps({**m, "sharded_backend": "\x1b[2J\ud800"}),
+    "backend with control characters": lambda m: json.dumps(
+        {**m, "sharded_backend": "\x1b[2J\ud800"}
+    ),
     "long backend": lambda m: json.dumps({**m, "sharded_backend": "x" * 10**6}),
     "no backend": lambda m: json.dumps({**m, "sharded_backend": ["safetensors"]}),
     "huge version": lambda m: json.dumps({**m, "sharded_backend_version": 10**4000}),
@@ -220,8 +232,12 @@ MARKERS = {
         {**m, "manifest": {**m["manifest"], "name": "../beside/manifest.safetensors"}}
     ),
     "manifest as text": lambda m: json.dumps({**m, "manifest": "manifest.safetensors"}),
-    "manifest of no size": lambda m: json.dumps({**m, "manifest": {**m["manifest"], "bytes": None}}),
-    "manifest of negative size": lambda m: json.dumps({**m, "manifest": {**m["manifest"], "bytes": -1}}),
+    "manifest of no size": lambda m: json.dumps(
+        {**m, "manifest": {**m["manifest"], "bytes": None}}
+    ),
+    "manifest of negative size": lambda m: json.dumps(
+        {**m, "manifest": {**m["manifest"], "bytes": -1}}
+    ),
     "very many fields": lambda m: json.dumps({**m, **dict.fromkeys(map(str, range(10**5)))}),
 }
 
@@ -283,7 +299,16 @@ def a_block_size(path, number):
     forge(path, lambda fields, columns: fields.__setitem__("block_bytes", number))
 
 
-COLUMNS = ["key_shapes", "key_ndims", "key_ids", "file_ids", "first_bytes", "num_bytes", "offsets", "shapes"]
+COLUMNS = [
+    "key_shapes",
+    "key_ndims",
+    "key_ids",
+    "file_ids",
+    "first_bytes",
+    "num_bytes",
+    "offsets",
+    "shapes",
+]
 
 
 @hostile("distckpt", (), {f"{c} {n}": (c, n) for c in COLUMNS for n in (-1, 2**40, 2**63 - 1)})
@@ -324,7 +349,11 @@ def forge_raw(path, change):
     for name, column in columns.items():
         raw = column.tobytes() if isinstance(column, np.ndarray) else b""
         place = [len(body), len(body) + len(raw)]
-        header[name] = {"dtype": names[str(column.dtype)], "shape": list(column.shape), "data_offsets": place}
+        header[name] = {
+            "dtype": names[str(column.dtype)],
+            "shape": list(column.shape),
+            "data_offsets": place,
+        }
         body += raw
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -384,7 +413,11 @@ def a_hundred_thousand_chunks_of_the_same_bytes(path):
         fields["dtypes"].append("U8")
         columns["key_shapes"] = np.concatenate([columns["key_shapes"], [[2**22, 2**18]]])
         columns["key_ndims"] = np.append(columns["key_ndims"], 2)
-        added = {"key_ids": len(fields["keys"]) - 1, "file_ids": columns["file_ids"][row], "first_bytes": name[2]}
+        added = {
+            "key_ids": len(fields["keys"]) - 1,
+            "file_ids": columns["file_ids"][row],
+            "first_bytes": name[2],
+        }
         for column, value in {**added, "num_bytes": 2**39}.items():
             columns[column] = np.concatenate([columns[column], np.full(count, value)])
         columns["offsets"] = np.concatenate([columns["offsets"], np.zeros((count, 2), np.int64)])
@@ -414,7 +447,9 @@ def very_many_keys(path):
         keys = [f"layers.{i}.{'x' * 20}" for i in range(20_000)]
         fields["dtypes"] += ["F32"] * len(keys)
         fields["keys"] += keys
-        columns["key_shapes"] = np.concatenate([columns["key_shapes"], np.ones((len(keys), 2), np.int64)])
+        columns["key_shapes"] = np.concatenate(
+            [columns["key_shapes"], np.ones((len(keys), 2), np.int64)]
+        )
         columns["key_ndims"] = np.concatenate([columns["key_ndims"], np.full(len(keys), 2)])
 
     forge(path, change)
@@ -441,7 +476,12 @@ def a_key_of(path, key):
 
 @hostile("distckpt", ())
 def fields_that_nest(path):
-    forge(path, lambda fields, columns: fields.__setitem__("origin", json.loads('{"a":' + "[" * 900 + "]" * 900 + "}")))
+    forge(
+        path,
+        lambda fields, columns: fields.__setitem__(
+            "origin", json.loads('{"a":' + "[" * 900 + "]" * 900 + "}")
+        ),
+    )
 
 
 # ---- encoded objects
@@ -455,18 +495,26 @@ def colliding(count):
 OBJECTS = {
     "code": object_of({"$object": ["os.system", "touch harm"]}),
     "global": object_of({"$global": "os.system"}),
-    "python tag": object_of({"py/object": "os.system", "__reduce__": ["os.system", ["touch harm"]]}),
+    "python tag": object_of(
+        {"py/object": "os.system", "__reduce__": ["os.system", ["touch harm"]]}
+    ),
     "nesting": object_of("[" * 50_000 + "]" * 50_000),
     "nesting of tags": object_of('{"$tuple":[' * 5_000 + "]}" * 5_000),
     "tensor larger than its bytes": object_of({"$tensor": ["float32", [2**40], 0]}, [b"1234"]),
-    "tensor of no bytes and overflowing shape": object_of({"$tensor": ["float32", [2**40, 0, 2**40], 0]}, [b""]),
-    "tensor of very many axes": object_of({"$tensor": ["float32", [2**61] * 300_000 + [0], 0]}, [b""]),
+    "tensor of no bytes and overflowing shape": object_of(
+        {"$tensor": ["float32", [2**40, 0, 2**40], 0]}, [b""]
+    ),
+    "tensor of very many axes": object_of(
+        {"$tensor": ["float32", [2**61] * 300_000 + [0], 0]}, [b""]
+    ),
     "entry used often": object_of([{"$bytes": 0}] * 10_000, [bytes(10**6)]),
     "text of huge items": object_of({"$ndarray": ["<U1000000000", [0], 0]}, [b""]),
     "scalar of huge items": object_of({"$numpy": ["<U1000000000", {"$bytes": ""}]}),
     "range": object_of({"$tuple": [{"$range": [0, 10**18, 1]}]}),
     "set of equal hashes": object_of({"$set": colliding(60_000)}),
-    "dict of equal hashes": object_of({"$dict": [x for key in colliding(60_000) for x in (key, 1)]}),
+    "dict of equal hashes": object_of(
+        {"$dict": [x for key in colliding(60_000) for x in (key, 1)]}
+    ),
     "device": object_of({"$torch.device": "cuda:999"}),
     "path": object_of({"$path": ["PosixPath", "/etc/passwd"]}),
     "defaultdict of eval": object_of({"$defaultdict": ["eval", {}]}),
@@ -510,16 +558,22 @@ HEADERS = {
     "negative position": file_of({"w": entry([4, 6], -96, 0)}, bytes(96)),
     "position of 2**63": file_of({"w": entry([4, 6], 2**63, 2**63 + 96)}, bytes(96)),
     "positions that swap": file_of({"w": entry([4, 6], 96, 0)}, bytes(96)),
-    "key twice": file_of(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},' * 2 + b'"x":1}', bytes(4)),
+    "key twice": file_of(
+        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},' * 2 + b'"x":1}', bytes(4)
+    ),
     "shape whose product is 2**64": file_of({"w": entry([2**32, 2**32], 0, 0)}),
-    "shape whose product is 2**64 and something": file_of({"w": entry([2**32, 2**32 + 1], 0, 2**34)}),
+    "shape whose product is 2**64 and something": file_of(
+        {"w": entry([2**32, 2**32 + 1], 0, 2**34)}
+    ),
     "negative shape": file_of({"w": entry([-4, -6], 0, 96)}, bytes(96)),
     "shape of fractions": file_of({"w": entry([4.0, 6], 0, 96)}, bytes(96)),
     "very many axes": file_of({"w": entry([2**61] * 300_000 + [0], 0, 0)}),
     "many axes": file_of({"w": entry([1] * 65, 0, 4)}, bytes(4)),
     "nesting": file_of(b'{"w":' + b"[" * 10**6 + b"]" * 10**6 + b"}"),
     "dtype of another": file_of({"w": entry([4, 6], 0, 96, "os.system")}, bytes(96)),
-    "metadata of numbers": file_of({"__metadata__": {"a": 1}, "w": entry([4, 6], 0, 96)}, bytes(96)),
+    "metadata of numbers": file_of(
+        {"__metadata__": {"a": 1}, "w": entry([4, 6], 0, 96)}, bytes(96)
+    ),
     "sharding that nests": file_of(
         {"__metadata__": {"DCP_SHARDING_INFO": "[" * 10**5}, "w": entry([4, 6], 0, 96)}, bytes(96)
     ),
@@ -549,7 +603,11 @@ def very_many_entries(path):
 
 INDEX_NAMES = {
     name: file if file.endswith(".safetensors") else file + ".safetensors"
-    for name, file in {**FILE_NAMES, "beside": "../beside/model.safetensors", "pipe": "/dev/fd/0"}.items()
+    for name, file in {
+        **FILE_NAMES,
+        "beside": "../beside/model.safetensors",
+        "pipe": "/dev/fd/0",
+    }.items()
     if name not in ("home", "byte that is no text")
 }
 
@@ -587,14 +645,21 @@ def an_index_of(path, text):
 
 
 def quantized(config=None, codes=("w", "I8", [4, 6]), scale=("w_scale", "F32", [4, 1]), others=()):
-    """Return a header with codes of `w` and their scales, data of the right values, and a configuration."""
+    """Return a header with codes of `w` and their scales, data of the right values, and a
+    configuration.
+    """
     header, body = {}, b""
     for name, dtype, shape in (codes, scale, *others):
-        data = bytes(range(24)) if dtype == "I8" else np.ones(math.prod(shape), np.float32).tobytes()
+        data = (
+            bytes(range(24)) if dtype == "I8" else np.ones(math.prod(shape), np.float32).tobytes()
+        )
         data = data if math.prod(shape) else b""
         header[name] = entry(shape, len(body), len(body) + len(data), dtype)
         body += data
-    return {"model.safetensors": file_of(header, body), "config.json": json.dumps(config or {}).encode()}
+    return {
+        "model.safetensors": file_of(header, body),
+        "config.json": json.dumps(config or {}).encode(),
+    }
 
 
 def settings(dtype="float32", **config):
@@ -616,7 +681,9 @@ def a_quantized_directory_with(path, files):
 
 
 QUANTIZED_SHAPES = {
-    "2**64 codes of no bytes": quantized(settings(), ("w_packed", "I32", [0, 2**61]), ("w_scale", "F32", [1, 1])),
+    "2**64 codes of no bytes": quantized(
+        settings(), ("w_packed", "I32", [0, 2**61]), ("w_scale", "F32", [1, 1])
+    ),
     "several global scales": quantized(settings(), others=[("w_scale_2", "F32", [5])]),
 }
 
@@ -661,7 +728,10 @@ PICKLES = {
     "bytes of 2**63": b"\x80\x04\x8e" + struct.pack("<Q", 2**63) + b".",
     "frame of 2**63": b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.",
     "number of two billion bytes": b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"1.",
-    "number of 100000 digits": b"\x80\x02\x8b" + struct.pack("<i", 50_000) + b"\x7f" * 50_000 + b".",
+    "number of 100000 digits": b"\x80\x02\x8b"
+    + struct.pack("<i", 50_000)
+    + b"\x7f" * 50_000
+    + b".",
     "tuples in tuples": b"\x80\x02" + tuples(60) + b".",
     "tuples in tuples as a key": b"\x80\x02}" + tuples(60) + b"Ns.",
     "tuples in tuples as sizes": b"\x80\x02ctorch\nSize\n" + tuples(60) + b"\x85R.",
@@ -685,7 +755,11 @@ def change_metadata(path, change):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@hostile("dcp", ("load", "load_plain_tensors", "consolidate"), {k: v for k, v in FILE_NAMES.items() if k != "home"})
+@hostile(
+    "dcp",
+    ("load", "load_plain_tensors", "consolidate"),
+    {k: v for k, v in FILE_NAMES.items() if k != "home"},
+)
 def an_item_in(path, name):
     def change(metadata: Metadata):
         for info in metadata.storage_data.values():
@@ -695,7 +769,9 @@ def an_item_in(path, name):
 
 
 @hostile(
-    "dcp", ("load", "load_plain_tensors", "consolidate"), {str(n): n for n in (-1, 2**40, 2**62, 2**63, 10**30, 1.5)}
+    "dcp",
+    ("load", "load_plain_tensors", "consolidate"),
+    {str(n): n for n in (-1, 2**40, 2**62, 2**63, 10**30, 1.5)},
 )
 def an_item_at(path, number):
     def change(metadata):
@@ -738,7 +814,9 @@ def a_tensor_and_chunk_of_size(path, size):
         entry.size = entry.chunks[0].sizes = size
         entry.chunks[0].offsets = (0,) * len(size)
         (index,) = [index for index in metadata.storage_data if index.fqn == "w"]
-        metadata.storage_data[MetadataIndex("w", (0,) * len(size))] = metadata.storage_data.pop(index)
+        metadata.storage_data[MetadataIndex("w", (0,) * len(size))] = metadata.storage_data.pop(
+            index
+        )
 
     change_metadata(path, change)
 
@@ -747,7 +825,11 @@ def a_tensor_and_chunk_of_size(path, size):
 def a_tensor_divided_along_axes(path, ndim):
     def change(metadata):
         entry = metadata.state_dict_metadata["w"]
-        entry.size, entry.chunks[0].sizes, entry.chunks[0].offsets = (2,) * ndim, (1,) * ndim, (0,) * ndim
+        entry.size, entry.chunks[0].sizes, entry.chunks[0].offsets = (
+            (2,) * ndim,
+            (1,) * ndim,
+            (0,) * ndim,
+        )
         (index,) = [index for index in metadata.storage_data if index.fqn == "w"]
         metadata.storage_data[MetadataIndex("w", (0,) * ndim)] = metadata.storage_data.pop(index)
 
@@ -765,13 +847,21 @@ def zip_of(entries, compression=zipfile.ZIP_STORED):
 def array_calls(count):
     """Return a pickle that makes very many arrays of the same bytes."""
     raw = bytes(2**20)
-    begin = b"\x80\x04\x8c\x08builtins\x8c\x09bytearray\x93\x94B" + struct.pack("<I", len(raw)) + raw + b"\x94]"
+    begin = (
+        b"\x80\x04\x8c\x08builtins\x8c\x09bytearray\x93\x94B"
+        + struct.pack("<I", len(raw))
+        + raw
+        + b"\x94]"
+    )
     return begin + b"h\0h\1\x85Ra" * count + b"."
 
 
 PLAIN = torch_saved({"a": torch.ones(2)})
 ARCHIVES = {
-    **{f"pickle: {name}": zip_of({"a/data.pkl": data, "a/version": b"3"}) for name, data in PICKLES.items()},
+    **{
+        f"pickle: {name}": zip_of({"a/data.pkl": data, "a/version": b"3"})
+        for name, data in PICKLES.items()
+    },
     "a real call": torch_saved(Call(os.system, ("touch harm",))),
     "factory of tuples in tuples": zip_of(
         {"a/data.pkl": b"\x80\x02ccollections\ndefaultdict\n" + tuples(60) + b"\x85R."}
@@ -783,24 +873,36 @@ ARCHIVES = {
     "compressed": zip_of({"a/data.pkl": b"\x80\x02]" + b"N" * 10**8 + b"."}, zipfile.ZIP_DEFLATED),
     "name twice": zip_of({"a/data.pkl": b"\x80\x02N.", "b/data.pkl": b"\x80\x02]."}),
     "storage elsewhere": PLAIN.replace(b"X\x01\0\0\x000q", b"X\x01\0\0\x00/q"),
-    "directory beyond the end": zip_of({"a/data.pkl": b"\x80\x02N."})[:-10] + b"\xff\xff\xff\x7f" * 2 + b"\0\0",
+    "directory beyond the end": zip_of({"a/data.pkl": b"\x80\x02N."})[:-10]
+    + b"\xff\xff\xff\x7f" * 2
+    + b"\0\0",
     "pickle as it is": pickle.dumps({"a": 1}),
     "old torch.save": torch.save.__doc__.encode(),
     "nothing": b"",
 }
 
 
-HARMLESS = ("pickle: memo of two billion", "pickle: frame of 2**63", "pickle: number of 100000 digits")
+HARMLESS = (
+    "pickle: memo of two billion",
+    "pickle: frame of 2**63",
+    "pickle: number of 100000 digits",
+)
 
 
-@hostile("dcp", ("load_common_state_dict",), {k: v for k, v in ARCHIVES.items() if k not in HARMLESS})
+@hostile(
+    "dcp", ("load_common_state_dict",), {k: v for k, v in ARCHIVES.items() if k not in HARMLESS}
+)
 def a_common_state_archive(path, data):
     # Megatron's layout: a marker, and common state in a file of its own.
-    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     (path / "common.pt").write_bytes(data)
 
     def change(metadata):
-        for name in [n for n, stored in metadata.state_dict_metadata.items() if not hasattr(stored, "chunks")]:
+        for name in [
+            n for n, stored in metadata.state_dict_metadata.items() if not hasattr(stored, "chunks")
+        ]:
             del metadata.state_dict_metadata[name]
 
     change_metadata(path, change)
@@ -813,11 +915,15 @@ def a_harmless_archive(path, data):
 
 @hostile("dcp", ())
 def an_archive_with_names_that_lead_elsewhere(path):
-    a_common_state_archive(path, zip_of({"a/data.pkl": b"\x80\x02N.", "a/../../harm": b"x", "/harm": b"x"}))
+    a_common_state_archive(
+        path, zip_of({"a/data.pkl": b"\x80\x02N.", "a/../../harm": b"x", "/harm": b"x"})
+    )
 
 
 @hostile(
-    "dcp", ("load", "load_plain_tensors"), {k: v for k, v in ARCHIVES.items() if k[:6] != "pickle" or "system" in k}
+    "dcp",
+    ("load", "load_plain_tensors"),
+    {k: v for k, v in ARCHIVES.items() if k[:6] != "pickle" or "system" in k},
 )
 def a_tensor_archive(path, data):
     def change(metadata):
@@ -847,7 +953,9 @@ def an_object_named(path, name):
         (index,) = [index for index in metadata.storage_data if index.fqn == old]
         metadata.storage_data[MetadataIndex(name)] = metadata.storage_data.pop(index)
 
-    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     change_metadata(path, change)
 
 
@@ -862,16 +970,25 @@ def test_hostile_directories_do_no_harm(reader, templates, tmp_path, name):
     # What a file name that leads elsewhere would find.
     shutil.copytree(templates / kind, tmp_path / "secret")
     shutil.copytree(templates / kind, tmp_path / "in" / "beside")
-    before = {file: file.read_bytes() for file in (tmp_path / "secret").rglob("*") if file.is_file()}
+    before = {
+        file: file.read_bytes() for file in (tmp_path / "secret").rglob("*") if file.is_file()
+    }
     make_hostile(path)
     outcomes = reader(path)
-    assert list(outcomes) == list(VERBS), f"did not end: {next(iter(VERBS.keys() - outcomes.keys()))}"
+    assert list(outcomes) == list(VERBS), (
+        f"did not end: {next(iter(VERBS.keys() - outcomes.keys()))}"
+    )
     for verb, outcome in outcomes.items():
         assert outcome["is_documented"], f"{verb}: {outcome['text']}"
         assert not outcome["events"], f"{verb}: {outcome['events']}"
-        named = str(path) in outcome["text"] or "No safetensors file can hold the name" in outcome["text"]
+        named = (
+            str(path) in outcome["text"]
+            or "No safetensors file can hold the name" in outcome["text"]
+        )
         assert named or not outcome["error"], f"{verb} names no file: {outcome['text']}"
         assert len(outcome["text"]) < 5000
     assert {verb for verb in refused if not outcomes[verb]["error"]} == set()
-    assert {file: file.read_bytes() for file in (tmp_path / "secret").rglob("*") if file.is_file()} == before
+    assert {
+        file: file.read_bytes() for file in (tmp_path / "secret").rglob("*") if file.is_file()
+    } == before
     assert not (tmp_path / "in" / "harm").exists()

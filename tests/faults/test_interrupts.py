@@ -1,4 +1,6 @@
-"""Signals in the middle of an operation: KeyboardInterrupt on one rank ends it on all, and all may go on together."""
+"""Signals in the middle of an operation: KeyboardInterrupt on one rank ends it on all, and all may
+go on together.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def prepare(rank, folder):
 
 
 def rounds_of(rank, verb, folder, seeds):
-    """Call again and again; each time one rank gets SIGINT at some exchange, or a moment after it."""
+    """Call again and again; each time one rank gets SIGINT at some exchange, or a moment after
+    it.
+    """
     let_interrupts_through()
     prepare(rank, folder)
     names: list[str] = []
@@ -96,7 +100,11 @@ def rounds_of(rank, verb, folder, seeds):
     rounds = []
     for seed in seeds:
         chance = random.Random(f"{verb.__name__} {seed}")
-        victim, number, delay = chance.randrange(NUM_RANKS), chance.randrange(len(names)), chance.expovariate(500)
+        victim, number, delay = (
+            chance.randrange(NUM_RANKS),
+            chance.randrange(len(names)),
+            chance.expovariate(500),
+        )
         sum_over_ranks(0)
         if rank == 0:
             shutil.rmtree(f"{folder}/saved", ignore_errors=True)
@@ -127,7 +135,11 @@ def interrupted(verb, rank, folder, victim, number, delay):
     seconds = time.monotonic() - started
     distckpt._io.background.wait_for_all()
     total = sum_over_ranks(1)
-    left = [path for path in Path(folder).rglob("*") if path.name.startswith(".") or "saved" in path.parts]
+    left = [
+        path
+        for path in Path(folder).rglob("*")
+        if path.name.startswith(".") or "saved" in path.parts
+    ]
     return Round(victim, error, seconds, total, error_of(save_and_load, rank, folder), left)
 
 
@@ -142,7 +154,9 @@ def check_round(results: Sequence[Round]) -> str:
     for result in results:
         assert result.seconds < SECONDS_LEFT
         assert (result.total, result.next_error) == (NUM_RANKS, None)
-        assert not [path for path in result.left if path.name.startswith(".")], "nothing is left behind"
+        assert not [path for path in result.left if path.name.startswith(".")], (
+            "nothing is left behind"
+        )
     victim = results[0].victim
     own = results[victim].error
     others = [result.error for rank, result in enumerate(results) if rank != victim]
@@ -168,7 +182,7 @@ def test_an_interrupt_on_one_rank_ends_a_call_on_all(verb, num_rounds, tmp_path)
     assert distckpt.verify(tmp_path / "checkpoint").is_whole
 
 
-# --- A rank that does not come ----------------------------------------------------------------------------------------
+# --- A rank that does not come --------------------------------------------------------------------
 
 
 def wait_for_the_others(rank, folder):

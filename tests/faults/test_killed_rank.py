@@ -1,4 +1,6 @@
-"""Ranks that are killed in the middle of a save: earlier checkpoints stay, no half one appears, saving goes on."""
+"""Ranks that are killed in the middle of a save: earlier checkpoints stay, no half one appears,
+saving goes on.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.support.stopping import StopsAfter, StopsBefore, stopping
 
 NUM_RANKS = 3
 TIMEOUT = 15.0
-"""Of the process group, in seconds: some survivors wait it out; on a busy machine they are late themselves."""
+"""Of the process group, in seconds: some survivors wait it out; on a busy machine they are late
+themselves.
+"""
 SLACK = 60.0
 """Seconds by which a survivor may be later than that."""
 
@@ -45,7 +49,9 @@ def stops_while_taking_apart(rank, path):
         ask_parent()
         return ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id)
 
-    factory = ShardedTensorFactory("fused", torch.ones(4), build, lambda loaded: loaded, replica_id=rank)
+    factory = ShardedTensorFactory(
+        "fused", torch.ones(4), build, lambda loaded: loaded, replica_id=rank
+    )
     distckpt.save({**state_of(2, rank, NUM_RANKS), "fused": factory}, path, overwrite=True)
 
 
@@ -58,7 +64,9 @@ def stops_after_writing(rank, path):
 
 
 def save_and_be_killed(rank, stop, path):
-    """Every rank stops at the same place; the survivors are told to go on when the others are dead."""
+    """Every rank stops at the same place; the survivors are told to go on when the others are
+    dead.
+    """
     error = error_of(stop, rank, path)
     return error, time.monotonic()
 
@@ -78,7 +86,10 @@ def check_that_saving_goes_on(run, saved, folder, path):
 
 @pytest.fixture(scope="module")
 def saved(run, tmp_path_factory):
-    path, again = tmp_path_factory.mktemp("saved") / "checkpoint", tmp_path_factory.mktemp("again") / "checkpoint"
+    path, again = (
+        tmp_path_factory.mktemp("saved") / "checkpoint",
+        tmp_path_factory.mktemp("again") / "checkpoint",
+    )
     for each in (path, again):
         run(save_state, NUM_RANKS, str(each), 1)
     assert tree_of(path) == tree_of(again), "saving is deterministic"
@@ -111,7 +122,9 @@ def test_one_killed_rank(run, stop, target, saved, folder):
         assert isinstance(error, RankFailedError), error
         assert "Lost contact with rank 1 " in str(error)
         assert raised - killed < TIMEOUT + SLACK
-    assert [name for name in os.listdir(folder) if name.startswith(".")] == [], "rank 0 lives and has cleaned up"
+    assert [name for name in os.listdir(folder) if name.startswith(".")] == [], (
+        "rank 0 lives and has cleaned up"
+    )
     assert (folder / "new").exists() is False
     check_that_saving_goes_on(run, saved, folder, path)
 
@@ -121,7 +134,9 @@ def test_one_killed_rank(run, stop, target, saved, folder):
 @pytest.mark.parametrize("victims", [(0,), (0, 1, 2)], ids=["coordinator", "all"])
 def test_killed_coordinator(run, victims, target, saved, folder):
     path = folder / target
-    with launched(save_and_be_killed, NUM_RANKS, stops_after_writing, str(path), group_timeout=TIMEOUT) as launch:
+    with launched(
+        save_and_be_killed, NUM_RANKS, stops_after_writing, str(path), group_timeout=TIMEOUT
+    ) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(*victims)
@@ -134,7 +149,9 @@ def test_killed_coordinator(run, victims, target, saved, folder):
         assert "Lost contact with rank 0 " in str(outcomes[survivor][0])
     assert (folder / "new").exists() is False
     (staging,) = [name for name in os.listdir(folder) if name != "old"]
-    assert staging.startswith("."), "nobody was left to clean up; what is left is hidden and no checkpoint"
+    assert staging.startswith("."), (
+        "nobody was left to clean up; what is left is hidden and no checkpoint"
+    )
     assert not distckpt.check_is_distributed_checkpoint(str(folder / staging))
     check_that_saving_goes_on(run, saved, folder, path)
 
@@ -185,7 +202,9 @@ def load_and_be_killed(rank, path):
 @lost_ranks_are_named
 def test_a_rank_killed_while_loading(folder):
     before = tree_of(folder)
-    with launched(load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=TIMEOUT) as launch:
+    with launched(
+        load_and_be_killed, NUM_RANKS, str(folder / "old"), group_timeout=TIMEOUT
+    ) as launch:
         for rank in range(NUM_RANKS):
             launch.wait_for_signal(rank)
         launch.kill(2)
@@ -199,7 +218,9 @@ def test_a_rank_killed_while_loading(folder):
 
 
 def save_then_wait(rank, path):
-    """A rank that does not come in time is as good as dead for the others; they do not wait for ever."""
+    """A rank that does not come in time is as good as dead for the others; they do not wait for
+    ever.
+    """
     if rank == 1:
         ask_parent()
     started = time.monotonic()
@@ -208,7 +229,9 @@ def save_then_wait(rank, path):
 
 
 def test_a_rank_that_does_not_come(tmp_path):
-    with launched(save_then_wait, NUM_RANKS, str(tmp_path / "checkpoint"), group_timeout=TIMEOUT) as launch:
+    with launched(
+        save_then_wait, NUM_RANKS, str(tmp_path / "checkpoint"), group_timeout=TIMEOUT
+    ) as launch:
         launch.wait_for_signal(1)
         launch.wait_for_end(0, 2)
         launch.answer(1)

@@ -1,4 +1,6 @@
-"""A rank that is killed or stopped before any exchange of a save, load or export: the others raise and name it."""
+"""A rank that is killed or stopped before any exchange of a save, load or export: the others raise
+and name it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.states import state_of
 
 NUM_RANKS = 3
 TIMEOUT = 12.0
-"""Of the process group, in seconds: survivors of a stopped rank wait it out; on a busy machine others are late too."""
+"""Of the process group, in seconds: survivors of a stopped rank wait it out; on a busy machine
+others are late too.
+"""
 AT_ONCE = 5
 """So many launches at the same time: they do little but wait."""
 
@@ -80,7 +84,9 @@ def template(tmp_path_factory):
 
 
 class Loss(NamedTuple):
-    """A rank that is killed, or else stopped, when it is about to begin the given occurrence of an exchange."""
+    """A rank that is killed, or else stopped, when it is about to begin the given occurrence of an
+    exchange.
+    """
 
     verb: Callable[[int, str], None]
     victim: int
@@ -92,7 +98,15 @@ class Loss(NamedTuple):
 def lose_a_rank(loss, folder):
     """Return the errors of the survivors."""
     survivors = [rank for rank in range(NUM_RANKS) if rank != loss.victim]
-    arguments = (stop_before_exchange, NUM_RANKS, loss.verb, str(folder), loss.victim, loss.name, loss.occurrence)
+    arguments = (
+        stop_before_exchange,
+        NUM_RANKS,
+        loss.verb,
+        str(folder),
+        loss.victim,
+        loss.name,
+        loss.occurrence,
+    )
     with launched(*arguments, group_timeout=TIMEOUT) as launch:
         launch.wait_for_signal(loss.victim)
         if loss.is_killed:
@@ -107,7 +121,9 @@ def lose_a_rank(loss, folder):
 
 
 def check_losses(losses, template, folder):
-    """Lose ranks in launches of their own, some at a time; in each the others raise, and what is on disk is whole."""
+    """Lose ranks in launches of their own, some at a time; in each the others raise, and what is on
+    disk is whole.
+    """
     folders = [folder / str(number) for number in range(len(losses))]
     for copy in folders:
         shutil.copytree(template, copy)
@@ -118,7 +134,8 @@ def check_losses(losses, template, folder):
             assert isinstance(error, RankFailedError), (loss, error)
             assert list(error.failures) == [loss.victim], (loss, error)
             assert f"Lost contact with rank {loss.victim} " in str(error)
-        # A rank that is lost when the coordinator may have committed already finds it done, perhaps.
+        # A rank that is lost when the coordinator may have committed already finds it done,
+        # perhaps.
         may_be_new = loss.verb is save and loss.name in ("commit", "all_gather")
         assert value_in(copy / "checkpoint") in ((1, 2) if may_be_new else (1,)), loss
         if (copy / "export").exists():
@@ -173,5 +190,8 @@ def test_the_others_name_a_stopped_rank(template, tmp_path):
 def test_the_others_name_a_rank_lost_at_any_exchange(verb, victim, is_killed, template, tmp_path):
     shutil.copytree(template, tmp_path / "whole")
     names = run(list_exchanges, NUM_RANKS, verb, str(tmp_path / "whole"))[victim]
-    losses = [Loss(verb, victim, is_killed, name, names[: i + 1].count(name)) for i, name in enumerate(names)]
+    losses = [
+        Loss(verb, victim, is_killed, name, names[: i + 1].count(name))
+        for i, name in enumerate(names)
+    ]
     check_losses(losses, template, tmp_path)

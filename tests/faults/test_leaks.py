@@ -1,4 +1,6 @@
-"""Saving and loading again and again: memory, descriptors, threads, shared memory and files do not grow."""
+"""Saving and loading again and again: memory, descriptors, threads, shared memory and files do not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def state_of_halves(value):
     weight = torch.full((TENSOR_BYTES // 4 // 256, 256), float(value))
     return {
         "halves": [
-            ShardedTensor.from_rank_offsets("weight", half, (1, i, 2)) for i, half in enumerate(weight.chunk(2, 1))
+            ShardedTensor.from_rank_offsets("weight", half, (1, i, 2))
+            for i, half in enumerate(weight.chunk(2, 1))
         ],
         "object": ShardedObject("object", {"value": value, "rng": torch.arange(5000)}, (1,), (0,)),
         "value": value,
@@ -59,7 +62,9 @@ class Job:
         distckpt.load_plain_tensors(self.path)
 
     def save_with_a_limit(self, number):
-        handle = distckpt.async_save(state_of_halves(number), self.path, overwrite=True, max_inflight_bytes=1 << 20)
+        handle = distckpt.async_save(
+            state_of_halves(number), self.path, overwrite=True, max_inflight_bytes=1 << 20
+        )
         assert handle.staged.wait(PATIENCE)
         handle.result(PATIENCE)
 
@@ -74,7 +79,9 @@ class Job:
         assert distckpt.verify(self.path).is_whole
 
     def fail(self, number):
-        """Saves and loads that go wrong early, in the middle and late, in the foreground and in the background."""
+        """Saves and loads that go wrong early, in the middle and late, in the foreground and in the
+        background.
+        """
 
         def stop(num_bytes):
             raise OSError(28, "No space left on device")
@@ -88,7 +95,9 @@ class Job:
             error_of(distckpt.load, state_of_halves(-1), absent),
             error_of(distckpt.load, {"w": shard}, self.path),
             error_of(distckpt.load, state_of_halves(-1), self.path, progress=stop),
-            error_of(distckpt.async_save(state_of_halves(number), absent, progress=stop).result, PATIENCE),
+            error_of(
+                distckpt.async_save(state_of_halves(number), absent, progress=stop).result, PATIENCE
+            ),
             error_of(distckpt.consolidate, self.path, absent, keys="nothing"),
         ]
         assert None not in failed, failed
@@ -107,11 +116,20 @@ class Job:
             getattr(self, name)(number)
 
 
-JOBS = ["save_and_load", "save_in_the_background", "save_with_a_limit", "keep_some", "consolidate_and_verify", "fail"]
+JOBS = [
+    "save_and_load",
+    "save_in_the_background",
+    "save_with_a_limit",
+    "keep_some",
+    "consolidate_and_verify",
+    "fail",
+]
 
 
 def num_kernel_threads(process):
-    """Count threads as the system does, for which one that was joined may be there a moment longer."""
+    """Count threads as the system does, for which one that was joined may be there a moment
+    longer.
+    """
     counts = []
     for _ in range(20):
         counts.append(process.num_threads())
@@ -125,7 +143,9 @@ def resources_of(folder):
     process = psutil.Process()
     descriptors = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     temporary = [
-        path for path in Path(os.environ["TMPDIR"]).rglob("*") if folder not in path.parents and path != folder
+        path
+        for path in Path(os.environ["TMPDIR"]).rglob("*")
+        if folder not in path.parents and path != folder
     ]
     return {
         "memory": process.memory_info().rss,
@@ -141,7 +161,9 @@ def resources_of(folder):
 
 
 def watch(name, folder, rounds):
-    """Do something again and again, and print what was held after the first rounds and after all."""
+    """Do something again and again, and print what was held after the first rounds and after
+    all.
+    """
     job = Job(Path(folder))
     before = {}
     for number in range(1, rounds + 1):
@@ -155,15 +177,19 @@ def watch(name, folder, rounds):
 
 
 @pytest.mark.parametrize(
-    ("name", "rounds"), [("everything", 14), *(pytest.param(name, 100, marks=pytest.mark.slow) for name in JOBS)]
+    ("name", "rounds"),
+    [("everything", 14), *(pytest.param(name, 100, marks=pytest.mark.slow) for name in JOBS)],
 )
 def test_nothing_grows(name, rounds, tmp_path):
     folder, temporary = tmp_path / "work", tmp_path / "tmp"
     folder.mkdir()
     temporary.mkdir()
     # A process of its own: what others have allocated and freed would blur the measurement.
-    program = f"from tests.faults.test_leaks import watch; watch({name!r}, {str(folder)!r}, {rounds})"
-    # Blocks of some size come from the system and go back to it, so that what is held is what is in use.
+    program = (
+        f"from tests.faults.test_leaks import watch; watch({name!r}, {str(folder)!r}, {rounds})"
+    )
+    # Blocks of some size come from the system and go back to it, so that what is held is what is in
+    # use.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     environment = {**os.environ, **allocator, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
@@ -180,5 +206,7 @@ def test_nothing_grows(name, rounds, tmp_path):
     growth = after.pop("memory") - before.pop("memory")
     assert growth < ALLOWED_GROWTH_BYTES, f"{growth / 2**20:.1f} MiB in {rounds - WARM_UP} rounds"
     assert after == before
-    assert all(entry.startswith(("checkpoint", "run", "export")) for entry in after["files"]), after["files"]
+    assert all(entry.startswith(("checkpoint", "run", "export")) for entry in after["files"]), (
+        after["files"]
+    )
     assert os.listdir(temporary) == []

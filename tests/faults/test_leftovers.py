@@ -1,4 +1,6 @@
-"""What saving and loading leave behind in the processes that do it, and beside the checkpoint: nothing."""
+"""What saving and loading leave behind in the processes that do it, and beside the checkpoint:
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SHARED_MEMORY = Path("/dev/shm")
 def save_and_load(rank, path):
     distckpt.save(state_of(1, rank, 2, 3000), path, overwrite=True)
     distckpt.load(state_of(0, rank, 2, 3000), path)
-    error_of(distckpt.save, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, f"{path}_invalid")
+    error_of(
+        distckpt.save, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, f"{path}_invalid"
+    )
     error_of(distckpt.load, state_of(0, rank, 2, 3000), f"{path}_absent")
 
 
@@ -45,11 +49,17 @@ def children_of(pid):
 
 
 def mapped_shared_memory():
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(SHARED_MEMORY) in line]
+    return [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if str(SHARED_MEMORY) in line
+    ]
 
 
 def watch_saving_and_loading(rank, path):
-    """The first round may start what stays (a gloo worker, say); the later ones must not add to it."""
+    """The first round may start what stays (a gloo worker, say); the later ones must not add to
+    it.
+    """
     save_and_load(rank, path)
     sum_over_ranks(0)
     before = open_things()
@@ -92,7 +102,12 @@ def test_no_processes(watched):
 def test_no_files_beside_the_checkpoint(watched):
     folder, _, _ = watched
     assert os.listdir(folder) == ["checkpoint"]
-    assert sorted(os.listdir(folder / "checkpoint")) == ["manifest.safetensors", "metadata.json", "objects", "tensors"]
+    assert sorted(os.listdir(folder / "checkpoint")) == [
+        "manifest.safetensors",
+        "metadata.json",
+        "objects",
+        "tensors",
+    ]
     # Four saves, but only the files of the last one: one per rank.
     assert len(os.listdir(folder / "checkpoint" / "tensors")) == 2
     assert len(os.listdir(folder / "checkpoint" / "objects")) == 2

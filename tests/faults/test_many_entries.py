@@ -1,4 +1,6 @@
-"""Files that describe very many small things: they are read in memory and time in proportion, or refused."""
+"""Files that describe very many small things: they are read in memory and time in proportion, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from tests.support.harness import run
 MEMORY_BYTES = 2 << 30
 CPU_SECONDS = 120
 """For one verb, with 10^6 entries."""
-READING = ["load", "load_common_state_dict", "load_sharded_metadata", "verify --fast", "verify", "inspect"]
+READING = [
+    "load",
+    "load_common_state_dict",
+    "load_sharded_metadata",
+    "verify --fast",
+    "verify",
+    "inspect",
+]
 
 
 def a_header_of_tensors(path, count):
@@ -39,7 +48,9 @@ def a_manifest_of_keys(path, count):
     def change(fields, columns):
         fields["keys"] += [f"layers.{i}.{'x' * 20}" for i in range(count)]
         fields["dtypes"] += ["F32"] * count
-        columns["key_shapes"] = np.concatenate([columns["key_shapes"], np.ones((count, 2), np.int64)])
+        columns["key_shapes"] = np.concatenate(
+            [columns["key_shapes"], np.ones((count, 2), np.int64)]
+        )
         columns["key_ndims"] = np.concatenate([columns["key_ndims"], np.full(count, 2)])
 
     save_example(path)
@@ -67,7 +78,9 @@ def read_within_limits(rank, verb, path):
     return None
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(10**6, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "count", [20_000, pytest.param(10**6, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_very_many_entries(make, count, tmp_path):
     path = tmp_path / "c"

@@ -1,4 +1,6 @@
-"""Files that were changed at random: every way to read them gives an error or the values that were saved."""
+"""Files that were changed at random: every way to read them gives an error or the values that were
+saved.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def save(path, step):
     state = {}
     for key, values in values_of(step).items():
         for half in np.split(values, 2 if values.ndim > 1 else 1, axis=-1):
-            offset = (0,) * (values.ndim - 1) + (values.shape[-1] // 2 if len(state) % 2 and values.ndim > 1 else 0,)
+            offset = (0,) * (values.ndim - 1) + (
+                values.shape[-1] // 2 if len(state) % 2 and values.ndim > 1 else 0,
+            )
             state[f"{key} {offset}"] = shard_of(key, torch.from_numpy(half.copy()), offset)
     distckpt.save(state, path, durable=False)
 
@@ -46,11 +50,16 @@ def read_regions(path, regions, dtype=torch.float32):
         target = torch.full([axis.stop - axis.start for axis in where], -1, dtype=dtype)
         state[str(number)] = shard_of(key, target, tuple(axis.start for axis in where))
     distckpt.load(state, path)
-    return {str(where): (key, where, state[str(number)].data.numpy()) for number, (key, where) in enumerate(regions)}
+    return {
+        str(where): (key, where, state[str(number)].data.numpy())
+        for number, (key, where) in enumerate(regions)
+    }
 
 
 def whole(path, random):
-    return read_regions(path, [(key, tuple(slice(0, size) for size in shape)) for key, shape in SHAPES.items()])
+    return read_regions(
+        path, [(key, tuple(slice(0, size) for size in shape)) for key, shape in SHAPES.items()]
+    )
 
 
 def random_slice(random, size):
@@ -61,7 +70,9 @@ def random_slice(random, size):
 
 def parts(path, random):
     dtype = random.choice([torch.float32, torch.float64])
-    chosen = [(key, tuple(random_slice(random, size) for size in shape)) for key, shape in SHAPES.items()]
+    chosen = [
+        (key, tuple(random_slice(random, size) for size in shape)) for key, shape in SHAPES.items()
+    ]
     return read_regions(path, chosen, dtype)
 
 
@@ -99,7 +110,9 @@ READERS = (whole, parts, resharded, plain, exported)
 
 def flip_bits(path, files, random):
     with files[random.integers(len(files))].open("r+b") as file:
-        for position in random.integers(0, os.fstat(file.fileno()).st_size, int(300 ** random.random())).tolist():
+        for position in random.integers(
+            0, os.fstat(file.fileno()).st_size, int(300 ** random.random())
+        ).tolist():
             byte = os.pread(file.fileno(), 1, position)[0]
             os.pwrite(file.fileno(), bytes([byte ^ 1 << int(random.integers(8))]), position)
 
@@ -118,7 +131,9 @@ def swap_files(path, files, random):
 
 
 def replace_files(path, files, random):
-    """Files of another checkpoint of the job take the place of those of the same name, all but the marker."""
+    """Files of another checkpoint of the job take the place of those of the same name, all but the
+    marker.
+    """
     files = [file for file in files if file.name != "metadata.json"]
     for file in random.choice(files, random.integers(1, len(files) + 1), replace=False):
         shutil.copyfile(path.parent / "older" / file.relative_to(path), file)
@@ -130,7 +145,9 @@ def lose_writes(path, files, random):
     first, last = (np.sort(random.integers(0, file.stat().st_size, 2)) >> 12 << 12).tolist()
     older = (path.parent / "older" / file.relative_to(path)).read_bytes()
     with file.open("r+b") as opened:
-        os.pwrite(opened.fileno(), older[first:last] if random.integers(2) else bytes(last - first), first)
+        os.pwrite(
+            opened.fileno(), older[first:last] if random.integers(2) else bytes(last - first), first
+        )
 
 
 CHANGES = (flip_bits, cut_off, swap_files, replace_files, lose_writes)
@@ -145,13 +162,17 @@ def folder(tmp_path_factory):
 
 
 def outcome_of(read, path, random):
-    """Return whether a reader gives what was saved ("right"), something else ("WRONG"), or raises an error."""
+    """Return whether a reader gives what was saved ("right"), something else ("WRONG"), or raises
+    an error.
+    """
     try:
         found = read(path, random)
     except CheckpointingException:
         return "error"
     saved = values_of(2)
-    is_right = all(np.array_equal(values, saved[key][where]) for key, where, values in found.values())
+    is_right = all(
+        np.array_equal(values, saved[key][where]) for key, where, values in found.values()
+    )
     return "right" if is_right else "WRONG"
 
 

@@ -1,4 +1,6 @@
-"""A network and a store that fail: requests that are refused, cut off, or carried out without an answer."""
+"""A network and a store that fail: requests that are refused, cut off, or carried out without an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt._storage import object_store
-from distckpt.core import CheckpointExistsError, read_file
+from distckpt.megatron.core import CheckpointExistsError, read_file
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import (
     EqualPartsProxy,
@@ -66,7 +68,9 @@ REQUESTS_OF_A_SAVE = {
 }
 
 
-@pytest.mark.parametrize(("action", "settings"), [*((action, FEW_ATTEMPTS) for action in ACTIONS), ("lose answer", {})])
+@pytest.mark.parametrize(
+    ("action", "settings"), [*((action, FEW_ATTEMPTS) for action in ACTIONS), ("lose answer", {})]
+)
 def test_saves_survive(server, bucket, action, settings):
     """The first request of every kind fails, in a save and in one that replaces it."""
     location = f"{bucket}/run/c"
@@ -87,7 +91,11 @@ def test_a_load_survives(server, bucket, action):
     location = f"{bucket}/c"
     distckpt.save(state(1), location)
     patterns = [r"shard-", r"rank-", r"/manifest", r"/metadata\.json"]
-    faults = [Fault(method, pattern, action, count=2) for method in ("GET", "HEAD") for pattern in patterns]
+    faults = [
+        Fault(method, pattern, action, count=2)
+        for method in ("GET", "HEAD")
+        for pattern in patterns
+    ]
     with failing(server, *faults, **FEW_ATTEMPTS) as proxy:
         assert holds(location, 1)
     assert {(fault.method, fault.pattern) for fault in faults[:4]} <= {
@@ -104,7 +112,10 @@ def test_verify_and_consolidate_survive(server, bucket):
     with failing(server, Fault("GET", r"/c/tensors", "cut answer", 2, 2), **FEW_ATTEMPTS) as proxy:
         assert distckpt.verify(location).is_whole
         assert len(proxy.happened) == 2
-    faults = Fault("PUT", r"/hf/.*partNumber", "lose answer", 2), Fault("POST", r"/hf/.*uploadId", "lose answer")
+    faults = (
+        Fault("PUT", r"/hf/.*partNumber", "lose answer", 2),
+        Fault("POST", r"/hf/.*uploadId", "lose answer"),
+    )
     with failing(server, *faults, **FEW_ATTEMPTS) as proxy:
         distckpt.consolidate(location, f"{bucket}/hf")
         assert len(proxy.happened) == 2
@@ -119,7 +130,10 @@ def test_an_upload_that_is_gone_was_completed_or_is_an_error(server, bucket):
         distckpt.save(state(1), f"{bucket}/c")
     assert [action for action, _ in proxy.happened] == ["lose answer", "404"]
     assert holds(f"{bucket}/c", 1)
-    with failing(server, Fault(*kind, "404", count=1000), **FEW_ATTEMPTS), pytest.raises(FileNotFoundError):
+    with (
+        failing(server, Fault(*kind, "404", count=1000), **FEW_ATTEMPTS),
+        pytest.raises(FileNotFoundError),
+    ):
         distckpt.save(state(2), f"{bucket}/d")
     assert keys_in(server, f"{bucket}/d") == []
     assert uploads_in(server, bucket) == []
@@ -129,7 +143,9 @@ REQUESTS_THAT_CAN_FAIL = ["put a part", "complete an upload", "put the manifest"
 
 
 @pytest.mark.parametrize("request_kind", REQUESTS_THAT_CAN_FAIL)
-def test_what_goes_on_failing_is_an_error_that_names_the_file_and_leaves_nothing(server, bucket, request_kind):
+def test_what_goes_on_failing_is_an_error_that_names_the_file_and_leaves_nothing(
+    server, bucket, request_kind
+):
     method, pattern = REQUESTS_OF_A_SAVE[request_kind]
     distckpt.save(state(1), f"{bucket}/c")
     before = keys_in(server, bucket)
@@ -157,10 +173,15 @@ def test_only_one_layer_repeats_a_request(server, bucket):
     client(server).put_object(Bucket=bucket[5:], Key="x", Body=b"content")
     requests = {
         Fault("GET", r"/x$", "cut answer", count=1000): lambda: read_file(f"{bucket}/x", 100),
-        Fault("GET", r"uploads", "lose answer", count=1000): lambda: object_store.at(bucket).list_uploads(),
+        Fault("GET", r"uploads", "lose answer", count=1000): lambda: object_store.at(
+            bucket
+        ).list_uploads(),
     }
     for fault, request in requests.items():
-        with failing(server, fault, **FEW_ATTEMPTS) as proxy, pytest.raises(OSError, match=r"s3://"):
+        with (
+            failing(server, fault, **FEW_ATTEMPTS) as proxy,
+            pytest.raises(OSError, match=r"s3://"),
+        ):
             request()
         assert len(proxy.happened) == 4
 
@@ -170,7 +191,9 @@ def test_a_store_that_does_not_answer_to_the_marker_loses_nothing(server, bucket
     location = f"{bucket}/c"
     distckpt.save(state(1), location)
     with (
-        failing(server, Fault("PUT", r"/metadata\.json", "lose answer", count=1000), **FEW_ATTEMPTS),
+        failing(
+            server, Fault("PUT", r"/metadata\.json", "lose answer", count=1000), **FEW_ATTEMPTS
+        ),
         pytest.raises(OSError, match=r"metadata\.json"),
     ):
         distckpt.save(state(2), location, overwrite=True)
@@ -249,13 +272,15 @@ def test_missing_credentials_are_said_at_once(server):
     assert proxy.requests == []
 
 
-# --- Stores that lack something ---------------------------------------------------------------------------------------
+# --- Stores that lack something -------------------------------------------------------------------
 
 
 def test_a_store_that_wants_equal_parts_gets_them(server, bucket):
     """Such as Cloudflare R2."""
     proxy = EqualPartsProxy(
-        server, Fault("PUT", r"/c/.*partNumber=2", "500"), Fault("POST", r"/c/.*uploadId", "lose answer")
+        server,
+        Fault("PUT", r"/c/.*partNumber=2", "500"),
+        Fault("POST", r"/c/.*uploadId", "lose answer"),
     )
     large = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(9 << 20)), "step": 1}
     with proxy.running() as url, reached_at(url, **FEW_ATTEMPTS):
@@ -270,7 +295,8 @@ def test_a_store_that_wants_equal_parts_gets_them(server, bucket):
 
 
 NO_CONDITIONS = [
-    Fault("PUT", r"/metadata\.json", "501", count=1000, header=header) for header in ("If-None-Match", "If-Match")
+    Fault("PUT", r"/metadata\.json", "501", count=1000, header=header)
+    for header in ("If-None-Match", "If-Match")
 ]
 
 
@@ -295,7 +321,10 @@ def test_without_conditional_writes_a_marker_that_is_seen_to_change_still_wins(s
         if next(others, None):
             as_another_program(distckpt.save, state(3), location, overwrite=True)
 
-    with failing(server, *NO_CONDITIONS), pytest.raises(CheckpointExistsError, match="Another program"):
+    with (
+        failing(server, *NO_CONDITIONS),
+        pytest.raises(CheckpointExistsError, match="Another program"),
+    ):
         distckpt.save(state(2), location, overwrite=True, progress=progress)
     assert holds(location, 3)
 
@@ -306,7 +335,9 @@ def test_without_conditional_writes_files_of_a_save_under_way_are_left_alone(ser
     other = f"{location}/tensors-0123456789abcdef/shard-00001-model-00001-of-00001.safetensors"
     with failing(server, *NO_CONDITIONS):
         distckpt.save(state(1), location)
-        client(server).put_object(Bucket=bucket[5:], Key=other.removeprefix(f"{bucket}/"), Body=b"of another program")
+        client(server).put_object(
+            Bucket=bucket[5:], Key=other.removeprefix(f"{bucket}/"), Body=b"of another program"
+        )
         distckpt.save(state(2), location, overwrite=True)
     assert other.removeprefix(f"{location}/") in keys_in(server, location)
     assert len(keys_in(server, location)) == 5

@@ -1,4 +1,6 @@
-"""Directories and clocks that are not as usual: saving and loading work there, or say why they do not."""
+"""Directories and clocks that are not as usual: saving and loading work there, or say why they do
+not.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def value_in(path):
 
 
 def use_every_door(folder):
-    """Save, overwrite, load, verify, export and keep steps in a directory, and leave nothing else there."""
+    """Save, overwrite, load, verify, export and keep steps in a directory, and leave nothing else
+    there.
+    """
     path = os.path.join(folder, "checkpoint")
     distckpt.save(state_of(1), path)
     distckpt.save(state_of(2), path, overwrite=True)
@@ -48,7 +52,7 @@ def use_every_door(folder):
     assert sorted(os.listdir(folder)) == ["checkpoint", "export", "run"]
 
 
-# --- Names ----------------------------------------------------------------------------------------------------------
+# --- Names ----------------------------------------------------------------------------------------
 
 NAMES = {
     "spaces": " a  b ",
@@ -85,7 +89,11 @@ def test_names_of_checkpoints(name, tmp_path):
 def test_a_name_that_leaves_no_room_beside_it_is_refused(tmp_path):
     """The name of what is written beside a checkpoint is longer than its own."""
     room = os.pathconf(tmp_path, "PC_NAME_MAX")
-    longest = next(n for n in range(room, 0, -1) if error_of(distckpt.save, state_of(1), tmp_path / ("n" * n)) is None)
+    longest = next(
+        n
+        for n in range(room, 0, -1)
+        if error_of(distckpt.save, state_of(1), tmp_path / ("n" * n)) is None
+    )
     assert longest >= 200
     assert value_in(tmp_path / ("n" * longest)) == 1
     error = error_of(distckpt.save, state_of(1), tmp_path / ("n" * (longest + 1)))
@@ -96,7 +104,10 @@ def test_a_name_that_leaves_no_room_beside_it_is_refused(tmp_path):
 
 def test_a_path_that_is_too_long_is_refused(tmp_path):
     path = str(tmp_path) + "/d" * 3000
-    for error in (error_of(distckpt.save, state_of(1), path), error_of(distckpt.load, state_of(1), path)):
+    for error in (
+        error_of(distckpt.save, state_of(1), path),
+        error_of(distckpt.load, state_of(1), path),
+    ):
         assert isinstance(error, OSError)
         assert error.errno == errno.ENAMETOOLONG
     assert os.listdir(tmp_path) == []
@@ -108,7 +119,7 @@ def test_a_deep_path(tmp_path):
     assert value_in(path) == 1
 
 
-# --- Links ----------------------------------------------------------------------------------------------------------
+# --- Links ----------------------------------------------------------------------------------------
 
 
 def test_a_root_that_is_a_link(tmp_path):
@@ -138,7 +149,7 @@ def test_links_that_lead_in_a_circle(tmp_path):
         assert str(tmp_path / "a") in str(error)
 
 
-# --- The working directory ------------------------------------------------------------------------------------------
+# --- The working directory ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -168,7 +179,7 @@ def test_a_relative_path_means_the_directory_of_the_call(tmp_path):
     assert os.listdir(tmp_path / "after") == []
 
 
-# --- Rights ---------------------------------------------------------------------------------------------------------
+# --- Rights ---------------------------------------------------------------------------------------
 
 
 def as_nobody(rank, function, *args):
@@ -231,7 +242,9 @@ def keep_the_last_step(root):
 
 
 def test_steps_of_another_user(public):
-    """In a directory of our own we can rename steps of root, but neither empty them, nor, perhaps, read."""
+    """In a directory of our own we can rename steps of root, but neither empty them, nor, perhaps,
+    read.
+    """
     root = public / "run"
     for step in range(3):
         CheckpointManager(root, async_save=False).save(step, state_of(step))
@@ -266,7 +279,9 @@ def test_files_get_the_rights_that_the_mask_leaves(mask, tmp_path):
 def read_only(folder):
     """Mount a directory at its own place, to be read only."""
     try:
-        mounted = subprocess.run(["mount", "--bind", folder, folder], capture_output=True, text=True, check=False)
+        mounted = subprocess.run(
+            ["mount", "--bind", folder, folder], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         pytest.skip("there is no mount")
     if mounted.returncode:
@@ -287,13 +302,16 @@ def test_a_disk_that_may_only_be_read(tmp_path):
         assert isinstance(error, OSError)
         assert error.errno == errno.EROFS
         assert str(folder) in str(error)
-        assert error_of(distckpt.save, state_of(2), folder / "checkpoint", overwrite=True).errno == errno.EROFS
+        assert (
+            error_of(distckpt.save, state_of(2), folder / "checkpoint", overwrite=True).errno
+            == errno.EROFS
+        )
         assert value_in(folder / "checkpoint") == 1
         assert distckpt.verify(folder / "checkpoint").is_whole
         distckpt.consolidate(folder / "checkpoint", tmp_path / "export")
 
 
-# --- Clocks ---------------------------------------------------------------------------------------------------------
+# --- Clocks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("years", [-60, 40], ids=["past", "future"])
@@ -313,11 +331,13 @@ def test_clocks_that_are_wrong(years, tmp_path):
         assert value_in(manager.location(4)) == 5
 
 
-# --- Files of other ranks that are seen late ------------------------------------------------------------------------
+# --- Files of other ranks that are seen late ------------------------------------------------------
 
 
 def save_half_blind(rank, folder):
-    """No directory or file is there when a rank looks for it once; return what the rank has touched, and looked for."""
+    """No directory or file is there when a rank looks for it once; return what the rank has
+    touched, and looked for.
+    """
     looked_for, touched = set(), set()
 
     def on_call(call, moment):
@@ -335,15 +355,23 @@ def save_half_blind(rank, folder):
 
 
 def test_a_save_waits_for_what_is_seen_late(tmp_path):
-    """Each rank looks for the directory, and rank 0 for all files, more than once; none opens files of others."""
+    """Each rank looks for the directory, and rank 0 for all files, more than once; none opens files
+    of others.
+    """
     (first, looked_for_by_first), (second, looked_for) = run(save_half_blind, 2, str(tmp_path))
     assert any("shard-00002" in path for path in looked_for_by_first)
     assert any(path.endswith("/tensors") for path in looked_for)
-    own_files = [{path for path in touched if path.endswith(".safetensors")} for touched in (first, second)]
-    assert all("shard-00001" in path or "rank-00001" in path or "manifest" in path for path in own_files[0])
+    own_files = [
+        {path for path in touched if path.endswith(".safetensors")} for touched in (first, second)
+    ]
+    assert all(
+        "shard-00001" in path or "rank-00001" in path or "manifest" in path for path in own_files[0]
+    )
     assert all("shard-00002" in path or "rank-00002" in path for path in own_files[1])
     assert distckpt.verify(tmp_path / "checkpoint").is_whole
-    assert set(distckpt.load_plain_tensors(tmp_path / "checkpoint")["rows"].flatten().tolist()) == {7}
+    assert set(distckpt.load_plain_tensors(tmp_path / "checkpoint")["rows"].flatten().tolist()) == {
+        7
+    }
 
 
 def load_half_blind(rank, folder):

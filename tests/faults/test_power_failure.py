@@ -1,7 +1,9 @@
-"""After a power failure: the result, whole, once a call has returned; until then that or what was there before.
+"""After a power failure: the result, whole, once a call has returned; until then that or what was
+there before.
 
-Every scenario is run once and recorded. From the recording follow the states in which a disk may be at any moment (see
-`after_crash`); each is made in a folder and judged as users judge: by a look, a load, checksums.
+Every scenario is run once and recorded. From the recording follow the states in which a disk may be
+at any moment (see `after_crash`); each is made in a folder and judged as users judge: by a look, a
+load, checksums.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ FEW, MANY = 16, 2048
 """Combinations of what is kept and what is lost that are all tried; of more, a choice."""
 
 
-# --- Scenarios --------------------------------------------------------------------------------------------------------
+# --- Scenarios ------------------------------------------------------------------------------------
 
 
 def save_into_new_folders(folder, rank, num_ranks):
-    distckpt.save(scenario_state(NEW, rank, num_ranks), folder / "runs" / "a" / "checkpoint", overwrite=True)
+    distckpt.save(
+        scenario_state(NEW, rank, num_ranks), folder / "runs" / "a" / "checkpoint", overwrite=True
+    )
 
 
 def judge_new_folders(folder):
@@ -50,7 +54,9 @@ def judge_with_config(judge, folder):
 
 
 def judge_with_tracker(folder):
-    """The file that names the latest step names one that is there, and a save is done when it names its step."""
+    """The file that names the latest step names one that is there, and a save is done when it names
+    its step.
+    """
     verdict = scenarios.judge_steps(folder)
     tracked = int((folder / "latest_checkpointed_iteration.txt").read_text())
     assert tracked in CheckpointManager(folder).steps()
@@ -79,9 +85,17 @@ def reshard(folder, rank, num_ranks):
 
 
 _OWN = [
-    Scenario("save_into_new_folders", scenarios.nothing, save_into_new_folders, judge_new_folders, "absent"),
+    Scenario(
+        "save_into_new_folders",
+        scenarios.nothing,
+        save_into_new_folders,
+        judge_new_folders,
+        "absent",
+    ),
     Scenario("first_step", scenarios.nothing, first_step, judge_first_step, "absent"),
-    Scenario("reshard", source_to_reshard, reshard, scenarios.judge_checkpoint, "absent", max_ranks=1),
+    Scenario(
+        "reshard", source_to_reshard, reshard, scenarios.judge_checkpoint, "absent", max_ranks=1
+    ),
 ]
 NAMED = {**{scenario.name: scenario for scenario in _OWN}, **SCENARIOS}
 """All scenarios by name, with judges that look at everything that has to be flushed."""
@@ -92,7 +106,7 @@ for _name in ("manager", "async_manager"):
 ON_TWO_RANKS = ["save", "manager", "export_over_another"]
 
 
-# --- Recording and judging --------------------------------------------------------------------------------------------
+# --- Recording and judging ------------------------------------------------------------------------
 
 
 def record_rank(rank, scenario, folder, num_ranks):
@@ -122,7 +136,8 @@ class Story:
         self._num_made = 0
 
     def states(self, max_states, without=()):
-        """Return the different states that power failures leave, as tree -> whether one after the end does.
+        """Return the different states that power failures leave, as tree -> whether one after the
+        end does.
 
         Args:
             max_states: see `states_after`.
@@ -137,7 +152,11 @@ class Story:
 
     def without(self, calls):
         """Return the history as if some calls had not been made."""
-        return history_of(self.before, [call for call in self.calls if call not in calls]) if calls else self.history
+        return (
+            history_of(self.before, [call for call in self.calls if call not in calls])
+            if calls
+            else self.history
+        )
 
     def expected(self, is_after_end):
         """Return the verdicts that are right on a state."""
@@ -163,16 +182,25 @@ class Story:
         return verdict
 
     def survives(self, max_states, max_retries):
-        """Judge all states, and run the scenario again on some that differ in names; returns counts."""
+        """Judge all states, and run the scenario again on some that differ in names; returns
+        counts.
+        """
         states = self.states(max_states)
         shapes = {}
         for state in states:
             shapes.setdefault(tuple(path for path, _ in state), state)
-        retried = {id(state) for state in list(shapes.values())[:: max(1, len(shapes) // max_retries)]}
+        retried = {
+            id(state) for state in list(shapes.values())[:: max(1, len(shapes) // max_retries)]
+        }
         for state, is_after_end in states.items():
             verdict = self.verdict(state, id(state) in retried)
             assert verdict in self.expected(is_after_end), describe(state)
-        return {"calls": len(self.calls), "flushes": len(self.syncs), "states": len(states), "retries": len(retried)}
+        return {
+            "calls": len(self.calls),
+            "flushes": len(self.syncs),
+            "states": len(states),
+            "retries": len(retried),
+        }
 
     def notices(self, states):
         """Tell whether a judgement is wrong on any of these states."""
@@ -192,10 +220,12 @@ def note(record_property, counts):
 
 
 def describe(state):
-    return "\n".join(f"{path} {'(directory)' if content is None else len(content)}" for path, content in state)
+    return "\n".join(
+        f"{path} {'(directory)' if content is None else len(content)}" for path, content in state
+    )
 
 
-# --- The model --------------------------------------------------------------------------------------------------------
+# --- The model ------------------------------------------------------------------------------------
 
 
 def test_what_may_be_left_of_a_small_history(tmp_path):
@@ -206,9 +236,14 @@ def test_what_may_be_left_of_a_small_history(tmp_path):
         os.fsync(fd)
         os.close(fd)
     history = history_of({}, calls)
-    before_flush, end = ([dict(tree) for tree in states_after(history, n, 100)] for n in history.crash_points)
+    before_flush, end = (
+        [dict(tree) for tree in states_after(history, n, 100)] for n in history.crash_points
+    )
     contents = [b"1234", b"12", b""]
-    assert {*map(repr, before_flush)} == {"{}", *(repr({name: content}) for name in "ab" for content in contents)}
+    assert {*map(repr, before_flush)} == {
+        "{}",
+        *(repr({name: content}) for name in "ab" for content in contents),
+    }
     assert {*map(repr, end)} == {"{}", *(repr({name: b"1234"}) for name in "ab")}
 
 
@@ -224,7 +259,7 @@ def test_names_are_certain_when_the_directory_is_flushed(tmp_path):
     assert sorted(map(repr, end)) == ["{'d': None, 'd/f': b''}", "{'d': None}"]
 
 
-# --- Everything that is saved -----------------------------------------------------------------------------------------
+# --- Everything that is saved ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -248,7 +283,9 @@ def test_on_two_ranks(tmp_path, record_property, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", [name for name, scenario in NAMED.items() if scenario.max_ranks > 1])
+@pytest.mark.parametrize(
+    "name", [name for name, scenario in NAMED.items() if scenario.max_ranks > 1]
+)
 def test_more_states_on_several_ranks(tmp_path, record_property, name, num_ranks):
     story = Story(NAMED[name], tmp_path, num_ranks)
     note(record_property, story.survives(MANY // 8, max_retries=50))
@@ -256,7 +293,9 @@ def test_more_states_on_several_ranks(tmp_path, record_property, name, num_ranks
 
 @pytest.mark.parametrize("name", [name for name in NAMED if not name.startswith("async")])
 def test_a_flush_that_were_left_out_would_be_noticed(tmp_path, record_property, name):
-    """Any one of them; where a file or directory is flushed more than once without need, all of these."""
+    """Any one of them; where a file or directory is flushed more than once without need, all of
+    these.
+    """
     story = Story(NAMED[name], tmp_path)
     possible = story.states(FEW)
     superfluous = []
@@ -272,10 +311,14 @@ def test_a_flush_that_were_left_out_would_be_noticed(tmp_path, record_property, 
 
 def more_than(possible, states):
     """Return the states that were not possible, or not after the end."""
-    return {state: is_after_end for state, is_after_end in states.items() if is_after_end > possible.get(state, -1)}
+    return {
+        state: is_after_end
+        for state, is_after_end in states.items()
+        if is_after_end > possible.get(state, -1)
+    }
 
 
-# --- Large files ------------------------------------------------------------------------------------------------------
+# --- Large files ----------------------------------------------------------------------------------
 
 
 def large_tensor(value):
@@ -317,22 +360,28 @@ def judge_large_export(folder):
 def test_large_files_are_flushed_whole(tmp_path, scenario):
     """Several threads write one file, around the page cache."""
     story = Story(scenario, tmp_path)
-    (file,) = {call.paths for call in story.calls if call.name == "open" and call.flags & os.O_DIRECT}
+    (file,) = {
+        call.paths for call in story.calls if call.name == "open" and call.flags & os.O_DIRECT
+    }
     flush = next(sync for sync in story.syncs if sync.paths == file)
     states = list(states_after(story.history, story.history.num_calls, FEW))
     assert {story.verdict(tuple(state.items())) for state in states} == {"new"}
     lost = story.without([flush])
-    state = next(state for state in states_after(lost, lost.num_calls, 1) if dict(state) != story.after)
+    state = next(
+        state for state in states_after(lost, lost.num_calls, 1) if dict(state) != story.after
+    )
     assert story.notices({tuple(state.items()): True})
 
 
-# --- Saves that do not wait for the disk ------------------------------------------------------------------------------
+# --- Saves that do not wait for the disk ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_earlier", [False, True], ids=["new", "overwrite"])
 def test_a_save_that_is_not_durable_is_not_falsely_whole(tmp_path, has_earlier):
     def save(folder, rank, num_ranks):
-        distckpt.save(scenario_state(NEW), folder / "checkpoint", overwrite=has_earlier, durable=False)
+        distckpt.save(
+            scenario_state(NEW), folder / "checkpoint", overwrite=has_earlier, durable=False
+        )
 
     scenario = NAMED["overwrite" if has_earlier else "save"]
     story = Story(scenario, tmp_path, run=save)

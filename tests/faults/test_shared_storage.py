@@ -1,4 +1,6 @@
-"""Ranks that do not share their storage, wholly or for a while, and files that vanish from a save: never a success."""
+"""Ranks that do not share their storage, wholly or for a while, and files that vanish from a save:
+never a success.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def impatient():
 
 
 def mounting(*arguments):
-    done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -59,10 +63,12 @@ def error_of_mounting(rank, folder):
 
 
 def files_below(folder):
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()
+    )
 
 
-# --- Verbs that write -------------------------------------------------------------------------------------------------
+# --- Verbs that write -----------------------------------------------------------------------------
 
 
 def save(rank, folder):
@@ -150,7 +156,7 @@ def check_value(path, value):
     assert distckpt.load_common_state_dict(path)["value"] == value
 
 
-# --- Storage that is shared all the same ------------------------------------------------------------------------------
+# --- Storage that is shared all the same ----------------------------------------------------------
 
 
 def save_through_own_mount(rank, folder):
@@ -193,7 +199,7 @@ def test_a_view_that_lags_behind_is_waited_for(tmp_path):
     check_value(folder / "checkpoint", 4)
 
 
-# --- Files that vanish while they are saved ---------------------------------------------------------------------------
+# --- Files that vanish while they are saved -------------------------------------------------------
 
 
 class Cleaned(SafetensorsSave):
@@ -210,7 +216,9 @@ class Cleaned(SafetensorsSave):
 def save_while_cleaned(rank, path, pattern, change):
     impatient()
     Cleaned.damage = pattern, change
-    return error_of(distckpt.save, state_of(2, rank, 2, 50), path, stopping(Cleaned), overwrite=True)
+    return error_of(
+        distckpt.save, state_of(2, rank, 2, 50), path, stopping(Cleaned), overwrite=True
+    )
 
 
 def cut_off(path):
@@ -236,7 +244,7 @@ def test_files_that_vanish_from_a_save(pattern, change, state, tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-# --- Loads ------------------------------------------------------------------------------------------------------------
+# --- Loads ----------------------------------------------------------------------------------------
 
 
 def load_own(rank, folder, verb):
@@ -248,11 +256,20 @@ def load_own(rank, folder, verb):
 def load_plainly(rank, folder):
     # Objects of one cell: the checkpoint is one of a single process.
     state = {**state_of(-1, rank, 2, 50), "rng": state_of(-1)["rng"]}
-    assert value_of(distckpt.load(state, folder / "checkpoint", verify="none", validate_access_integrity=False)) == 1
+    assert (
+        value_of(
+            distckpt.load(
+                state, folder / "checkpoint", verify="none", validate_access_integrity=False
+            )
+        )
+        == 1
+    )
 
 
 def export_own(rank, folder):
-    distckpt.consolidate(folder / "checkpoint", folder.parent / "export", verify="none", overwrite=True)
+    distckpt.consolidate(
+        folder / "checkpoint", folder.parent / "export", verify="none", overwrite=True
+    )
 
 
 @pytest.mark.parametrize("verb", [load_plainly, export_own])
@@ -270,4 +287,6 @@ def test_ranks_that_read_from_disks_of_their_own(other, verb, tmp_path):
             continue
         assert isinstance(error, RankFailedError)
         assert list(error.failures) == [1]
-        assert f"{tmp_path}/disk_1/checkpoint' on rank 1 (host {socket.gethostname()!r}) is" in str(error)
+        assert f"{tmp_path}/disk_1/checkpoint' on rank 1 (host {socket.gethostname()!r}) is" in str(
+            error
+        )

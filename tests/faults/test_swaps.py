@@ -1,4 +1,6 @@
-"""A new directory takes the place of an earlier one: what happens in between, by chance or by other programs."""
+"""A new directory takes the place of an earlier one: what happens in between, by chance or by other
+programs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def test_files_that_others_put_into_an_export_meanwhile_stay(tmp_path):
         export(tmp_path, 0, 1, overwrite=True)
     assert len(done) == 1
     assert judge_export_over_another(tmp_path) == "new"
-    assert (folder / "come.txt").read_text() == (folder / "notes" / "deep" / "come.txt").read_text() == "come"
+    assert (
+        (folder / "come.txt").read_text()
+        == (folder / "notes" / "deep" / "come.txt").read_text()
+        == "come"
+    )
     assert (folder / "changed.txt").read_text() == "changed"
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
@@ -139,7 +145,9 @@ def in_another_program(rank, other, folder):
     other(folder)
 
 
-@pytest.mark.parametrize("other", [save_unasked, overwrite_too, finish_a_save], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "other", [save_unasked, overwrite_too, finish_a_save], ids=lambda case: case.__name__
+)
 def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch):
     """The overwrite goes on all the same: it replaces what is there then."""
     monkeypatch.setattr(locations, "exchange", lambda *arguments: False)
@@ -148,7 +156,12 @@ def test_another_program_comes_between_two_renames(other, tmp_path, monkeypatch)
     done = []
 
     def on_call(call, moment):
-        if call.name == "rename" and moment == "after" and call.paths[0] == "checkpoint" and not done:
+        if (
+            call.name == "rename"
+            and moment == "after"
+            and call.paths[0] == "checkpoint"
+            and not done
+        ):
             done.append(call)
             run(in_another_program, 1, other, tmp_path, backend=None)
 

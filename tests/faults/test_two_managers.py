@@ -1,4 +1,6 @@
-"""Two jobs with a manager each save into one directory: a requeued job beside its dying predecessor, say."""
+"""Two jobs with a manager each save into one directory: a requeued job beside its dying
+predecessor, say.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import shutil
 import pytest
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointingException, CheckpointManager, CheckpointNotFoundError
+from distckpt import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointManager,
+    CheckpointNotFoundError,
+)
 from tests.support.harness import launched
 from tests.support.s3_server import keys_in, reached_at, uploads_in
 from tests.support.states import state_of, value_of
@@ -20,7 +27,9 @@ MANAGERS = 2
 
 
 def value_at(manager, step):
-    """Return the value that all parts of a step hold, every byte of which is checked; None when it is not there."""
+    """Return the value that all parts of a step hold, every byte of which is checked; None when it
+    is not there.
+    """
     try:
         return value_of(distckpt.load(state_of(-1), manager.location(step), verify="full"))
     except CheckpointNotFoundError:
@@ -30,25 +39,33 @@ def value_at(manager, step):
 def save_by_chance(rank, root, server, seed, rounds, shares_steps):
     """Save steps in an order of chance; return what was saved, `(step, value)`, and the errors.
 
-    Values are numbers of saves: those of one job are even, those of the other odd. So are the steps, unless they are
+    Values are numbers of saves: those of one job are even, those of the other odd. So are the
+    steps, unless they are
     shared: then each job overwrites what the other has saved.
     """
     chance = random.Random(seed + rank)
     saved, errors = [], []
     settings = {"keep_last": 2, "best_metric": "loss", "durable": False, "async_save": rank == 1}
-    with reached_at(server) if server else contextlib.nullcontext(), CheckpointManager(root, **settings) as manager:
+    with (
+        reached_at(server) if server else contextlib.nullcontext(),
+        CheckpointManager(root, **settings) as manager,
+    ):
         for number in range(rounds):
             value = MANAGERS * number + rank
             step = chance.randrange(6) if shares_steps else MANAGERS * chance.randrange(4) + rank
             overwrites = not shares_steps or chance.random() < 0.7
             try:
-                manager.save(step, state_of(value), {"loss": chance.random()}, overwrite=overwrites).result(PATIENCE)
+                manager.save(
+                    step, state_of(value), {"loss": chance.random()}, overwrite=overwrites
+                ).result(PATIENCE)
             except CheckpointExistsError as error:
                 errors.append(str(error))
                 continue
             found = value_at(manager, step)
             # What the other job has put in its place may be gone again.
-            assert found == value or (shares_steps and (found is None or found % MANAGERS != rank)), (step, found)
+            assert found == value or (
+                shares_steps and (found is None or found % MANAGERS != rank)
+            ), (step, found)
             saved.append((step, value))
     return saved, errors
 
@@ -58,13 +75,17 @@ def test_a_save_whose_directory_another_program_removes(tmp_path):
         for staging in tmp_path.glob(".step_00000001.tmp-*"):
             shutil.rmtree(staging)
 
-    with pytest.raises(CheckpointingException, match=r"step_00000001.tmp-.* was removed by another program"):
+    with pytest.raises(
+        CheckpointingException, match=r"step_00000001.tmp-.* was removed by another program"
+    ):
         distckpt.save(state_of(1), tmp_path / "step_00000001", progress=remove_once)
     assert os.listdir(tmp_path) == []
 
 
 def run_both(root, server, rounds, shares_steps):
-    with launched(save_by_chance, MANAGERS, root, server, rounds, rounds, shares_steps, backend=None) as launch:
+    with launched(
+        save_by_chance, MANAGERS, root, server, rounds, rounds, shares_steps, backend=None
+    ) as launch:
         return launch.values()
 
 
@@ -73,7 +94,9 @@ def check_both(root, results, shares_steps):
     last = {step: value for saved, _ in results for step, value in saved}
     found = {step: value_at(manager, step) for step in manager.steps()}
     for step, value in found.items():
-        assert value == last[step] or (shares_steps and any((step, value) in saved for saved, _ in results))
+        assert value == last[step] or (
+            shares_steps and any((step, value) in saved for saved, _ in results)
+        )
     for saved, errors in results:
         assert saved
         assert shares_steps or not errors

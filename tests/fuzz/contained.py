@@ -1,4 +1,6 @@
-"""A process in which hostile files are read: little memory, little time, and what the interpreter does is watched."""
+"""A process in which hostile files are read: little memory, little time, and what the interpreter
+does is watched.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ from typing import Any
 import torch
 
 import distckpt
-from distckpt import CheckpointingException, ShardedObject, ShardedTensor, cli, hf
-from distckpt.interop import torch_dist
+from distckpt import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    cli,
+    hf,
+    torch_dist,
+)
 from tests.fuzz.targets import save_dcp, save_example
 
 MEMORY_BYTES = 768 << 20
@@ -69,7 +77,9 @@ VERBS: dict[str, Callable[[str], object]] = {
     "verify --fast": lambda path: distckpt.verify(path, "fast"),
     "verify": lambda path: distckpt.verify(path),
     "consolidate": lambda path: distckpt.consolidate(path, path + ".consolidated"),
-    "consolidate_safetensors_files": lambda path: hf.consolidate_safetensors_files(path, path + ".merged"),
+    "consolidate_safetensors_files": lambda path: hf.consolidate_safetensors_files(
+        path, path + ".merged"
+    ),
     "convert": lambda path: torch_dist.convert(path, path + ".converted"),
 }
 """What can be done with a directory that somebody else made."""
@@ -86,16 +96,19 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def serve(connection: Any) -> None:
-    """Read one directory after the other, each in a fork of this process, which has imported everything already.
+    """Read one directory after the other, each in a fork of this process, which has imported
+    everything already.
 
     Args:
-        connection: brings paths; gets for each a list of outcomes: verb, error (its class), text, is_documented, and
-            the events of the interpreter that should not have happened. A verb without an outcome did not end.
+        connection: brings paths; gets for each a list of outcomes: verb, error (its class), text,
+            is_documented, and the events of the interpreter that should not have happened. A verb
+            without an outcome did not end.
     """
     torch.set_num_threads(1)
     logging.getLogger("distckpt").setLevel(logging.CRITICAL)
     _warm_up()
-    # A garbage collection in a fork would write to every object of this process, and thereby copy its memory.
+    # A garbage collection in a fork would write to every object of this process, and thereby copy
+    # its memory.
     gc.collect()
     gc.freeze()
     while True:
@@ -119,12 +132,15 @@ def _warm_up() -> None:
 
 
 class Watch:
-    """An audit hook: notes code that is run or imported, and files outside of a directory and of what is made of it."""
+    """An audit hook: notes code that is run or imported, and files outside of a directory and of
+    what is made of it.
+    """
 
     def __init__(self, location: str) -> None:
         parent, name = os.path.split(location)
         self.location = location
-        # Names of new directories say on which boot of the machine they were made; mounts are not replaced.
+        # Names of new directories say on which boot of the machine they were made; mounts are not
+        # replaced.
         of_system = ("/proc/self/mountinfo", "/proc/sys/kernel/random/boot_id")
         self.allowed = (location, f"{parent}/.{name}.", *of_system)
         self.events: list[str] = []
@@ -190,9 +206,17 @@ def _read(path: str, writing: int) -> None:
             function(path)
         except BaseException as error:
             watch.is_on = False
-            documented = (CheckpointingException, _ALSO_DOCUMENTED.get(verb, CheckpointingException))
-            outcome |= {"error": type(error).__name__, "is_documented": isinstance(error, documented)}
-            outcome["text"] = str(error) if outcome["is_documented"] else traceback.format_exc()[-3000:]
+            documented = (
+                CheckpointingException,
+                _ALSO_DOCUMENTED.get(verb, CheckpointingException),
+            )
+            outcome |= {
+                "error": type(error).__name__,
+                "is_documented": isinstance(error, documented),
+            }
+            outcome["text"] = (
+                str(error) if outcome["is_documented"] else traceback.format_exc()[-3000:]
+            )
         watch.is_on = False
         outcome["events"] = watch.events
         os.write(writing, json.dumps(outcome).encode() + b"\n")

@@ -2,9 +2,11 @@
 
     python -m tests.fuzz.run TARGET --runs 100000
 
-Starts from the valid inputs of the target and its corpus in `tests/fuzz/corpus/TARGET/`. What is found there is
-minimised: afterwards the corpus holds the inputs, shortest first, that reach branches which no valid input reaches. An
-input that makes the target fail is kept in the corpus as `finding-<digest>` and replayed by the tests from then on.
+Starts from the valid inputs of the target and its corpus in `tests/fuzz/corpus/TARGET/`. What is
+found there is
+minimised: afterwards the corpus holds the inputs, shortest first, that reach branches which no
+valid input reaches. An input that makes the target fail is kept in the corpus as `finding-<digest>`
+and replayed by the tests from then on.
 """
 
 from __future__ import annotations
@@ -35,10 +37,16 @@ _Branch = tuple[CodeType, int, int]
 
 def main() -> int:
     """Fuzz, then minimise."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target")
-    parser.add_argument("--runs", type=int, default=100_000, help="executions (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers; 0 takes another one each time")
+    parser.add_argument(
+        "--runs", type=int, default=100_000, help="executions (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the random numbers; 0 takes another one each time"
+    )
     parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -54,16 +62,30 @@ def corpus_of(target: str) -> list[Path]:
 def _run(target: str, runs: int, seed: int) -> int:
     """Fuzz in a child process, which libFuzzer ends, and keep what it found."""
     with tempfile.TemporaryDirectory(prefix="distckpt-fuzz-") as folder:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.run", target, "--child", folder]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.fuzz.run",
+            target,
+            "--child",
+            folder,
+        ]
         command += ["--runs", str(runs), "--seed", str(seed)]
-        child = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+        child = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, errors="replace", check=False
+        )
         done = re.findall(r"Done (\d+) runs in (\d+) second", child.stderr)
         findings = sorted(Path(folder, "findings").glob("*"))
         kept = _keep(target, sorted(Path(folder, "corpus").glob("*")), findings)
         if not done:
             print(child.stderr[-6000:])
     executions, seconds = done[-1] if done else ("an unknown number of", "?")
-    print(f"{target}: {executions} executions in {seconds} s, {len(findings)} findings, {kept} inputs kept")
+    print(
+        f"{target}: {executions} executions in {seconds} s, {len(findings)} findings, {kept} "
+        "inputs kept"
+    )
     return 1 if findings or not done else 0
 
 

@@ -1,7 +1,8 @@
 """What is fuzzed: every reader of bytes that somebody else may have written.
 
-A target gets bytes and either makes something usable of them, or raises the error that it documents. Anything else
-(another error, a crash, a hang, an answer that contradicts itself) is a finding.
+A target gets bytes and either makes something usable of them, or raises the error that it
+documents. Anything else (another error, a crash, a hang, an answer that contradicts itself) is a
+finding.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
-from distckpt import CheckpointingException, ShardedObject, ShardedTensor, core
+from distckpt import CheckpointingException, ShardedObject, ShardedTensor
+from distckpt._checkpoint import opening
 from distckpt._cli import inspect
-from distckpt._foreign import hugging_face, opening
+from distckpt._foreign import hugging_face
 from distckpt._foreign.torch_dist import metadata as torch_dist_metadata
 from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.reader import TorchDistReader
@@ -38,6 +40,7 @@ from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._geometry.region import whole
 from distckpt._plan.load import Request, plan_load
+from distckpt.megatron import core
 
 Run = Callable[[bytes], None]
 
@@ -50,7 +53,8 @@ class Target(NamedTuple):
 
     Attributes:
         name: of the target and of the folder of its corpus.
-        prepare: puts what the reader needs into an empty folder; returns valid inputs, and what to call with an input.
+        prepare: puts what the reader needs into an empty folder; returns valid inputs, and what to
+            call with an input.
         max_bytes: of an input that a fuzzer makes.
     """
 
@@ -110,7 +114,19 @@ TEXTS = [
     "n" * 300,
     "9" * 5000,
 ]
-JSON_VALUES: list[Any] = [None, True, 1.5, float("inf"), float("nan"), [], {}, [[]], {"a": "a"}, *TEXTS, *NASTY]
+JSON_VALUES: list[Any] = [
+    None,
+    True,
+    1.5,
+    float("inf"),
+    float("nan"),
+    [],
+    {},
+    [[]],
+    {"a": "a"},
+    *TEXTS,
+    *NASTY,
+]
 
 
 def example_manifest() -> Manifest:
@@ -138,13 +154,18 @@ def use_manifest(data: bytes) -> None:
         for row in range(min(len(manifest.key_ids), 50)):
             region = manifest.chunk_region(row)
             shape = manifest.global_shapes[manifest.key_ids[row]]
-            assert all(0 <= o <= o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True))
+            assert all(
+                0 <= o <= o + n <= size
+                for o, n, size in zip(region.offset, region.shape, shape, strict=True)
+            )
         inspect.summary(StoredCheckpoint("here", manifest))
         inspect.group_keys(manifest)
         inspect.list_files(manifest)
         for key, key_id in list(manifest.key_index.items())[:20]:
             shape = manifest.global_shapes[key_id]
-            copies = plan_load(StoredCheckpoint("here", manifest), [Request(key, shape, whole(shape))])
+            copies = plan_load(
+                StoredCheckpoint("here", manifest), [Request(key, shape, whole(shape))]
+            )
             assert sum(copy.target.num_elements for copy in copies) == whole(shape).num_elements
 
 
@@ -158,7 +179,9 @@ def _json_value(number: int) -> Any:
 
 
 def edit_manifest(edits: bytes) -> bytes:
-    """Change a valid manifest: each 4 bytes of `edits` say what, where, where within and to which value."""
+    """Change a valid manifest: each 4 bytes of `edits` say what, where, where within and to which
+    value.
+    """
     columns = safetensors.numpy.load(example_manifest().to_bytes())
     fields = json.loads(columns.pop("json").tobytes())
     for what, where, within, value in zip(*(edits[i::4] for i in range(4)), strict=False):
@@ -170,7 +193,9 @@ def edit_manifest(edits: bytes) -> bytes:
             wrapped = np.array(number, np.uint64).astype(column.dtype)
             column.reshape(-1)[within % column.size] = wrapped
         elif what % 6 == 1:
-            column = column[: len(column) - 1] if within % 2 else np.concatenate([column, column[-1:]])
+            column = (
+                column[: len(column) - 1] if within % 2 else np.concatenate([column, column[-1:]])
+            )
         elif what % 6 == 2:
             shape = SHAPES[value % len(SHAPES)]
             with contextlib.suppress(ValueError):
@@ -183,7 +208,9 @@ def edit_manifest(edits: bytes) -> bytes:
             fields[sorted(fields)[where % len(fields)]] = _json_value(value)
         elif what % 6 == 5:
             entries = fields[sorted(fields)[where % len(fields)]]
-            target = entries[within % len(entries)] if type(entries) is list and entries else entries
+            target = (
+                entries[within % len(entries)] if type(entries) is list and entries else entries
+            )
             if type(target) is list and target:
                 target[(within >> 4) % len(target)] = _json_value(value)
             elif type(entries) is list and entries:
@@ -192,7 +219,9 @@ def edit_manifest(edits: bytes) -> bytes:
                 entries[str(TEXTS[within % len(TEXTS)])] = _json_value(value)
         columns[name] = column if column.ndim else columns[name]
     columns = {name: np.ascontiguousarray(column) for name, column in columns.items()}
-    return safetensors.numpy.save({**columns, "json": np.frombuffer(json.dumps(fields).encode(), np.uint8)})
+    return safetensors.numpy.save(
+        {**columns, "json": np.frombuffer(json.dumps(fields).encode(), np.uint8)}
+    )
 
 
 def _manifest_fields(folder: Path) -> tuple[list[bytes], Run]:
@@ -222,7 +251,9 @@ def _shard_header(folder: Path) -> tuple[list[bytes], Run]:
 
 
 def _reference(data: bytes) -> dict[str, torch.Tensor]:
-    """Read with the reference implementation; nothing where it refuses (we accept a little more)."""
+    """Read with the reference implementation; nothing where it refuses (we accept a little
+    more).
+    """
     try:
         return safetensors.torch.load(data)
     except Exception:
@@ -257,7 +288,10 @@ def _hf_file(folder: Path) -> tuple[list[bytes], Run]:
 
 
 def _hf_index(folder: Path) -> tuple[list[bytes], Run]:
-    for name, key in (("model-00001-of-00002.safetensors", "a"), ("model-00002-of-00002.safetensors", "b")):
+    for name, key in (
+        ("model-00001-of-00002.safetensors", "a"),
+        ("model-00002-of-00002.safetensors", "b"),
+    ):
         (folder / name).write_bytes(safetensors.torch.save({key: torch.arange(4.0)}))
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = {"metadata": {"total_size": 32}, "weight_map": weight_map}
@@ -267,7 +301,10 @@ def _hf_index(folder: Path) -> tuple[list[bytes], Run]:
         with documented_errors(folder):
             assert set(hugging_face.read_directory(str(folder)).keys) <= {"a", "b"}
 
-    return [json.dumps(index).encode(), json.dumps({"weight_map": {"a": weight_map["a"]}}).encode()], run
+    return [
+        json.dumps(index).encode(),
+        json.dumps({"weight_map": {"a": weight_map["a"]}}).encode(),
+    ], run
 
 
 # ---- checkpoints of this package
@@ -276,7 +313,8 @@ def _hf_index(folder: Path) -> tuple[list[bytes], Run]:
 def save_example(path: Path) -> None:
     """Save a checkpoint with tensors in two chunks, an object and common state."""
     state: dict[str, Any] = {
-        str(i): ShardedTensor.from_rank_offsets("w", WEIGHT[:, 3 * i : 3 * i + 3], (1, i, 2)) for i in range(2)
+        str(i): ShardedTensor.from_rank_offsets("w", WEIGHT[:, 3 * i : 3 * i + 3], (1, i, 2))
+        for i in range(2)
     }
     distckpt.save({**state, "o": ShardedObject("o", {"n": 1}, (1,), (0,)), "step": 7}, path)
 
@@ -294,7 +332,11 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
             assert opening.open_checkpoint(str(folder / "c")).manifest.keys
             assert distckpt.load_common_state_dict(folder / "c") == {"step": 7}
 
-    return [marker, megatron, marker.replace(b'"manifest"', b'"manager": {"step": 3}, "manifest"')], run
+    return [
+        marker,
+        megatron,
+        marker.replace(b'"manifest"', b'"manager": {"step": 3}, "manifest"'),
+    ], run
 
 
 def example_object() -> dict[str, Any]:
@@ -315,7 +357,9 @@ def _codec_blob(folder: Path) -> tuple[list[bytes], Run]:
             blob = codec.encode(codec.decode(data))
             assert codec.encode(codec.decode(blob)) == blob
 
-    return [codec.encode(obj) for obj in (example_object(), None, [1, {"a": "b"}], torch.zeros(2))], run
+    return [
+        codec.encode(obj) for obj in (example_object(), None, [1, {"a": "b"}], torch.zeros(2))
+    ], run
 
 
 def _codec_tree(folder: Path) -> tuple[list[bytes], Run]:
@@ -326,9 +370,15 @@ def _codec_tree(folder: Path) -> tuple[list[bytes], Run]:
 
     def run(data: bytes) -> None:
         tree = data.decode("utf-8", "replace")
-        used = {name: raw for name, raw in entries.items() if f"{int(name)}]" in tree or f": {int(name)}" in tree}
+        used = {
+            name: raw
+            for name, raw in entries.items()
+            if f"{int(name)}]" in tree or f": {int(name)}" in tree
+        }
         with documented_errors():
-            blob = safetensors_file.join_file(used, {"codec_version": codec.CODEC_VERSION, "tree": tree})
+            blob = safetensors_file.join_file(
+                used, {"codec_version": codec.CODEC_VERSION, "tree": tree}
+            )
             again = codec.encode(codec.decode(blob))
             assert codec.encode(codec.decode(again)) == again
 
@@ -365,7 +415,9 @@ def _dcp_metadata_file(folder: Path) -> tuple[list[bytes], Run]:
         path.write_bytes(data)
         with documented_errors(path):
             metadata = torch_dist_metadata.read_metadata(str(path))
-            assert all(len(region.shape) == len(t.shape) for t in metadata.tensors for region, _ in t.parts)
+            assert all(
+                len(region.shape) == len(t.shape) for t in metadata.tensors for region, _ in t.parts
+            )
 
     return [(folder / "dcp" / ".metadata").read_bytes(), *HOSTILE_PICKLES], run
 
@@ -377,7 +429,9 @@ HOSTILE_PICKLES = [
     b"\x80\x02]q\x00h\x00a.",
     b"\x80\x04)" + b"2\x86" * 30 + b".",
 ]
-"""A call by name, in two protocols; plain values; a list inside itself; 2**30 tuples in 60 bytes."""
+"""A call by name, in two protocols; plain values; a list inside itself; 2**30 tuples in 60
+bytes.
+"""
 
 
 def _dcp_directory(folder: Path) -> tuple[list[bytes], Run]:
@@ -404,27 +458,50 @@ def torch_saved(obj: object) -> bytes:
 def _torch_object(folder: Path) -> tuple[list[bytes], Run]:
     def run(data: bytes) -> None:
         # `_dcp_load` turns these into errors that name file and object.
-        with contextlib.suppress(RefusedGlobalError, ValueError, TypeError, IndexError, RecursionError):
+        with contextlib.suppress(
+            RefusedGlobalError, ValueError, TypeError, IndexError, RecursionError
+        ):
             read_object(data)
 
-    plain = {"a": torch.arange(4), "n": np.arange(3), "l": [1, (2.5, {"x"})], "d": torch.float16, "s": np.float64(1)}
+    plain = {
+        "a": torch.arange(4),
+        "n": np.arange(3),
+        "l": [1, (2.5, {"x"})],
+        "d": torch.float16,
+        "s": np.float64(1),
+    }
     return [torch_saved(plain), torch_saved(torch.ones(2, 3)), torch_saved(None)], run
 
 
 def _torch_pickle(folder: Path) -> tuple[list[bytes], Run]:
-    # The pickle alone, put into an archive: mutations of a whole archive seldom get past its directory.
+    # The pickle alone, put into an archive: mutations of a whole archive seldom get past its
+    # directory.
     def archive(data: bytes) -> bytes:
-        names = {"a/data.pkl": data, "a/byteorder": b"little", "a/data/0": bytes(64), "a/version": b"3\n"}
+        names = {
+            "a/data.pkl": data,
+            "a/byteorder": b"little",
+            "a/data/0": bytes(64),
+            "a/version": b"3\n",
+        }
         body, directory = b"", b""
         for name, content in names.items():
-            fixed = struct.pack("<HHHHHIIIHH", 0, 0, 0, 0, 0, 0, len(content), len(content), len(name), 0)
-            directory += b"PK\1\2\0\0" + fixed + struct.pack("<HHHII", 0, 0, 0, 0, len(body)) + name.encode()
+            fixed = struct.pack(
+                "<HHHHHIIIHH", 0, 0, 0, 0, 0, 0, len(content), len(content), len(name), 0
+            )
+            directory += (
+                b"PK\1\2\0\0" + fixed + struct.pack("<HHHII", 0, 0, 0, 0, len(body)) + name.encode()
+            )
             body += b"PK\3\4" + fixed + name.encode() + content
         end = struct.pack("<HHHHIIH", 0, 0, len(names), len(names), len(directory), len(body), 0)
         return body + directory + b"PK\5\6" + end
 
     seeds = []
-    for obj in (torch.ones(2, 3), {"n": np.arange(3), "o": [1, (2.5, {"x"})]}, io.BytesIO(b"x"), torch.device("cpu")):
+    for obj in (
+        torch.ones(2, 3),
+        {"n": np.arange(3), "o": [1, (2.5, {"x"})]},
+        io.BytesIO(b"x"),
+        torch.device("cpu"),
+    ):
         blob = torch_saved(obj)
         seeds.append(_pickle_in(blob))
     assert read_object(archive(seeds[1]))["o"] == [1, (2.5, {"x"})]

@@ -1,4 +1,6 @@
-"""A short run of what `tests/fuzz/run.py` does for hours: the corpus again, structured changes, random ones."""
+"""A short run of what `tests/fuzz/run.py` does for hours: the corpus again, structured changes,
+random ones.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_json_values_of_another_kind(name, tmp_path):
         if not places:
             return
         place = data.draw(st.sampled_from(places))
-        value = json.dumps(data.draw(st.sampled_from(JSON_VALUES) | st.integers() | st.text(max_size=5))).encode()
+        value = json.dumps(
+            data.draw(st.sampled_from(JSON_VALUES) | st.integers() | st.text(max_size=5))
+        ).encode()
         run(fitted(seed, seed[: place.start()] + value + seed[place.end() :], name))
 
     check()
@@ -104,7 +108,9 @@ def test_edits_of_a_manifest(edits):
     use_manifest(edit_manifest(edits))
 
 
-@pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed (wheels for some Pythons only)")
+@pytest.mark.skipif(
+    find_spec("atheris") is None, reason="atheris is not installed (wheels for some Pythons only)"
+)
 def test_the_long_form_runs(tmp_path):
     # In a copy of the tree's corpus: a test leaves nothing behind.
     root = Path(__file__).parents[2]

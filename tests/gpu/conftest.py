@@ -1,7 +1,10 @@
-"""Where the tests of this folder put tensors: the GPU, if there is one, and in any case host memory.
+"""Where the tests of this folder put tensors: the GPU, if there is one, and in any case host
+memory.
 
-In host memory everything runs as on a GPU but `distckpt._base.device`. With made-up devices this runs as well, or what
-calls it: the copies of one are done late, the other has streams and events that take what those of CUDA take.
+In host memory everything runs as on a GPU but `distckpt._base.device`. With made-up devices this
+runs as well, or what
+calls it: the copies of one are done late, the other has streams and events that take what those of
+    CUDA take.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class Place:
         return torch.cuda.stream(torch.cuda.Stream()) if self.is_cuda else contextlib.nullcontext()
 
     def keep_busy(self):
-        """Queue work on the current stream that takes longer than a call that does not wait for it."""
+        """Queue work on the current stream that takes longer than a call that does not wait for
+        it.
+        """
         if self.is_cuda:
             torch.cuda._sleep(500_000_000)
 
@@ -57,10 +62,14 @@ class Place:
 
 
 def layer_with_signatures_of_cuda():
-    """Return the layer of GPUs whose streams and events do nothing, but take what those of CUDA take."""
+    """Return the layer of GPUs whose streams and events do nothing, but take what those of CUDA
+    take.
+    """
     layer = DeviceLayer(torch.device("cpu"))
     names = ("Stream", "Event", "device", "stream", "current_stream")
-    layer._module = SimpleNamespace(**{name: create_autospec(getattr(torch.cuda, name)) for name in names})
+    layer._module = SimpleNamespace(
+        **{name: create_autospec(getattr(torch.cuda, name)) for name in names}
+    )
     layer.pinned_memory = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
     return layer
 
@@ -71,7 +80,9 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 @pytest.fixture(params=[*DEVICES, *LAYERS])
 def place(request, monkeypatch, no_saves_left):
-    """A place for tensors: host memory, the GPU, or a made-up device, on which then all tensors are."""
+    """A place for tensors: host memory, the GPU, or a made-up device, on which then all tensors
+    are.
+    """
     if request.param in LAYERS:
         layer = LAYERS[request.param]()
         monkeypatch.setattr(base_device, "layer_of", lambda tensor: layer)

@@ -61,7 +61,9 @@ CASES = {
 def made(device):
     """Return the tensors of all cases on a device, and their values."""
     tensors = {key: view(on(device, base)) for key, (base, view, _) in CASES.items()}
-    return tensors, {key: np.ascontiguousarray(view(base)) for key, (base, _, view) in CASES.items()}
+    return tensors, {
+        key: np.ascontiguousarray(view(base)) for key, (base, _, view) in CASES.items()
+    }
 
 
 def stored(folder):
@@ -72,14 +74,18 @@ def stored(folder):
         size = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + size])
         header.pop("__metadata__", None)
-        found |= {key: content[8 + size :][slice(*entry["data_offsets"])] for key, entry in header.items()}
+        found |= {
+            key: content[8 + size :][slice(*entry["data_offsets"])] for key, entry in header.items()
+        }
     return found
 
 
 def assert_stored(folder, expected):
     """The keys of a checkpoint of one rank and one file are those of its tensors."""
     found = stored(Path(folder) / "tensors")
-    assert {key: value.tobytes() for key, value in expected.items()} == {key: found[key] for key in expected}
+    assert {key: value.tobytes() for key, value in expected.items()} == {
+        key: found[key] for key in expected
+    }
 
 
 def empty(value, device):
@@ -88,10 +94,12 @@ def empty(value, device):
 
 def assert_same(tensors, expected):
     for key, value in expected.items():
-        np.testing.assert_array_equal(tensors[key].resolve_conj().resolve_neg().cpu().numpy(), value, err_msg=key)
+        np.testing.assert_array_equal(
+            tensors[key].resolve_conj().resolve_neg().cpu().numpy(), value, err_msg=key
+        )
 
 
-# --- Save and load ----------------------------------------------------------------------------------------------------
+# --- Save and load --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -104,7 +112,9 @@ def test_all_kinds_of_memory_are_saved(place, tmp_path, durable):
 @pytest.mark.parametrize("verify", ["read", "none"])
 def test_all_are_loaded_into_memory_of_all_kinds(place, tmp_path, verify):
     expected = {key: np.ascontiguousarray(view(base)) for key, (base, _, view) in CASES.items()}
-    distckpt.save(whole({key: torch.from_numpy(value) for key, value in expected.items()}), tmp_path / "c")
+    distckpt.save(
+        whole({key: torch.from_numpy(value) for key, value in expected.items()}), tmp_path / "c"
+    )
     targets = {key: empty(value, place.device) for key, value in expected.items()}
     # Targets that are not contiguous, and one in host memory.
     targets["big"] = empty(BIG.T.copy(), place.device).t()
@@ -119,10 +129,15 @@ def test_parts_and_other_dtypes_of_plain_files_are_loaded(place, tmp_path):
     save_file({"a": values, "b": values.bfloat16()}, tmp_path / "model.safetensors")
     columns = torch.zeros(3000, 2000, device=place.device)
     half = torch.zeros(3000, 4001, device=place.device, dtype=torch.bfloat16)
-    state = {"a": ShardedTensor("a", columns, torch.float32, (3000, 2000), (3000, 4001), (0, 17), None)}
+    state = {
+        "a": ShardedTensor("a", columns, torch.float32, (3000, 2000), (3000, 4001), (0, 17), None)
+    }
     state["b"] = ShardedTensor.from_rank_offsets("b", half)
     distckpt.load(state, tmp_path, validate_access_integrity=False)
-    assert_same({"a": columns, "b": half.float()}, {"a": BIG[:, 17:2017], "b": values.bfloat16().float().numpy()})
+    assert_same(
+        {"a": columns, "b": half.float()},
+        {"a": BIG[:, 17:2017], "b": values.bfloat16().float().numpy()},
+    )
 
 
 def test_quantized_values_are_loaded(place, tmp_path):
@@ -160,7 +175,9 @@ def test_a_model_and_its_optimizer_go_on_as_before(place, tmp_path):
     distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
     other, its_optimizer = trained(2, 1)
     distckpt.load({"model": other, "optimizer": its_optimizer}, tmp_path / "c")
-    expected, found = (step(*pair, 2)[0].state_dict() for pair in ((model, optimizer), (other, its_optimizer)))
+    expected, found = (
+        step(*pair, 2)[0].state_dict() for pair in ((model, optimizer), (other, its_optimizer))
+    )
     assert all(torch.equal(found[key], value) and value.device.type == place.device.type
                for key, value in expected.items())  # fmt: skip
 
@@ -182,18 +199,22 @@ def test_tensors_are_written_as_they_come(place, tmp_path):
     announced = [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()]
     save_safetensors_streaming(tensors.items(), tmp_path / "model.safetensors", announced)
     found = stored(tmp_path)
-    assert {key: found[key] for key in expected} == {key: value.tobytes() for key, value in expected.items()}
+    assert {key: found[key] for key in expected} == {
+        key: value.tobytes() for key, value in expected.items()
+    }
     assert_same({key: to_host(tensor) for key, tensor in tensors.items()}, expected)
 
 
-# --- In the background ------------------------------------------------------------------------------------------------
+# --- In the background ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_inflight_bytes", [None, 16 << 20])
 def test_training_goes_on_with_tensors_that_are_being_saved(place, tmp_path, max_inflight_bytes):
     tensors, expected = made(place.device)
     distckpt.reserve_staging_memory(whole(tensors)).result(PATIENCE)
-    handle = distckpt.async_save(whole(tensors), tmp_path / "c", max_inflight_bytes=max_inflight_bytes)
+    handle = distckpt.async_save(
+        whole(tensors), tmp_path / "c", max_inflight_bytes=max_inflight_bytes
+    )
     if max_inflight_bytes is not None:
         assert handle.staged.wait(PATIENCE)
     for key, tensor in tensors.items():
@@ -209,7 +230,9 @@ def test_later_calls_take_no_more_page_locked_memory(place, tmp_path):
     for number in range(5):
         distckpt.async_save(whole(tensors), tmp_path / f"a{number}").result(PATIENCE)
         distckpt.save(whole(tensors), tmp_path / f"b{number}")
-        distckpt.load(whole({"big": tensors["big"]}), tmp_path / f"b{number}", validate_access_integrity=False)
+        distckpt.load(
+            whole({"big": tensors["big"]}), tmp_path / f"b{number}", validate_access_integrity=False
+        )
         counts.append(place.num_pinned_blocks())
     # In the first round a thread may have found nothing to do.
     assert counts[-1] <= counts[0] + NUM_THREADS
@@ -228,10 +251,12 @@ def test_waits_for_the_device_do_not_grow_with_the_number_of_tensors(place, tmp_
     assert counts[1] <= counts[0]
 
 
-# --- Streams ----------------------------------------------------------------------------------------------------------
+# --- Streams --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save", [distckpt.save, lambda *args: distckpt.async_save(*args).result(PATIENCE)])
+@pytest.mark.parametrize(
+    "save", [distckpt.save, lambda *args: distckpt.async_save(*args).result(PATIENCE)]
+)
 def test_work_that_was_queued_before_a_save_is_in_it(place, tmp_path, save):
     with place.stream():
         rows = torch.zeros(60, 40, device=place.device)
@@ -243,9 +268,14 @@ def test_work_that_was_queued_before_a_save_is_in_it(place, tmp_path, save):
 
 
 def test_work_that_was_queued_before_a_load_does_not_overwrite_it(place, tmp_path):
-    distckpt.save(whole({"rows": torch.from_numpy(ROWS), "big": torch.from_numpy(BIG)}), tmp_path / "c")
+    distckpt.save(
+        whole({"rows": torch.from_numpy(ROWS), "big": torch.from_numpy(BIG)}), tmp_path / "c"
+    )
     with place.stream():
-        targets = {key: torch.zeros(value.shape, device=place.device) for key, value in (("rows", ROWS), ("big", BIG))}
+        targets = {
+            key: torch.zeros(value.shape, device=place.device)
+            for key, value in (("rows", ROWS), ("big", BIG))
+        }
         place.keep_busy()
         for target in targets.values():
             target.fill_(9)

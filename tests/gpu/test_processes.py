@@ -1,4 +1,6 @@
-"""A GPU in processes of their own: DTensors and FSDP2 on a mesh of one, a group that only NCCL serves, allocators."""
+"""A GPU in processes of their own: DTensors and FSDP2 on a mesh of one, a group that only NCCL
+serves, allocators.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,14 @@ def save_and_load_dtensors(rank, device, folder):
     mesh = init_device_mesh(device, (1,))
 
     def state(whole):
-        rows, replica = (distribute_tensor(whole.to(device), mesh, [how]) for how in (Shard(0), Replicate()))
-        return {"rows": rows, "replica": replica, "plain": ShardedTensor.from_rank_offsets("plain", whole.to(device))}
+        rows, replica = (
+            distribute_tensor(whole.to(device), mesh, [how]) for how in (Shard(0), Replicate())
+        )
+        return {
+            "rows": rows,
+            "replica": replica,
+            "plain": ShardedTensor.from_rank_offsets("plain", whole.to(device)),
+        }
 
     distckpt.save(state(ROWS), f"{folder}/tensors")
     loaded = distckpt.load(state(torch.zeros_like(ROWS)), f"{folder}/tensors", parallel_load="on")
@@ -49,7 +57,9 @@ def test_dtensors_on_a_mesh_of_one(device, tmp_path):
 
 
 def resume_fsdp(rank, device, folder):
-    """Train, save in the background while training goes on, and resume in another model: the same losses follow."""
+    """Train, save in the background while training goes on, and resume in another model: the same
+    losses follow.
+    """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh(device, (1,))
 
@@ -72,7 +82,9 @@ def resume_fsdp(rank, device, folder):
     trained, other = made(1), made(2)
     losses(*trained, 3)
     losses(*other, 1)
-    handle = distckpt.async_save(dict(zip(("model", "optimizer"), trained, strict=True)), f"{folder}/model")
+    handle = distckpt.async_save(
+        dict(zip(("model", "optimizer"), trained, strict=True)), f"{folder}/model"
+    )
     expected = losses(*trained, 2)
     handle.result(120)
     distckpt.load(dict(zip(("model", "optimizer"), other, strict=True)), f"{folder}/model")
@@ -82,33 +94,47 @@ def resume_fsdp(rank, device, folder):
 @fsdp2_trains
 @pytest.mark.parametrize("device", DEVICES)
 def test_fsdp_on_a_mesh_of_one_resumes(device, tmp_path):
-    ((expected, found),) = run(resume_fsdp, 1, device, str(tmp_path), backend="nccl" if device == "cuda" else "gloo")
+    ((expected, found),) = run(
+        resume_fsdp, 1, device, str(tmp_path), backend="nccl" if device == "cuda" else "gloo"
+    )
     assert found == expected
 
 
 def round_trip(device, folder):
-    """Save and load tensors, some of which are larger than the segments that the allocator begins with."""
+    """Save and load tensors, some of which are larger than the segments that the allocator begins
+    with.
+    """
     sizes = (100, 3_000_000, 40_000_000)
     tensors = {str(size): torch.arange(size, device=device, dtype=torch.int32) for size in sizes}
     targets = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
     if device == "cuda":
         assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     for number in range(2):
-        state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+        state = {
+            key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()
+        }
         handle = distckpt.async_save(state, f"{folder}/{number}")
         for tensor in tensors.values():
             tensor += 1
         handle.result(120)
         for target in targets.values():
             target.zero_()
-        state = {key: ShardedTensor.from_rank_offsets(key, target) for key, target in targets.items()}
+        state = {
+            key: ShardedTensor.from_rank_offsets(key, target) for key, target in targets.items()
+        }
         distckpt.load(state, f"{folder}/{number}")
         for size in sizes:
-            np.testing.assert_array_equal(targets[str(size)].cpu().numpy(), np.arange(number, size + number))
+            np.testing.assert_array_equal(
+                targets[str(size)].cpu().numpy(), np.arange(number, size + number)
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_of_expandable_segments(device, tmp_path):
     program = f"from tests.gpu.test_processes import round_trip; round_trip({device!r}, {str(tmp_path)!r})"
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONPATH": str(ROOT),
+    }
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)

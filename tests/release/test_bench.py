@@ -1,4 +1,6 @@
-"""`distckpt bench`: figures that add up, and nothing left behind however it ends; the scripts that compare."""
+"""`distckpt bench`: figures that add up, and nothing left behind however it ends; the scripts that
+compare.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,23 @@ ROOT = Path(__file__).parents[2]
 TENSOR_BYTES = 16 << 20
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-# Every benchmark starts processes that import torch: that takes as long as a busy machine needs for it.
+# Every benchmark starts processes that import torch: that takes as long as a busy machine needs for
+# it.
 pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture
 def fork(monkeypatch):
-    """Fork the ranks of benchmarks that this process starts, as the harness does; others import torch anew."""
+    """Fork the ranks of benchmarks that this process starts, as the harness does; others import
+    torch anew.
+    """
     fork_spawned(monkeypatch, processes)
 
 
 def start_and_wait_for_ranks(folder):
-    """Start a benchmark that would take for ever, of one tensor per rank; return it when its ranks have begun."""
+    """Start a benchmark that would take for ever, of one tensor per rank; return it when its ranks
+    have begun.
+    """
     arguments = ["bench", str(folder), "--gb", "0.001", "--runs", "1000000"]
     program = Program(["-m", "distckpt", *arguments], {**os.environ, **ENVIRONMENT})
     while not program.stderr.readline().startswith("round 1 of"):
@@ -64,9 +71,13 @@ def storage(tmp_path):
 
 @pytest.fixture
 def place(server):
-    """A URL below which nothing must be at the end, and beside which something is that must stay."""
+    """A URL below which nothing must be at the end, and beside which something is that must
+    stay.
+    """
     bucket = new_bucket(server)
-    client(server).put_object(Bucket=bucket.removeprefix("s3://"), Key="place/mine.txt", Body=b"stays")
+    client(server).put_object(
+        Bucket=bucket.removeprefix("s3://"), Key="place/mine.txt", Body=b"stays"
+    )
     yield f"{bucket}/place"
     assert keys_in(server, bucket) == ["place/mine.txt"]
     assert uploads_in(server, bucket) == []
@@ -83,14 +94,24 @@ def check_figures(figures, num_bytes, num_runs):
 
 
 def test_a_local_storage(fork, storage, capsys):
-    outcome = json.loads(call(capsys, "bench", storage, "--gb", "0.001", "--ranks", "3", "--runs", "2", "--json"))
+    outcome = json.loads(
+        call(capsys, "bench", storage, "--gb", "0.001", "--ranks", "3", "--runs", "2", "--json")
+    )
     assert (outcome["location"], outcome["num_ranks"]) == (str(storage), 3)
     assert outcome["num_bytes"] == 3 * TENSOR_BYTES
     cases = [figure["case"] for figure in outcome["figures"]]
     # Not every file system lets go of what is in the page cache.
-    assert cases in (["save", "save_unsynced", "warm_load", "cold_load"], ["save", "save_unsynced", "warm_load"])
+    assert cases in (
+        ["save", "save_unsynced", "warm_load", "cold_load"],
+        ["save", "save_unsynced", "warm_load"],
+    )
     check_figures(outcome["figures"], outcome["num_bytes"], num_runs=2)
-    section = (ROOT / "docs" / "command-line.md").read_text().partition("\n## bench\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "command-line.md")
+        .read_text()
+        .partition("\n## bench\n")[2]
+        .partition("\n## ")[0]
+    )
     documented = set(re.findall(r"`(\w+)`", section.partition("JSON: ")[2]))
     assert outcome.keys() | outcome["figures"][0].keys() == documented
 
@@ -122,7 +143,11 @@ def test_a_rank_that_fails_ends_the_benchmark_with_one_line(fork, server, place,
 # SIGINT is also sent by the test of a store.
 @pytest.mark.parametrize(
     ("number", "code"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path, number, code):
     process = start_and_wait_for_ranks(tmp_path)
@@ -152,7 +177,9 @@ def test_an_interrupted_benchmark_leaves_nothing_on_a_store(server, place):
         ("nowhere", [], "is not a directory"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(storage, capsys, folder, arguments, message):
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    storage, capsys, folder, arguments, message
+):
     assert message in call_error(capsys, "bench", storage / folder, *arguments)
 
 
@@ -160,7 +187,7 @@ def test_a_bucket_that_does_not_exist_is_refused_in_one_line(server, capsys):
     assert "s3://nowhere-at-all/place" in call_error(capsys, "bench", "s3://nowhere-at-all/place")
 
 
-# --- The scripts in tests/benchmarks ----------------------------------------------------------------------------------
+# --- The scripts in tests/benchmarks --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,8 +204,21 @@ def run_script(fork, monkeypatch, capsys):
 
 
 def test_the_comparison_runs(storage, tmp_path, run_script):
-    options = ["--gb", "0.005", "--runs", "1", "--only", "distckpt", "raw", "--cases", "save", "warm_load"]
-    printed = run_script("save_load.py", "--dir", storage, *options, "--json", tmp_path / "figures.json")
+    options = [
+        "--gb",
+        "0.005",
+        "--runs",
+        "1",
+        "--only",
+        "distckpt",
+        "raw",
+        "--cases",
+        "save",
+        "warm_load",
+    ]
+    printed = run_script(
+        "save_load.py", "--dir", storage, *options, "--json", tmp_path / "figures.json"
+    )
     figures = json.loads((tmp_path / "figures.json").read_text())["outcome"]["figures"]
     assert {(figure["case"], figure["name"]) for figure in figures} >= {
         ("save", "distckpt"),
@@ -190,8 +230,12 @@ def test_the_comparison_runs(storage, tmp_path, run_script):
 
 
 def test_the_script_for_stats_and_diff_runs(tmp_path, run_script):
-    printed = run_script("values.py", "--dir", tmp_path, "--gigabytes", "0.001", "--kib", "64", "--runs", "1")
-    assert {line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| warm")} == {
+    printed = run_script(
+        "values.py", "--dir", tmp_path, "--gigabytes", "0.001", "--kib", "64", "--runs", "1"
+    )
+    assert {
+        line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| warm")
+    } == {
         "warm, raw reads",
         "warm, verify",
         "warm, stats",
@@ -201,14 +245,31 @@ def test_the_script_for_stats_and_diff_runs(tmp_path, run_script):
 
 def test_the_script_for_gpus_runs_without_one(storage, tmp_path, run_script):
     if not torch.cuda.is_available():
-        assert run_script("gpu.py", "--json", tmp_path / "figures.json") == "no CUDA device: nothing was measured\n"
+        assert (
+            run_script("gpu.py", "--json", tmp_path / "figures.json")
+            == "no CUDA device: nothing was measured\n"
+        )
         assert not (tmp_path / "figures.json").exists()
     run_script(
-        "gpu.py", "--device", "cpu", "--gb", 0, "--runs", 1, "--dir", storage, "--json", tmp_path / "figures.json"
+        "gpu.py",
+        "--device",
+        "cpu",
+        "--gb",
+        0,
+        "--runs",
+        1,
+        "--dir",
+        storage,
+        "--json",
+        tmp_path / "figures.json",
     )
     tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
     rows = {table["heads"][0]: [row[0] for row in table["rows"]] for table in tables}
-    assert rows["out of the device"][:3] == ["page-locked copy", "page-locked ring", "async_save, until it returns"]
+    assert rows["out of the device"][:3] == [
+        "page-locked copy",
+        "page-locked ring",
+        "async_save, until it returns",
+    ]
     assert rows["into the device, warm"][:2] == ["read and copy", "distckpt"]
     assert rows.keys() >= {"steps", "page-locked memory from the system"}
 
@@ -222,12 +283,16 @@ def test_all_scripts_run(tmp_path, run_script):
 
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
-SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {"run_all"}
+SCRIPTS = {path.stem for path in BENCHMARKS.glob("*.py") if "\nif __name__" in path.read_text()} - {
+    "run_all"
+}
 
 
 def test_every_script_is_run_by_the_one_that_runs_all_and_is_described(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    assert {benchmark.name for benchmark in importlib.import_module("run_all").BENCHMARKS} == SCRIPTS
+    assert {
+        benchmark.name for benchmark in importlib.import_module("run_all").BENCHMARKS
+    } == SCRIPTS
     readme = (BENCHMARKS / "README.md").read_text()
     assert set(re.findall(r"^\| `python tests/benchmarks/(\w+)\.py", readme, re.M)) == SCRIPTS
     page = (ROOT / "docs" / "performance.md").read_text()
@@ -240,7 +305,9 @@ def is_worthless(noise, others):
 
 def shown(cell, others):
     """What stands in a table for a figure."""
-    return cell if isinstance(cell, str) else cell["text"] + " ?" * is_worthless(cell["noise"], others)
+    return (
+        cell if isinstance(cell, str) else cell["text"] + " ?" * is_worthless(cell["noise"], others)
+    )
 
 
 def test_the_page_and_the_pictures_are_those_of_the_figures(tmp_path, run_script):
@@ -253,12 +320,22 @@ def test_the_page_and_the_pictures_are_those_of_the_figures(tmp_path, run_script
     assert ended.value.code == 0
     for name in ["performance.md", *(picture.name for picture in docs.glob("*.svg"))]:
         text = (tmp_path / name).read_text()
-        assert text == (docs / name).read_text(), f"run tests/benchmarks/run_all.py --render for {name}"
+        assert text == (docs / name).read_text(), (
+            f"run tests/benchmarks/run_all.py --render for {name}"
+        )
     for path in (docs / "figures").glob("*.json"):
         value = json.loads(path.read_text())
         block = page.partition(f"<!-- figures/{path.name} -->")[2].partition("<!-- end -->")[0]
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line[:1] == "|"]
-        expected = [[shown(cell, value["others"]) for cell in row] for t in value["tables"] for row in t["rows"]]
+        rows = [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in block.splitlines()
+            if line[:1] == "|"
+        ]
+        expected = [
+            [shown(cell, value["others"]) for cell in row]
+            for t in value["tables"]
+            for row in t["rows"]
+        ]
         assert [row for row in rows if row in expected] == expected, path.name
 
 
@@ -272,16 +349,25 @@ def test_figures_follow_from_the_seconds_that_were_measured():
         seconds = figure["seconds"]
         low, median, high = np.percentile(seconds, [25, 50, 75])
         _, shown_median, spread, rate, *_ = rows[titles[figure["case"]], figure["name"]]
-        assert shown_median == {"text": f"{median:.3f}", "noise": pytest.approx((high - low) / median, abs=6e-4)}
+        assert shown_median == {
+            "text": f"{median:.3f}",
+            "noise": pytest.approx((high - low) / median, abs=6e-4),
+        }
         assert spread == f"{min(seconds):.3f} - {max(seconds):.3f}"
         assert rate["text"] == f"{figure['num_bytes'] / median / 1e9:.2f}"
     readme = (ROOT / "README.md").read_text().partition("\n## Figures\n")[2].partition("\n## ")[0]
     names = ["distckpt", "DCP FileSystemWriter", "Megatron Core fully parallel"]
-    for title, case in (("save,", "save"), ("load, files", "warm_load"), ("load along", "reshard_axis")):
+    for title, case in (
+        ("save,", "save"),
+        ("load, files", "warm_load"),
+        ("load along", "reshard_axis"),
+    ):
         expected = [rows[titles[case], name][3]["text"] for name in names]
         (cells,) = re.findall(rf"^\| {title}[^|]*\|(.*)\|$", readme.replace("*", ""), re.M)
         assert [cell.strip() for cell in cells.split("|")] == expected
-    assert f"reach {rows[titles['save'], 'distckpt'][4]['text']} of the speed of raw writes" in readme
+    assert (
+        f"reach {rows[titles['save'], 'distckpt'][4]['text']} of the speed of raw writes" in readme
+    )
 
 
 @pytest.mark.parametrize(
@@ -300,20 +386,56 @@ def test_figures_that_noise_makes_worthless_are_marked(monkeypatch, runs, others
     monkeypatch.syspath_prepend(BENCHMARKS)
     report = importlib.import_module("report")
     steady = [2.0, 2.0, 2.0]
-    row = ["one", report.median(runs), report.ratio(runs, steady), report.ratio(steady, steady, "{:.1f}x"), "5"]
-    value = {"command": "c", "date": "2026-01-01", "machine": "m", "others": others, "about": "", "notes": []}
-    text = report.markdown({**value, "tables": [{"caption": "", "heads": ["", *"abcd"], "rows": [row]}]})
-    (cells,) = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| one" in line]
+    row = [
+        "one",
+        report.median(runs),
+        report.ratio(runs, steady),
+        report.ratio(steady, steady, "{:.1f}x"),
+        "5",
+    ]
+    value = {
+        "command": "c",
+        "date": "2026-01-01",
+        "machine": "m",
+        "others": others,
+        "about": "",
+        "notes": [],
+    }
+    text = report.markdown(
+        {**value, "tables": [{"caption": "", "heads": ["", *"abcd"], "rows": [row]}]}
+    )
+    (cells,) = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if "| one" in line
+    ]
     median = np.median(runs)
-    assert cells == ["one", f"{median:.2f}{mark}", f"{median / 2:.2f}{mark}", f"1.0x{mark * (others == 0.3)}", "5"]
+    assert cells == [
+        "one",
+        f"{median:.2f}{mark}",
+        f"{median / 2:.2f}{mark}",
+        f"1.0x{mark * (others == 0.3)}",
+        "5",
+    ]
     assert ("mean little" in text) == bool(mark)
 
 
 def test_a_benchmark_that_fails_leaves_older_figures_and_others_go_on(tmp_path, run_script):
     (tmp_path / "figures").mkdir()
     (tmp_path / "performance.md").write_text("<!-- figures/modules.json -->\n<!-- end -->\n")
-    old = shutil.copyfile(ROOT / "docs" / "figures" / "values.json", tmp_path / "figures" / "values.json").read_text()
-    options = ["--quick", "--docs", tmp_path, "--dir", tmp_path / "nowhere", "--only", "values", "modules"]
+    old = shutil.copyfile(
+        ROOT / "docs" / "figures" / "values.json", tmp_path / "figures" / "values.json"
+    ).read_text()
+    options = [
+        "--quick",
+        "--docs",
+        tmp_path,
+        "--dir",
+        tmp_path / "nowhere",
+        "--only",
+        "values",
+        "modules",
+    ]
     with pytest.raises(SystemExit) as ended:
         run_script("run_all.py", *options)
     assert ended.value.code == 1

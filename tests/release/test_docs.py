@@ -22,7 +22,16 @@ import distckpt
 from distckpt import cli
 from tests.data.make_deepspeed import make_model
 from tests.support import megatron_gpt
-from tests.support.docs_pages import BLOCKS, PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
+from tests.support.docs_pages import (
+    BLOCKS,
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    commands_in,
+    lines_of,
+    name_of,
+)
 
 COVERED = {
     "python": "run here",
@@ -40,12 +49,14 @@ TEXT_PAGES = {
 def test_every_block_is_in_a_language_that_a_test_covers(page: Path) -> None:
     own = [block for block in BLOCKS if block.page == name_of(page)]
     assert [(block.name, block.language) for block in own if block.language not in COVERED] == []
-    assert name_of(page) in TEXT_PAGES or not [block.name for block in own if block.language == "text"]
+    assert name_of(page) in TEXT_PAGES or not [
+        block.name for block in own if block.language == "text"
+    ]
     fences = re.findall(r"^\s*(?:>\s*)*(?:[-*+]\s+|\d+[.)]\s+)?(?:```|~~~)", page.read_text(), re.M)
     assert len(fences) == 2 * len(own), "a fence that is not understood"
 
 
-# --- Python -----------------------------------------------------------------------------------------------------------
+# --- Python ---------------------------------------------------------------------------------------
 
 FOR_MEGATRON = blocks("python", "sh", page="migrating-from-megatron")
 FOR_ANYBODY = [block for block in blocks("python") if block not in FOR_MEGATRON]
@@ -67,7 +78,9 @@ def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def run_blocks_for_megatron(rank: int, directories: list[Path]) -> None:
-    """Run each block in a directory of its own; in a process that has imported Megatron, which takes seconds."""
+    """Run each block in a directory of its own; in a process that has imported Megatron, which
+    takes seconds.
+    """
     warnings.simplefilter("ignore")  # Megatron, when it is imported
     for block, directory in zip(FOR_MEGATRON, directories, strict=True):
         os.chdir(directory)
@@ -92,7 +105,9 @@ def test_blocks_for_megatron_run(run: Callable[..., list], tmp_path: Path) -> No
     run(megatron_gpt.save_with_megatron, 2, source, group_timeout=megatron_gpt.TIMEOUT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        torch.distributed.checkpoint.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path / "fsdp" / "step_1000"))
+        torch.distributed.checkpoint.save(
+            {"w": torch.ones(4)}, checkpoint_id=str(tmp_path / "fsdp" / "step_1000")
+        )
     directories = [tmp_path / block.name for block in FOR_MEGATRON]
     for directory in directories:
         directory.mkdir()
@@ -101,20 +116,24 @@ def test_blocks_for_megatron_run(run: Callable[..., list], tmp_path: Path) -> No
     run(run_blocks_for_megatron, 1, directories, group_timeout=megatron_gpt.TIMEOUT)
 
 
-# --- Text -------------------------------------------------------------------------------------------------------------
+# --- Text -----------------------------------------------------------------------------------------
 
 
 def test_the_files_of_a_checkpoint_are_those_of_the_format(tmp_path: Path) -> None:
     (tree,) = blocks("text", page="format")
     checkpoint = tmp_path / "step_1000"
-    distckpt.save({"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.ones(4)), "step": 1}, checkpoint)
+    distckpt.save(
+        {"w": distckpt.ShardedTensor.from_rank_offsets("w", torch.ones(4)), "step": 1}, checkpoint
+    )
     files = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*.*")}
     first, *shown = tree.text.splitlines()
     assert first == "step_1000/"
-    assert {re.sub(r"\d+", "#", line.split()[0]) for line in shown} == {re.sub(r"\d+", "#", file) for file in files}
+    assert {re.sub(r"\d+", "#", line.split()[0]) for line in shown} == {
+        re.sub(r"\d+", "#", file) for file in files
+    }
 
 
-# --- Links ------------------------------------------------------------------------------------------------------------
+# --- Links ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -124,7 +143,7 @@ def test_relative_links_lead_to_files(page: Path) -> None:
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
-# --- Messages ---------------------------------------------------------------------------------------------------------
+# --- Messages -------------------------------------------------------------------------------------
 
 
 def texts_of_the_package() -> list[str]:
@@ -133,7 +152,11 @@ def texts_of_the_package() -> list[str]:
     for file in (ROOT / "distckpt").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                texts.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values))
+                texts.append(
+                    "".join(
+                        str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values
+                    )
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(re.sub(r"%[srd]", "…", node.value))
     return texts

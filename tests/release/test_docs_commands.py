@@ -1,6 +1,7 @@
 """README and docs: what is shown of the shell.
 
-Commands of distckpt run, and print what is shown; of others the files, extras and options are there.
+Commands of distckpt run, and print what is shown; of others the files, extras and options are
+there.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ import pytest
 import torch
 
 import distckpt
-from distckpt import CheckpointManager, ShardedObject, ShardedTensor, cli
+from distckpt import (
+    CheckpointManager,
+    ShardedObject,
+    ShardedTensor,
+    cli,
+)
 from distckpt._cli.parser import VERBS, make_parser
 from tests.support.docs_pages import PAGES, ROOT, Block, blocks, commands_in, lines_of, name_of
 from tests.support.example_programs import command_of
 from tests.support.harness import run
 from tests.support.made_once import made_once
 
-# --- Commands of distckpt, beside what the page speaks of -------------------------------------------------------------
+# --- Commands of distckpt, beside what the page speaks of -----------------------------------------
 
 LAYER = {
     "attn.qkv.weight": ((384, 128), 0),
@@ -78,13 +84,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_places(directory: Path) -> None:
     run(save_steps, 4, directory)
-    damaged = shutil.copytree(directory / "checkpoints/step_100", directory / "checkpoints/step_300")
+    damaged = shutil.copytree(
+        directory / "checkpoints/step_100", directory / "checkpoints/step_300"
+    )
     shard = damaged / "tensors" / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     distckpt.consolidate(
-        directory / "checkpoints/step_100", directory / "exports/step_100", keys="model.", rename={"model.": ""}
+        directory / "checkpoints/step_100",
+        directory / "exports/step_100",
+        keys="model.",
+        rename={"model.": ""},
     )
     with CheckpointManager(directory / "runs/a", async_save=False) as manager:
         for step in (100, 200, 300, 400, 500):
@@ -99,7 +110,9 @@ def make_places(directory: Path) -> None:
 
 
 def run_lines(rank: int, directory: Path, lines: list[str]) -> list[str]:
-    """Run lines of a shell that hold commands of distckpt and `echo $?`; return what each printed."""
+    """Run lines of a shell that hold commands of distckpt and `echo $?`; return what each
+    printed.
+    """
     os.chdir(directory)
     warnings.simplefilter("ignore")  # Megatron, which `--megatron-types` imports, warns of much
     return [output_of(line) for line in lines]
@@ -141,11 +154,15 @@ def test_commands_of_the_command_line_page(block: Block, places: Path, tmp_path:
     assert "".join(f"$ {line}\n{output}" for line, output in parts) == block.text
     (printed,) = run(run_lines, 1, directory, [line for line, _ in parts], backend=None)
     shown = "".join(f"$ {line}\n{output}" for line, output in parts)
-    actual = "".join(f"$ {line}\n{output}" for (line, _), output in zip(parts, printed, strict=True))
+    actual = "".join(
+        f"$ {line}\n{output}" for (line, _), output in zip(parts, printed, strict=True)
+    )
     assert timeless(actual.replace(str(tmp_path), "")) == timeless(shown)
 
 
-@pytest.mark.parametrize(("page", "place"), [("quickstart", '"looked_into"'), ("which-call", '"cheat/')])
+@pytest.mark.parametrize(
+    ("page", "place"), [("quickstart", '"looked_into"'), ("which-call", '"cheat/')]
+)
 def test_commands_about_what_a_page_has_saved(
     page: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,16 +170,32 @@ def test_commands_about_what_a_page_has_saved(
     lines = [line for block in blocks("sh", page=page) for line in lines_of(block.text)]
     monkeypatch.chdir(tmp_path)
     exec(compile(code.text, code.name, "exec"), {"__name__": "__main__"})
-    run(run_lines, 1, tmp_path, [line for line in lines if line.startswith("distckpt ")], backend=None)
+    run(
+        run_lines,
+        1,
+        tmp_path,
+        [line for line in lines if line.startswith("distckpt ")],
+        backend=None,
+    )
 
 
 def test_blocks_with_commands_of_distckpt_are_on_pages_whose_commands_run() -> None:
-    pages = {block.page for block in blocks("sh", "console") if re.search(r"^(\$ )?distckpt ", block.text, re.M)}
+    pages = {
+        block.page
+        for block in blocks("sh", "console")
+        if re.search(r"^(\$ )?distckpt ", block.text, re.M)
+    }
     # The last in test_docs.py.
-    assert pages == {"command-line", "quickstart", "which-call", "quantized", "migrating-from-megatron"}
+    assert pages == {
+        "command-line",
+        "quickstart",
+        "which-call",
+        "quantized",
+        "migrating-from-megatron",
+    }
 
 
-# --- All commands -----------------------------------------------------------------------------------------------------
+# --- All commands ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -173,7 +206,9 @@ def help_of(*module: str) -> str:
 
 def check_options(words: list[str], known: str) -> None:
     options = [word.partition("=")[0] for word in words if word.startswith("-")]
-    assert [option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", known)] == []
+    assert [
+        option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", known)
+    ] == []
 
 
 def check_distckpt(words: list[str]) -> None:
@@ -186,7 +221,12 @@ def check_distckpt(words: list[str]) -> None:
 def check_pip(words: list[str]) -> None:
     assert words[0] == "install"
     check_options(words[1:], help_of("pip", "install"))
-    extras = {extra for word in words for group in re.findall(r"\[(.+)\]", word) for extra in group.split(",")}
+    extras = {
+        extra
+        for word in words
+        for group in re.findall(r"\[(.+)\]", word)
+        for extra in group.split(",")
+    }
     assert extras <= set(importlib.metadata.metadata("distckpt").get_all("Provides-Extra") or [])
 
 
@@ -202,7 +242,9 @@ def check_python(words: list[str]) -> None:
 
 
 def check_torchrun(words: list[str]) -> None:
-    """Check `torchrun ... FILE ...`; train.py is a program of the reader's, others are as their docstring says."""
+    """Check `torchrun ... FILE ...`; train.py is a program of the reader's, others are as their
+    docstring says.
+    """
     (at,) = [i for i, word in enumerate(words) if word.endswith(".py")]
     check_options(words[:at], help_of("torch.distributed.run"))
     if words[at:] != ["train.py"]:
@@ -216,7 +258,9 @@ CHECKS = {
     "python": check_python,
     "python3": check_python,
     "torchrun": check_torchrun,
-    "srun": lambda words: check([word for word in words if not word.startswith("--ntasks-per-node=")]),
+    "srun": lambda words: check(
+        [word for word in words if not word.startswith("--ntasks-per-node=")]
+    ),
     "pytest": lambda words: check_options(words, help_of("pytest")),
     "mkdocs": lambda words: check_options(words[1:], help_of("mkdocs", words[0])),
     "echo": lambda words: None,
@@ -225,7 +269,9 @@ CHECKS = {
 
 
 def check(command: list[str]) -> None:
-    """Check that a command is one of these, its options exist, and the files of the repository that it names."""
+    """Check that a command is one of these, its options exist, and the files of the repository that
+    it names.
+    """
     CHECKS[Path(command[0]).name](command[1:])
     ours = [word for word in command if word.startswith(("tests/", "examples/", "docs/"))]
     assert [word for word in ours if not (ROOT / word).exists()] == []

@@ -13,14 +13,22 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
-from tests.support.example_programs import ENVIRONMENT, ROOT, command_of, docstring_of, run_command, run_preloaded
+from tests.support.example_programs import (
+    ENVIRONMENT,
+    ROOT,
+    command_of,
+    docstring_of,
+    run_command,
+    run_preloaded,
+)
 from tests.support.programs import run_program
 
 PAGE = (ROOT / "docs" / "examples.md").read_text()
 # Run by the tests of what they show.
 ELSEWHERE = {"object_storage.py", "from_dcp.py"}
 EXAMPLES = sorted({file.name for file in (ROOT / "examples").glob("[!_]*.py")} - ELSEWHERE)
-# Run by the very command, one for each launcher: the start of a process takes longer than what most examples do.
+# Run by the very command, one for each launcher: the start of a process takes longer than what most
+# examples do.
 BY_COMMAND = {"single_process.py", "tensor_parallel_reshard.py"}
 
 
@@ -45,7 +53,9 @@ def check_resumed(output: str) -> None:
     """Check what zero1.py and moe.py print."""
     first, saved, last = losses_in(r"Loss: (\S+) at .*, (\S+) when saved, (\S+) at the end", output)
     assert last < saved < first, "the model did not learn, so equal losses would say little"
-    assert losses_in(r"Loss after loading: (\S+) to (\S+)\.\n", output) == pytest.approx([saved, last], rel=1e-5)
+    assert losses_in(r"Loss after loading: (\S+) to (\S+)\.\n", output) == pytest.approx(
+        [saved, last], rel=1e-5
+    )
 
 
 def equal_checkpoints(first: Path, second: Path) -> dict[str, torch.Tensor]:
@@ -57,7 +67,9 @@ def equal_checkpoints(first: Path, second: Path) -> dict[str, torch.Tensor]:
 
 
 def check_single_process(output: str, work_dir: Path) -> None:
-    first, saved, last = losses_in(r"loss (\S+) at the start, (\S+) when saved, (\S+) at the end", output)
+    first, saved, last = losses_in(
+        r"loss (\S+) at the start, (\S+) when saved, (\S+) at the end", output
+    )
     assert last < saved < first
     assert losses_in(r"resumed: (\S+) to (\S+), equal", output) == [saved, last]
 
@@ -85,17 +97,30 @@ def check_train_reshard_resume(output: str, work_dir: Path) -> None:
     assert all(resumed == pytest.approx(losses[0], rel=1e-5) for resumed in losses[1:])
     exported = load_file(work_dir / "exported" / "model.safetensors")
     assert not [name for name in exported if name.startswith("optimizer")]
-    # Pipeline stages hold layers 0, 1 and 2, 3; the output projection of attention is divided along its last axis.
-    shards = [load_file(file) for file in sorted((work_dir / "step_10" / "tensors").glob("*.safetensors"))]
-    parts = [shard["decoder.layers.attention.out.weight"] for shard in shards if "embedding.tokens" in shard]
+    # Pipeline stages hold layers 0, 1 and 2, 3; the output projection of attention is divided along
+    # its last axis.
+    shards = [
+        load_file(file) for file in sorted((work_dir / "step_10" / "tensors").glob("*.safetensors"))
+    ]
+    parts = [
+        shard["decoder.layers.attention.out.weight"]
+        for shard in shards
+        if "embedding.tokens" in shard
+    ]
     together = torch.cat(parts, dim=2)
     for number in (0, 1):
-        assert torch.equal(exported[f"decoder.layers.{number}.attention.out.weight"], together[number])
+        assert torch.equal(
+            exported[f"decoder.layers.{number}.attention.out.weight"], together[number]
+        )
 
 
 def check_fsdp2(output: str, work_dir: Path) -> None:
-    losses = {size: json.loads((work_dir / f"losses_of_{size}.json").read_text()) for size in (4, 2, 1)}
-    assert losses[4][-1] < losses[4][4] < losses[4][0], "the model did not learn, so equal losses would say little"
+    losses = {
+        size: json.loads((work_dir / f"losses_of_{size}.json").read_text()) for size in (4, 2, 1)
+    }
+    assert losses[4][-1] < losses[4][4] < losses[4][0], (
+        "the model did not learn, so equal losses would say little"
+    )
     assert losses[2] == pytest.approx(losses[4][4:], rel=1e-4)
     assert losses[1] == pytest.approx(losses[4][4:], rel=1e-4)
     saved = equal_checkpoints(work_dir / "saved_by_4", work_dir / "saved_by_1")
@@ -110,11 +135,15 @@ def check_zero1(output: str, work_dir: Path) -> None:
     check_resumed(output)
     first, second = work_dir / "tp2-dp2", work_dir / "pp2-dp2"
     saved = equal_checkpoints(first, second)
-    assert len(saved) == 4 * 13  # those of the model; the parameters and both moments of the optimizer
+    assert (
+        len(saved) == 4 * 13
+    )  # those of the model; the parameters and both moments of the optimizer
     for key in [key for key in saved if not key.startswith("optimizer.")]:
         assert torch.equal(saved[key], saved[f"optimizer.state.param.{key}"])
         assert saved[f"optimizer.state.exp_avg_sq.{key}"].count_nonzero() > 0
-    assert not distckpt.diff(first, second).objects  # `seen` of both ranks, restored and saved again
+    assert not distckpt.diff(
+        first, second
+    ).objects  # `seen` of both ranks, restored and saved again
     assert {f"seen/shard_{i}_2" for i in range(2)} <= distckpt.load_sharded_metadata(first).keys()
 
 
@@ -128,36 +157,54 @@ def check_moe(output: str, work_dir: Path) -> None:
 
 
 def check_hugging_face(output: str, work_dir: Path) -> None:
-    first, last = losses_in(r"loss (\S+) with the weights that were loaded, (\S+) after 20 steps", output)
+    first, last = losses_in(
+        r"loss (\S+) with the weights that were loaded, (\S+) after 20 steps", output
+    )
     assert last < 0.6 * first
-    divided, whole = losses_in(r"on other text: (\S+) with FSDP2, (\S+) with from_pretrained", output)
+    divided, whole = losses_in(
+        r"on other text: (\S+) with FSDP2, (\S+) with from_pretrained", output
+    )
     assert divided == pytest.approx(whole, rel=1e-5)
-    before, after = (load_file(work_dir / name / "model.safetensors") for name in ("pretrained", "exported"))
-    assert {name: tensor.shape for name, tensor in after.items()} == {name: t.shape for name, t in before.items()}
+    before, after = (
+        load_file(work_dir / name / "model.safetensors") for name in ("pretrained", "exported")
+    )
+    assert {name: tensor.shape for name, tensor in after.items()} == {
+        name: t.shape for name, t in before.items()
+    }
     assert not any(torch.equal(after[name], before[name]) for name in before)
 
 
 def check_async_training(output: str, work_dir: Path) -> None:
     first, _, second = output.partition("a process died")
     (resumed,) = losses_in(r"resumed from step (\d+)", second)
-    # Two saves may be on their way at a time: that of step 20 was done before that of step 40 began.
+    # Two saves may be on their way at a time: that of step 20 was done before that of step 40
+    # began.
     assert resumed in (20, 30, 40)
-    losses = [dict(re.findall(r"^step +(\d+)   loss (\d+\.\d+)", part, re.M)) for part in (first, second)]
+    losses = [
+        dict(re.findall(r"^step +(\d+)   loss (\d+\.\d+)", part, re.M)) for part in (first, second)
+    ]
     both = sorted(int(step) for step in losses[0].keys() & losses[1].keys())
     assert both == [step for step in (25, 30, 35, 40, 41) if step > resumed]
     assert [losses[0][str(step)] for step in both] == [losses[1][str(step)] for step in both]
     assert float(losses[1]["60"]) < 0.7 * float(losses[0]["5"]), "the model learns"
     assert first.count("ms stall") == 4
-    kept = sorted(name for name in os.listdir(work_dir / "checkpoints") if name.startswith(("step", ".")))
+    kept = sorted(
+        name for name in os.listdir(work_dir / "checkpoints") if name.startswith(("step", "."))
+    )
     assert kept == ["step_00000050", "step_00000060"]
 
 
 def check_preemption(output: str, work_dir: Path) -> None:
     _, whole, first, second = re.split(r"^(?:uninterrupted|preempted):\n", output, flags=re.M)
-    losses = [dict(re.findall(r"^step +(\d+)   loss (\d+\.\d+)", part, re.M)) for part in (whole, first, second)]
+    losses = [
+        dict(re.findall(r"^step +(\d+)   loss (\d+\.\d+)", part, re.M))
+        for part in (whole, first, second)
+    ]
     assert (sorted(map(int, losses[1])), sorted(map(int, losses[2]))) == ([1, 10, 20], [23, 30, 40])
     for part in losses[1:]:
-        assert [part[step] for step in part if step in losses[0]] == [losses[0][step] for step in part if step != "23"]
+        assert [part[step] for step in part if step in losses[0]] == [
+            losses[0][step] for step in part if step != "23"
+        ]
     assert distckpt.CheckpointManager(work_dir / "preempted").steps() == [22, 30]
 
 
@@ -195,14 +242,16 @@ def test_an_example_is_short_and_says_what_it_shows(name):
 
 
 def test_what_examples_share_is_short():
-    assert [file.name for file in (ROOT / "examples").glob("_*.py") if num_lines_of(file) >= 300] == []
+    assert [
+        file.name for file in (ROOT / "examples").glob("_*.py") if num_lines_of(file) >= 300
+    ] == []
 
 
 def test_a_difference_is_reported_by_the_main_example():
     code = (
         "from _tiny_training import report_layouts\n"
-        "resumed = {('right', 1): [3.0, 2.0], ('off', 2): [3.0, 2.001], ('broken', 4): [3.0, float('nan')]}\n"
-        "print(report_layouts([3.0, 2.0], resumed))\n"
+        "resumed = {('right', 1): [3.0, 2.0], ('off', 2): [3.0, 2.001], ('broken', 4): [3.0, "
+        "float('nan')]}\nprint(report_layouts([3.0, 2.0], resumed))\n"
     )
     output = run_program(["-c", code], ENVIRONMENT).stdout
     assert re.findall(r"^  (right|off|broken) .* (ok|WRONG)$", output, re.M) == [
@@ -221,18 +270,18 @@ def test_a_difference_is_reported_by_those_that_share_a_report(tmp_path):
         "paths = [sys.argv[1] + '/a', sys.argv[1] + '/b']\n"
         "for path, value in zip(paths, (1.0, 1.5)):\n"
         "    tensors = {'w': torch.ones(2), 'v': torch.full((3,), value)}\n"
-        "    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}, path)\n"
-        "cases = [(paths, 2.0), (paths[:1] * 2, 2.001), (paths[:1] * 2, float('nan')), (paths[:1] * 2, 2.0)]\n"
-        "for compared, last in cases:\n"
-        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "    try:\n"
-        "        report(compared, [4.0, 3.0, 2.0], [3.0, last])\n"
-        "    except SystemExit as error:\n"
-        "        print('exit', error.code)\n"
+        "    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in "
+        "tensors.items()}, path)\ncases = [(paths, 2.0), (paths[:1] * 2, 2.001), (paths[:1] * 2, "
+        "float('nan')), (paths[:1] * 2, 2.0)]\nfor compared, last in cases:\n    "
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n    "
+        "try:\n        report(compared, [4.0, 3.0, 2.0], [3.0, last])\n    except SystemExit as "
+        "error:\n        print('exit', error.code)\n"
     )
     process = run_program(["-c", code, str(tmp_path)], ENVIRONMENT)
     assert process.returncode == 0, process.stderr
-    verdicts = re.findall(r"5 values, (.*)\.$|^Training (.*) with the same loss|^(exit 1)$", process.stdout, re.M)
+    verdicts = re.findall(
+        r"5 values, (.*)\.$|^Training (.*) with the same loss|^(exit 1)$", process.stdout, re.M
+    )
     assert ["".join(verdict) for verdict in verdicts] == [
         *("NOT equal: ['v']", "continues", "exit 1"),
         *("all equal, bit by bit", "does NOT continue", "exit 1"),

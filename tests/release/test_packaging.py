@@ -22,7 +22,16 @@ import distckpt
 from tests.support.made_once import made_once
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["CHANGELOG.md", "LICENSE", "README.md", "distckpt", "docs", "examples", "pyproject.toml", "tests"]
+SOURCES = [
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "distckpt",
+    "docs",
+    "examples",
+    "pyproject.toml",
+    "tests",
+]
 
 
 def ended(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -30,7 +39,9 @@ def ended(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     foreign = ("PYTHON", "PYTEST", "MYPY", "PIP_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     texts = [str(part) for part in command]
-    return subprocess.run(texts, cwd=cwd, env=clean, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        texts, cwd=cwd, env=clean, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -46,23 +57,35 @@ def run_pip(python: Path, *arguments: object) -> str:
 
 
 def with_requirements(requirements: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
-    """Return the distributions of this environment that pip would install for these requirements."""
+    """Return the distributions of this environment that pip would install for these
+    requirements.
+    """
     found = {}
-    waiting = [(text, "") for text in requirements]  # with the extra of the distribution that has the requirement
+    waiting = [
+        (text, "") for text in requirements
+    ]  # with the extra of the distribution that has the requirement
     seen = set()
     while waiting:
         text, extra = waiting.pop()
         requirement = Requirement(text)
-        if (text, extra) in seen or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+        if (text, extra) in seen or (
+            requirement.marker and not requirement.marker.evaluate({"extra": extra})
+        ):
             continue
         seen.add((text, extra))
         found[requirement.name] = distribution = importlib.metadata.distribution(requirement.name)
-        waiting += [(more, wanted) for more in distribution.requires or [] for wanted in ("", *requirement.extras)]
+        waiting += [
+            (more, wanted)
+            for more in distribution.requires or []
+            for wanted in ("", *requirement.extras)
+        ]
     return found
 
 
 def link(python: Path, requirements: Iterable[str]) -> None:
-    """Put what pip would install for these requirements into an environment, as links to what this one has."""
+    """Put what pip would install for these requirements into an environment, as links to what this
+    one has.
+    """
     (site_packages,) = python.parents[1].glob("lib/python*/site-packages")
     for distribution in with_requirements(requirements).values():
         for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
@@ -72,11 +95,19 @@ def link(python: Path, requirements: Iterable[str]) -> None:
 
 
 def install(folder: Path, what: Path, *build_requirements: str) -> Path:
-    """Make an environment that has what pip installs, and nothing but its requirements; return the interpreter."""
+    """Make an environment that has what pip installs, and nothing but its requirements; return the
+    interpreter.
+    """
     venv.create(folder, symlinks=True, with_pip=False)
     python = folder / "bin" / "python"
     link(python, build_requirements)
-    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--no-warn-script-location"]
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--no-warn-script-location",
+    ]
     run_pip(python, "install", *options, what)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     (own,) = importlib.metadata.distributions(name="distckpt", path=[str(site_packages)])
@@ -104,7 +135,12 @@ def build(folder: Path) -> None:
     (copy / "distckpt/__pycache__/core.pyc").touch()
     (copy / "tests/__pycache__").mkdir(exist_ok=True)
     (copy / "tests/__pycache__/test_core.pyc").touch()
-    for rubbish in (".venv/pyvenv.cfg", ".mypy_cache/x", "build/site/index.html", "checkpoints/metadata.json"):
+    for rubbish in (
+        ".venv/pyvenv.cfg",
+        ".mypy_cache/x",
+        "build/site/index.html",
+        "checkpoints/metadata.json",
+    ):
         (copy / rubbish).parent.mkdir(parents=True)
         (copy / rubbish).touch()
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", output, copy, cwd=folder)
@@ -112,9 +148,15 @@ def build(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of an environment that has the wheel and what the wheel declares that it needs."""
+    """Return the interpreter of an environment that has the wheel and what the wheel declares that
+    it needs.
+    """
     (wheel,) = built.glob("*.whl")
-    return made_once(tmp_path_factory, "venv", lambda folder: install(folder, wheel)) / "bin" / "python"
+    return (
+        made_once(tmp_path_factory, "venv", lambda folder: install(folder, wheel))
+        / "bin"
+        / "python"
+    )
 
 
 def files_in(archive: Path) -> set[str]:
@@ -160,7 +202,10 @@ print(state["step"], state["w"].tolist(), distckpt.__version__)
 
 
 def test_the_installed_package_saves_and_loads(installed, tmp_path):
-    assert run(installed, "-c", PROGRAM_THAT_SAVES, cwd=tmp_path) == f"3 [0.0, 1.0, 2.0, 3.0] {distckpt.__version__}\n"
+    assert (
+        run(installed, "-c", PROGRAM_THAT_SAVES, cwd=tmp_path)
+        == f"3 [0.0, 1.0, 2.0, 3.0] {distckpt.__version__}\n"
+    )
 
 
 def test_what_the_wheel_declares_is_all_that_its_modules_need(installed, built, tmp_path):
@@ -173,8 +218,10 @@ for name in sys.argv[1:]:
 """
     (wheel,) = built.glob("*.whl")
     paths = [file.removesuffix(".py") for file in files_in(wheel) if file.endswith(".py")]
-    modules = {path.removesuffix("/__init__").replace("/", ".") for path in paths} - {"distckpt.__main__"}
-    assert {"distckpt", "distckpt._cli.bench", "distckpt.interop.megatron"} <= modules
+    modules = {path.removesuffix("/__init__").replace("/", ".") for path in paths} - {
+        "distckpt.__main__"
+    }
+    assert {"distckpt", "distckpt._cli.bench", "distckpt.megatron.interop"} <= modules
     run(installed, "-c", program, *sorted(modules), cwd=tmp_path)
 
 
@@ -183,7 +230,10 @@ def test_the_command_line_needs_no_extra(installed, tmp_path):
     distckpt.save({"w": shard}, tmp_path / "checkpoint")
     command = installed.with_name("distckpt")
     assert "1 tensor, 4 elements" in run(command, "inspect", "checkpoint", cwd=tmp_path)
-    for arguments, extra in ((["completion", "bash"], "cli"), (["inspect", "s3://bucket/checkpoint"], "s3")):
+    for arguments, extra in (
+        (["completion", "bash"], "cli"),
+        (["inspect", "s3://bucket/checkpoint"], "s3"),
+    ):
         done = ended(command, *arguments, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (1, "")
         assert f"pip install 'distckpt[{extra}]'" in done.stderr
@@ -193,13 +243,18 @@ def test_the_command_line_needs_no_extra(installed, tmp_path):
 @pytest.mark.parametrize("kind", ["folder", "archive"])
 def test_pip_installs_the_sources_as_the_wheel(built, tmp_path, kind):
     (archive,) = built.glob("*.tar.gz")
-    python = install(tmp_path / "venv", built.parent / "copy" if kind == "folder" else archive, "flit_core>=3.11")
-    assert run(python, "-c", PROGRAM_THAT_SAVES, cwd=tmp_path).endswith(f" {distckpt.__version__}\n")
+    python = install(
+        tmp_path / "venv", built.parent / "copy" if kind == "folder" else archive, "flit_core>=3.11"
+    )
+    assert run(python, "-c", PROGRAM_THAT_SAVES, cwd=tmp_path).endswith(
+        f" {distckpt.__version__}\n"
+    )
     (site_packages,) = python.parents[1].glob("lib/python*/site-packages")
     (own,) = importlib.metadata.distributions(name="distckpt", path=[str(site_packages)])
     files = {str(file) for file in own.files or [] if "__pycache__" not in file.parts}
     of_pip = {
-        f"distckpt-{distckpt.__version__}.dist-info/{name}" for name in ("INSTALLER", "REQUESTED", "direct_url.json")
+        f"distckpt-{distckpt.__version__}.dist-info/{name}"
+        for name in ("INSTALLER", "REQUESTED", "direct_url.json")
     }
     (wheel,) = built.glob("*.whl")
     assert files - of_pip - {"../../../bin/distckpt"} == files_in(wheel)
@@ -211,7 +266,8 @@ def test_a_source_distribution_runs_its_own_tests(built, tmp_path):
         source.extractall(tmp_path)
     (top,) = tmp_path.iterdir()
     (top / "tests/test_where.py").write_text(
-        f"import distckpt\n\ndef test_where():\n    assert distckpt.__file__ == {str(top / 'distckpt/__init__.py')!r}\n"
+        "import distckpt\n\ndef test_where():\n    assert distckpt.__file__ == "
+        f"{str(top / 'distckpt/__init__.py')!r}\n"
     )
     tests = [
         "tests/test_where.py",
@@ -242,7 +298,15 @@ def test_type_checkers_know_the_installed_package(installed, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     # Torch itself takes half a minute to check.
     (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n")
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed), "program.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--python-executable",
+        str(installed),
+        "program.py",
+    ]
     done = ended(*command, cwd=tmp_path)
     findings = re.findall(r"^program.py:(\d+): (?:error|note): (.*)$", done.stdout, re.M)
     assert [(int(line), text.split("  [")[0]) for line, text in findings] == [

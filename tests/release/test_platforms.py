@@ -1,4 +1,6 @@
-"""Systems other than Linux: what only Linux has is left out, and Windows is refused with a sentence."""
+"""Systems other than Linux: what only Linux has is left out, and Windows is refused with a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,13 @@ def run(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-c", program]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command,
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
 
 

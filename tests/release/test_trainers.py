@@ -1,4 +1,6 @@
-"""The examples with training libraries: saved by 2 processes and resumed by 1, they go on as if never stopped."""
+"""The examples with training libraries: saved by 2 processes and resumed by 1, they go on as if
+never stopped.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LIBRARIES = {
 }
 
 
-def losses_of(name: str, work_dir: Path, num_ranks: int, until: int) -> dict[int, tuple[float, ...]]:
+def losses_of(
+    name: str, work_dir: Path, num_ranks: int, until: int
+) -> dict[int, tuple[float, ...]]:
     """Run an example; return the numbers of each step that it prints, the loss first."""
     output = run_preloaded(f"trainers/{name}.py", work_dir, num_ranks, ["--until", str(until)])
     lines = re.findall(r"^step (\d+): (.*)", output, re.M)
@@ -33,7 +37,9 @@ def losses_of(name: str, work_dir: Path, num_ranks: int, until: int) -> dict[int
 
 
 def test_every_example_is_tested_and_on_the_page():
-    assert {file.stem for file in (ROOT / "examples" / "trainers").glob("[!_]*.py")} == set(LIBRARIES)
+    assert {file.stem for file in (ROOT / "examples" / "trainers").glob("[!_]*.py")} == set(
+        LIBRARIES
+    )
     for name in LIBRARIES:
         assert f"](../examples/trainers/{name}.py)" in PAGE
 
@@ -52,6 +58,8 @@ def test_another_number_of_processes_goes_on_with_the_same_losses(name, tmp_path
         assert (before if step < 3 else after)[step] == pytest.approx(expected, rel=1e-5)
     if name == "peft_adapter":
         exported = tmp_path / "stopped" / "exported"
-        names = {name.split(".", 2)[2] for name in load_file(exported / "adapter_model.safetensors")}
+        names = {
+            name.split(".", 2)[2] for name in load_file(exported / "adapter_model.safetensors")
+        }
         assert names == {f"{layer}.lora_{part}.weight" for layer in (0, 2) for part in "AB"}
         assert json.loads((exported / "adapter_config.json").read_text())["peft_type"] == "LORA"

@@ -1,13 +1,16 @@
-"""What a power failure may leave of a folder, derived from a recording of the calls that were made below it.
+"""What a power failure may leave of a folder, derived from a recording of the calls that were made
+below it.
 
 The model is harsher than any one file system, so that what holds here holds on all:
 
-- What a call has changed may or may not be on the disk until an `fsync` of the file or directory that it changed has
-  returned. Each change is kept or lost by itself, whatever became of those before it: of a file that was not fsynced
-  any part may be missing, it may be shorter, or have zeros where bytes were to be; a write may be torn.
-- The names in a directory are contents of the directory: creations, renames, links and removals count until it is
-  fsynced as a file's bytes do. An fsync of a file says nothing about its name.
-- A rename is one change of one directory; that of a file between two directories is not modelled, nobody makes any.
+- What a call has changed may or may not be on the disk until an `fsync` of the file or directory
+  that it changed has returned. Each change is kept or lost by itself, whatever became of those
+  before it: of a file that was not fsynced any part may be missing, it may be shorter, or have
+  zeros where bytes were to be; a write may be torn.
+- The names in a directory are contents of the directory: creations, renames, links and removals
+  count until it is fsynced as a file's bytes do. An fsync of a file says nothing about its name.
+- A rename is one change of one directory; that of a file between two directories is not modelled,
+  nobody makes any.
 - Writes that went around the page cache (O_DIRECT) are like others.
 """
 
@@ -51,7 +54,9 @@ class Change(NamedTuple):
 
 
 class Folders(NamedTuple):
-    """What lies in a folder, by inodes: contents of files (empty for those yet to come) and names in directories."""
+    """What lies in a folder, by inodes: contents of files (empty for those yet to come) and names
+    in directories.
+    """
 
     files: dict[int, bytes]
     directories: dict[int, dict[str, int]]
@@ -63,7 +68,8 @@ class History(NamedTuple):
     Attributes:
         before: what was there, and on the disk.
         changes: in order.
-        synced_at: for each change the number of the call that brought it to the disk, infinity when none did.
+        synced_at: for each change the number of the call that brought it to the disk, infinity when
+            none did.
         num_calls: that were recorded.
     """
 
@@ -74,16 +80,20 @@ class History(NamedTuple):
 
     @property
     def crash_points(self) -> list[int]:
-        """Numbers of calls after which power may fail so that all that can be left is left by one of them.
+        """Numbers of calls after which power may fail so that all that can be left is left by one
+        of them.
 
-        Until the next fsync what may be left only becomes more; after it, it is a part of what could be before.
+        Until the next fsync what may be left only becomes more; after it, it is a part of what
+        could be before.
         """
         ends = {int(number) for number in self.synced_at if number != math.inf}
         return [*(number - 1 for number in sorted(ends)), self.num_calls]
 
 
 def merged(recordings: Sequence[Sequence[Call]]) -> list[Call]:
-    """Bring the recordings of several processes of one machine into one order, with new numbers and descriptors."""
+    """Bring the recordings of several processes of one machine into one order, with new numbers and
+    descriptors.
+    """
     calls = []
     for rank, recording in enumerate(recordings):
         first_fd = rank << 20
@@ -98,7 +108,10 @@ def merged(recordings: Sequence[Sequence[Call]]) -> list[Call]:
 def tree_of(folder: Path) -> Tree:
     """Read a whole folder."""
     paths = sorted(folder.rglob("*"))
-    return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in paths}
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in paths
+    }
 
 
 def write_tree(tree: Tree, folder: Path) -> None:
@@ -113,14 +126,19 @@ def write_tree(tree: Tree, folder: Path) -> None:
 
 
 def history_of(before: Tree, calls: Sequence[Call]) -> History:
-    """Work out from what a folder held, and the calls that followed, what was changed and brought to the disk."""
+    """Work out from what a folder held, and the calls that followed, what was changed and brought
+    to the disk.
+    """
     replay = _Replay(before)
     directories = {inode: dict(names) for inode, names in replay.directories.items()}
     for call in calls:
         if not call.failed:
             replay.apply(call)
     return History(
-        Folders(replay.files, directories), replay.changes, replay.synced_at, calls[-1].number if calls else 0
+        Folders(replay.files, directories),
+        replay.changes,
+        replay.synced_at,
+        calls[-1].number if calls else 0,
     )
 
 
@@ -168,7 +186,9 @@ class _Replay:
         if call.name in WRITES:
             # What was not written of a short write is no part of it.
             data = call.data[: call.outcome]
-            self._change(Change(call.number, inode, None, call.offset, data, call.offset + len(data)))
+            self._change(
+                Change(call.number, inode, None, call.offset, data, call.offset + len(data))
+            )
         elif call.name in ("fallocate", "posix_fallocate"):
             self._change(Change(call.number, inode, None, 0, b"", call.offset + call.length))
         elif call.name == "ftruncate":
@@ -225,7 +245,7 @@ def _rename(directory: dict[str, int], names: Mapping[str, int | None]) -> None:
             directory[name] = inode
 
 
-# --- States -----------------------------------------------------------------------------------------------------------
+# --- States ---------------------------------------------------------------------------------------
 
 _LOST, _KEPT, _TORN = 0.0, 1.0, 0.5
 """How much of a change is on the disk."""
@@ -237,13 +257,17 @@ def states_after(history: History, number: int, max_states: int, seed: int = 0) 
     Args:
         history: what was done.
         number: of the last call that was made.
-        max_states: up to so many combinations of what is kept and lost are all tried; of more a choice: all, none, each
-            change alone lost, torn or kept, those up to each one, and as many as `max_states` by chance.
+        max_states: up to so many combinations of what is kept and lost are all tried; of more a
+            choice: all, none, each change alone lost, torn or kept, those up to each one, and as
+            many as `max_states` by chance.
         seed: of chance.
     """
     done = [index for index, change in enumerate(history.changes) if change.number <= number]
     pending = [index for index in done if history.synced_at[index] > number]
-    options = [(_KEPT, _LOST, _TORN) if history.changes[index].data else (_KEPT, _LOST) for index in pending]
+    options = [
+        (_KEPT, _LOST, _TORN) if history.changes[index].data else (_KEPT, _LOST)
+        for index in pending
+    ]
     chosen = (
         itertools.product(*options)
         if math.prod(map(len, options)) <= max_states
@@ -254,7 +278,9 @@ def states_after(history: History, number: int, max_states: int, seed: int = 0) 
         yield _tree_with(history, on_disk)
 
 
-def _choice_of(options: Sequence[Sequence[float]], count: int, chance: random.Random) -> Iterator[tuple[float, ...]]:
+def _choice_of(
+    options: Sequence[Sequence[float]], count: int, chance: random.Random
+) -> Iterator[tuple[float, ...]]:
     all_kept, all_lost = [_KEPT] * len(options), [_LOST] * len(options)
     yield tuple(all_kept)
     yield tuple(all_lost)

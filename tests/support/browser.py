@@ -12,9 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 OPTIONS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     "--remote-debugging-pipe",
 ]
@@ -32,7 +41,9 @@ class Page:
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -53,7 +64,9 @@ class Page:
 
     def _next_message(self) -> dict[str, Any]:
         while b"\0" not in self._received:
-            assert select.select([self._ends[1]], [], [], PATIENCE)[0], "the browser does not answer"
+            assert select.select([self._ends[1]], [], [], PATIENCE)[0], (
+                "the browser does not answer"
+            )
             data = os.read(self._ends[1], 1 << 20)
             assert data, "the browser has ended"
             self._received += data
@@ -63,15 +76,26 @@ class Page:
 
     def open(self, file: Path, width: int, scheme: str) -> None:
         """Show a page of `distckpt`, in a window of this width, with light or dark colours."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         self.call("Page.navigate", url=file.as_uri())
         ready = "document.body && document.body.dataset.ready ? done() : setTimeout(look, 20)"
         self.evaluate(f"new Promise((done) => {{ const look = () => {ready}; look(); }})")
 
     def evaluate(self, expression: str) -> Any:
         """Evaluate JavaScript, and wait for what it promises."""
-        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -85,7 +109,9 @@ def browser_page(folder: Path) -> Iterator[Page]:
     # The protocol is spoken through the descriptors 3 and 4.
     shell = ["bash", "-c", f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}', "bash", *command]
     ends = (to_browser[0], from_browser[1])
-    process = subprocess.Popen(shell, pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        shell, pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     for end in ends:
         os.close(end)
     try:

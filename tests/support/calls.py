@@ -1,4 +1,5 @@
-"""Every file-system call that this process makes below a folder: numbered, described, and open to interference.
+"""Every file-system call that this process makes below a folder: numbered, described, and open to
+interference.
 
     def on_call(call, moment):
         if call.number == 7 and moment == "before":
@@ -7,8 +8,9 @@
     with watched(folder, on_call):
         distckpt.save(state, folder / "checkpoint")
 
-The real calls are made on real files. What distckpt uses to reach them is wrapped: the functions of `os`, the built-in
-`open`, and `renameat2` and `fallocate` of libc. `test_calls.py` compares with strace.
+The real calls are made on real files. What distckpt uses to reach them is wrapped: the functions of
+`os`, the built-in `open`, and `renameat2` and `fallocate` of libc. `test_calls.py` compares with
+strace.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ BY_PATH = (
 BY_TWO_PATHS = ("rename", "replace", "link", "symlink")
 READS = ("read", "pread", "readv", "preadv")
 WRITES = ("write", "pwrite", "writev", "pwritev")
-BY_DESCRIPTOR = ("close", *READS, *WRITES, "fsync", "fdatasync", "ftruncate", "posix_fallocate", "sendfile")
+BY_DESCRIPTOR = (
+    "close",
+    *READS,
+    *WRITES,
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "posix_fallocate",
+    "sendfile",
+)
 BY_LIBC = ("renameat2", "fallocate")
 
 _READ_ONLY = {"listdir", "scandir", "stat", "lstat", "close", *READS}
@@ -54,7 +65,8 @@ class Call(NamedTuple):
     Attributes:
         number: from 1, in the order in which calls below the folder begin.
         name: of the function of `os`, or `renameat2`, `fallocate`.
-        paths: what it is about, relative to the folder (`.` is the folder); a descriptor stands for its file.
+        paths: what it is about, relative to the folder (`.` is the folder); a descriptor stands for
+            its file.
         fd: the descriptor it was given, -1 if none.
         flags: of `open` and `renameat2`.
         offset: the first byte in the file that is read or written.
@@ -82,7 +94,9 @@ class Call(NamedTuple):
 
     @property
     def changes_something(self) -> bool:
-        """Whether a crash before and one after this call can leave different files, or make different ones durable."""
+        """Whether a crash before and one after this call can leave different files, or make
+        different ones durable.
+        """
         if self.name == "open":
             return bool(self.flags & (os.O_CREAT | os.O_TRUNC))
         return self.name not in _READ_ONLY
@@ -92,22 +106,28 @@ class Call(NamedTuple):
         return isinstance(self.outcome, OSError)
 
     def __str__(self) -> str:
-        """Say what is called on what, the same in every run: random parts of names are shown as `*`."""
+        """Say what is called on what, the same in every run: random parts of names are shown as
+        `*`.
+        """
         size = f" {self.length} bytes at {self.offset}" if self.name in {*READS, *WRITES} else ""
         return f"{self.name} {' '.join(_NONCE.sub('*', path) for path in self.paths)}{size}"
 
 
 OnCall: TypeAlias = Callable[[Call, Moment], "int | None"]
-"""Called before and after each call, one call at a time; what it does to files itself is not watched.
+"""Called before and after each call, one call at a time; what it does to files itself is not
+watched.
 
-It may raise an OSError: before, and the call is not made (but a close does close); after, and the caller believes that
-it failed. Before a read or write it may return how many bytes are moved at most. It may kill the process.
+It may raise an OSError: before, and the call is not made (but a close does close); after, and the
+caller believes that it failed. Before a read or write it may return how many bytes are moved at
+most. It may kill the process.
 """
 
 
 @contextlib.contextmanager
 def watched(folder: str | os.PathLike[str], on_call: OnCall) -> Iterator[None]:
-    """Have every file-system call below a folder that this process makes, in any thread, go through `on_call`."""
+    """Have every file-system call below a folder that this process makes, in any thread, go through
+    `on_call`.
+    """
     watch = _Watch(os.path.abspath(folder), on_call)
     with pytest.MonkeyPatch.context() as patch:
         for name in (*BY_PATH, *BY_TWO_PATHS, *BY_DESCRIPTOR):
@@ -181,7 +201,9 @@ class _Watch:
         return os.path.relpath(path, self._folder) if self.is_below(path) else path
 
     def make(self, call: Call, function: Callable[[int | None], Any]) -> Any:
-        """Make a call, telling `on_call` before and after it. `function` is given how many bytes to move at most."""
+        """Make a call, telling `on_call` before and after it. `function` is given how many bytes to
+        move at most.
+        """
         with self._lock:
             self._number += 1
             call = call._replace(number=self._number, started=time.monotonic_ns())
@@ -259,7 +281,9 @@ def _describe_moving(call: Call, args: Sequence[Any]) -> Call:
         return call._replace(offset=offset, length=args[1])
     buffers = list(args[1]) if call.name.endswith("v") else [args[1]]
     length = sum(memoryview(buffer).nbytes for buffer in buffers)
-    return call._replace(offset=offset, length=length, buffers=buffers if call.name in WRITES else ())
+    return call._replace(
+        offset=offset, length=length, buffers=buffers if call.name in WRITES else ()
+    )
 
 
 def _limited(call: Call, args: Sequence[Any], limit: int | None) -> Sequence[Any]:
@@ -277,7 +301,7 @@ def _limited(call: Call, args: Sequence[Any], limit: int | None) -> Sequence[Any
     return (args[0], kept, *args[2:])
 
 
-# --- What goes past the functions of `os` -----------------------------------------------------------------------------
+# --- What goes past the functions of `os` ---------------------------------------------------------
 
 
 class _File(io.RawIOBase):
@@ -331,14 +355,26 @@ class _File(io.RawIOBase):
 
 
 def _open(
-    watch: _Watch, original: Any, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any
+    watch: _Watch,
+    original: Any,
+    file: Any,
+    mode: str = "r",
+    buffering: int = -1,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if isinstance(file, int) or watch.is_busy or not watch.is_below(file):
         return original(file, mode, buffering, *args, **kwargs)
     raw = _File(file, mode)
     if buffering == 0:
         return raw
-    buffered = (io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter)(raw)
+    buffered = (
+        io.BufferedRandom
+        if "+" in mode
+        else io.BufferedReader
+        if "r" in mode
+        else io.BufferedWriter
+    )(raw)
     return buffered if "b" in mode else io.TextIOWrapper(buffered, *args, **kwargs)
 
 

@@ -1,4 +1,6 @@
-"""How tests run the command line: in this process (`call`), or, where that matters, as one of its own (`run`)."""
+"""How tests run the command line: in this process (`call`), or, where that matters, as one of its
+own (`run`).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def run(*arguments, code=0, path=()):
 
 
 def call(capsys, *arguments, code=0):
-    """Run the command line in this process, which is faster and sees `memory://`; return what it printed."""
+    """Run the command line in this process, which is faster and sees `memory://`; return what it
+    printed.
+    """
     capsys.readouterr()
     returned = cli.main(list(map(str, arguments)))
     printed = capsys.readouterr()
@@ -43,7 +47,9 @@ def call(capsys, *arguments, code=0):
 
 
 def call_error(capsys, *arguments, code=1):
-    """Run in this process what must fail with one line on stderr and nothing on stdout; return the line."""
+    """Run in this process what must fail with one line on stderr and nothing on stdout; return the
+    line.
+    """
     capsys.readouterr()
     assert cli.main(list(map(str, arguments))) == code
     printed = capsys.readouterr()
@@ -69,7 +75,9 @@ def call_json(capsys, *arguments, code=0):
 
 
 def shown_on_terminal(line, environment, stream):
-    """Run a command with stdout or stderr being a terminal, the other one empty; return what the terminal shows."""
+    """Run a command with stdout or stderr being a terminal, the other one empty; return what the
+    terminal shows.
+    """
     master, terminal = pty.openpty()
     program = Program(line, environment, **{stream: terminal})
     os.close(terminal)

@@ -1,4 +1,6 @@
-"""Azure's emulator, and a stand-in for Google Cloud Storage, reached through the environment as the real ones are."""
+"""Azure's emulator, and a stand-in for Google Cloud Storage, reached through the environment as the
+real ones are.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOt
 
 @contextlib.contextmanager
 def running_azurite() -> Iterator[str]:
-    """Run Azure's emulator, with the environment set up for it; yields the URL of an empty container."""
+    """Run Azure's emulator, with the environment set up for it; yields the URL of an empty
+    container.
+    """
     program = shutil.which("azurite-blob")
     if program is None:
         pytest.skip("azurite-blob is not installed (npm install -g azurite)")
@@ -37,7 +41,9 @@ def running_azurite() -> Iterator[str]:
     settings = {"AccountName": _ACCOUNT, "AccountKey": _KEY, "BlobEndpoint": address}
     connection = ";".join(f"{name}={value}" for name, value in settings.items())
     options = ["--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
-    process = subprocess.Popen([program, "--blobPort", str(port), *options], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [program, "--blobPort", str(port), *options], stdout=subprocess.DEVNULL
+    )
     try:
         _wait_for(port)
         container = f"container-{secrets.token_hex(8)}"
@@ -69,25 +75,37 @@ def _make_container(address: str, name: str) -> None:
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%a, %d %b %Y %H:%M:%S GMT")
     headers = {"x-ms-date": date, "x-ms-version": "2021-12-02"}
     lines = [f"{header}:{value}" for header, value in headers.items()]
-    text = "\n".join(["PUT", *[""] * 11, *lines, f"/{_ACCOUNT}/{_ACCOUNT}/{name}", "restype:container"])
-    signature = base64.b64encode(hmac.digest(base64.b64decode(_KEY), text.encode(), hashlib.sha256)).decode()
+    text = "\n".join(
+        ["PUT", *[""] * 11, *lines, f"/{_ACCOUNT}/{_ACCOUNT}/{name}", "restype:container"]
+    )
+    signature = base64.b64encode(
+        hmac.digest(base64.b64decode(_KEY), text.encode(), hashlib.sha256)
+    ).decode()
     headers |= {"Authorization": f"SharedKey {_ACCOUNT}:{signature}", "Content-Length": "0"}
-    request = urllib.request.Request(f"{address}/{name}?restype=container", method="PUT", headers=headers)
+    request = urllib.request.Request(
+        f"{address}/{name}?restype=container", method="PUT", headers=headers
+    )
     urllib.request.urlopen(request).close()
 
 
 class GoogleProxy(FaultyProxy):
-    """Speaks Google's XML interface in front of an S3 server: they differ in conditions, which are on generations."""
+    """Speaks Google's XML interface in front of an S3 server: they differ in conditions, which are
+    on generations.
+    """
 
     def __init__(self, server: str) -> None:
         super().__init__(server)
         self._generations: dict[str, int] = {}
         """ETag -> generation."""
 
-    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, list, bytes]:
+    def forward(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, list, bytes]:
         headers = {name.lower(): value for name, value in headers.items()}
         assert headers["authorization"] == "Bearer none"
-        headers["authorization"] = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
+        headers["authorization"] = (
+            "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
+        )
         wanted = headers.pop("x-goog-if-generation-match", None)
         if wanted is not None:
             etags = {str(generation): etag for etag, generation in self._generations.items()}
@@ -106,6 +124,11 @@ class GoogleProxy(FaultyProxy):
 
 @contextlib.contextmanager
 def running_google_proxy(server: str) -> Iterator[str]:
-    """Put a stand-in for Google Cloud Storage in front of an S3 server; yields the URL of an empty bucket."""
-    with GoogleProxy(server).running() as url, mock.patch.dict(os.environ, {"STORAGE_EMULATOR_HOST": url}):
+    """Put a stand-in for Google Cloud Storage in front of an S3 server; yields the URL of an empty
+    bucket.
+    """
+    with (
+        GoogleProxy(server).running() as url,
+        mock.patch.dict(os.environ, {"STORAGE_EMULATOR_HOST": url}),
+    ):
         yield new_bucket(server).replace("s3://", "gs://")

@@ -21,7 +21,9 @@ def data_bytes_by_rank(checkpoint: Path) -> Counter[int]:
     """Count the bytes of tensor data (file sizes without headers) that each rank has written."""
     totals: Counter[int] = Counter()
     for file in (checkpoint / "tensors").iterdir():
-        rank = int(re.fullmatch(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors", file.name)[1]) - 1
+        rank = (
+            int(re.fullmatch(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors", file.name)[1]) - 1
+        )
         totals[rank] += file.stat().st_size - header_of(file)[0]
     return totals
 

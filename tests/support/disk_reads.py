@@ -54,7 +54,9 @@ def _resident_pages(fd: int) -> int:
 
 @contextlib.contextmanager
 def counted_disk_reads() -> Iterator[SimpleNamespace]:
-    """Count the bytes that this process has fetched from disks until the block ends: `num_bytes`."""
+    """Count the bytes that this process has fetched from disks until the block ends:
+    `num_bytes`.
+    """
     counts = SimpleNamespace(num_bytes=-_read_bytes())
     try:
         yield counts
@@ -63,7 +65,9 @@ def counted_disk_reads() -> Iterator[SimpleNamespace]:
 
 
 def is_in_memory(file: Path, position: int) -> bool:
-    """Tell whether a byte of a file comes without waiting for a disk. If not, the system may fetch it now."""
+    """Tell whether a byte of a file comes without waiting for a disk. If not, the system may fetch
+    it now.
+    """
     with file.open("rb", buffering=0) as opened:
         try:
             return os.preadv(opened.fileno(), [bytearray(1)], position, os.RWF_NOWAIT) == 1

@@ -33,7 +33,9 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def ext4_disk(folder: Path, image: Path, num_bytes: int) -> Iterator[None]:
-    """Mount an ext4 file system of this size, where the test may. It keeps more blocks for itself than it reports."""
+    """Mount an ext4 file system of this size, where the test may. It keeps more blocks for itself
+    than it reports.
+    """
     with image.open("wb") as file:
         file.truncate(num_bytes)
     do_or_skip("mkfs.ext4", "-q", "-m", "0", str(image))
@@ -46,7 +48,9 @@ def ext4_disk(folder: Path, image: Path, num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def overlay(folder: Path) -> Iterator[Path]:
-    """Mount an overlay file system on `folder/lower`, where the test may; hand out where it is mounted."""
+    """Mount an overlay file system on `folder/lower`, where the test may; hand out where it is
+    mounted.
+    """
     paths = {name: folder / name for name in ("lower", "upper", "work", "merged")}
     for path in paths.values():
         path.mkdir(exist_ok=True)

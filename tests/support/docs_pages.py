@@ -1,4 +1,6 @@
-"""README and the pages of `docs`, the fenced blocks in them, and the lines of the shell in these."""
+"""README and the pages of `docs`, the fenced blocks in them, and the lines of the shell in
+these.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def _blocks_of(page: Path) -> list[Block]:
     """Return the fenced blocks of a page, those in items of lists included."""
     found = enumerate(FENCED.findall(page.read_text()))
     name = name_of(page)
-    return [Block(name, f"{name}-{i}", language, textwrap.dedent(text)) for i, (_, _, language, text) in found]
+    return [
+        Block(name, f"{name}-{i}", language, textwrap.dedent(text))
+        for i, (_, _, language, text) in found
+    ]
 
 
 BLOCKS = [block for page in PAGES for block in _blocks_of(page)]
@@ -46,7 +51,9 @@ def lines_of(text: str) -> list[str]:
 
 
 def commands_in(line: str) -> list[list[str]]:
-    """Return the commands of a line of the shell as words, without assignments, redirections and comments."""
+    """Return the commands of a line of the shell as words, without assignments, redirections and
+    comments.
+    """
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from tests.support.harness import run
 
 ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH"))))
+PATHS = os.pathsep.join(
+    filter(None, (str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")))
+)
 # Without buffers the lines of ranks that print at once would be mixed.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONUNBUFFERED": "1"}
 
@@ -39,7 +41,9 @@ def command_of(name: str) -> str:
 
 
 def run_command(name: str, work_dir: Path) -> str:
-    """Run the command of an example, with another directory for its files; return what it prints."""
+    """Run the command of an example, with another directory for its files; return what it
+    prints.
+    """
     launcher, *arguments = shlex.split(command_of(name))
     arguments[-1] = str(work_dir)
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[launcher]
@@ -61,19 +65,31 @@ def run_command(name: str, work_dir: Path) -> str:
     return output
 
 
-def run_preloaded(name: str, work_dir: Path, num_ranks: int = 0, options: Sequence[str] = ()) -> str:
-    """Run an example as `run_command` does, but in processes that have torch already; return what it prints.
+def run_preloaded(
+    name: str, work_dir: Path, num_ranks: int = 0, options: Sequence[str] = ()
+) -> str:
+    """Run an example as `run_command` does, but in processes that have torch already; return what
+    it prints.
 
-    `num_ranks` takes the place of the number of processes in the command, and `options` come after its arguments.
+    `num_ranks` takes the place of the number of processes in the command, and `options` come after
+    its arguments.
     """
     launcher, *arguments = shlex.split(command_of(name))
-    in_command = int(arguments[arguments.index("--nproc-per-node") + 1]) if launcher == "torchrun" else 1
+    in_command = (
+        int(arguments[arguments.index("--nproc-per-node") + 1]) if launcher == "torchrun" else 1
+    )
     num_ranks = num_ranks or in_command
-    program_arguments = [*arguments[arguments.index(f"examples/{name}") + 1 : -1], str(work_dir), *options]
+    program_arguments = [
+        *arguments[arguments.index(f"examples/{name}") + 1 : -1],
+        str(work_dir),
+        *options,
+    ]
     output = work_dir.with_name(f"{work_dir.name}.output")
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     port = store.port if launcher == "torchrun" else None
-    codes = run(_run_program, num_ranks, num_ranks, name, program_arguments, port, str(output), backend=None)
+    codes = run(
+        _run_program, num_ranks, num_ranks, name, program_arguments, port, str(output), backend=None
+    )
     del store
     text = output.read_text()
     assert not any(codes), text
@@ -83,17 +99,25 @@ def run_preloaded(name: str, work_dir: Path, num_ranks: int = 0, options: Sequen
 def _run_program(
     rank: int, num_ranks: int, name: str, arguments: list[str], port: int | None, output: str
 ) -> int | str | None:
-    """Run an example as one rank, or as the only process without a port; return the status it exits with."""
+    """Run an example as one rank, or as the only process without a port; return the status it exits
+    with.
+    """
     if port is not None:
         # As torchrun sets them, whose agent has the store.
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
     warnings.resetwarnings()
     os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # some start processes
-    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    torch.multiprocessing.spawn = functools.partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
     os.chdir(ROOT)
     program = ROOT / "examples" / name
     sys.path.insert(0, str(program.parent))

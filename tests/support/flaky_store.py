@@ -1,7 +1,8 @@
-"""An object store in this process, behind a file system of fsspec's plain kind, whose requests fail now and then.
+"""An object store in this process, behind a file system of fsspec's plain kind, whose requests fail
+now and then.
 
-Like gcsfs and adlfs, and unlike fsspec's memory: `open` writes in blocks, which become an object when the last one has
-come, and nothing is conditional.
+Like gcsfs and adlfs, and unlike fsspec's memory: `open` writes in blocks, which become an object
+when the last one has come, and nothing is conditional.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 Fails = Callable[[str, str, int], Exception | None]
-"""Given the kind of a request, the object, and how many such requests there were before, returns what goes wrong."""
+"""Given the kind of a request, the object, and how many such requests there were before, returns
+what goes wrong.
+"""
 
 
 class FlakyFileSystem(fsspec.AbstractFileSystem):
@@ -48,14 +51,22 @@ class FlakyFileSystem(fsspec.AbstractFileSystem):
     def ls(self, path, detail=True, **kwargs):
         name = self.request("list", path)
         start = f"{name}/"
-        below = sorted({key[len(start) :].split("/")[0] for key in self.objects if key.startswith(start)})
+        below = sorted(
+            {key[len(start) :].split("/")[0] for key in self.objects if key.startswith(start)}
+        )
         if not below:
             raise FileNotFoundError(path)
         if not detail:
             return [start + key for key in below]
-        sizes = {key: len(self.objects[start + key]) for key in below if start + key in self.objects}
+        sizes = {
+            key: len(self.objects[start + key]) for key in below if start + key in self.objects
+        }
         return [
-            {"name": start + key, "size": sizes.get(key, 0), "type": "file" if key in sizes else "directory"}
+            {
+                "name": start + key,
+                "size": sizes.get(key, 0),
+                "type": "file" if key in sizes else "directory",
+            }
             for key in below
         ]
 
@@ -74,8 +85,18 @@ class FlakyFileSystem(fsspec.AbstractFileSystem):
         if self.objects.pop(name, None) is None:
             raise FileNotFoundError(path)
 
-    def _open(self, path, mode="rb", block_size=None, autocommit=True, cache_options=None, **kwargs):
-        return FlakyFile(self, path, mode, block_size or 5 << 20, autocommit, cache_options=cache_options, **kwargs)
+    def _open(
+        self, path, mode="rb", block_size=None, autocommit=True, cache_options=None, **kwargs
+    ):
+        return FlakyFile(
+            self,
+            path,
+            mode,
+            block_size or 5 << 20,
+            autocommit,
+            cache_options=cache_options,
+            **kwargs,
+        )
 
 
 class FlakyFile(AbstractBufferedFile):

@@ -14,7 +14,7 @@ import xxhash
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
 from distckpt._format import codec, safetensors_file
-from distckpt.core import write_marker
+from distckpt.megatron.core import write_marker
 from tests.fuzz.targets import WEIGHT
 
 
@@ -30,7 +30,9 @@ def forge(path, change):
     columns = {name: column.copy() for name, column in columns.items()}
     change(fields, columns)
     columns["json"] = np.frombuffer(json.dumps(fields).encode(), np.uint8)
-    data = safetensors.numpy.save({name: np.ascontiguousarray(column) for name, column in columns.items()})
+    data = safetensors.numpy.save(
+        {name: np.ascontiguousarray(column) for name, column in columns.items()}
+    )
     file.write_bytes(data)
     marker = marker_of(path)
     marker["manifest"].update(bytes=len(data), checksum=f"{xxhash.xxh3_64_intdigest(data):016x}")
@@ -43,7 +45,10 @@ def with_object(path, blob):
     encode = codec.encode
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "encode", lambda obj: blob if obj == "hostile" else encode(obj))
-        state = {"w": ShardedTensor.from_rank_offsets("w", WEIGHT), "o": ShardedObject("o", "hostile", (1,), (0,))}
+        state = {
+            "w": ShardedTensor.from_rank_offsets("w", WEIGHT),
+            "o": ShardedObject("o", "hostile", (1,), (0,)),
+        }
         distckpt.save(state, path)
 
 

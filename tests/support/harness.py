@@ -1,7 +1,9 @@
-"""Runs a function on several real processes that form a gloo process group, and brings back what each made of it.
+"""Runs a function on several real processes that form a gloo process group, and brings back what
+each made of it.
 
-Ranks are forked from one clean process per test session that has imported torch already, so that a rank starts in
-milliseconds. The store through which ranks find each other lives in the test process, as torchrun's lives in its
+Ranks are forked from one clean process per test session that has imported torch already, so that a
+rank starts in milliseconds. The store through which ranks find each other lives in the test
+process, as torchrun's lives in its
 agent: it survives the death of any rank.
 """
 
@@ -33,7 +35,9 @@ import torch.distributed as dist
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GROUP_TIMEOUT = 60.0
-"""Seconds after which a rank that waits for another one gives up; a hang shows as an error instead."""
+"""Seconds after which a rank that waits for another one gives up; a hang shows as an error
+instead.
+"""
 OVERALL_TIMEOUT = 240.0
 """Seconds after which what is left of a launch is killed."""
 
@@ -46,7 +50,9 @@ _to_parent: Any = None
 
 
 class Outcome(NamedTuple):
-    """What came of one rank: the value its function returned, or the text of the error it ended with."""
+    """What came of one rank: the value its function returned, or the text of the error it ended
+    with.
+    """
 
     value: Any
     error: str | None
@@ -54,7 +60,9 @@ class Outcome(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """How the ranks of a launch find each other; without a backend they are independent processes."""
+    """How the ranks of a launch find each other; without a backend they are independent
+    processes.
+    """
 
     num_ranks: int
     port: int
@@ -84,8 +92,8 @@ class Launch:
 
     Args:
         jobs: one for each rank.
-        idle: processes to use before others are started, and to which those that are done are added; None starts a
-            process for every rank and ends it.
+        idle: processes to use before others are started, and to which those that are done are
+            added; None starts a process for every rank and ends it.
     """
 
     def __init__(self, jobs: Sequence[Job], idle: list[RankProcess] | None) -> None:
@@ -104,9 +112,13 @@ class Launch:
             self._connections.append(connection)
 
     def wait_for_signal(self, rank: int) -> Any:
-        """Return what the rank passes to `signal_parent`; an AssertionError when it ends without doing so."""
+        """Return what the rank passes to `signal_parent`; an AssertionError when it ends without
+        doing so.
+        """
         while not self._signals[rank]:
-            assert rank in self._running, f"rank {rank} ended: {self._outcomes.get(rank)}\n{self._log(rank)}"
+            assert rank in self._running, (
+                f"rank {rank} ended: {self._outcomes.get(rank)}\n{self._log(rank)}"
+            )
             self._pump(f"waiting for a signal of rank {rank}")
         return self._signals[rank].pop(0)
 
@@ -133,9 +145,11 @@ class Launch:
         return [self._outcomes.get(rank) for rank in range(len(self.processes))]
 
     def values(self) -> list[Any]:
-        """Wait for all ranks and return what their functions returned; None for a rank that was killed.
+        """Wait for all ranks and return what their functions returned; None for a rank that was
+        killed.
 
-        The first rank that ends with an error ends the wait, since the others may hang for want of it.
+        The first rank that ends with an error ends the wait, since the others may hang for want of
+        it.
         """
         while self._running:
             self._pump("waiting for the ranks to end")
@@ -147,13 +161,17 @@ class Launch:
         return [None if outcome is None else outcome.value for outcome in outcomes]
 
     def close(self) -> None:
-        """Let the ranks that are done go, or keep them idle if all have succeeded; kill all others."""
+        """Let the ranks that are done go, or keep them idle if all have succeeded; kill all
+        others.
+        """
         ended = [rank for rank in self._outcomes if self.processes[rank].is_alive()]
         is_kept = self._idle is not None and len(ended) == len(self.processes)
         is_kept = is_kept and not any(outcome.error for outcome in self._outcomes.values())
         for rank in ended:
             self._connections[rank].send("rest" if is_kept else "end")
-        processes = [RankProcess(*pair) for pair in zip(self.processes, self._connections, strict=True)]
+        processes = [
+            RankProcess(*pair) for pair in zip(self.processes, self._connections, strict=True)
+        ]
         if is_kept:
             self._idle += processes
             return
@@ -161,11 +179,17 @@ class Launch:
             _end(process, 10 if rank in self._outcomes else 0)
 
     def _pump(self, doing: str) -> None:
-        """Take in what running ranks have sent, after waiting for at least one of them to say something or to end."""
+        """Take in what running ranks have sent, after waiting for at least one of them to say
+        something or to end.
+        """
         sources = {self._connections[rank]: rank for rank in self._running}
         remaining = max(0.0, self._deadline - time.monotonic())
         ready = multiprocessing.connection.wait(list(sources), remaining) if remaining else []
-        logs = "" if ready else "".join(f"\n--- rank {rank}\n{self._log(rank)}" for rank in self._running)
+        logs = (
+            ""
+            if ready
+            else "".join(f"\n--- rank {rank}\n{self._log(rank)}" for rank in self._running)
+        )
         assert ready, f"timed out {doing}; ranks {sorted(self._running)} were still running{logs}"
         for connection in ready:
             rank = sources[connection]
@@ -181,7 +205,11 @@ class Launch:
                 self._running.discard(rank)
 
     def _log(self, rank: int) -> str:
-        return self._logs[rank].read_text(errors="replace")[-6000:] if self._logs[rank].exists() else ""
+        return (
+            self._logs[rank].read_text(errors="replace")[-6000:]
+            if self._logs[rank].exists()
+            else ""
+        )
 
 
 @contextmanager
@@ -193,7 +221,8 @@ def launched(
     group_timeout: float = GROUP_TIMEOUT,
     idle: list[RankProcess] | None = None,
 ) -> Iterator[Launch]:
-    """Start `function(rank, *args)` on ranks 0, 1, ... and hand out the running launch; none outlives the block.
+    """Start `function(rank, *args)` on ranks 0, 1, ... and hand out the running launch; none
+    outlives the block.
 
     Args:
         function: at the top level of a module.
@@ -207,7 +236,10 @@ def launched(
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as log_dir:
         setting = Setting(num_ranks, store.port, backend, group_timeout)
-        jobs = [Job(f"{log_dir}/rank{rank}.log", rank, setting, function, args) for rank in range(num_ranks)]
+        jobs = [
+            Job(f"{log_dir}/rank{rank}.log", rank, setting, function, args)
+            for rank in range(num_ranks)
+        ]
         launch = Launch(jobs, idle)
         try:
             yield launch
@@ -217,16 +249,20 @@ def launched(
 
 
 def run(function: Callable[..., Any], num_ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """Run `function(rank, *args)` on all ranks and return what it returned, by rank; see `launched`."""
+    """Run `function(rank, *args)` on all ranks and return what it returned, by rank; see
+    `launched`.
+    """
     with launched(function, num_ranks, *args, **kwargs) as launch:
         return launch.values()
 
 
 @contextmanager
 def kept_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """Hand out a `run` whose processes are used again, for functions that leave nothing behind on a rank.
+    """Hand out a `run` whose processes are used again, for functions that leave nothing behind on a
+    rank.
 
-    Every run has another process group. After an error new processes are started; at the end of the block all end.
+    Every run has another process group. After an error new processes are started; at the end of the
+    block all end.
     """
     idle: list[RankProcess] = []
     try:
@@ -244,7 +280,9 @@ def signal_parent(value: Any = None) -> None:
 
 
 def ask_parent(value: Any = None) -> Any:
-    """On a rank: tell the test that this point was reached, and wait for its answer (for ever, if it kills us)."""
+    """On a rank: tell the test that this point was reached, and wait for its answer (for ever, if
+    it kills us).
+    """
     signal_parent(value)
     return _to_parent.recv()
 
@@ -259,7 +297,9 @@ def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> BaseExc
 
 
 def sum_over_ranks(value: int, group: Any = None) -> int:
-    """On a rank: all_reduce a number, which shows that the process group works and the ranks are in step."""
+    """On a rank: all_reduce a number, which shows that the process group works and the ranks are in
+    step.
+    """
     total = torch.tensor([value])
     dist.all_reduce(total, group=group)
     return int(total)
@@ -346,7 +386,9 @@ def _run_job(job: Job) -> bytes:
         content = pickle.dumps(Outcome(value, error, logged))
         pickle.loads(content)
     except Exception:
-        content = pickle.dumps(Outcome(None, f"{error or ''}\ncannot be sent: {traceback.format_exc()}", logged))
+        content = pickle.dumps(
+            Outcome(None, f"{error or ''}\ncannot be sent: {traceback.format_exc()}", logged)
+        )
     return content
 
 

@@ -1,4 +1,6 @@
-"""Folders of shards as torch's distributed writer leaves them, and exports, through the reference library."""
+"""Folders of shards as torch's distributed writer leaves them, and exports, through the reference
+library.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,17 @@ def shard_name(rank, index=1, total=1):
 
 
 def write_shard(folder, rank, pieces, index=1, total=1, info=None):
-    """Write one file of `{key: (offset, tensor)}` with torch's sharding metadata (or `info` in its place)."""
+    """Write one file of `{key: (offset, tensor)}` with torch's sharding metadata (or `info` in its
+    place).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     offsets = {key: {"saved_offsets": list(offset)} for key, (offset, _) in pieces.items()}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     metadata |= {} if info is None else {"DCP_SHARDING_INFO": info}
-    tensors = {key: tensor.clone(memory_format=torch.contiguous_format) for key, (_, tensor) in pieces.items()}
+    tensors = {
+        key: tensor.clone(memory_format=torch.contiguous_format)
+        for key, (_, tensor) in pieces.items()
+    }
     path = folder / shard_name(rank, index, total)
     skip_where_safetensors_lacks(*(tensor.dtype for tensor in tensors.values()))
     save_file(tensors, path, metadata=metadata)
@@ -45,7 +52,9 @@ def parts_along(tensor, axis, num_parts):
 
 
 def write_folder(folder, tensors, axis, num_ranks):
-    """Write a folder in which every tensor is cut along an axis, one part a rank; a tensor without it is rank 1's."""
+    """Write a folder in which every tensor is cut along an axis, one part a rank; a tensor without
+    it is rank 1's.
+    """
     by_rank = [{} for _ in range(num_ranks)]
     for key, tensor in tensors.items():
         whole = [((0,) * tensor.ndim, tensor)]
@@ -68,7 +77,9 @@ def write_indexed(folder, files):
     for name, tensors in files.items():
         write_plain(folder / name, tensors)
     weight_map = {key: name for name, tensors in files.items() for key in tensors}
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -115,16 +126,31 @@ def same_bytes(found, expected):
 
 def raw(tensor):
     """Return the bytes of a tensor in row-major order."""
-    return tensor.contiguous().view(-1 if tensor.ndim == 0 else tensor.shape).reshape(-1).view(torch.uint8).numpy()
+    return (
+        tensor.contiguous()
+        .view(-1 if tensor.ndim == 0 else tensor.shape)
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+    )
 
 
 @st.composite
 def tilings(draw, shape):
-    """Draw regions (offset, shape) that tile a tensor: a grid with any cuts, or halves of halves."""
+    """Draw regions (offset, shape) that tile a tensor: a grid with any cuts, or halves of
+    halves.
+    """
     if draw(st.booleans()):
-        cuts = [sorted(draw(st.sets(st.integers(1, n - 1), max_size=2))) if n > 1 else [] for n in shape]
-        spans = itertools.product(*(itertools.pairwise([0, *inner, n]) for inner, n in zip(cuts, shape, strict=True)))
-        return [(tuple(low for low, _ in span), tuple(high - low for low, high in span)) for span in spans]
+        cuts = [
+            sorted(draw(st.sets(st.integers(1, n - 1), max_size=2))) if n > 1 else [] for n in shape
+        ]
+        spans = itertools.product(
+            *(itertools.pairwise([0, *inner, n]) for inner, n in zip(cuts, shape, strict=True))
+        )
+        return [
+            (tuple(low for low, _ in span), tuple(high - low for low, high in span))
+            for span in spans
+        ]
     regions = [((0,) * len(shape), tuple(shape))]
     for _ in range(draw(st.integers(0, 5))):
         offset, extent = regions.pop(draw(st.integers(0, len(regions) - 1)))

@@ -1,4 +1,6 @@
-"""A remote file system (to distckpt) whose files are local ones, and which calls a function before it reads data."""
+"""A remote file system (to distckpt) whose files are local ones, and which calls a function before
+it reads data.
+"""
 
 from __future__ import annotations
 

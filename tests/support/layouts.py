@@ -1,4 +1,6 @@
-"""Known global tensors, and how ranks of a layout hold them; the oracle of the tests is numpy indexing."""
+"""Known global tensors, and how ranks of a layout hold them; the oracle of the tests is numpy
+indexing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Slices = tuple[slice, ...]
 
 
 class Layout(NamedTuple):
-    """Sizes of the groups of a parallel layout. Ranks count tensor parallel positions first, data parallel last."""
+    """Sizes of the groups of a parallel layout. Ranks count tensor parallel positions first, data
+    parallel last.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -73,10 +77,14 @@ def irregular_shard(
     part = tensor_from(content[slices], dtype)
     bounds = [s.indices(n)[:2] for s, n in zip(slices, content.shape, strict=False)]
     offset = tuple(start for start, _ in bounds)
-    return ShardedTensor(key, part, dtype, tuple(part.shape), content.shape[:-1], offset, None, replica_id)
+    return ShardedTensor(
+        key, part, dtype, tuple(part.shape), content.shape[:-1], offset, None, replica_id
+    )
 
 
 def flat_part(num_elements: int, parts: int, index: int) -> slice:
-    """Return the index-th of `parts` runs of a flattened tensor, as ZeRO-1 cuts it: rounded up, the last ones short."""
+    """Return the index-th of `parts` runs of a flattened tensor, as ZeRO-1 cuts it: rounded up, the
+    last ones short.
+    """
     length = math.ceil(num_elements / parts)
     return slice(min(num_elements, index * length), min(num_elements, (index + 1) * length))

@@ -11,7 +11,9 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return a directory of this test run, which the first worker that asks for it has filled with `make`."""
+    """Return a directory of this test run, which the first worker that asks for it has filled with
+    `make`.
+    """
     own = factory.getbasetemp()
     directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
     is_made = directory.with_suffix(".made")

@@ -17,7 +17,9 @@ def numbered_arrays(**shapes):
     """Make arrays in which no number occurs twice, none of them 0."""
     arrays, first = {}, 1
     for key, shape in shapes.items():
-        arrays[key.replace("__", ".")] = np.arange(first, first + math.prod(shape), dtype=np.int64).reshape(shape)
+        arrays[key.replace("__", ".")] = np.arange(
+            first, first + math.prod(shape), dtype=np.int64
+        ).reshape(shape)
         first += math.prod(shape)
     return arrays
 

@@ -24,9 +24,13 @@ def one_process(path):
         tracker = megatron(".tensor_parallel.random").CudaRNGStatesTracker
         with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
             patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-            patch.setattr(megatron(".transformer.moe.moe_utils"), "te_general_gemm", None, raising=False)
+            patch.setattr(
+                megatron(".transformer.moe.moe_utils"), "te_general_gemm", None, raising=False
+            )
             patch.setattr(megatron(".transformer.multi_latent_attention"), "HAVE_TE", False)
-            patch.setattr(megatron(".fusions.fused_softmax"), "get_sliding_window_causal_mask", _window_mask)
+            patch.setattr(
+                megatron(".fusions.fused_softmax"), "get_sliding_window_causal_mask", _window_mask
+            )
             delta_net = megatron(".ssm.gated_delta_net")
             patch.setattr(delta_net, "HAVE_FLA", True)
             indexer = megatron(".transformer.experimental_attention_variant.dsa")
@@ -41,7 +45,11 @@ def one_process(path):
 
 def _window_mask(num_queries, num_keys, window_size):
     """Megatron's function, which makes its mask on a GPU."""
-    seen = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(-window_size[0]).tril(window_size[1])
+    seen = (
+        torch.ones(num_queries, num_keys, dtype=torch.bool)
+        .triu(-window_size[0])
+        .tril(window_size[1])
+    )
     return ~seen
 
 
@@ -51,7 +59,9 @@ def _l2norm(values):
 
 
 class LatentCoreAttention(torch.nn.Module):
-    """What Transformer Engine computes on a GPU; Megatron's own attention has one size of heads only."""
+    """What Transformer Engine computes on a GPU; Megatron's own attention has one size of heads
+    only.
+    """
 
     def __init__(self, softmax_scale, **_):
         super().__init__()
@@ -64,7 +74,9 @@ class LatentCoreAttention(torch.nn.Module):
 
 
 class ZeroCenteredNorm(torch.nn.Module):
-    """What Transformer Engine computes with layernorm_zero_centered_gamma; Megatron's own norm cannot."""
+    """What Transformer Engine computes with layernorm_zero_centered_gamma; Megatron's own norm
+    cannot.
+    """
 
     def __init__(self, hidden_size, config=None, eps=1e-5):
         super().__init__()
@@ -87,7 +99,9 @@ def _with_linear_attention(spec, c):
     """Make layers with Megatron's gated delta net of those of linear attention."""
     _count_norms_from_1(spec)
     delta_net, layers = megatron(".ssm.gated_delta_net"), megatron(".tensor_parallel.layers")
-    parts = delta_net.GatedDeltaNetSubmodules(layers.ColumnParallelLinear, ZeroCenteredNorm, layers.RowParallelLinear)
+    parts = delta_net.GatedDeltaNetSubmodules(
+        layers.ColumnParallelLinear, ZeroCenteredNorm, layers.RowParallelLinear
+    )
     for layer, kind in zip(spec.layer_specs, c.layer_types, strict=True):
         if kind == "linear_attention":
             layer.submodules.self_attention = megatron(".transformer.spec_utils").ModuleSpec(
@@ -96,8 +110,13 @@ def _with_linear_attention(spec, c):
 
 
 def _with_indexer(spec, c):
-    """Select the keys that attention sees by Megatron's indexer, which rotates what later versions do."""
-    dsa, module = megatron(".transformer.experimental_attention_variant.dsa"), megatron(".transformer.spec_utils")
+    """Select the keys that attention sees by Megatron's indexer, which rotates what later versions
+    do.
+    """
+    dsa, module = (
+        megatron(".transformer.experimental_attention_variant.dsa"),
+        megatron(".transformer.spec_utils"),
+    )
 
     class Norm(torch.nn.LayerNorm):
         def __init__(self, hidden_size, **_):
@@ -106,13 +125,17 @@ def _with_indexer(spec, c):
     class Indexer(dsa.DSAIndexer):
         def _apply_rope(self, values, *arguments):
             size = self.qk_pos_emb_head_dim
-            rotated = super()._apply_rope(torch.cat([values[..., size:], values[..., :size]], -1), *arguments)
+            rotated = super()._apply_rope(
+                torch.cat([values[..., size:], values[..., :size]], -1), *arguments
+            )
             return torch.cat([rotated[..., -size:], rotated[..., :-size]], -1)
 
     indexer = module.ModuleSpec(
         Indexer, submodules=dsa.DSAIndexerSubmodules(WholeLinear, WholeLinear, Norm, WholeLinear)
     )
-    core_attention = module.ModuleSpec(dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer))
+    core_attention = module.ModuleSpec(
+        dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer)
+    )
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = core_attention
 
@@ -137,7 +160,9 @@ def _with_norms_behind_layers(spec, c):
 
 
 def _with_norms_of_all_heads(spec, c):
-    """Put norms of all queries and of all keys in the place of those of each head, as Megatron Bridge for MiniMax."""
+    """Put norms of all queries and of all keys in the place of those of each head, as Megatron
+    Bridge for MiniMax.
+    """
 
     def norm_of(num_heads):
         class NormOfAllHeads(torch.nn.RMSNorm):
@@ -151,7 +176,9 @@ def _with_norms_of_all_heads(spec, c):
 
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm, attention.k_layernorm = map(norm_of, (c.num_attention_heads, c.num_key_value_heads))
+        attention.q_layernorm, attention.k_layernorm = map(
+            norm_of, (c.num_attention_heads, c.num_key_value_heads)
+        )
 
 
 SPECS = {
@@ -179,15 +206,24 @@ def make_megatron(config, mtp_layers=None):
         "masked_softmax_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False, "perform_initialization": False, "persist_layer_norm": False,
     }  # fmt: skip
-    settings["layernorm_epsilon"] = c.layer_norm_epsilon if c.model_type == "nemotron_h" else c.rms_norm_eps
+    settings["layernorm_epsilon"] = (
+        c.layer_norm_epsilon if c.model_type == "nemotron_h" else c.rms_norm_eps
+    )
     extra, options = SETTINGS[c.model_type](c)
     settings["mtp_num_layers"] = mtp_layers
     transformer_config = megatron(".transformer.transformer_config")
-    made = transformer_config.MLATransformerConfig if "kv_lora_rank" in extra else transformer_config.TransformerConfig
+    made = (
+        transformer_config.MLATransformerConfig
+        if "kv_lora_rank" in extra
+        else transformer_config.TransformerConfig
+    )
     megatron_config = made(**settings | extra)
     specs = megatron(".models.gpt.gpt_layer_specs")
     spec = specs.get_gpt_decoder_block_spec(
-        megatron_config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=megatron_config.qk_l2_norm
+        megatron_config,
+        use_transformer_engine=False,
+        normalization="RMSNorm",
+        qk_l2_norm=megatron_config.qk_l2_norm,
     )
     if megatron_config.multi_latent_attention:
         for layer in spec.layer_specs:
@@ -209,7 +245,9 @@ def make_megatron(config, mtp_layers=None):
         **({"rotary_base": c.rope_parameters["rope_theta"]} if "rope_theta" in c.rope_parameters else {}) | options,
     )  # fmt: skip
     if c.model_type == "gemma3_text":
-        model.embedding.register_forward_hook(lambda module, given, result: result * c.hidden_size**0.5)
+        model.embedding.register_forward_hook(
+            lambda module, given, result: result * c.hidden_size**0.5
+        )
     return model.eval()
 
 

@@ -1,7 +1,7 @@
 """Megatron Core's GPT model on a few ranks, and checkpoints of it that Megatron writes.
 
-Every element of the model has a value that follows from its key and its place in the global tensor, so any layout
-can be checked alone.
+Every element of the model has a value that follows from its key and its place in the global tensor,
+so any layout can be checked alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def megatron(name=""):
 
 
 def make_model(tp, pp):
-    """Make a small GPT model on the ranks of this group; its last pipeline stage has the output layer."""
+    """Make a small GPT model on the ranks of this group; its last pipeline stage has the output
+    layer.
+    """
     state = megatron(".parallel_state")
     state.destroy_model_parallel()
     state.initialize_model_parallel(tp, pp)
@@ -55,7 +57,9 @@ def make_model(tp, pp):
 
 
 def leaves(tree):
-    """Yield the sharded tensors of a state dict, those that factories build included; their data share memory."""
+    """Yield the sharded tensors of a state dict, those that factories build included; their data
+    share memory.
+    """
     for node in tree.values() if isinstance(tree, dict) else tree:
         if hasattr(node, "build_fn"):
             node = node.build()
@@ -75,7 +79,11 @@ def local_part(shard):
         tuple(
             offset if axis < shard.prepend_axis_num else slice(offset, offset + size)
             for axis, (offset, size) in enumerate(
-                zip(shard.global_offset, (1,) * shard.prepend_axis_num + tuple(shard.local_shape), strict=True)
+                zip(
+                    shard.global_offset,
+                    (1,) * shard.prepend_axis_num + tuple(shard.local_shape),
+                    strict=True,
+                )
             )
         )
     ]
@@ -92,8 +100,12 @@ def request_of(model):
 
 
 def save_with_megatron(rank, path):
-    """Save with Megatron itself, in its own format, with what its training scripts put beside the model."""
-    multiprocessing.current_process()._config["daemon"] = False  # Megatron starts a process for every save.
+    """Save with Megatron itself, in its own format, with what its training scripts put beside the
+    model.
+    """
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # Megatron starts a process for every save.
+    )
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
     checkpointing = megatron(".dist_checkpointing")
@@ -101,15 +113,30 @@ def save_with_megatron(rank, path):
     fill(model)
     objects = {
         "rng": checkpointing.ShardedObject("rng", {"rank": rank}, (2,), (rank,)),
-        "flags": checkpointing.ShardedObject("a/flags", np.arange(3), (1, 1), (0, 0), replica_id=rank),
-        "hidden": checkpointing.ShardedObject("hidden", io.BytesIO(b"state"), (1,), (0,), replica_id=rank),
+        "flags": checkpointing.ShardedObject(
+            "a/flags", np.arange(3), (1, 1), (0, 0), replica_id=rank
+        ),
+        "hidden": checkpointing.ShardedObject(
+            "hidden", io.BytesIO(b"state"), (1,), (0,), replica_id=rank
+        ),
     }
     backend = megatron(".transformer.enums").AttnBackend.auto
-    mode, config = megatron(".rerun_state_machine").RerunMode.DISABLED, megatron(".optimizer").OptimizerConfig(lr=0.5)
-    args = argparse.Namespace(dtype=torch.bfloat16, backend=backend, betas=(0.9, 0.95), mode=mode, config=config)
+    mode, config = (
+        megatron(".rerun_state_machine").RerunMode.DISABLED,
+        megatron(".optimizer").OptimizerConfig(lr=0.5),
+    )
+    args = argparse.Namespace(
+        dtype=torch.bfloat16, backend=backend, betas=(0.9, 0.95), mode=mode, config=config
+    )
     if rank == 0:
         Path(path).mkdir()
     dist.barrier()
-    state = {**request_of(model), **objects, "iteration": 7, "args": args, "optimizer": {"groups": [{"lr": 0.1}]}}
+    state = {
+        **request_of(model),
+        **objects,
+        "iteration": 7,
+        "args": args,
+        "optimizer": {"groups": [{"lr": 0.1}]},
+    }
     checkpointing.save(state, path, content_metadata={"layout": "plain"})
     return sorted(os.listdir(path))

@@ -1,4 +1,6 @@
-"""Megatron Core's hybrid models of Mamba 2, attention and experts, with the arithmetic of the GPU kernels in torch."""
+"""Megatron Core's hybrid models of Mamba 2, attention and experts, with the arithmetic of the GPU
+kernels in torch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class WholeLinear(torch.nn.Linear):
 
 
 class GatedNorm(torch.nn.Module):
-    """What mamba-ssm computes on a GPU: the norm of each group, of values times the activated gate."""
+    """What mamba-ssm computes on a GPU: the norm of each group, of values times the activated
+    gate.
+    """
 
     def __init__(self, size, group_size):
         super().__init__()
@@ -30,7 +34,10 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, values, gate):
         values = (values * torch.nn.functional.silu(gate)).unflatten(-1, (-1, self.group_size))
-        return torch.nn.functional.rms_norm(values, (self.group_size,), eps=1e-5).flatten(-2) * self.weight
+        return (
+            torch.nn.functional.rms_norm(values, (self.group_size,), eps=1e-5).flatten(-2)
+            * self.weight
+        )
 
 
 def _scan(mixer, values):
@@ -40,7 +47,10 @@ def _scan(mixer, values):
     convolved = mixer.conv1d(values.permute(1, 2, 0))[..., : len(values)].permute(2, 0, 1)
     x, b, c = torch.nn.functional.silu(convolved).split([inner, groups * size, groups * size], -1)
     x = x.unflatten(-1, (mixer.nheads, -1))
-    b, c = (part.unflatten(-1, (groups, size)).repeat_interleave(mixer.nheads // groups, -2) for part in (b, c))
+    b, c = (
+        part.unflatten(-1, (groups, size)).repeat_interleave(mixer.nheads // groups, -2)
+        for part in (b, c)
+    )
     steps = torch.nn.functional.softplus(steps + mixer.dt_bias).unsqueeze(-1)
     state, results = 0, []
     for token in range(len(x)):
@@ -55,14 +65,20 @@ def _modules():
     stubs = [name for name in ("triton", "triton.language") if name not in sys.modules]
     sys.modules.update({name: MagicMock() for name in stubs})
     try:
-        return megatron(".ssm.mamba_mixer"), megatron(".ssm.mamba_block"), megatron(".models.mamba.mamba_model")
+        return (
+            megatron(".ssm.mamba_mixer"),
+            megatron(".ssm.mamba_block"),
+            megatron(".models.mamba.mamba_model"),
+        )
     finally:
         for name in stubs:
             del sys.modules[name]
 
 
 def make_hybrid(c, config, spec):
-    """Make the model whose layers of attention and experts are those of a block of Megatron's GPT."""
+    """Make the model whose layers of attention and experts are those of a block of Megatron's
+    GPT.
+    """
     mixers, block, model = _modules()
     layer, specs = megatron(".ssm.mamba_layer"), megatron(".transformer.spec_utils")
     layers, base = megatron(".tensor_parallel.layers"), megatron(".transformer.transformer_layer")
@@ -81,14 +97,19 @@ def make_hybrid(c, config, spec):
     mamba = layer.MambaLayerSubmodules(
         norm=norm,
         mixer=specs.ModuleSpec(
-            Mixer, submodules=mixers.MambaMixerSubmodules(layers.ColumnParallelLinear, layers.RowParallelLinear)
+            Mixer,
+            submodules=mixers.MambaMixerSubmodules(
+                layers.ColumnParallelLinear, layers.RowParallelLinear
+            ),
         ),
         mamba_bda=add,
     )
     attention = parts(input_layernorm=norm, self_attention=gpt.self_attention, self_attn_bda=add)
     experts = parts(pre_mlp_layernorm=norm, mlp=gpt.mlp, mlp_bda=add)
     dense = parts(
-        pre_mlp_layernorm=norm, mlp=megatron(".models.gpt.gpt_layer_specs").get_mlp_module_spec(False), mlp_bda=add
+        pre_mlp_layernorm=norm,
+        mlp=megatron(".models.gpt.gpt_layer_specs").get_mlp_module_spec(False),
+        mlp_bda=add,
     )
     stack = block.MambaStackSubmodules(
         mamba_layer=specs.ModuleSpec(layer.MambaLayer, submodules=mamba),
@@ -104,7 +125,9 @@ def make_hybrid(c, config, spec):
         patch.setattr(mixers, "ExtendedRMSNorm", Norm)
         patch.setattr(block, "TENorm", norm)
         patch.setattr(megatron(".transformer.moe.moe_layer"), "HAVE_TE", True)
-        patch.setattr(megatron(".transformer.moe.moe_layer"), "TELinear", WholeLinear, raising=False)
+        patch.setattr(
+            megatron(".transformer.moe.moe_layer"), "TELinear", WholeLinear, raising=False
+        )
         return model.MambaModel(
             config, specs.ModuleSpec(block.MambaStack, submodules=stack), c.vocab_size + 8, 64,
             hybrid_override_pattern="".join(symbols[kind] for kind in c.layers_block_type),

@@ -1,4 +1,6 @@
-"""Models with vision towers as Megatron Bridge makes them: Megatron's GPT, and a tower of transformers or Megatron."""
+"""Models with vision towers as Megatron Bridge makes them: Megatron's GPT, and a tower of
+transformers or Megatron.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ class WithTower(torch.nn.Module):
     def sharded_state_dict(self, metadata=None):
         own = ("language_model.", "vision_model.decoder.layers.")
         plain = {
-            key: tensor for key, tensor in self.state_dict().items() if tensor is not None and not key.startswith(own)
+            key: tensor
+            for key, tensor in self.state_dict().items()
+            if tensor is not None and not key.startswith(own)
         }
         state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in plain.items()}
         state |= self.language_model.sharded_state_dict(prefix="language_model.", metadata=metadata)
         if hasattr(self, "vision_model"):
-            state |= self.vision_model.decoder.sharded_state_dict("vision_model.decoder.", metadata=metadata)
+            state |= self.vision_model.decoder.sharded_state_dict(
+                "vision_model.decoder.", metadata=metadata
+            )
         return {key: state[key] for key in state if state[key].key.split(".")[-1] != "_extra_state"}
 
 
@@ -46,7 +52,9 @@ class _GemmaProjector(torch.nn.Module):
             num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
         )
         linear = megatron(".tensor_parallel.layers").ColumnParallelLinear
-        self.proj = linear(*sizes, config=config, init_method=torch.nn.init.normal_, bias=False, gather_output=True)
+        self.proj = linear(
+            *sizes, config=config, init_method=torch.nn.init.normal_, bias=False, gather_output=True
+        )
 
     def forward(self, values):
         return self.proj(self.mm_soft_embed_norm(values))[0]
@@ -69,7 +77,9 @@ def make_with_tower(model, mtp_layers=None):
         return made.eval()
     made.vision_model = copy.deepcopy(model.model.visual)
     made.vision_model.merger.patch_norm = made.vision_model.merger.norm
-    mergers = made.vision_model.__dict__["_modules"].pop("deepstack_merger_list", torch.nn.ModuleList())
+    mergers = made.vision_model.__dict__["_modules"].pop(
+        "deepstack_merger_list", torch.nn.ModuleList()
+    )
     for part in (made.vision_model.merger, *mergers):
         part.patch_norm = part.norm
         del part.norm
@@ -87,7 +97,9 @@ class _Norm(torch.nn.LayerNorm):
 
 
 def _make_llava(c, language_model):
-    """Make Megatron Core's LLaVA, whose tower ends with the layer that the configuration chooses."""
+    """Make Megatron Core's LLaVA, whose tower ends with the layer that the configuration
+    chooses.
+    """
     v, specs = c.vision_config, megatron(".models.vision.vit_layer_specs")
     tower = _config_of_layers(
         num_layers=range(v.num_hidden_layers + 1)[c.vision_feature_layer], hidden_size=v.hidden_size,
@@ -96,11 +108,19 @@ def _make_llava(c, language_model):
     )  # fmt: skip
     tower.vision_model_type = "clip"
     layer = specs.get_vit_layer_with_local_spec()
-    layer.submodules.self_attention.params = {"attn_mask_type": megatron(".transformer.enums").AttnMaskType.no_mask}
+    layer.submodules.self_attention.params = {
+        "attn_mask_type": megatron(".transformer.enums").AttnMaskType.no_mask
+    }
     size = c.text_config.hidden_size
-    projector = _config_of_layers(num_layers=1, hidden_size=size, ffn_hidden_size=size, num_attention_heads=1)
-    text_layer = megatron(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization="RMSNorm")
-    clip = functools.partial(megatron(".models.vision.clip_vit_model").CLIPViTModel, ln_pre_impl=_Norm)
+    projector = _config_of_layers(
+        num_layers=1, hidden_size=size, ffn_hidden_size=size, num_attention_heads=1
+    )
+    text_layer = megatron(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
+        normalization="RMSNorm"
+    )
+    clip = functools.partial(
+        megatron(".models.vision.clip_vit_model").CLIPViTModel, ln_pre_impl=_Norm
+    )
     llava = megatron(".models.multimodal.llava_model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
@@ -131,19 +151,26 @@ def _make_block(c):
         activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     )  # fmt: skip
     spec = megatron(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
-    spec.submodules.self_attention.params = {"attn_mask_type": megatron(".transformer.enums").AttnMaskType.no_mask}
+    spec.submodules.self_attention.params = {
+        "attn_mask_type": megatron(".transformer.enums").AttnMaskType.no_mask
+    }
     block = megatron(".transformer.transformer_block")
     return block.TransformerBlock(config, spec, post_layer_norm=False).eval()
 
 
 def tower_of(model, values):
-    """Compute what the blocks of a tower make of values, without positions; of Gemma's, what its projector does.
+    """Compute what the blocks of a tower make of values, without positions; of Gemma's, what its
+    projector does.
 
     Of LLaVA, the logits of a text with an image of these values.
     """
     owner = getattr(model, "model", model)
-    if hasattr(owner, "vision_projection") or hasattr(getattr(owner, "vision_tower", None), "pre_layrnorm"):
-        return _logits_with_image(model, values.repeat(13, 1).flatten()[: 3 * 28 * 28].view(1, 3, 28, 28))
+    if hasattr(owner, "vision_projection") or hasattr(
+        getattr(owner, "vision_tower", None), "pre_layrnorm"
+    ):
+        return _logits_with_image(
+            model, values.repeat(13, 1).flatten()[: 3 * 28 * 28].view(1, 3, 28, 28)
+        )
     if hasattr(owner, "multi_modal_projector"):
         return owner.multi_modal_projector(values.reshape(3, 4, 16))
     if hasattr(model, "vision_model"):
@@ -160,14 +187,20 @@ def _logits_with_image(model, image):
     """Run either LLaVA; that of transformers wants a token for each patch."""
     if hasattr(model, "vision_projection"):
         mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).triu(1)
-        return model(image, torch.tensor([[3, 38, 7, 20]]), torch.arange(4)[None], mask)[0][..., :40]
+        return model(image, torch.tensor([[3, 38, 7, 20]]), torch.arange(4)[None], mask)[0][
+            ..., :40
+        ]
     return model(torch.tensor([[3, *[38] * 4, 7, 20]]), pixel_values=image).logits
 
 
 def other_tensors(trained, model):
     """Return pairs of tensors that the tower has beside its blocks, in both models."""
     if hasattr(trained, "vision_projection"):
-        own, tower, projector = trained.vision_model, model.model.vision_tower, model.model.multi_modal_projector
+        own, tower, projector = (
+            trained.vision_model,
+            model.model.vision_tower,
+            model.model.multi_modal_projector,
+        )
         pairs = [(own.class_token.flatten(), tower.embeddings.class_embedding)]
         for mine, other in (
             (own.conv1, tower.embeddings.patch_embedding),
@@ -178,10 +211,16 @@ def other_tensors(trained, model):
         ):
             pairs += zip(mine.parameters(), other.parameters(), strict=True)
         return pairs
-    own = {key.split(".", 1)[1].removeprefix("decoder."): t for key, t in trained.state_dict().items()}
+    own = {
+        key.split(".", 1)[1].removeprefix("decoder."): t for key, t in trained.state_dict().items()
+    }
     if hasattr(trained, "vision_tower"):
         return [(own[key], tensor) for key, tensor in model.model.vision_tower.state_dict().items()]
     visual = model.model.visual.state_dict()
     patch_norm = "patch_norm." if hasattr(trained, "vision_model") else "norm."
     named = {name.replace("norm.", patch_norm): tensor for name, tensor in visual.items()}
-    return [(own[key], tensor) for key, tensor in named.items() if key in own and not key.startswith("layers.")]
+    return [
+        (own[key], tensor)
+        for key, tensor in named.items()
+        if key in own and not key.startswith("layers.")
+    ]

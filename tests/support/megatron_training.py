@@ -1,7 +1,9 @@
-"""The calls that Megatron-LM's `training/checkpointing.py` makes, with its imports of dist_checkpointing replaced.
+"""The calls that Megatron-LM's `training/checkpointing.py` makes, with its imports of
+dist_checkpointing replaced.
 
-Where that file is installed (megatron-core 0.19, for Python 3.12), tests run the file itself, see `megatron_lm`. The
-other functions make the calls of that file, in its order and with its arguments, on what 0.16.1 has.
+Where that file is installed (megatron-core 0.19, for Python 3.12), tests run the file itself, see
+`megatron_lm`. The other functions make the calls of that file, in its order and with its arguments,
+on what 0.16.1 has.
 """
 
 from __future__ import annotations
@@ -20,18 +22,29 @@ from torch.overrides import TorchFunctionMode
 
 import distckpt as dist_checkpointing
 from distckpt.mapping import ShardedObject
-from distckpt.strategies.async_utils import _disable_gc
-from distckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
-from distckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy, get_async_strategy
-from distckpt.utils import _clean_metadata_for_serialization
+from distckpt.megatron.strategies.async_utils import _disable_gc
+from distckpt.megatron.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from distckpt.megatron.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    get_async_strategy,
+)
+from distckpt.megatron.utils import _clean_metadata_for_serialization
 from tests.support.megatron_gpt import megatron
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """An Adam that keeps `step` in its groups, as those of Transformer Engine and Apex do; Megatron requires that."""
+    """An Adam that keeps `step` in its groups, as those of Transformer Engine and Apex do; Megatron
+    requires that.
+    """
 
     def __init__(self, params, lr, weight_decay, betas, eps, **others):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        )
         del others
 
     @torch.no_grad()
@@ -63,14 +76,18 @@ class OnCpu(TorchFunctionMode):
 def substituted(source):
     """Replace the imports of Megatron's dist_checkpointing in a program, and nothing else."""
     whole = r"from megatron\.core import ([^\n(]*)\bdist_checkpointing, ([^\n]*)"
-    source = re.sub(whole, r"import distckpt as dist_checkpointing; from megatron.core import \1\2", source)
+    source = re.sub(
+        whole, r"import distckpt as dist_checkpointing; from megatron.core import \1\2", source
+    )
     return source.replace("..core.dist_checkpointing", "distckpt").replace(
         "megatron.core.dist_checkpointing", "distckpt"
     )
 
 
 def megatron_lm():
-    """Return Megatron-LM's modules `checkpointing` and `async_utils`, with their imports replaced."""
+    """Return Megatron-LM's modules `checkpointing` and `async_utils`, with their imports
+    replaced.
+    """
     package = importlib.import_module("megatron.training")
     for name in ("async_utils", "checkpointing"):
         spec = importlib.util.find_spec(f"megatron.training.{name}")
@@ -82,7 +99,9 @@ def megatron_lm():
 
 
 def arguments_of_megatron_lm(folder, tp, pp):
-    """Make the arguments of a training run, as its command line would, and pass them to Megatron-LM."""
+    """Make the arguments of a training run, as its command line would, and pass them to
+    Megatron-LM.
+    """
     options = {
         "num-layers": 4, "hidden-size": 16, "num-attention-heads": 4, "seq-length": 8, "max-position-embeddings": 8,
         "micro-batch-size": 1, "save": folder, "load": folder, "ckpt-format": "torch_dist",
@@ -93,8 +112,14 @@ def arguments_of_megatron_lm(folder, tp, pp):
     finally:
         sys.argv = own
     args.use_dist_ckpt, args.world_size, args.rank = True, dist.get_world_size(), dist.get_rank()
-    args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size = tp, pp, 1
-    args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = args.iteration = 0
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size = (
+        tp,
+        pp,
+        1,
+    )
+    args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = (
+        args.iteration
+    ) = 0
     args.no_save_optim = args.no_load_optim = True
     # Random states of an accelerator.
     args.no_save_rng = args.no_load_rng = True
@@ -106,8 +131,13 @@ def arguments_of_megatron_lm(folder, tp, pp):
 
 
 def rng_state(parallel_state):
-    """As `get_rng_state`: one list for each tensor and pipeline parallel rank, which data-parallel ranks share."""
-    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    """As `get_rng_state`: one list for each tensor and pipeline parallel rank, which data-parallel
+    ranks share.
+    """
+    tp, pp = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
     grid = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -124,17 +154,27 @@ def state_dict_of(args, model, optimizer, metadata, iteration, is_loading=False)
     state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
     state["model"] = model.sharded_state_dict(metadata=metadata)
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    state["rerun_state_machine"] = machine.state_dict(data_iterator=None, ckpt_format="torch_dist", force=is_loading)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+    state["rerun_state_machine"] = machine.state_dict(
+        data_iterator=None, ckpt_format="torch_dist", force=is_loading
+    )
     state["rng_state"] = rng_state(parallel_state)
     return state
 
 
-def save_checkpoint(iteration, model, optimizer, args, context, queue=None, sharding_type="dp_reshardable"):
+def save_checkpoint(
+    iteration, model, optimizer, args, context, queue=None, sharding_type="dp_reshardable"
+):
     """As `save_checkpoint`, for the format torch_dist."""
     parallel_state = megatron(".parallel_state")
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = {"distrib_optim_sharding_type": sharding_type, "dp_cp_group": group, "chained_optim_avoid_prefix": True}
+    metadata = {
+        "distrib_optim_sharding_type": sharding_type,
+        "dp_cp_group": group,
+        "chained_optim_avoid_prefix": True,
+    }
     state = state_dict_of(args, model, optimizer, metadata, iteration)
     state["num_floating_point_operations_so_far"] = 0
     name = os.path.join(args.save, f"iter_{iteration:07d}")
@@ -155,7 +195,9 @@ def save_checkpoint(iteration, model, optimizer, args, context, queue=None, shar
         context["save_strategy"],
         async_sharded_save=queue is not None,
         validate_access_integrity=not is_known,
-        preprocess_common_before_consistancy_check=lambda common: {k: v for k, v in common.items() if k != "args"},
+        preprocess_common_before_consistancy_check=lambda common: {
+            k: v for k, v in common.items() if k != "args"
+        },
         content_metadata=_clean_metadata_for_serialization(metadata),
         async_strategy="nvrx",
         verify_integrity=False,
@@ -174,15 +216,25 @@ def save_checkpoint(iteration, model, optimizer, args, context, queue=None, shar
 
 
 def load_checkpoint(model, optimizer, args, context, strict="assume_ok_unexpected"):
-    """As `load_checkpoint`: common state first, on each rank; then everything, with what that says about the layout."""
+    """As `load_checkpoint`: common state first, on each rank; then everything, with what that says
+    about the layout.
+    """
     parallel_state = megatron(".parallel_state")
-    name = os.path.join(args.load, f"iter_{int(Path(args.load, 'latest_checkpointed_iteration.txt').read_text()):07d}")
+    name = os.path.join(
+        args.load,
+        f"iter_{int(Path(args.load, 'latest_checkpointed_iteration.txt').read_text()):07d}",
+    )
     assert dist_checkpointing.check_is_distributed_checkpoint(name)
     common = dist_checkpointing.load_common_state_dict(name)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    state = state_dict_of(args, model, optimizer, {**metadata, "dp_cp_group": group}, common["iteration"], True)
-    saved_grid = common["args"].tensor_model_parallel_size, common["args"].pipeline_model_parallel_size
+    state = state_dict_of(
+        args, model, optimizer, {**metadata, "dp_cp_group": group}, common["iteration"], True
+    )
+    saved_grid = (
+        common["args"].tensor_model_parallel_size,
+        common["args"].pipeline_model_parallel_size,
+    )
     if saved_grid != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):
         del state["rng_state"]
     machine = megatron(".rerun_state_machine").get_rerun_state_machine()
@@ -190,9 +242,16 @@ def load_checkpoint(model, optimizer, args, context, strict="assume_ok_unexpecte
     if not is_stored or common["args"].world_size != args.world_size:
         del state["rerun_state_machine"]
     strategy = TorchDistLoadShardedStrategy(cache_metadata=True)
-    context["load_strategy"] = FullyParallelLoadStrategyWrapper(strategy, group, exchange_algo="broadcast")
+    context["load_strategy"] = FullyParallelLoadStrategyWrapper(
+        strategy, group, exchange_algo="broadcast"
+    )
     loaded = dist_checkpointing.load(
-        state, name, context["load_strategy"], validate_access_integrity=True, strict=strict, verify_integrity=False
+        state,
+        name,
+        context["load_strategy"],
+        validate_access_integrity=True,
+        strict=strict,
+        verify_integrity=False,
     )
     model.load_state_dict(loaded["model"])
     if optimizer is not None:
@@ -206,7 +265,9 @@ def async_queue():
     """As `_get_async_calls_queue` and `init_persistent_async_worker`."""
     _, modules = get_async_strategy("nvrx")
     queue = modules["AsyncCallsQueue"](persistent=True)
-    modules["AsyncCallsQueue"].warmup_persistent_caller(dist.get_rank(), cpu_priority=10, io_priority=3)
+    modules["AsyncCallsQueue"].warmup_persistent_caller(
+        dist.get_rank(), cpu_priority=10, io_priority=3
+    )
     modules["get_write_results_queue"](mp_mode="fork")
     return queue
 
@@ -214,7 +275,10 @@ def async_queue():
 @_disable_gc()
 def arguments(folder, tp, pp):
     """Return a Namespace with values as Megatron's arguments have them."""
-    backend, mode = megatron(".transformer.enums").AttnBackend.auto, megatron(".rerun_state_machine").RerunMode
+    backend, mode = (
+        megatron(".transformer.enums").AttnBackend.auto,
+        megatron(".rerun_state_machine").RerunMode,
+    )
     return Namespace(
         save=folder, load=folder, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, rank=dist.get_rank(),
         world_size=dist.get_world_size(), params_dtype=torch.bfloat16, attention_backend=backend,
@@ -223,7 +287,9 @@ def arguments(folder, tp, pp):
 
 
 def with_distributed_optimizer(model):
-    """Wrap a model for data parallelism, and return a distributed optimizer that has made a step."""
+    """Wrap a model for data parallelism, and return a distributed optimizer that has made a
+    step.
+    """
     distributed, optimizers = megatron(".distributed"), megatron(".optimizer")
     config = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
     wrapped = distributed.DistributedDataParallel(model.config, config, model)

@@ -1,4 +1,6 @@
-"""Ways to divide a module over the ranks of a job; its layers `up` and `down` are those of an MLP."""
+"""Ways to divide a module over the ranks of a job; its layers `up` and `down` are those of an
+MLP.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Imports, in the process that ranks are forked from, what nearly every rank would import itself."""
+"""Imports, in the process that ranks are forked from, what nearly every rank would import
+itself.
+"""
 
 import gc
 
@@ -15,6 +17,7 @@ import distckpt.modules
 
 __all__ = ["distckpt", "numpy", "pytest", "torch"]
 
-# A garbage collection on a rank would write to every object of this process, and thereby copy its memory.
+# A garbage collection on a rank would write to every object of this process, and thereby copy its
+# memory.
 gc.collect()
 gc.freeze()

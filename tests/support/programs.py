@@ -1,4 +1,5 @@
-"""Python programs that start in milliseconds: like ranks, they are forked from the process that has imported torch.
+"""Python programs that start in milliseconds: like ranks, they are forked from the process that has
+imported torch.
 
 They end as an interpreter does, with exit functions, threads and an exit code.
 """
@@ -32,14 +33,19 @@ class Program:
     """A running program; what it prints comes through the files `stdout` and `stderr`.
 
     Args:
-        arguments: those of `python`: `-c CODE`, `-m MODULE` or a file, with `-W error` before it or not.
+        arguments: those of `python`: `-c CODE`, `-m MODULE` or a file, with `-W error` before it or
+            not.
         environment: its environment variables.
         folder: its current directory.
         streams: `stdout` and `stderr`, file descriptors to use instead of pipes.
     """
 
     def __init__(
-        self, arguments: list[str], environment: Mapping[str, str], folder: str | Path = "/", **streams: int
+        self,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        folder: str | Path = "/",
+        **streams: int,
     ) -> None:
         pipes = {name: os.pipe() for name in ("stdout", "stderr") if name not in streams}
         ends = {name: Connection(os.dup(fd), readable=False) for name, fd in streams.items()}
@@ -68,7 +74,9 @@ class Program:
     def communicate(self) -> tuple[str, str]:
         """Wait for the end; return what was printed and not read yet."""
         with ThreadPoolExecutor() as pool:
-            reads = [pool.submit(file.read) if file else None for file in (self.stdout, self.stderr)]
+            reads = [
+                pool.submit(file.read) if file else None for file in (self.stdout, self.stderr)
+            ]
             self._process.join(PATIENCE)
             self._process.kill()
             self._process.join()
@@ -88,23 +96,35 @@ def run_program(
 
 
 def fork_spawned(monkeypatch: Any, module: Any) -> None:
-    """Let a module of this process start ranks as the harness does where it calls torch's `start_processes`."""
+    """Let a module of this process start ranks as the harness does where it calls torch's
+    `start_processes`.
+    """
     fork_context()
 
-    def start(function: Callable[..., None], args: tuple[Any, ...], num_ranks: int, join: bool) -> Any:
+    def start(
+        function: Callable[..., None], args: tuple[Any, ...], num_ranks: int, join: bool
+    ) -> Any:
         work = (dict(os.environ), function, *args)
-        return torch.multiprocessing.start_processes(_run_rank, work, num_ranks, join, start_method="forkserver")
+        return torch.multiprocessing.start_processes(
+            _run_rank, work, num_ranks, join, start_method="forkserver"
+        )
 
     monkeypatch.setattr(module, "start_processes", start)
 
 
-def _run_rank(rank: int, environment: dict[str, str], function: Callable[..., None], *args: Any) -> None:
+def _run_rank(
+    rank: int, environment: dict[str, str], function: Callable[..., None], *args: Any
+) -> None:
     os.environ.update(environment)
     function(rank, *args)
 
 
 def _become(
-    arguments: list[str], environment: dict[str, str], folder: str, stdout: Connection, stderr: Connection
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str,
+    stdout: Connection,
+    stderr: Connection,
 ) -> None:
     """Be the program, and exit."""
     for number, (stream, end) in enumerate([(sys.stdout, stdout), (sys.stderr, stderr)], 1):

@@ -1,7 +1,8 @@
-"""Directories with quantised tensors, written by the safetensors library, and what their values are.
+"""Directories with quantised tensors, written by the safetensors library, and what their values
+are.
 
-Values are computed here one by one from the definitions of the formats: tables of numbers, and scales that are repeated
-to the shape of the tensor.
+Values are computed here one by one from the definitions of the formats: tables of numbers, and
+scales that are repeated to the shape of the tensor.
 """
 
 from __future__ import annotations
@@ -61,8 +62,15 @@ def power(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_block(rows: int = 300, columns: int = 200) -> Model:
-    codes, scales = finite(random_codes(rows, columns)), torch.rand(-(-rows // 128), -(-columns // 128)) + 0.1
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["l.gate"]}
+    codes, scales = (
+        finite(random_codes(rows, columns)),
+        torch.rand(-(-rows // 128), -(-columns // 128)) + 0.1,
+    )
+    config = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["l.gate"],
+    }
     gate = torch.randn(4, columns).bfloat16()
     return Model(
         {"l.up.weight": codes, "l.up.weight_scale_inv": scales, "l.gate.weight": gate},
@@ -75,7 +83,10 @@ def fp8_block(rows: int = 300, columns: int = 200) -> Model:
 
 
 def fp8_ue8m0() -> Model:
-    codes, exponents = finite(random_codes(130, 260)), torch.randint(100, 140, (2, 3), dtype=torch.uint8)
+    codes, exponents = (
+        finite(random_codes(130, 260)),
+        torch.randint(100, 140, (2, 3), dtype=torch.uint8),
+    )
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
     return Model(
         {"l.weight": codes, "l.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)},
@@ -112,8 +123,13 @@ def int8_channel() -> Model:
 
 
 def mxfp4() -> Model:
-    """Experts of gpt-oss: as many rows as columns, so that only the names say which way round they are."""
-    blocks, scales = random_codes(3, 64, 2, 16), torch.randint(100, 140, (3, 64, 2), dtype=torch.uint8)
+    """Experts of gpt-oss: as many rows as columns, so that only the names say which way round they
+    are.
+    """
+    blocks, scales = (
+        random_codes(3, 64, 2, 16),
+        torch.randint(100, 140, (3, 64, 2), dtype=torch.uint8),
+    )
     stored = E2M1[halves(blocks)].flatten(-2) * repeated(power(scales), (1, 1, 32), (3, 64, 64))
     return Model(
         {"m.experts.down_proj_blocks": blocks, "m.experts.down_proj_scales": scales},
@@ -125,47 +141,91 @@ def mxfp4() -> Model:
 def mxfp4_packed() -> Model:
     codes, scales = random_codes(40, 48), torch.randint(100, 140, (40, 3), dtype=torch.uint8)
     return Model(
-        {"e.0.w1.weight": codes.view(torch.int8), "e.0.w1.scale": scales.view(torch.float8_e8m0fnu)},
-        {"quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4"}},
+        {
+            "e.0.w1.weight": codes.view(torch.int8),
+            "e.0.w1.scale": scales.view(torch.float8_e8m0fnu),
+        },
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "scale_fmt": "ue8m0",
+                "expert_dtype": "fp4",
+            }
+        },
         {"e.0.w1.weight": E2M1[halves(codes)] * repeated(power(scales), (1, 32), (40, 96))},
     )
 
 
 def int4() -> Model:
     codes, scale = random_codes(40, 48), torch.rand(40, 3).bfloat16()
-    weights = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", "symmetric": True}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "group_size": 32,
+        "strategy": "group",
+        "symmetric": True,
+    }
     return Model(
         {
             "e.0.up_proj.weight_packed": codes.view(torch.int32),
             "e.0.up_proj.weight_scale": scale,
             "e.0.up_proj.weight_shape": torch.tensor([40, 96], dtype=torch.int32),
         },
-        {"text_config": {"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}},
-        {"e.0.up_proj.weight": (halves(codes) - 8).float() * repeated(scale.float(), (1, 32), (40, 96))},
+        {
+            "text_config": {
+                "quantization_config": {"config_groups": {"group_0": {"weights": weights}}}
+            }
+        },
+        {
+            "e.0.up_proj.weight": (halves(codes) - 8).float()
+            * repeated(scale.float(), (1, 32), (40, 96))
+        },
     )
 
 
 def nvfp4() -> Model:
-    codes, scale, factor = random_codes(40, 48), finite(random_codes(40, 6) % 128), torch.tensor(0.013)
+    codes, scale, factor = (
+        random_codes(40, 48),
+        finite(random_codes(40, 6) % 128),
+        torch.tensor(0.013),
+    )
     return Model(
-        {"l.weight": codes, "l.weight_scale": scale, "l.weight_scale_2": factor, "l.input_scale": torch.tensor(2.0)},
+        {
+            "l.weight": codes,
+            "l.weight_scale": scale,
+            "l.weight_scale_2": factor,
+            "l.input_scale": torch.tensor(2.0),
+        },
         {"quantization": {"quant_algo": "NVFP4", "group_size": 16}},
         {"l.weight": E2M1[halves(codes)] * repeated(scale.float() * factor, (1, 16), (40, 96))},
     )
 
 
 def nvfp4_packed() -> Model:
-    codes, scale, factor = random_codes(40, 48), finite(random_codes(40, 6) % 128), torch.tensor([773.0])
+    codes, scale, factor = (
+        random_codes(40, 48),
+        finite(random_codes(40, 6) % 128),
+        torch.tensor([773.0]),
+    )
     return Model(
         {"l.weight_packed": codes, "l.weight_scale": scale, "l.weight_global_scale": factor},
-        {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+            }
+        },
         {"l.weight": E2M1[halves(codes)] * repeated(scale.float() / factor, (1, 16), (40, 96))},
     )
 
 
 def nvfp4_experts() -> Model:
     """A stack of experts, each with a scale of its scales."""
-    codes, scale, factor = random_codes(3, 20, 24), finite(random_codes(3, 20, 3) % 128), torch.rand(3) + 0.1
+    codes, scale, factor = (
+        random_codes(3, 20, 24),
+        finite(random_codes(3, 20, 3) % 128),
+        torch.rand(3) + 0.1,
+    )
     scales = scale.float() * factor[:, None, None]
     return Model(
         {"e.up": codes, "e.up_scale": scale, "e.up_scale_2": factor},

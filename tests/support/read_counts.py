@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 @contextlib.contextmanager
 def counted_reads() -> Iterator[SimpleNamespace]:
-    """Count the bytes that are read until the block ends, as the kernel counts them: `num_bytes`."""
+    """Count the bytes that are read until the block ends, as the kernel counts them:
+    `num_bytes`.
+    """
     counts = SimpleNamespace(num_bytes=-rchar())
     try:
         yield counts

@@ -37,7 +37,10 @@ def load_all(folder: Path, rank: int, num_ranks: int) -> None:
     loaded = distckpt.load(state, folder / "checkpoint")
     expected = scenario_state(OLD, rank, num_ranks)
     assert loaded["value"] == OLD
-    check_same({key: loaded[key] for key in tensors_of(OLD)}, {key: expected[key].data for key in tensors_of(OLD)})
+    check_same(
+        {key: loaded[key] for key in tensors_of(OLD)},
+        {key: expected[key].data for key in tensors_of(OLD)},
+    )
 
 
 def verify_all(folder: Path, rank: int, num_ranks: int) -> None:
@@ -60,7 +63,9 @@ def load_columns(folder: Path, rank: int, num_ranks: int) -> None:
     part = wide().chunk(2, 1)[rank]
     target = ShardedTensor.from_rank_offsets("wide", torch.zeros_like(part), (1, rank, 2))
     options = {"verify": "none", "validate_access_integrity": num_ranks == 2}
-    assert torch.equal(distckpt.load({"wide": target}, folder / "checkpoint", **options)["wide"], part)
+    assert torch.equal(
+        distckpt.load({"wide": target}, folder / "checkpoint", **options)["wide"], part
+    )
 
 
 def load_exported(folder: Path, rank: int, num_ranks: int) -> None:

@@ -8,7 +8,16 @@ import torch
 
 import distckpt
 from distckpt import CheckpointingException
-from distckpt.rules import Concat, Interleave, Rename, Split, Stack, TensorInfo, Transpose, apply_rules
+from distckpt.rules import (
+    Concat,
+    Interleave,
+    Rename,
+    Split,
+    Stack,
+    TensorInfo,
+    Transpose,
+    apply_rules,
+)
 
 
 def mutants(rules, square="model.layers.*.self_attn.o_proj.weight"):
@@ -20,9 +29,16 @@ def mutants(rules, square="model.layers.*.self_attn.o_proj.weight"):
         if isinstance(rule, Split) and len(rule.to) > 1:
             yield f"reversed {rule}", [*rest[0], replace(rule, to=rule.to[::-1]), *rest[1]]
         if isinstance(rule, Concat) and not rule.optional and len(rule.patterns) > 1:
-            yield f"reversed {rule}", [*rest[0], replace(rule, patterns=rule.patterns[::-1]), *rest[1]]
+            yield (
+                f"reversed {rule}",
+                [*rest[0], replace(rule, patterns=rule.patterns[::-1]), *rest[1]],
+            )
         if isinstance(rule, Split | Concat) and rule.groups > 1:
-            sizes = {"sizes": tuple(size * rule.groups for size in rule.sizes)} if getattr(rule, "sizes", None) else {}
+            sizes = (
+                {"sizes": tuple(size * rule.groups for size in rule.sizes)}
+                if getattr(rule, "sizes", None)
+                else {}
+            )
             yield f"not by group {rule}", [*rest[0], replace(rule, groups=1, **sizes), *rest[1]]
         if isinstance(rule, Interleave | Transpose):
             yield f"not {rule}", [*rest[0], Rename(rule.pattern, rule.to), *rest[1]]
@@ -33,9 +49,16 @@ def mutants(rules, square="model.layers.*.self_attn.o_proj.weight"):
             swap = [Split(rule.to.replace("{0}", "*"), pieces), Concat(swapped, rule.to)]
             yield f"exchanged {rule}", [*rules[: number + 1], *swap, *rules[number + 1 :]]
     yield "transposed", [*rules, Transpose(square, square.replace("*", "{0}"))]
-    for block in [rule.to for rule in rules if isinstance(rule, Rename) and ".experts.{1}." in rule.to]:
-        one, two, aside = (block.replace("{0}", "0").replace("{1}", name) for name in ("0", "1", "x"))
-        yield "exchanged experts", [*rules, Rename(one, aside), Rename(two, one), Rename(aside, two)]
+    for block in [
+        rule.to for rule in rules if isinstance(rule, Rename) and ".experts.{1}." in rule.to
+    ]:
+        one, two, aside = (
+            block.replace("{0}", "0").replace("{1}", name) for name in ("0", "1", "x")
+        )
+        yield (
+            "exchanged experts",
+            [*rules, Rename(one, aside), Rename(two, one), Rename(aside, two)],
+        )
 
 
 def survivors_of(mutants, rules, trained, saved, checkpoint, is_right):
@@ -45,7 +68,11 @@ def survivors_of(mutants, rules, trained, saved, checkpoint, is_right):
     """
     stored = distckpt.load_tensors_metadata(checkpoint).items()
     infos = {key: TensorInfo(tuple(tensor.global_shape), "F32") for key, tensor in stored}
-    request = {key: shard for key, shard in trained.sharded_state_dict().items() if not key.endswith("_extra_state")}
+    request = {
+        key: shard
+        for key, shard in trained.sharded_state_dict().items()
+        if not key.endswith("_extra_state")
+    }
     right = {name: tensor.shape for name, tensor in apply_rules(rules, infos, strict=True).items()}
 
     def survives(mutant):

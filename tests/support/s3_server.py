@@ -1,4 +1,5 @@
-"""A real object store for tests: moto's S3 server on a free port of this machine, reached through the environment.
+"""A real object store for tests: moto's S3 server on a free port of this machine, reached through
+the environment.
 
 Ranks that tests start inherit the environment, so they find the same server.
 """
@@ -73,11 +74,13 @@ def keys_in(url: str, prefix: str) -> list[str]:
 
 def uploads_in(url: str, bucket: str) -> list[str]:
     """List the keys of multi-part uploads that were begun and neither completed nor aborted."""
-    answer = client(url).list_multipart_uploads(Bucket=bucket.removeprefix("s3://").partition("/")[0])
+    answer = client(url).list_multipart_uploads(
+        Bucket=bucket.removeprefix("s3://").partition("/")[0]
+    )
     return [upload["Key"] for upload in answer.get("Uploads", [])]
 
 
-# --- A proxy that fails -----------------------------------------------------------------------------------------------
+# --- A proxy that fails ---------------------------------------------------------------------------
 
 
 class Fault(NamedTuple):
@@ -86,9 +89,10 @@ class Fault(NamedTuple):
     Attributes:
         method: such as "PUT".
         pattern: of the path with its query.
-        action: "403", "500", "503", "501" (not implemented) or "404" (no such upload): answered so without being
-            carried out. "cut body": the connection ends in the middle of what the client sends. "cut answer": ... of
-            what the server sends. "lose answer": carried out, and then the connection ends.
+        action: "403", "500", "503", "501" (not implemented) or "404" (no such upload): answered so
+            without being carried out. "cut body": the connection ends in the middle of what the
+            client sends. "cut answer": ... of what the server sends. "lose answer": carried out,
+            and then the connection ends.
         first: the number of the first request that it happens to, from 1.
         count: how many requests it happens to.
         header: that a request has; of any kind when empty.
@@ -103,7 +107,9 @@ class Fault(NamedTuple):
 
 
 class FaultyProxy:
-    """Stands in front of a server; `happened` lists what it did to which request, `requests` all that came."""
+    """Stands in front of a server; `happened` lists what it did to which request, `requests` all
+    that came.
+    """
 
     def __init__(self, server: str, *faults: Fault) -> None:
         self.faults = list(faults)
@@ -140,7 +146,9 @@ class FaultyProxy:
                         return fault.action
         return None
 
-    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, list, bytes]:
+    def forward(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, list, bytes]:
         connection = http.client.HTTPConnection(self._server, timeout=60)
         try:
             connection.request(method, path, body, headers)
@@ -151,14 +159,18 @@ class FaultyProxy:
 
 
 class EqualPartsProxy(FaultyProxy):
-    """Like Cloudflare R2: completes uploads only when all parts but the last, which may be smaller, have one size."""
+    """Like Cloudflare R2: completes uploads only when all parts but the last, which may be smaller,
+    have one size.
+    """
 
     def __init__(self, server: str, *faults: Fault) -> None:
         super().__init__(server, *faults)
         self.parts: dict[str, dict[int, int]] = {}
         """Upload -> number of a part -> its size."""
 
-    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, list, bytes]:
+    def forward(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, list, bytes]:
         query = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(path).query))
         if method == "PUT" and "partNumber" in query:
             self.parts.setdefault(query["uploadId"], {})[int(query["partNumber"])] = len(body)
@@ -186,7 +198,9 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
             code = _CODES[action]
             text = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
             return self._answer(int(action), [("Content-Type", "application/xml")], text)
-        status, headers, content = self.proxy.forward(self.command, self.path, dict(self.headers.items()), body)
+        status, headers, content = self.proxy.forward(
+            self.command, self.path, dict(self.headers.items()), body
+        )
         if action != "lose answer":
             self._answer(status, headers, content, cut=action == "cut answer")
 
@@ -195,7 +209,10 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
     def _answer(self, status: int, headers: list, content: bytes, cut: bool = False) -> None:
         self.send_response_only(status)
         kept = [(name, value) for name, value in headers if name.lower() not in _OF_ONE_CONNECTION]
-        length = next((value for name, value in headers if name.lower() == "content-length"), str(len(content)))
+        length = next(
+            (value for name, value in headers if name.lower() == "content-length"),
+            str(len(content)),
+        )
         for name, value in [*kept, ("Content-Length", length), ("Connection", "close")]:
             self.send_header(name, value)
         self.end_headers()

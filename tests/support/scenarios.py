@@ -1,8 +1,9 @@
 """Operations that must stay atomic whatever happens to them, and the checks of their results.
 
-A scenario has a folder in which something is there already, an operation that every rank calls, and a judge that reads
-the folder afterwards, as users do and with the reference library: it finds what was there before, or what the operation
-makes, or raises. Add one to `SCENARIOS`, and the sweeps over crashes and over failing disks take it along.
+A scenario has a folder in which something is there already, an operation that every rank calls, and
+a judge that reads the folder afterwards, as users do and with the reference library: it finds what
+was there before, or what the operation makes, or raises. Add one to `SCENARIOS`, and the sweeps
+over crashes and over failing disks take it along.
 """
 
 from __future__ import annotations
@@ -22,16 +23,23 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 import distckpt
-from distckpt import CheckpointManager, CheckpointNotFoundError, ShardedObject, ShardedTensor
+from distckpt import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ShardedObject,
+    ShardedTensor,
+    torch_dist,
+)
 from distckpt._storage import locations
-from distckpt.interop import torch_dist
 from distckpt.streaming import save_safetensors_streaming, save_safetensors_streaming_sharded
 from tests.support.hf_folders import read_export
 
 OLD, NEW = 1, 2
 """What distinguishes the states before and after."""
 GROUP_TIMEOUT = 15.0
-"""Seconds that ranks wait for each other: short, since survivors wait it out; a busy machine takes some to connect."""
+"""Seconds that ranks wait for each other: short, since survivors wait it out; a busy machine takes
+some to connect.
+"""
 LEFT = "shard-00009-model-00001-of-00001.safetensors"
 """A file that a save of more ranks has left."""
 MAX_FILE_BYTES = 200
@@ -67,7 +75,7 @@ class Scenario(NamedTuple):
         (self.retry or self.run)(folder, rank, num_ranks)
 
 
-# --- States -----------------------------------------------------------------------------------------------------------
+# --- States ---------------------------------------------------------------------------------------
 
 
 def tensors_of(value: int) -> dict[str, torch.Tensor]:
@@ -82,27 +90,36 @@ def tensors_of(value: int) -> dict[str, torch.Tensor]:
 def scenario_state(value: int, rank: int = 0, num_ranks: int = 1) -> dict[str, object]:
     """Return a rank's part of a state: rows, columns, a replica, an object and common state."""
     tensors = tensors_of(value)
-    rows, columns = tensors["rows"].chunk(num_ranks)[rank], tensors["columns"].chunk(num_ranks, 1)[rank]
+    rows, columns = (
+        tensors["rows"].chunk(num_ranks)[rank],
+        tensors["columns"].chunk(num_ranks, 1)[rank],
+    )
     return {
         "rows": ShardedTensor.from_rank_offsets("rows", rows.clone(), (0, rank, num_ranks)),
-        "columns": ShardedTensor.from_rank_offsets("columns", columns.clone(), (1, rank, num_ranks)),
+        "columns": ShardedTensor.from_rank_offsets(
+            "columns", columns.clone(), (1, rank, num_ranks)
+        ),
         "shared": ShardedTensor.from_rank_offsets("shared", tensors["shared"], replica_id=rank),
         "rng": ShardedObject("rng", {"value": value, "rank": rank}, (num_ranks,), (rank,)),
         "value": value,
     }
 
 
-# --- Judges -----------------------------------------------------------------------------------------------------------
+# --- Judges ---------------------------------------------------------------------------------------
 
 
 def verdict_on(path: Path, without: tuple[str, ...] = ()) -> Verdict:
-    """Judge a checkpoint by checksums, by a load, and by the reference library; `without` some of its keys."""
+    """Judge a checkpoint by checksums, by a load, and by the reference library; `without` some of
+    its keys.
+    """
     if not path.exists():
         assert not distckpt.check_is_distributed_checkpoint(path)
         return "absent"
     report = distckpt.verify(path)
     assert report.is_whole, report.problems
-    objects = {name: o for name, o in distckpt.load_sharded_metadata(path).items() if o.key == "rng"}
+    objects = {
+        name: o for name, o in distckpt.load_sharded_metadata(path).items() if o.key == "rng"
+    }
     loaded = distckpt.load({**objects}, path, verify="full")
     value = loaded.pop("value")
     assert all(rng["value"] == value for rng in loaded.values()), "objects of another save"
@@ -119,7 +136,10 @@ def assembled(checkpoint: Path) -> dict[str, torch.Tensor]:
     for path in sorted((checkpoint / "tensors").iterdir()):
         with safe_open(path, "pt") as file:
             info = file.metadata()
-            shapes, offsets = json.loads(info["distckpt_global_shapes"]), json.loads(info["DCP_SHARDING_INFO"])
+            shapes, offsets = (
+                json.loads(info["distckpt_global_shapes"]),
+                json.loads(info["DCP_SHARDING_INFO"]),
+            )
             for key in file.keys():  # noqa: SIM118
                 piece = file.get_tensor(key)
                 whole = tensors.setdefault(key, torch.zeros(shapes[key], dtype=piece.dtype))
@@ -143,7 +163,7 @@ def verdict_on_tensors(found: dict[str, torch.Tensor]) -> Verdict:
     return "old" if value == OLD else "new"
 
 
-# --- Saves ------------------------------------------------------------------------------------------------------------
+# --- Saves ----------------------------------------------------------------------------------------
 
 
 def save(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
@@ -152,7 +172,9 @@ def save(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) ->
 
 def save_in_background(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
     state = scenario_state(NEW, rank, num_ranks)
-    distckpt.async_save(state, folder / "checkpoint", overwrite=overwrite, timeout=GROUP_TIMEOUT).result(200)
+    distckpt.async_save(
+        state, folder / "checkpoint", overwrite=overwrite, timeout=GROUP_TIMEOUT
+    ).result(200)
 
 
 def save_without_exchange(folder: Path, rank: int, num_ranks: int) -> None:
@@ -208,7 +230,9 @@ def judge_among_others(folder: Path) -> Verdict:
 
 
 def judge_without_exchange(folder: Path) -> Verdict:
-    """Where the old checkpoint has no name for a moment, whoever looks for it is told where it is."""
+    """Where the old checkpoint has no name for a moment, whoever looks for it is told where it
+    is.
+    """
     verdict = judge_checkpoint(folder)
     if verdict != "absent":
         return verdict
@@ -224,7 +248,7 @@ def judge_removal(folder: Path) -> Verdict:
     return "old" if has_columns else "new"
 
 
-# --- Conversion -------------------------------------------------------------------------------------------------------
+# --- Conversion -----------------------------------------------------------------------------------
 
 
 def checkpoint_of_torch(folder: Path) -> None:
@@ -236,10 +260,12 @@ def checkpoint_of_torch(folder: Path) -> None:
 
 def convert(folder: Path, rank: int, num_ranks: int, *, overwrite: bool = False) -> None:
     common = {"value": NEW}
-    torch_dist.convert(folder / "dcp", folder / "checkpoint", common_state=common, overwrite=overwrite)
+    torch_dist.convert(
+        folder / "dcp", folder / "checkpoint", common_state=common, overwrite=overwrite
+    )
 
 
-# --- Exports ----------------------------------------------------------------------------------------------------------
+# --- Exports --------------------------------------------------------------------------------------
 
 
 def source_of_export(folder: Path) -> None:
@@ -292,10 +318,12 @@ def old_file(folder: Path) -> None:
 def stream_folder(folder: Path, rank: int, num_ranks: int) -> None:
     tensors = tensors_of(NEW)
     meta = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    save_safetensors_streaming_sharded(tensors.items(), folder / "export", meta, max_file_bytes=MAX_FILE_BYTES)
+    save_safetensors_streaming_sharded(
+        tensors.items(), folder / "export", meta, max_file_bytes=MAX_FILE_BYTES
+    )
 
 
-# --- Managers ---------------------------------------------------------------------------------------------------------
+# --- Managers -------------------------------------------------------------------------------------
 
 
 def two_steps(folder: Path) -> None:
@@ -305,8 +333,12 @@ def two_steps(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
 
 
-def save_step(folder: Path, rank: int, num_ranks: int, *, in_background: bool = False, overwrite: bool = False) -> None:
-    manager = CheckpointManager(folder, keep_last=2, async_save=in_background, timeout=GROUP_TIMEOUT)
+def save_step(
+    folder: Path, rank: int, num_ranks: int, *, in_background: bool = False, overwrite: bool = False
+) -> None:
+    manager = CheckpointManager(
+        folder, keep_last=2, async_save=in_background, timeout=GROUP_TIMEOUT
+    )
     manager.save(3, scenario_state(NEW, rank, num_ranks), overwrite=overwrite).result(200)
 
 
@@ -323,7 +355,7 @@ def judge_steps(folder: Path) -> Verdict:
     return verdicts[latest]
 
 
-# --- All --------------------------------------------------------------------------------------------------------------
+# --- All ------------------------------------------------------------------------------------------
 
 _overwrite = partial(save, overwrite=True)
 _step_again = partial(save_step, overwrite=True)
@@ -331,9 +363,17 @@ _step_again = partial(save_step, overwrite=True)
 _SCENARIOS = [
     Scenario("save", nothing, save, judge_checkpoint, "absent", _overwrite),
     Scenario("overwrite", old_checkpoint, _overwrite, judge_checkpoint, "old"),
-    Scenario("overwrite_without_exchange", old_checkpoint, save_without_exchange, judge_without_exchange, "old"),
+    Scenario(
+        "overwrite_without_exchange",
+        old_checkpoint,
+        save_without_exchange,
+        judge_without_exchange,
+        "old",
+    ),
     Scenario("save_over_unfinished", unfinished, save, judge_unfinished, "absent", _overwrite),
-    Scenario("save_among_others", unfinished_among_others, save, judge_among_others, "absent", _overwrite),
+    Scenario(
+        "save_among_others", unfinished_among_others, save, judge_among_others, "absent", _overwrite
+    ),
     Scenario("async_save", nothing, save_in_background, judge_checkpoint, "absent", _overwrite),
     Scenario(
         "async_overwrite",
@@ -345,11 +385,26 @@ _SCENARIOS = [
     ),
     Scenario("manager", two_steps, save_step, judge_steps, "old", _step_again, clears=True),
     Scenario(
-        "async_manager", two_steps, partial(save_step, in_background=True), judge_steps, "old", _step_again, clears=True
+        "async_manager",
+        two_steps,
+        partial(save_step, in_background=True),
+        judge_steps,
+        "old",
+        _step_again,
+        clears=True,
     ),
     Scenario("remove_tensors", old_checkpoint, remove_columns, judge_removal, "old", max_ranks=1),
-    Scenario("convert", checkpoint_of_torch, convert, judge_checkpoint, "absent", partial(convert, overwrite=True)),
-    Scenario("export", source_of_export, export, judge_export, "absent", partial(export, overwrite=True)),
+    Scenario(
+        "convert",
+        checkpoint_of_torch,
+        convert,
+        judge_checkpoint,
+        "absent",
+        partial(convert, overwrite=True),
+    ),
+    Scenario(
+        "export", source_of_export, export, judge_export, "absent", partial(export, overwrite=True)
+    ),
     Scenario(
         "export_over_another",
         source_and_old_export,
@@ -357,7 +412,14 @@ _SCENARIOS = [
         judge_export_over_another,
         "old",
     ),
-    Scenario("stream_folder", source_and_old_export, stream_folder, judge_export_over_another, "old", max_ranks=1),
+    Scenario(
+        "stream_folder",
+        source_and_old_export,
+        stream_folder,
+        judge_export_over_another,
+        "old",
+        max_ranks=1,
+    ),
     Scenario("stream_file", old_file, stream_file, judge_file, "old", max_ranks=1),
 ]
 

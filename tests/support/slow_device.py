@@ -33,8 +33,13 @@ class SlowDevice:
 
     def copy(self, target, source, after):
         assert 1 <= after <= self.marks
-        ends = [(t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes() - t.nbytes) for t in (target, source)]
-        assert any(low <= first <= high for first, _ in ends for low, high, _ in self.pinned), "neither is pinned"
+        ends = [
+            (t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes() - t.nbytes)
+            for t in (target, source)
+        ]
+        assert any(low <= first <= high for first, _ in ends for low, high, _ in self.pinned), (
+            "neither is pinned"
+        )
         self._asked.__dict__.setdefault("copies", []).append((target, source))
 
     def wait(self):

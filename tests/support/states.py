@@ -1,4 +1,6 @@
-"""States all of whose parts hold one value, so that a mixture of two saves is seen, and tensors of numbers."""
+"""States all of whose parts hold one value, so that a mixture of two saves is seen, and tensors of
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def state_of(value: int, rank: int = 0, num_ranks: int = 1, num_rows: int = 100) -> dict[str, Any]:
-    """Return a rank's part of a state: rows of its own, a tensor and a number that all ranks hold, an object."""
+    """Return a rank's part of a state: rows of its own, a tensor and a number that all ranks hold,
+    an object.
+    """
     rows, shared = torch.full((num_rows, 256), float(value)), torch.full((64, 256), float(value))
     return {
         "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, num_ranks)),
@@ -40,10 +44,16 @@ def save_checkpoint(path, tensors, axis=0, num_parts=2, **others):
     """Save a distckpt checkpoint in which every tensor is cut along an axis, where it has it."""
     state = dict(others)
     for key, tensor in tensors.items():
-        parts = parts_along(tensor, axis, num_parts) if tensor.ndim > axis else [((0,) * tensor.ndim, tensor)]
+        parts = (
+            parts_along(tensor, axis, num_parts)
+            if tensor.ndim > axis
+            else [((0,) * tensor.ndim, tensor)]
+        )
         for number, (offset, part) in enumerate(parts):
             local_shape = tuple(part.shape)
-            shard = ShardedTensor(key, part, part.dtype, local_shape, tuple(tensor.shape), offset, None)
+            shard = ShardedTensor(
+                key, part, part.dtype, local_shape, tuple(tensor.shape), offset, None
+            )
             state[f"{key}.{number}"] = shard
     distckpt.save(state, path)
     return path

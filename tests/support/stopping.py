@@ -1,4 +1,6 @@
-"""Saves that stop where a test wants them to, until it answers: in the caller's thread, or in the background."""
+"""Saves that stop where a test wants them to, until it answers: in the caller's thread, or in the
+background.
+"""
 
 from __future__ import annotations
 

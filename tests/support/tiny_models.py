@@ -74,35 +74,58 @@ OVERRIDES = {
 VARIANTS = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "moonlight": ("deepseek_v3", {"q_lora_rank": None}),
-    "glm4_moe-plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 2}),
+    "glm4_moe-plain": (
+        "glm4_moe",
+        {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 2},
+    ),
     "nemotron_h-latent": ("nemotron_h", {"moe_latent_size": 24}),
     "qwen3_moe-dense-first": ("qwen3_moe", {"mlp_only_layers": [0]}),
 }
 """Other models of a family: which one, and what else their configurations say."""
 
 
-_VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+}
 _CLIP = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "image_size": 28, "patch_size": 14}  # fmt: skip
 
-_ROTATED_BY_PLACE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_ROTATED_BY_PLACE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+}
 
 COMPOSED = {
-    "llava": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP, "image_token_index": 38}),
+    "llava": (
+        "llama",
+        {"vision_config": {"model_type": "clip_vision_model"} | _CLIP, "image_token_index": 38},
+    ),
     "llava_next": ("llama", {"vision_config": {"model_type": "clip_vision_model"} | _CLIP}),
     "llava_onevision": (
         "qwen2",
         {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False} | _CLIP},
     ),
-    "qwen2_vl": ("qwen2", {"vision_config": _VISION | {"embed_dim": 32}, "text": _ROTATED_BY_PLACE}),
+    "qwen2_vl": (
+        "qwen2",
+        {"vision_config": _VISION | {"embed_dim": 32}, "text": _ROTATED_BY_PLACE},
+    ),
     "qwen2_5_vl": (
         "qwen2",
         {"vision_config": _VISION, "text": _ROTATED_BY_PLACE},
     ),
-    "qwen3_vl": ("qwen3", {"vision_config": _VISION | {"depth": 2, "deepstack_visual_indexes": [0]}}),
+    "qwen3_vl": (
+        "qwen3",
+        {"vision_config": _VISION | {"depth": 2, "deepstack_visual_indexes": [0]}},
+    ),
     "qwen3_vl_moe": (
         "qwen3_moe",
-        {"vision_config": _VISION | {"deepstack_visual_indexes": [0]}, "text": {"moe_intermediate_size": 24}},
+        {
+            "vision_config": _VISION | {"deepstack_visual_indexes": [0]},
+            "text": {"moe_intermediate_size": 24},
+        },
     ),
     "qwen3_5": ("qwen3_5_text", {"vision_config": _VISION}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"vision_config": _VISION}),
@@ -120,7 +143,10 @@ COMPOSED = {
     ),
     "llama4": (
         "llama4_text",
-        {"vision_config": _CLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
+        {
+            "vision_config": _CLIP
+            | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+        },
     ),
 }
 """Models with towers: the family whose sizes their text part has, and the other parts."""
@@ -144,10 +170,16 @@ def make_model(config, seed=0):
     """Make a model with random numbers in all of its tensors, norms and biases included."""
     warnings.simplefilter("ignore")
     kind = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else None
-    model = (kind or transformers.AutoModelForCausalLM).from_config(config, attn_implementation="eager").eval()
+    model = (
+        (kind or transformers.AutoModelForCausalLM)
+        .from_config(config, attn_implementation="eager")
+        .eval()
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3 + (tensor.ndim == 1))
+                tensor.copy_(
+                    torch.randn(tensor.shape, generator=generator) * 0.3 + (tensor.ndim == 1)
+                )
     return model

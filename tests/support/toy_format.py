@@ -16,7 +16,9 @@ SAMPLER = {"epoch": 3, "seen": [1, 2]}
 
 
 class ToyReader(Reader):
-    """Reads a directory with `index.toy.json`, which lists pieces of tensors and objects in `.bin` files."""
+    """Reads a directory with `index.toy.json`, which lists pieces of tensors and objects in `.bin`
+    files.
+    """
 
     name = "toy"
 
@@ -28,7 +30,12 @@ class ToyReader(Reader):
             index = json.load(file)
         pieces = [
             StoredPiece(
-                p["key"], p["dtype"], Region(tuple(p["offset"]), tuple(p["shape"])), None, p["file"], *p["bytes"]
+                p["key"],
+                p["dtype"],
+                Region(tuple(p["offset"]), tuple(p["shape"])),
+                None,
+                p["file"],
+                *p["bytes"],
             )
             for p in index["pieces"]
         ]

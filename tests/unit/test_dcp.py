@@ -29,17 +29,31 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointingException, CheckpointNotFoundError, LoadMismatchError, dcp
+from distckpt import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    LoadMismatchError,
+    dcp,
+)
 from tests.support.reference import needs_torchs_hugging_face
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing checkpoint")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is", "ignore:Detected an existing checkpoint"
+)
 
 
 def same(one, other):
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[k], other[k]) for k in one)
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
@@ -101,14 +115,18 @@ def test_nested_state_is_loaded_as_torch_loads_it(writer, tmp_path):
     tensors = tensors_in(loaded)
     assert dcp.load(loaded, checkpoint_id=tmp_path / "saved") is None
     assert same(loaded, oracle)
-    assert all(one is other for one, other in zip(tensors, tensors_in(loaded), strict=True)), "tensors are filled"
+    assert all(one is other for one, other in zip(tensors, tensors_in(loaded), strict=True)), (
+        "tensors are filled"
+    )
     assert containers[0] is loaded["list"]
     assert containers[1] is loaded["list"][2]
     assert containers[2] is loaded["ordered"]["b"]
 
 
 def test_int_keys_of_dicts_stay_int(tmp_path):
-    """torch.distributed.checkpoint puts the loaded value beside the old one, under the text of its key."""
+    """torch.distributed.checkpoint puts the loaded value beside the old one, under the text of its
+    key.
+    """
     state = {"state": {0: {"step": torch.tensor(3.0), "kind": "old"}}}
     for writer in (torch_dcp, dcp):
         writer.save(state, checkpoint_id=tmp_path / writer.__name__)
@@ -127,14 +145,25 @@ def test_values_are_found_by_their_dotted_keys(writer, reader, is_flat, tmp_path
     def state(fill, is_flat):
         weight, step, kind = torch.full((2,), float(fill)), torch.tensor(fill), f"is {fill}"
         if is_flat:
-            return {"model.w": weight, "optim.0.step": step, "optim.0.kind": kind, "groups.0.lr": fill}
-        return {"model": {"w": weight}, "optim": {0: {"step": step, "kind": kind}}, "groups": [{"lr": fill}]}
+            return {
+                "model.w": weight,
+                "optim.0.step": step,
+                "optim.0.kind": kind,
+                "groups.0.lr": fill,
+            }
+        return {
+            "model": {"w": weight},
+            "optim": {0: {"step": step, "kind": kind}},
+            "groups": [{"lr": fill}],
+        }
 
     writer.save(state(3, is_flat), checkpoint_id=tmp_path / "saved")
     loaded = state(0, not is_flat)
     reader.load(loaded, checkpoint_id=tmp_path / "saved")
     if reader is torch_dcp and is_flat:
-        loaded["optim"][0]["kind"] = loaded["optim"].pop("0")["kind"]  # it has put the value beside the old one
+        loaded["optim"][0]["kind"] = loaded["optim"].pop("0")[
+            "kind"
+        ]  # it has put the value beside the old one
     assert same(loaded, state(3, not is_flat))
 
 
@@ -143,7 +172,9 @@ def test_a_tensor_inside_of_an_object_is_no_tensor_of_its_own(tmp_path):
     planner = torch_dcp.DefaultSavePlanner(flatten_state_dict=False)
     torch_dcp.save({"list": [torch.ones(2), 1]}, checkpoint_id=tmp_path / "saved", planner=planner)
     state = {"list": [torch.zeros(2), 0]}
-    with pytest.raises(LoadMismatchError, match=r"'list\.0' is part of an object .*load_common_state_dict"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'list\.0' is part of an object .*load_common_state_dict"
+    ):
         dcp.load(state, checkpoint_id=tmp_path / "saved")
     assert same(state, {"list": [torch.zeros(2), 0]})
     state = {"list": None}
@@ -152,7 +183,9 @@ def test_a_tensor_inside_of_an_object_is_no_tensor_of_its_own(tmp_path):
 
 
 def test_what_is_saved_is_an_ordinary_checkpoint(tmp_path):
-    report = dcp.save({"model": {"w": torch.ones(2, 3)}, "step": 5}, checkpoint_id=str(tmp_path / "saved"))
+    report = dcp.save(
+        {"model": {"w": torch.ones(2, 3)}, "step": 5}, checkpoint_id=str(tmp_path / "saved")
+    )
     assert report.location == str(tmp_path / "saved")
     target = {"w": distckpt.ShardedTensor.from_rank_offsets("model.w", torch.zeros(2, 3))}
     loaded = distckpt.load(target, tmp_path / "saved", strict="raise_all")
@@ -163,7 +196,11 @@ def test_what_is_saved_is_an_ordinary_checkpoint(tmp_path):
 
 def test_what_distckpt_saved_is_loaded(tmp_path):
     weight = distckpt.ShardedTensor.from_rank_offsets("model.w", torch.ones(3))
-    state = {"model": {"w": weight}, "seed": distckpt.ShardedObject("seed", 11, (1,), (0,)), "step": 4}
+    state = {
+        "model": {"w": weight},
+        "seed": distckpt.ShardedObject("seed", 11, (1,), (0,)),
+        "step": 4,
+    }
     distckpt.save(state, tmp_path / "saved")
     loaded = {"model": {"w": torch.zeros(3)}, "seed": 0, "step": 0}
     dcp.load(loaded, checkpoint_id=tmp_path / "saved")
@@ -183,7 +220,9 @@ def test_a_hugging_face_directory_is_loaded(tmp_path):
 
 def trained(seed, steps=2, **settings):
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     for _ in range(steps):
         model(torch.ones(5, 4) + torch.arange(5.0)[:, None]).square().sum().backward()
@@ -204,13 +243,21 @@ class AppState:
 
     def load_state_dict(self, state):
         self.num_loads += 1
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
 
 
 @pytest.mark.parametrize("writer", [torch_dcp, dcp], ids=["torch", "distckpt"])
 def test_stateful_values_are_asked_and_told(writer, tmp_path):
     model, optimizer = trained(seed=1)
-    writer.save({"app": AppState(model, optimizer), "plain": model, "sgd": optimizer}, checkpoint_id=tmp_path / "saved")
+    writer.save(
+        {"app": AppState(model, optimizer), "plain": model, "sgd": optimizer},
+        checkpoint_id=tmp_path / "saved",
+    )
     app = AppState(*trained(seed=2, steps=0, lr=0.5, betas=(0.5, 0.6)))
     plain, sgd = trained(seed=3, lr=0.7)
     state = {"app": app, "plain": plain, "sgd": sgd}
@@ -225,11 +272,17 @@ def test_stateful_values_are_asked_and_told(writer, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [StateDictOptions(), StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True)],
+    [
+        StateDictOptions(),
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+    ],
     ids=["default", "full", "flattened"],
 )
 def test_state_dicts_of_torch_go_both_ways(options, tmp_path):
-    """Some options turn tuples of settings into lists, whatever saves them: torch's own way is the oracle."""
+    """Some options turn tuples of settings into lists, whatever saves them: torch's own way is the
+    oracle.
+    """
     model, optimizer = trained(seed=1)
     ended = []
     for library in (torch_dcp, dcp):
@@ -240,7 +293,11 @@ def test_state_dicts_of_torch_go_both_ways(options, tmp_path):
         state = {"model": target, "optim": optim}
         library.load(state, checkpoint_id=tmp_path / library.__name__)
         set_state_dict(
-            other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options
+            other,
+            other_optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+            options=options,
         )
         ended.append((dict(other.state_dict()), other_optimizer.state_dict()))
     assert same(*ended)
@@ -286,7 +343,9 @@ def test_a_load_waits_for_the_save_that_goes_on(tmp_path):
 
 def test_callbacks_of_the_future_hear_how_it_ended(tmp_path):
     heard = []
-    dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved").add_done_callback(heard.append)
+    dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved").add_done_callback(
+        heard.append
+    )
     (tmp_path / "file").write_text("no directory")
     failing = dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "file" / "saved")
     failing.add_done_callback(heard.append)
@@ -300,11 +359,23 @@ def test_callbacks_of_the_future_hear_how_it_ended(tmp_path):
 
 def test_paths_are_taken_from_writers_and_readers(tmp_path):
     dcp.save({"step": 1}, storage_writer=torch_dcp.FileSystemWriter(tmp_path / "saved"))
-    dcp.save({"step": 2}, storage_writer=dcp.FileSystemWriter(tmp_path / "other"), planner=dcp.DefaultSavePlanner())
-    dcp.save({"step": 3}, checkpoint_id=tmp_path / "given", storage_writer=dcp.FileSystemWriter(tmp_path / "not"))
+    dcp.save(
+        {"step": 2},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "other"),
+        planner=dcp.DefaultSavePlanner(),
+    )
+    dcp.save(
+        {"step": 3},
+        checkpoint_id=tmp_path / "given",
+        storage_writer=dcp.FileSystemWriter(tmp_path / "not"),
+    )
     for name, step in (("saved", 1), ("other", 2), ("given", 3)):
         state = {"step": 0}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / name), planner=dcp.DefaultLoadPlanner())
+        dcp.load(
+            state,
+            storage_reader=dcp.FileSystemReader(tmp_path / name),
+            planner=dcp.DefaultLoadPlanner(),
+        )
         assert state == {"step": step}
     assert not (tmp_path / "not").exists()
 
@@ -321,7 +392,9 @@ def test_a_checkpoint_is_replaced_unless_the_writer_says_no(tmp_path):
     for step in (1, 2):
         dcp.save({"step": step}, checkpoint_id=tmp_path / "saved")
     with pytest.raises(CheckpointExistsError):
-        dcp.save({"step": 3}, storage_writer=dcp.FileSystemWriter(tmp_path / "saved", overwrite=False))
+        dcp.save(
+            {"step": 3}, storage_writer=dcp.FileSystemWriter(tmp_path / "saved", overwrite=False)
+        )
     state = {"step": 0}
     dcp.load(state, checkpoint_id=tmp_path / "saved")
     assert state == {"step": 2}
@@ -379,7 +452,9 @@ def test_what_cannot_be_followed_is_refused(arguments, said, tmp_path, monkeypat
 def test_a_state_dict_that_is_none_is_refused(value, tmp_path):
     dcp.save({"step": 1}, checkpoint_id=tmp_path / "saved")
     for verb in (dcp.save, dcp.async_save, dcp.load):
-        with pytest.raises(CheckpointingException, match=f'state_dict is a {type(value).__name__} .*"model": model'):
+        with pytest.raises(
+            CheckpointingException, match=f'state_dict is a {type(value).__name__} .*"model": model'
+        ):
             verb(value, checkpoint_id=tmp_path / "saved")
 
 
@@ -397,11 +472,17 @@ def test_absent_keys_are_listed_and_nothing_is_changed(tmp_path):
     dcp.save({"model": {"w": torch.ones(3)}, "step": 1}, checkpoint_id=tmp_path / "saved")
     state = {"model": {"w": torch.zeros(3), "v": torch.zeros(2)}, "step": 0, "lr": 0.5}
     before = copy.deepcopy(state)
-    with pytest.raises(LoadMismatchError, match=r"'lr', 'model\.v'.*allow_partial_load=True") as caught:
+    with pytest.raises(
+        LoadMismatchError, match=r"'lr', 'model\.v'.*allow_partial_load=True"
+    ) as caught:
         dcp.load(state, checkpoint_id=tmp_path / "saved")
     assert caught.value.unexpected == {"lr", "model.v"}
     assert same(state, before)
-    dcp.load(state, checkpoint_id=tmp_path / "saved", planner=torch_dcp.DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(
+        state,
+        checkpoint_id=tmp_path / "saved",
+        planner=torch_dcp.DefaultLoadPlanner(allow_partial_load=True),
+    )
     assert same(state, {"model": {"w": torch.ones(3), "v": torch.zeros(2)}, "step": 1, "lr": 0.5})
 
 
@@ -428,14 +509,20 @@ ARGUMENTS, NAMES = (
     }
     for table in re.findall(r"^\| in DCP \|.*\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, re.M)
 )
-"""The tables of the page: what stands for each argument and for each name of torch.distributed.checkpoint."""
+"""The tables of the page: what stands for each argument and for each name of
+torch.distributed.checkpoint.
+"""
 
 PUBLIC = sorted(
     name
     for name, value in vars(torch_dcp).items()
     if not name.startswith("_") and getattr(value, "__module__", "").startswith(torch_dcp.__name__)
 )
-MODULES = sorted(module.name for module in pkgutil.iter_modules(torch_dcp.__path__) if not module.name.startswith("_"))
+MODULES = sorted(
+    module.name
+    for module in pkgutil.iter_modules(torch_dcp.__path__)
+    if not module.name.startswith("_")
+)
 
 
 def imported(name):
@@ -475,11 +562,17 @@ def test_modules_of_torch_are_its_own_or_refused(name):
 
 @pytest.mark.parametrize("verb", ["save", "async_save", "load"])
 def test_every_argument_of_torch_is_taken_and_on_the_page(verb):
-    theirs, ours = (inspect.signature(getattr(library, verb)).parameters for library in (torch_dcp, dcp))
+    theirs, ours = (
+        inspect.signature(getattr(library, verb)).parameters for library in (torch_dcp, dcp)
+    )
     assert [name for name in theirs if name not in ours] == []
     assert [name for name in ours if name not in ARGUMENTS] == []
     # PyTorch's default of this one names a class of its own.
-    kinds = {name: (one.kind, one.default) for name, one in theirs.items() if name != "async_checkpointer_type"}
+    kinds = {
+        name: (one.kind, one.default)
+        for name, one in theirs.items()
+        if name != "async_checkpointer_type"
+    }
     assert {name: (ours[name].kind, ours[name].default) for name in kinds} == kinds
 
 

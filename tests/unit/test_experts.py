@@ -1,4 +1,6 @@
-"""Experts held in several ways, under other numbers of expert, tensor and data parallel ranks; numpy is the oracle."""
+"""Experts held in several ways, under other numbers of expert, tensor and data parallel ranks;
+numpy is the oracle.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ import distckpt
 from distckpt import InvalidShardingError, ShardedObject, ShardedTensor
 from distckpt.experts import grouped_experts, grouped_mlp_sharded_state_dict, sequential_experts
 from distckpt.factories import swiglu_factory
-from distckpt.validation import validate_sharding_integrity
+from distckpt.megatron.validation import validate_sharding_integrity
 
 EXPERTS, HIDDEN, FEATURES = 8, 3, 4
-FC1 = np.arange(EXPERTS * 2 * FEATURES * HIDDEN, dtype=np.float32).reshape(EXPERTS, 2 * FEATURES, HIDDEN)
+FC1 = np.arange(EXPERTS * 2 * FEATURES * HIDDEN, dtype=np.float32).reshape(
+    EXPERTS, 2 * FEATURES, HIDDEN
+)
 FC2 = -np.arange(EXPERTS * HIDDEN * FEATURES, dtype=np.float32).reshape(EXPERTS, HIDDEN, FEATURES)
 KEYS = ("mlp.experts.linear_fc1.weight", "mlp.experts.linear_fc2.weight")
 
@@ -43,7 +47,9 @@ def ranks_of(num_ep, num_tp=1, num_dp=1):
 
 
 def local_weights(rank):
-    """Return the fused gate and up, and the second weights, of a rank: [experts, out, in], numpy."""
+    """Return the fused gate and up, and the second weights, of a rank: [experts, out, in],
+    numpy.
+    """
     experts = slice(rank.ep * rank.num_local, (rank.ep + 1) * rank.num_local)
     own = FEATURES // rank.num_tp
     rows = slice(rank.tp * own, (rank.tp + 1) * own)
@@ -51,7 +57,8 @@ def local_weights(rank):
     return np.concatenate([gate[:, rows], up[:, rows]], 1), FC2[experts, :, rows]
 
 
-# Each way gives the tensors in memory, as numpy arrays, and the state dict that describes given ones.
+# Each way gives the tensors in memory, as numpy arrays, and the state dict that describes given
+# ones.
 
 
 class Sequential:
@@ -65,7 +72,9 @@ class Sequential:
         for i in range(0, len(tensors), 2):
             # What a dense layer says of itself; 9 is its data parallel rank.
             fc1, fc2 = (
-                ShardedTensor.from_rank_offsets(key, tensor, (axis, rank.tp, rank.num_tp), replica_id=(0, 0, 9))
+                ShardedTensor.from_rank_offsets(
+                    key, tensor, (axis, rank.tp, rank.num_tp), replica_id=(0, 0, 9)
+                )
                 for key, tensor, axis in zip(KEYS, tensors[i : i + 2], (0, 1), strict=True)
             )
             experts.append({"fc1": swiglu_factory(fc1), "fc2": fc2})
@@ -90,13 +99,26 @@ class Megatron:
 
     def arrays(self, rank):
         fc1, fc2 = local_weights(rank)
-        return [fc1.transpose(0, 2, 1).reshape(HIDDEN, -1), fc2.transpose(0, 2, 1).reshape(-1, HIDDEN)]
+        return [
+            fc1.transpose(0, 2, 1).reshape(HIDDEN, -1),
+            fc2.transpose(0, 2, 1).reshape(-1, HIDDEN),
+        ]
 
     def state(self, rank, tensors):
-        ranks = {"ep_rank": rank.ep, "ep_size": rank.num_ep, "tp_rank": rank.tp, "tp_size": rank.num_tp}
+        ranks = {
+            "ep_rank": rank.ep,
+            "ep_size": rank.num_ep,
+            "tp_rank": rank.tp,
+            "tp_size": rank.num_tp,
+        }
         return [
             grouped_mlp_sharded_state_dict(
-                *tensors, "mlp.", num_local_experts=rank.num_local, gated=True, expert_dp_rank=rank.dp, **ranks
+                *tensors,
+                "mlp.",
+                num_local_experts=rank.num_local,
+                gated=True,
+                expert_dp_rank=rank.dp,
+                **ranks,
             )
         ]
 
@@ -122,15 +144,22 @@ def is_loaded(way, rank, loaded):
 def test_experts_load_under_other_layouts_and_in_other_ways(way, tmp_path):
     for layout in LAYOUTS:
         path = tmp_path / "-".join(map(str, layout))
-        distckpt.save({rank: way.state(rank, tensors_of(way, rank)) for rank in ranks_of(*layout)}, path)
+        distckpt.save(
+            {rank: way.state(rank, tensors_of(way, rank)) for rank in ranks_of(*layout)}, path
+        )
         stored = distckpt.load_plain_tensors(path)
         assert stored.keys() == set(KEYS)
-        assert all(np.array_equal(stored[key].numpy(), whole) for key, whole in zip(KEYS, (FC1, FC2), strict=True))
+        assert all(
+            np.array_equal(stored[key].numpy(), whole)
+            for key, whole in zip(KEYS, (FC1, FC2), strict=True)
+        )
     for other in WAYS:
         for layout in LAYOUTS:
             # What was saved by EP4 is read by the others, what was saved last by EP4.
             source = tmp_path / ("2-4-2" if layout == (4,) else "4")
-            asked = {rank: other.state(rank, tensors_of(other, rank, True)) for rank in ranks_of(*layout)}
+            asked = {
+                rank: other.state(rank, tensors_of(other, rank, True)) for rank in ranks_of(*layout)
+            }
             loaded = distckpt.load(asked, source)
             assert [rank for rank in asked if not is_loaded(other, rank, loaded[rank])] == [], other
 
@@ -141,10 +170,14 @@ def test_flat_optimizer_states_of_experts_load_under_other_layouts(way, tmp_path
         described, checks = {}, []
         for rank in ranks_of(*layout):
             tensors = tensors_of(way, rank)
-            for number, (wrapped, tensor) in enumerate(zip(leaves(way.state(rank, tensors)), tensors, strict=True)):
+            for number, (wrapped, tensor) in enumerate(
+                zip(leaves(way.state(rank, tensors)), tensors, strict=True)
+            ):
                 share = -(-tensor.numel() // num_runs)
                 for i in range(num_runs):
-                    run = slice(min(tensor.numel(), i * share), min(tensor.numel(), (i + 1) * share))
+                    run = slice(
+                        min(tensor.numel(), i * share), min(tensor.numel(), (i + 1) * share)
+                    )
                     values = tensor.flatten()[run]
                     target = torch.zeros_like(values) if blank else values.clone()
                     flat = replace(wrapped, data=target, flattened_range=run)
@@ -152,7 +185,11 @@ def test_flat_optimizer_states_of_experts_load_under_other_layouts(way, tmp_path
                     checks.append((str((rank, number, i)), values))
         return described, checks
 
-    for saved, num_saved, wanted, num_wanted in [((4,), 3, (2, 2), 5), ((2, 2), 4, (1,), 7), ((1, 4), 2, (8,), 3)]:
+    for saved, num_saved, wanted, num_wanted in [
+        ((4,), 3, (2, 2), 5),
+        ((2, 2), 4, (1,), 7),
+        ((1, 4), 2, (8,), 3),
+    ]:
         path = tmp_path / f"{saved}"
         distckpt.save(state(saved, num_saved, False)[0], path)
         assert np.array_equal(distckpt.load_plain_tensors(path)[KEYS[0]].numpy(), FC1)
@@ -164,7 +201,12 @@ def test_flat_optimizer_states_of_experts_load_under_other_layouts(way, tmp_path
 def test_layers_in_front_and_biases_without_other_axes(tmp_path):
     def state(bias, layer, rank):
         experts = [
-            {"bias": ShardedTensor.from_rank_offsets("bias", row, (0, layer, 3), prepend_axis_num=1)} for row in bias
+            {
+                "bias": ShardedTensor.from_rank_offsets(
+                    "bias", row, (0, layer, 3), prepend_axis_num=1
+                )
+            }
+            for row in bias
         ]
         return sequential_experts(experts, rank.ep, rank.num_ep, expert_dp_rank=0)
 
@@ -178,7 +220,9 @@ def test_layers_in_front_and_biases_without_other_axes(tmp_path):
     assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["bias"], biases)
     loaded = distckpt.load({"e": state(torch.zeros(4, 2), 1, Rank(1, 2))}, tmp_path / "c")["e"]
     assert torch.equal(torch.stack([expert["bias"] for expert in loaded]), biases[1, 4:])
-    stacked = ShardedTensor.from_rank_offsets("bias", torch.zeros(4, 2), (0, 1, 3), prepend_axis_num=1)
+    stacked = ShardedTensor.from_rank_offsets(
+        "bias", torch.zeros(4, 2), (0, 1, 3), prepend_axis_num=1
+    )
     grouped = grouped_experts({"bias": stacked}, 0, 2, expert_dp_rank=0)
     assert torch.equal(distckpt.load(grouped, tmp_path / "c")["bias"], biases[1, :4])
 
@@ -186,7 +230,9 @@ def test_layers_in_front_and_biases_without_other_axes(tmp_path):
 def test_regular_grids_stay_regular():
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 6), (1, 1, 3))
     (added,) = sequential_experts([{"w": shard}], 2, 4, expert_dp_rank=0)
-    reference = ShardedTensor.from_rank_offsets("w", shard.data, (0, 2, 4), (2, 1, 3), prepend_axis_num=1)
+    reference = ShardedTensor.from_rank_offsets(
+        "w", shard.data, (0, 2, 4), (2, 1, 3), prepend_axis_num=1
+    )
     assert added["w"] == reference
     extended = grouped_experts({"w": shard}, 2, 4, expert_dp_rank=0)["w"]
     assert extended == ShardedTensor.from_rank_offsets("w", shard.data, (0, 2, 4), (1, 1, 3))
@@ -213,7 +259,11 @@ def test_replica_ids_count_ranks_with_the_same_experts_and_nothing_given_is_chan
         grouped_experts(state, 1, 2, expert_dp_rank=4),
     ):
         first, (second,) = numbered["w"]
-        assert (first.replica_id, second.replica_id, numbered["fc1"].replica_id) == ((0, 1, 4), 4, (0, 1, 4))
+        assert (first.replica_id, second.replica_id, numbered["fc1"].replica_id) == (
+            (0, 1, 4),
+            4,
+            (0, 1, 4),
+        )
         assert {built.replica_id for built in numbered["fc1"].build()} == {(0, 1, 4)}
         assert numbered["n"] == 3
     (kept,) = sequential_experts([state], 1, 2, expert_dp_rank=None)
@@ -261,7 +311,14 @@ def test_fused_matrices_are_stored_as_megatron_stores_them(gated, offsets):
         built = factory.build()
         assert len(built) == len(expected)
         for mine, other in zip(built, expected, strict=True):
-            for attribute in ("key", "local_shape", "global_shape", "global_offset", "prepend_axis_num", "replica_id"):
+            for attribute in (
+                "key",
+                "local_shape",
+                "global_shape",
+                "global_offset",
+                "prepend_axis_num",
+                "replica_id",
+            ):
                 assert getattr(mine, attribute) == getattr(other, attribute), attribute
             assert torch.equal(mine.data, other.data)
 
@@ -288,7 +345,9 @@ def weights_of(num_experts=2, width=8):
         (lambda: sequential_experts([], 2, 2, expert_dp_rank=0), "no rank 2 among 2"),
         (lambda: grouped_experts({}, -1, 2, expert_dp_rank=0), "no rank -1 among 2"),
         (
-            lambda: grouped_experts({"o": ShardedObject("extra", 1, (1,), (0,))}, 0, 2, expert_dp_rank=0),
+            lambda: grouped_experts(
+                {"o": ShardedObject("extra", 1, (1,), (0,))}, 0, 2, expert_dp_rank=0
+            ),
             "'extra'.*cannot be divided.*sequential_experts",
         ),
         (

@@ -1,4 +1,6 @@
-"""Fused parameters under any division among ranks, flat or not; numpy says what is where, Megatron what is stored."""
+"""Fused parameters under any division among ranks, flat or not; numpy says what is where, Megatron
+what is stored.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distckpt
-from distckpt import InvalidShardingError, LoadMismatchError, ShardedTensor, ShardedTensorFactory, StrictHandling
+from distckpt import (
+    InvalidShardingError,
+    LoadMismatchError,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
+)
 from distckpt.factories import apply_swiglu_sharded_factory, qkv_factory, swiglu_factory
 from distckpt.mapping import apply_factories, apply_factory_merges
 from distckpt.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
 from tests.support.states import numbered
 
 
-def shard_of(key, local, global_size, offset, dim, data=None, prepended=(), flat=None, replica_id=0):
-    """Describe a local array as the indices from `offset` on of axis `dim`; `prepended` has (position, size) pairs."""
-    data = torch.from_numpy(local.reshape(-1)[flat] if flat else local.copy()) if data is None else data
+def shard_of(
+    key, local, global_size, offset, dim, data=None, prepended=(), flat=None, replica_id=0
+):
+    """Describe a local array as the indices from `offset` on of axis `dim`; `prepended` has
+    (position, size) pairs.
+    """
+    data = (
+        torch.from_numpy(local.reshape(-1)[flat] if flat else local.copy())
+        if data is None
+        else data
+    )
     return ShardedTensor(
         key,
         data,
         data.dtype,
         local.shape,
-        (*(size for _, size in prepended), *local.shape[:dim], global_size, *local.shape[dim + 1 :]),
-        (*(position for position, _ in prepended), *(offset if axis == dim else 0 for axis in range(local.ndim))),
+        (
+            *(size for _, size in prepended),
+            *local.shape[:dim],
+            global_size,
+            *local.shape[dim + 1 :],
+        ),
+        (
+            *(position for position, _ in prepended),
+            *(offset if axis == dim else 0 for axis in range(local.ndim)),
+        ),
         None,
         replica_id,
         len(prepended),
@@ -64,11 +88,23 @@ class SwiGLU:
 
 
 class QKV:
-    """Groups of query heads with a key and a value head; `copies` ranks share each of the latter."""
+    """Groups of query heads with a key and a value head; `copies` ranks share each of the
+    latter.
+    """
 
     def __init__(self, queries, groups, copies, head_size, other_shape, dim, layout):
-        self.num_heads, self.num_kv_heads, self.copies, self.dim = queries * groups * copies, groups, copies, dim
-        self.num_units, self.queries, self.head_size, self.layout = groups * copies, queries, head_size, layout
+        self.num_heads, self.num_kv_heads, self.copies, self.dim = (
+            queries * groups * copies,
+            groups,
+            copies,
+            dim,
+        )
+        self.num_units, self.queries, self.head_size, self.layout = (
+            groups * copies,
+            queries,
+            head_size,
+            layout,
+        )
         fused = (*other_shape[:dim], (self.num_heads + 2 * groups) * head_size, *other_shape[dim:])
         self.whole = numbered(*fused).numpy()
         heads = np.split(self.whole, self.num_heads + 2 * groups, dim)
@@ -88,9 +124,16 @@ class QKV:
 
     def factory(self, key, first, last, **kwargs):
         unit = (self.queries + 2) * self.head_size
-        shard = shard_of(key, self.local(first, last), self.num_units * unit, first * unit, self.dim, **kwargs)
+        shard = shard_of(
+            key, self.local(first, last), self.num_units * unit, first * unit, self.dim, **kwargs
+        )
         return qkv_factory(
-            shard, self.num_heads, self.num_kv_heads, layout=self.layout, kv_copies=self.copies, dim=self.dim
+            shard,
+            self.num_heads,
+            self.num_kv_heads,
+            layout=self.layout,
+            kv_copies=self.copies,
+            dim=self.dim,
         )
 
     def stored(self, key):
@@ -109,8 +152,14 @@ def fused_parameters(draw):
 
 @st.composite
 def divisions(draw, fused):
-    """Draw who holds what: for each tensor parallel rank the units, and the flat runs of its data parallel ranks."""
-    cuts = [0, *sorted(draw(st.lists(st.integers(0, fused.num_units), max_size=3))), fused.num_units]
+    """Draw who holds what: for each tensor parallel rank the units, and the flat runs of its data
+    parallel ranks.
+    """
+    cuts = [
+        0,
+        *sorted(draw(st.lists(st.integers(0, fused.num_units), max_size=3))),
+        fused.num_units,
+    ]
     held = []
     for first, last in itertools.pairwise(cuts):
         size = fused.local(first, last).size
@@ -129,7 +178,10 @@ def check_any_division_loads_into_any_other(data):
     fused = data.draw(fused_parameters())
     position, size = data.draw(st.sampled_from([(0, 1), (1, 2)]))
     prepended = ((position, size),) if data.draw(st.booleans()) else ()
-    state = [fused.factory("w", *held[:2], flat=held[2], prepended=prepended) for held in data.draw(divisions(fused))]
+    state = [
+        fused.factory("w", *held[:2], flat=held[2], prepended=prepended)
+        for held in data.draw(divisions(fused))
+    ]
     # The other layers.
     for other in set(range(size)) - {position} if prepended else ():
         state.append(fused.factory("w", 0, fused.num_units, prepended=((other, size),)))
@@ -145,7 +197,9 @@ def check_any_division_loads_into_any_other(data):
         stored = distckpt.load_plain_tensors(f"{directory}/c")
         loaded = distckpt.load({"all": asked}, f"{directory}/c")["all"]
     for key, tensor in fused.stored("w").items():
-        assert np.array_equal(stored.pop(key).numpy(), np.stack([tensor] * size) if prepended else tensor)
+        assert np.array_equal(
+            stored.pop(key).numpy(), np.stack([tensor] * size) if prepended else tensor
+        )
     assert stored == {}
     for result, target, part in zip(loaded, targets, parts, strict=True):
         assert np.array_equal(result.numpy(), part)
@@ -168,17 +222,23 @@ def test_any_division_loads_into_any_other_at_length(data):
 
 
 def test_models_of_both_layouts_read_each_others_checkpoints_and_plain_ones(tmp_path):
-    grouped, concatenated = (QKV(2, 4, 1, 3, (5,), 0, layout) for layout in ("grouped", "concatenated"))
+    grouped, concatenated = (
+        QKV(2, 4, 1, 3, (5,), 0, layout) for layout in ("grouped", "concatenated")
+    )
     assert not np.array_equal(grouped.local(0, 4), concatenated.local(0, 4))
     distckpt.save({i: concatenated.factory("qkv", i, i + 1) for i in range(4)}, tmp_path / "c")
     for fused in (grouped, concatenated):
         loaded = distckpt.load(
-            {i: fused.factory("qkv", i, i + 2, data=torch.zeros(24, 5)) for i in (0, 2)}, tmp_path / "c"
+            {i: fused.factory("qkv", i, i + 2, data=torch.zeros(24, 5)) for i in (0, 2)},
+            tmp_path / "c",
         )
         assert all(np.array_equal(loaded[i].numpy(), fused.local(i, i + 2)) for i in (0, 2))
-    # In Megatron's layout a rank holds consecutive rows, so a shard without a factory is the same thing.
+    # In Megatron's layout a rank holds consecutive rows, so a shard without a factory is the same
+    # thing.
     plain = ShardedTensor.from_rank_offsets("qkv", torch.zeros(24, 5), (0, 1, 2))
-    assert np.array_equal(distckpt.load({"w": plain}, tmp_path / "c")["w"].numpy(), grouped.local(2, 4))
+    assert np.array_equal(
+        distckpt.load({"w": plain}, tmp_path / "c")["w"].numpy(), grouped.local(2, 4)
+    )
 
 
 def test_whole_groups_of_one_rank_are_one_chunk_though_they_were_apart_in_memory(tmp_path):
@@ -196,13 +256,17 @@ def test_replica_ids_are_kept_and_shared_heads_have_a_number_more():
     swiglu = SwiGLU(4, (3,), 0, False).factory("w", 0, 2, replica_id=(0, 3))
     assert [shard.replica_id for shard in swiglu.build()] == [(0, 3), (0, 3)]
     assert [shard.replica_id for shard in replace(swiglu, replica_id=5).build()] == [5, 5]
-    flat = replace(swiglu, data=torch.zeros(5), flattened_range=slice(4, 9), replica_id=(0, 1)).build()
+    flat = replace(
+        swiglu, data=torch.zeros(5), flattened_range=slice(4, 9), replica_id=(0, 1)
+    ).build()
     assert {shard.replica_id for shard in flat["shards"]} == {(0, 1)}
 
     # Two ranks of two query heads each share one key head and one value head.
     fused = QKV(2, 1, 2, 1, (), 0, "concatenated")
     built = [fused.factory("w", i, i + 1, replica_id=(0, 7)).build() for i in range(2)]
-    assert [[(s.global_offset, s.local_shape, s.replica_id) for s in shards] for shards in built] == [
+    assert [
+        [(s.global_offset, s.local_shape, s.replica_id) for s in shards] for shards in built
+    ] == [
         [((0,), (2,), (0, 7)), ((4,), (2,), (0, 7))],
         [((2,), (2,), (0, 7)), ((4,), (2,), (0, 7, 1))],
     ]
@@ -213,13 +277,22 @@ def test_replica_ids_are_kept_and_shared_heads_have_a_number_more():
 
 def megatron_parts(built):
     return [
-        (s.key, tuple(s.local_shape), tuple(s.global_shape), tuple(s.global_offset), s.prepend_axis_num, s.replica_id)
+        (
+            s.key,
+            tuple(s.local_shape),
+            tuple(s.global_shape),
+            tuple(s.global_offset),
+            s.prepend_axis_num,
+            s.replica_id,
+        )
         for s in built
     ]
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("offsets", [(), ((0, 3, 8),), ((0, 1, 2), (1, 3, 4))], ids=["plain", "layers", "experts"])
+@pytest.mark.parametrize(
+    "offsets", [(), ((0, 3, 8),), ((0, 1, 2), (1, 3, 4))], ids=["plain", "layers", "experts"]
+)
 @pytest.mark.parametrize("shape", [(8, 5), (6,)], ids=["weight", "bias"])
 def test_swiglu_is_stored_as_megatron_stores_it(separate, offsets, shape):
     mlp = pytest.importorskip("megatron.core.transformer.mlp")
@@ -228,7 +301,9 @@ def test_swiglu_is_stored_as_megatron_stores_it(separate, offsets, shape):
     description = (*offsets, (len(offsets), 2, 4))
     options = {"replica_id": (0, 0, 1), "prepend_axis_num": len(offsets)}
     reference = mlp.apply_swiglu_sharded_factory(
-        theirs.ShardedTensor.from_rank_offsets("fc1", tensor, *description, **options), offsets, separate
+        theirs.ShardedTensor.from_rank_offsets("fc1", tensor, *description, **options),
+        offsets,
+        separate,
     )
     ours = apply_swiglu_sharded_factory(
         ShardedTensor.from_rank_offsets("fc1", tensor, *description, **options), offsets, separate
@@ -239,7 +314,11 @@ def test_swiglu_is_stored_as_megatron_stores_it(separate, offsets, shape):
     parts = [shard.data for shard in reference.build()]
     assert torch.equal(ours.merge_fn([part.clone() for part in parts]), reference.merge_fn(parts))
     fields = ("key", "data", "build_fn", "merge_fn", "replica_id", "flattened_range")
-    assert [vars(ours)[name] for name in ("key", "replica_id", "flattened_range")] == ["fc1", (0, 0, 1), None]
+    assert [vars(ours)[name] for name in ("key", "replica_id", "flattened_range")] == [
+        "fc1",
+        (0, 0, 1),
+        None,
+    ]
     assert tuple(vars(ours)) == tuple(vars(reference)) == fields
 
 
@@ -253,9 +332,13 @@ def test_optimizer_states_take_the_form_of_their_parameters(tmp_path):
     for half in halves:
         half.grad = half.detach() / 10
     optimizer.step()
-    model = {str(i): fused.factory("fc1", 2 * i, 2 * i + 2, data=half) for i, half in enumerate(halves)}
+    model = {
+        str(i): fused.factory("fc1", 2 * i, 2 * i + 2, data=half) for i, half in enumerate(halves)
+    }
     state = optimizer.state_dict()
-    optim_state_to_sharding_state(state, get_param_id_to_sharded_param_map(model, halves), exclude_keys="step")
+    optim_state_to_sharding_state(
+        state, get_param_id_to_sharded_param_map(model, halves), exclude_keys="step"
+    )
     assert all(isinstance(state["state"][i]["exp_avg"], ShardedTensorFactory) for i in range(2))
     distckpt.save({"optimizer": state}, tmp_path / "c")
     moments = distckpt.load_plain_tensors(tmp_path / "c")["optimizer.state.exp_avg.fc1"]
@@ -270,7 +353,10 @@ def test_a_factory_serves_flat_optimizer_states_of_any_dtype_by_replacing_its_fi
     parameter = fused.factory("fc1", 0, 4, replica_id=(0, 1))
     runs = [slice(0, 7), slice(7, 17), slice(17, 24)]
     values = torch.from_numpy(fused.local(0, 4)).flatten().double() / 3
-    state = [replace(parameter, key="exp_avg.fc1", data=values[run], flattened_range=run, replica_id=0) for run in runs]
+    state = [
+        replace(parameter, key="exp_avg.fc1", data=values[run], flattened_range=run, replica_id=0)
+        for run in runs
+    ]
     distckpt.save({"state": state}, tmp_path / "c")
     stored = distckpt.load_plain_tensors(tmp_path / "c")["exp_avg.fc1"]
     assert stored.dtype == torch.float64
@@ -289,7 +375,7 @@ def test_factories_are_applied_and_merged_by_megatrons_functions(run):
     factory = fused.factory("w", 0, 4, flat=run)
     state = {"layer": {"fc1": factory}}
     apply_factories(state)
-    state["layer"]["fc1"] = distckpt.dict_utils.dict_list_map_outplace(
+    state["layer"]["fc1"] = distckpt.megatron.dict_utils.dict_list_map_outplace(
         lambda v: v.data.clone() if isinstance(v, ShardedTensor) else v, state["layer"]["fc1"]
     )
     merged = apply_factory_merges(state, {"layer": {"fc1": factory.without_data()}})
@@ -312,7 +398,9 @@ def test_a_part_that_is_not_stored_is_unexpected_and_its_parameter_left_out(flat
     asked = {"fc1": SwiGLU(4, (3,), 0, True).factory("mlp", 0, 4, flat=flat), "n": 0}
     with pytest.raises(LoadMismatchError, match="mlp_v"):
         distckpt.load(asked, tmp_path / "c", strict=StrictHandling.RAISE_ALL)
-    loaded, missing, unexpected = distckpt.load(asked, tmp_path / "c", strict=StrictHandling.RETURN_ALL)
+    loaded, missing, unexpected = distckpt.load(
+        asked, tmp_path / "c", strict=StrictHandling.RETURN_ALL
+    )
     assert (loaded, missing, unexpected) == ({"n": 5}, set(), {"mlp_v"})
 
 
@@ -333,7 +421,9 @@ def test_merging_does_not_take_other_memory_for_that_of_the_parameter():
     swapped = torch.cat([up, gate])
     assert np.array_equal(factory.merge_fn([swapped[4:], swapped[:4]]).numpy(), fused.local(0, 4))
     # The right places in two memories.
-    assert np.array_equal(factory.merge_fn([gate, torch.cat([gate, up])[4:]]).numpy(), fused.local(0, 4))
+    assert np.array_equal(
+        factory.merge_fn([gate, torch.cat([gate, up])[4:]]).numpy(), fused.local(0, 4)
+    )
 
 
 # ---- errors
@@ -346,19 +436,43 @@ def fused_shard(shape=(6, 2), *offsets, **kwargs):
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: swiglu_factory(fused_shard((3, 2))), r"'w'.*halves.*dim 0 the shard has 3 of 3 from 0"),
+        (
+            lambda: swiglu_factory(fused_shard((3, 2))),
+            r"'w'.*halves.*dim 0 the shard has 3 of 3 from 0",
+        ),
         (lambda: swiglu_factory(fused_shard(), dim=2), r"'w'.*no dim 2 in local shape \(6, 2\)"),
-        (lambda: swiglu_factory(fused_shard(allow_shape_mismatch=True)), "'w'.*allow_shape_mismatch"),
-        (lambda: apply_swiglu_sharded_factory(fused_shard(), ((0, 1, 4),)), r"'w'.*\(\(0, 1, 4\),\).*prepended axes"),
-        (lambda: qkv_factory(fused_shard(), 3, 2, layout="grouped"), "'w'.*3 query heads cannot be divided"),
-        (lambda: qkv_factory(fused_shard(), 3, 0, layout="grouped"), "'w'.*3 query heads cannot be divided"),
+        (
+            lambda: swiglu_factory(fused_shard(allow_shape_mismatch=True)),
+            "'w'.*allow_shape_mismatch",
+        ),
+        (
+            lambda: apply_swiglu_sharded_factory(fused_shard(), ((0, 1, 4),)),
+            r"'w'.*\(\(0, 1, 4\),\).*prepended axes",
+        ),
+        (
+            lambda: qkv_factory(fused_shard(), 3, 2, layout="grouped"),
+            "'w'.*3 query heads cannot be divided",
+        ),
+        (
+            lambda: qkv_factory(fused_shard(), 3, 0, layout="grouped"),
+            "'w'.*3 query heads cannot be divided",
+        ),
         (
             lambda: qkv_factory(fused_shard(), 4, 2, layout="grouped"),
             "'w'.*global size 6 along dim 0 is not a multiple of 8",
         ),
-        (lambda: qkv_factory(fused_shard((6, 2), (0, 0, 2)), 2, 1, layout="grouped"), "'w'.*not complete groups of 12"),
-        (lambda: qkv_factory(fused_shard(), 4, 1, layout="interleaved"), "'w'.*layout must be .*got 'interleaved'"),
-        (lambda: swiglu_factory(fused_shard()).build_fn("k", torch.zeros(4, 2), 0, None), r"'k'.*\(4, 2\).*\(6, 2\)"),
+        (
+            lambda: qkv_factory(fused_shard((6, 2), (0, 0, 2)), 2, 1, layout="grouped"),
+            "'w'.*not complete groups of 12",
+        ),
+        (
+            lambda: qkv_factory(fused_shard(), 4, 1, layout="interleaved"),
+            "'w'.*layout must be .*got 'interleaved'",
+        ),
+        (
+            lambda: swiglu_factory(fused_shard()).build_fn("k", torch.zeros(4, 2), 0, None),
+            r"'k'.*\(4, 2\).*\(6, 2\)",
+        ),
         (
             lambda: swiglu_factory(fused_shard()).build_fn("k", torch.zeros(4), 0, slice(3, 9)),
             r"'k'.*\(4,\).*\(6,\) for slice\(3, 9, None\) of local shape \(6, 2\)",

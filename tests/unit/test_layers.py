@@ -1,4 +1,6 @@
-"""The order of the modules: imports point down only, and what must be known in one place is imported in one place."""
+"""The order of the modules: imports point down only, and what must be known in one place is
+imported in one place.
+"""
 
 from __future__ import annotations
 
@@ -12,52 +14,44 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-MEGATRON_NAMES = ("exchange_utils", "gpt_checkpoint_interop", "state_dict_utils", "tensor_aware_state_dict")
-"""Modules that only name what is in `_megatron`, as do those of `strategies` that import from it."""
-
-# Low to high, one folder or public module a layer. A module imports from layers below its own, and within its own as
-# long as there is no cycle.
+# Low to high, one folder or public module a layer. A module imports from layers below its own, and
+# within its own as long as there is no cycle.
 LAYERS = [
     "_base",
-    "dict_utils",
     "_geometry",
     "_storage",
     "_ranks",
-    "tensors",
+    "_rules",
     "_quantization",
     "_format",
-    "core",
     "_mapping",
-    "mapping",
     "_commit",
     "_state",
-    "utils",
-    "rules",
-    "_families",
-    "families",
     "_plan",
     "_io",
+    "_checkpoint",
     "_foreign",
-    "readers",
     "_models",
+    "strategies",
+    "_operations",
+    "_megatron",
+    "_manager",
+    "_dcp_api",
+    "mapping",
+    "rules",
+    "families",
     "modules",
     "factories",
     "experts",
     "optimizer",
-    "_objects",
-    "strategies",
+    "tensors",
     "streaming",
-    "_operations",
-    "validation",
-    "_megatron",
-    *MEGATRON_NAMES,
     "hf",
-    "serialization",
-    "_manager",
-    "_dcp_api",
+    "torch_dist",
+    "readers",
     "manager",
     "dcp",
-    "interop",
+    "megatron",
     "__init__",
     "_cli",
     "cli",
@@ -130,12 +124,8 @@ def own_imports(module: str) -> dict[str, int]:
     return found
 
 
-def names_megatron(module: str) -> bool:
-    return module.startswith("strategies.") and any(other.startswith("_megatron") for other in own_imports(module))
-
-
 def layer_of(module: str) -> int:
-    name = "_megatron" if names_megatron(module) else module.split(".")[0]
+    name = module.split(".")[0]
     assert name in LAYERS, f"distckpt.{name} is in no layer: give it its place in LAYERS"
     return LAYERS.index(name)
 
@@ -182,14 +172,20 @@ def all_imports_of(module: str) -> list[str]:
 @pytest.mark.parametrize(("library", "sole_importer"), SOLE_IMPORTERS.items())
 def test_what_is_known_in_one_place_only(library, sole_importer):
     importers = {
-        module for module in MODULES if any(f"{name}.".startswith(f"{library}.") for name in all_imports_of(module))
+        module
+        for module in MODULES
+        if any(f"{name}.".startswith(f"{library}.") for name in all_imports_of(module))
     }
     assert importers == {sole_importer}
 
 
-@pytest.mark.parametrize("library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"])
+@pytest.mark.parametrize(
+    "library", ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"]
+)
 def test_no_code_is_ever_loaded(library):
-    importers = [m for m in MODULES if any(name.split(".")[0] == library for name in all_imports_of(m))]
+    importers = [
+        m for m in MODULES if any(name.split(".")[0] == library for name in all_imports_of(m))
+    ]
     assert importers == []
 
 
@@ -200,13 +196,16 @@ def test_torch_load_and_save_are_not_used():
             for node in nodes_of(module)
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
-            and (node.value.id, node.attr) in {("torch", "load"), ("torch", "save"), ("torch", "package")}
+            and (node.value.id, node.attr)
+            in {("torch", "load"), ("torch", "save"), ("torch", "package")}
         ]
         assert used == [], module
 
 
 def test_the_byte_layout_of_safetensors_is_known_in_one_place():
-    """Its length field is a little-endian 64-bit integer; who writes or reads such a number knows the layout."""
+    """Its length field is a little-endian 64-bit integer; who writes or reads such a number knows
+    the layout.
+    """
     users = {
         module
         for module in MODULES
@@ -223,10 +222,18 @@ def test_the_architecture_page_names_every_folder_and_only_files_that_exist():
     package = ROOT / "distckpt"
     folders = {folder.name for folder in package.iterdir() if (folder / "__init__.py").is_file()}
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == folders
-    named = {name.removeprefix("distckpt/") for name in re.findall(r"`([\w/]+\.py)`", page) if "tests/" not in name}
-    assert [name for name in named if not (package / name).is_file() and not list(package.rglob(name))] == []
+    named = {
+        name.removeprefix("distckpt/")
+        for name in re.findall(r"`([\w/]+\.py)`", page)
+        if "tests/" not in name
+    }
+    assert [
+        name for name in named if not (package / name).is_file() and not list(package.rglob(name))
+    ] == []
     picture = (ROOT / "docs/architecture.svg").read_text()
-    assert {name for name in folders if name.startswith("_")} <= set(re.findall(r">(_\w+)<", picture))
+    assert {name for name in folders if name.startswith("_")} <= set(
+        re.findall(r">(_\w+)<", picture)
+    )
 
 
 def test_no_test_module_imports_another():
@@ -239,10 +246,20 @@ def test_no_test_module_imports_another():
 
 
 def test_tests_of_one_process_need_no_servers_and_no_models_of_others():
-    """What they cost, one does not want to wait for while working on the code: tests/integration has such tests."""
+    """What they cost, one does not want to wait for while working on the code: tests/integration
+    has such tests.
+    """
     heavy = r"\b(tiny_models|megatron_(gpt|families|towers|mamba)|s3_server|cloud_servers|compressed_tensors)\b"
-    fixtures = r"\bdef \w+\(.*\b(server|bucket)\b|getfixturevalue\(.(server|bucket)|^import transformers"
-    files = {file: file.read_text() for file in (ROOT / "tests/unit").rglob("*.py") if file != Path(__file__)}
-    found = [file.name for file, text in files.items() if re.search(f"{heavy}|{fixtures}", text, re.M)]
+    fixtures = (
+        r"\bdef \w+\(.*\b(server|bucket)\b|getfixturevalue\(.(server|bucket)|^import transformers"
+    )
+    files = {
+        file: file.read_text()
+        for file in (ROOT / "tests/unit").rglob("*.py")
+        if file != Path(__file__)
+    }
+    found = [
+        file.name for file, text in files.items() if re.search(f"{heavy}|{fixtures}", text, re.M)
+    ]
     assert len(files) > 50
     assert found == []

@@ -1,4 +1,6 @@
-"""The checkpoint manager in one process: the newest complete step, retention, and what is left alone."""
+"""The checkpoint manager in one process: the newest complete step, retention, and what is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from distckpt import (
     ShardedTensor,
     UnsupportedObjectError,
 )
-from distckpt.core import read_marker, write_marker
+from distckpt.megatron.core import read_marker, write_marker
 from tests.support.cli_command import call
 from tests.support.disk import tree_of
 from tests.support.disks import immutable
@@ -51,7 +53,7 @@ def save_steps(root, steps, **settings):
             manager.save(step, state_of(step)).result(PATIENCE)
 
 
-# --- Saving and loading ---------------------------------------------------------------------------------------------
+# --- Saving and loading ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("async_save", [True, False])
@@ -69,7 +71,11 @@ def test_steps_come_back(async_save, tmp_path):
         # Loading waits for what is on its way.
         assert value_of(manager.load(state_of(-1))) == 123456784
         assert value_of(manager.load(state_of(-1), 5)) == 5
-        assert (manager.latest(), manager.steps(), manager.skipped) == (123456784, [5, 100, 123456784], {})
+        assert (manager.latest(), manager.steps(), manager.skipped) == (
+            123456784,
+            [5, 100, 123456784],
+            {},
+        )
         assert manager.location(5) == str(root / "step_00000005")
     assert names_in(root) == [
         "latest_checkpointed_iteration.txt",
@@ -85,7 +91,9 @@ def test_arguments_are_passed_on(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1), content_metadata={"kind": "test"}).result(PATIENCE)
         assert distckpt.load_content_metadata(manager.location(1)) == {"kind": "test"}
-        loaded, missing, unexpected = manager.load({"x": state_of(0)["rows"]}, 1, strict="return_all")
+        loaded, missing, unexpected = manager.load(
+            {"x": state_of(0)["rows"]}, 1, strict="return_all"
+        )
     assert (loaded["value"], missing, unexpected) == (1, {"rng", "shared"}, set())
 
 
@@ -134,7 +142,9 @@ def in_the_way(root, step):
 def test_wait_raises_what_nobody_has_asked_for_once(tmp_path):
     manager = CheckpointManager(tmp_path)
     gate = threading.Event()
-    first = distckpt.async_save(state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE))
+    first = distckpt.async_save(
+        state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+    )
     manager.save(1, state_of(1))
     in_the_way(tmp_path, 1)
     gate.set()
@@ -160,7 +170,10 @@ def test_a_job_that_goes_on_without_a_checkpoint(async_save, tmp_path, caplog):
         with pytest.raises(CheckpointExistsError, match="is a file"):
             handle.result(PATIENCE)
         manager.wait()
-        for step, state, error in ((-1, {}, ValueError), (4, {"x": object()}, UnsupportedObjectError)):
+        for step, state, error in (
+            (-1, {}, ValueError),
+            (4, {"x": object()}, UnsupportedObjectError),
+        ):
             with pytest.raises(error):
                 manager.save(step, state)
         assert manager.steps() == [2, 3]
@@ -171,7 +184,9 @@ def test_a_job_that_goes_on_without_a_checkpoint(async_save, tmp_path, caplog):
 def test_a_failure_in_the_background_is_logged_when_the_job_goes_on(tmp_path):
     gate = threading.Event()
     with CheckpointManager(tmp_path, on_failure="log") as manager:
-        distckpt.async_save(state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE))
+        distckpt.async_save(
+            state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+        )
         manager.save(1, state_of(1))
         in_the_way(tmp_path, 1)
         gate.set()
@@ -185,14 +200,16 @@ def test_a_failure_in_the_background_is_logged_when_the_job_goes_on(tmp_path):
 def test_an_error_in_the_block_is_not_replaced(tmp_path):
     gate = threading.Event()
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:  # noqa: PT012
-        distckpt.async_save(state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE))
+        distckpt.async_save(
+            state_of(0), tmp_path / "step_00000000", progress=lambda n: gate.wait(PATIENCE)
+        )
         manager.save(1, state_of(1))
         in_the_way(tmp_path, 1)
         gate.set()
         1 / 0  # noqa: B018
 
 
-# --- The newest complete step among broken ones ---------------------------------------------------------------------
+# --- The newest complete step among broken ones ---------------------------------------------------
 
 
 def shard_file(step_directory):
@@ -355,7 +372,9 @@ def test_a_step_that_does_not_load_is_passed_over(tmp_path, caplog):
     with pytest.raises(CorruptCheckpointError, match="step_00000004"):
         manager.load(state_of(-1), 4)
     damage_data(tmp_path / "step_00000001")
-    with pytest.raises(CheckpointNotFoundError, match=r"is undefined(.|\n)* 4: Corrupt(.|\n)* 1: Corrupt"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"is undefined(.|\n)* 4: Corrupt(.|\n)* 1: Corrupt"
+    ):
         manager.load(state_of(-1))
 
 
@@ -395,7 +414,7 @@ def test_checkpoints_that_no_manager_saved_can_be_the_latest(tmp_path):
     assert value_of(manager.load(state_of(-1))) == 7
 
 
-# --- Retention ------------------------------------------------------------------------------------------------------
+# --- Retention ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,7 +446,9 @@ def test_a_best_metric_that_no_save_has_given_is_an_error(tmp_path):
         for step in (0, 1):
             manager.save(step, state_of(step))
         assert manager.steps() == [1]
-        with pytest.raises(ValueError, match=r"best_metric 'los', only \['loss'\] \(did you mean 'loss'\?\)"):
+        with pytest.raises(
+            ValueError, match=r"best_metric 'los', only \['loss'\] \(did you mean 'loss'\?\)"
+        ):
             manager.save(2, state_of(2), {"loss": 1.0})
         manager.save(2, state_of(2), {"loss": 1.0, "los": float("nan")})
         manager.save(3, state_of(3), {"loss": 1.0})
@@ -465,13 +486,20 @@ def test_a_step_with_odd_metrics_stays_and_stops_nothing(odd, tmp_path, caplog, 
 
 @pytest.mark.parametrize("metric", ["much", None, [1.0]])
 def test_metrics_are_numbers(metric, tmp_path):
-    with CheckpointManager(tmp_path) as manager, pytest.raises(TypeError, match="'loss' is no number"):
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(TypeError, match="'loss' is no number"),
+    ):
         manager.save(1, state_of(1), {"loss": metric})
 
 
 def test_numbers_of_other_libraries_are_metrics(tmp_path):
     with CheckpointManager(tmp_path, async_save=False) as manager:
-        manager.save(1, state_of(1), {"a": np.float32(0.5), "b": torch.tensor(2), "c": 10**400, "d": float("inf")})
+        manager.save(
+            1,
+            state_of(1),
+            {"a": np.float32(0.5), "b": torch.tensor(2), "c": 10**400, "d": float("inf")},
+        )
     assert read_marker(tmp_path / "step_00000001")["manager"]["metrics"] == {"a": 0.5, "b": 2.0}
 
 
@@ -509,7 +537,8 @@ def test_only_whole_steps_count(tmp_path):
     save_steps(tmp_path, [1, 2, 3])
     cut_file(tmp_path / "step_00000003")
     save_steps(tmp_path, [4], keep_last=2)
-    # What is not whole may be repaired, or be readable tomorrow: it goes when enough whole ones are newer.
+    # What is not whole may be repaired, or be readable tomorrow: it goes when enough whole ones are
+    # newer.
     assert directories_in(tmp_path) == ["step_00000002", "step_00000003", "step_00000004"]
     save_steps(tmp_path, [5], keep_last=2)
     assert directories_in(tmp_path) == ["step_00000004", "step_00000005"]
@@ -538,7 +567,13 @@ def test_what_others_have_put_there_is_left_alone(tmp_path):
     (root / "step_00000004" / "notes.txt").write_text("mine")
     save_steps(elsewhere, [5])
     (root / "step_00000005").symlink_to(elsewhere / "step_00000005")
-    for name in ("step_6", ".step_00000001.tmp-mine", ".step_00000001.damaged-0123456784abcdef", "export", ".hidden"):
+    for name in (
+        "step_6",
+        ".step_00000001.tmp-mine",
+        ".step_00000001.damaged-0123456784abcdef",
+        "export",
+        ".hidden",
+    ):
         shutil.copytree(root / "step_00000001", root / name)
     (root / "step_00000007").write_text("a file")
     before = tree_of(root)
@@ -641,7 +676,9 @@ def test_directories_that_vanish_meanwhile(tmp_path):
     ids=repr,
 )
 def test_settings_that_make_no_sense(settings, tmp_path):
-    with pytest.raises(ValueError, match=r"must be|keep_last|timeout is a number of seconds, above 0, got "):
+    with pytest.raises(
+        ValueError, match=r"must be|keep_last|timeout is a number of seconds, above 0, got "
+    ):
         CheckpointManager(tmp_path, **settings)
 
 
@@ -652,7 +689,10 @@ def test_a_reader_of_a_checkpoint_that_is_removed_is_told_so(tmp_path):
         if path.endswith("manifest.safetensors"):
             as_another_program(save_steps, tmp_path, [2], keep_last=1)
 
-    with hooked_reads(remove), pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"):
+    with (
+        hooked_reads(remove),
+        pytest.raises(CheckpointNotFoundError, match="was removed while it was being loaded"),
+    ):
         distckpt.load(state_of(-1), f"hooked://{tmp_path}/step_00000001")
     assert directories_in(tmp_path) == ["step_00000002"]
 
@@ -667,7 +707,7 @@ def test_on_an_object_store():
         assert value_of(manager.load(state_of(-1), 2)) == 2
 
 
-# --- Preemption -----------------------------------------------------------------------------------------------------
+# --- Preemption -----------------------------------------------------------------------------------
 
 
 def test_a_signal_is_noted_and_the_handler_put_back(tmp_path):

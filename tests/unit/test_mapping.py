@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distckpt.core import CheckpointingException, InvalidShardingError
 from distckpt.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -24,6 +23,7 @@ from distckpt.mapping import (
     apply_factory_merges,
     is_main_replica,
 )
+from distckpt.megatron.core import CheckpointingException, InvalidShardingError
 from tests.support.reference import megatron_or_skip
 
 
@@ -42,14 +42,18 @@ def global_tensor(local_shape, prepended, parts):
 
 
 def cells(local_shape, prepended, parts):
-    """Cut the global tensor with numpy: yields rank offsets and the local tensor of each cell of the grid."""
+    """Cut the global tensor with numpy: yields rank offsets and the local tensor of each cell of
+    the grid.
+    """
     whole = global_tensor(local_shape, prepended, parts).numpy()
     for cell in itertools.product(*map(range, parts)):
         local = whole
         for axis, (position, n) in enumerate(zip(cell, parts, strict=True)):
             local = np.split(local, n, axis=axis)[position]
         local = local.reshape(local_shape)
-        triples = [(axis, position, n) for axis, (position, n) in enumerate(zip(cell, parts, strict=True))]
+        triples = [
+            (axis, position, n) for axis, (position, n) in enumerate(zip(cell, parts, strict=True))
+        ]
         yield cell, triples, torch.from_numpy(local.copy())
 
 
@@ -84,23 +88,35 @@ def test_shards_of_a_grid_lie_where_numpy_cuts(grid):
 
 def test_axes_that_are_not_mentioned_are_not_divided():
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (2, 1, 4), prepend_axis_num=1)
-    assert (shard.global_shape, shard.global_offset, shard.axis_fragmentations) == ((1, 2, 12), (0, 0, 3), (1, 1, 4))
+    assert (shard.global_shape, shard.global_offset, shard.axis_fragmentations) == (
+        (1, 2, 12),
+        (0, 0, 3),
+        (1, 1, 4),
+    )
     assert shard.global_slice() == (0, slice(0, 2), slice(3, 6))
 
 
 def test_scalars_and_attributes_pass_through():
-    shard = ShardedTensor.from_rank_offsets("s", torch.tensor(1.5), replica_id=(0, 2), allow_shape_mismatch=True)
+    shard = ShardedTensor.from_rank_offsets(
+        "s", torch.tensor(1.5), replica_id=(0, 2), allow_shape_mismatch=True
+    )
     assert (shard.global_shape, shard.global_slice(), shard.replica_id) == ((), (), (0, 2))
     assert shard.allow_shape_mismatch
     assert shard.dtype == torch.float32
 
 
 def test_fields_have_megatrons_order():
-    shard = ShardedTensor("w", None, torch.float16, (1, 2), (5, 1, 2), (4, 0, 0), None, 3, 1, True, slice(0, 1))
+    shard = ShardedTensor(
+        "w", None, torch.float16, (1, 2), (5, 1, 2), (4, 0, 0), None, 3, 1, True, slice(0, 1)
+    )
     assert list(vars(shard).values()) == [
         *("w", None, torch.float16, (1, 2), (5, 1, 2), (4, 0, 0), None, 3, 1, True, slice(0, 1))
     ]
-    assert (shard.global_offset, shard.replica_id, shard.flattened_range) == ((4, 0, 0), 3, slice(0, 1))
+    assert (shard.global_offset, shard.replica_id, shard.flattened_range) == (
+        (4, 0, 0),
+        3,
+        slice(0, 1),
+    )
 
 
 def test_uneven_shards_have_no_regular_grid():
@@ -114,7 +130,12 @@ def test_uneven_shards_have_no_regular_grid():
 
 def test_shapes_become_plain_tuples():
     shard = ShardedTensor("w", None, torch.float32, torch.Size([2]), [np.int64(4)], [2], [2])
-    for value in (shard.local_shape, shard.global_shape, shard.global_offset, shard.axis_fragmentations):
+    for value in (
+        shard.local_shape,
+        shard.global_shape,
+        shard.global_offset,
+        shard.axis_fragmentations,
+    ):
         assert type(value) is tuple
         assert type(value[0]) is int
 
@@ -211,7 +232,11 @@ def test_later_changes_can_be_checked_again():
 )
 @pytest.mark.parametrize("flat", [False, True])
 def test_impossible_rank_offsets_are_errors(rank_offsets, problem, flat):
-    make = partial(flat_shard, flattened_range=slice(0, 6)) if flat else partial(ShardedTensor.from_rank_offsets, "w")
+    make = (
+        partial(flat_shard, flattened_range=slice(0, 6))
+        if flat
+        else partial(ShardedTensor.from_rank_offsets, "w")
+    )
     with pytest.raises(InvalidShardingError, match=f"'w'.*{problem}"):
         make(torch.zeros(2, 3), *rank_offsets, prepend_axis_num=1)
 
@@ -249,7 +274,11 @@ def test_coordinates_of_a_flat_shard_pick_its_elements(grid, first, length):
 
 def test_coordinates_of_a_prepended_axis_are_one_number():
     shard = flat_shard(
-        torch.arange(6).reshape(2, 3), (0, 2, 4), (1, 1, 2), flattened_range=slice(2, 4), prepend_axis_num=1
+        torch.arange(6).reshape(2, 3),
+        (0, 2, 4),
+        (1, 1, 2),
+        flattened_range=slice(2, 4),
+        prepend_axis_num=1,
     )
     assert [np.asarray(c).tolist() for c in shard.global_coordinates()] == [2, [2, 3], [2, 0]]
     assert [c.tolist() for c in shard.local_coordinates()] == [[0, 1], [2, 0]]
@@ -286,9 +315,13 @@ def test_open_ranges_follow_python(flattened_range, expected):
 # ---- ShardedTensor: data
 
 
-@pytest.mark.parametrize(("flattened_range", "shape"), [(None, (2, 3)), (slice(1, 5), (4,)), (slice(4, None), (2,))])
+@pytest.mark.parametrize(
+    ("flattened_range", "shape"), [(None, (2, 3)), (slice(1, 5), (4,)), (slice(4, None), (2,))]
+)
 def test_init_data_allocates_what_the_shard_holds(flattened_range, shape):
-    shard = ShardedTensor("w", None, torch.float16, (2, 3), (2, 3), (0, 0), None, flattened_range=flattened_range)
+    shard = ShardedTensor(
+        "w", None, torch.float16, (2, 3), (2, 3), (0, 0), None, flattened_range=flattened_range
+    )
     shard.init_data("cpu", torch.ones)
     assert torch.equal(shard.data, torch.ones(shape, dtype=torch.float16))
     assert shard.data.untyped_storage().nbytes() == 2 * math.prod(shape)
@@ -344,14 +377,19 @@ def test_narrowed_shards_make_up_the_narrowed_parts(grid, data):
     axis = dim + prepended
     # What every rank keeps, put together in order of position.
     pieces = np.split(global_tensor(*grid).numpy(), parts[axis], axis=axis)
-    expected = np.concatenate([np.take(p, range(start, start + length), axis=axis) for p in pieces], axis=axis)
+    expected = np.concatenate(
+        [np.take(p, range(start, start + length), axis=axis) for p in pieces], axis=axis
+    )
     for _, triples, local in cells(*grid):
         shard = ShardedTensor.from_rank_offsets("w", local, *triples, prepend_axis_num=prepended)
         [kept] = shard.narrow(dim, start, length)
         assert kept.global_shape == expected.shape
         assert np.array_equal(expected[kept.global_slice()], kept.data.numpy())
         assert kept.axis_fragmentations == parts
-        assert shard.narrow(dim - len(local_shape), start, length)[0].without_data() == kept.without_data()
+        assert (
+            shard.narrow(dim - len(local_shape), start, length)[0].without_data()
+            == kept.without_data()
+        )
         assert shard.without_data().narrow(dim, start, length) == [kept.without_data()]
 
 
@@ -378,7 +416,11 @@ def test_narrowed_data_are_views():
 @pytest.mark.parametrize("flat", [False, True])
 def test_narrow_stays_within_the_local_tensor(dim, start, length, problem, flat):
     local = torch.zeros(4, 2)
-    shard = flat_shard(local, flattened_range=slice(0, 8)) if flat else ShardedTensor.from_rank_offsets("w", local)
+    shard = (
+        flat_shard(local, flattened_range=slice(0, 8))
+        if flat
+        else ShardedTensor.from_rank_offsets("w", local)
+    )
     with pytest.raises(InvalidShardingError, match=f"'w': narrow.*{problem}"):
         shard.narrow(dim, start, length)
 
@@ -395,14 +437,25 @@ def test_narrow_refuses_shards_of_different_sizes():
 
 @pytest.mark.parametrize(
     ("start", "length", "kept"),
-    [(0, 1, [4, 5, 6]), (0, 3, [4, 5, 6, 7, 8]), (1, 1, [7, 8]), (1, 3, [7, 8]), (2, 1, []), (0, 0, [])],
+    [
+        (0, 1, [4, 5, 6]),
+        (0, 3, [4, 5, 6, 7, 8]),
+        (1, 1, [7, 8]),
+        (1, 3, [7, 8]),
+        (2, 1, []),
+        (0, 0, []),
+    ],
 )
 def test_narrow_flat_along_the_first_axis(start, length, kept):
     local = torch.arange(28).reshape(4, 7)
     shards = flat_shard(local, (0, 1, 2), flattened_range=slice(4, 9)).narrow(0, start, length)
     assert [s.data.tolist() for s in shards] == ([kept] if kept else [])
     for s in shards:
-        assert (s.local_shape, s.global_shape, s.global_offset) == ((length, 7), (2 * length, 7), (length, 0))
+        assert (s.local_shape, s.global_shape, s.global_offset) == (
+            (length, 7),
+            (2 * length, 7),
+            (length, 0),
+        )
         assert local[start : start + length].flatten()[s.flattened_range].tolist() == kept
 
 
@@ -417,15 +470,19 @@ def test_narrowed_runs_tile_the_narrowed_tensor(grid, data):
     numel = math.prod(local_shape)
     cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=3))})
     _, triples, local = list(cells(*grid))[-1]
-    [whole] = ShardedTensor.from_rank_offsets("w", local, *triples, prepend_axis_num=prepended).narrow(
-        dim, start, length
-    )
+    [whole] = ShardedTensor.from_rank_offsets(
+        "w", local, *triples, prepend_axis_num=prepended
+    ).narrow(dim, start, length)
     found = torch.full((whole.data.numel(),), -1)
     for begin, end in itertools.pairwise(cuts):
-        shard = flat_shard(local, *triples, flattened_range=slice(begin, end), prepend_axis_num=prepended)
+        shard = flat_shard(
+            local, *triples, flattened_range=slice(begin, end), prepend_axis_num=prepended
+        )
         runs = shard.narrow(dim, start, length)
         assert dim > 0 or len(runs) <= 1
-        assert shard.without_data().narrow(dim, start, length) == [run.without_data() for run in runs]
+        assert shard.without_data().narrow(dim, start, length) == [
+            run.without_data() for run in runs
+        ]
         for run in runs:
             assert replace(run.without_data(), flattened_range=None) == whole.without_data()
             assert torch.all(found[run.flattened_range] == -1)
@@ -438,7 +495,15 @@ def test_narrowed_runs_tile_the_narrowed_tensor(grid, data):
 
 @pytest.mark.parametrize(
     ("replica_id", "expected"),
-    [(0, True), (1, False), ((), True), ((0, 0), True), ((0, 1), False), ([0], True), (np.int64(0), True)],
+    [
+        (0, True),
+        (1, False),
+        ((), True),
+        ((0, 0), True),
+        ((0, 1), False),
+        ([0], True),
+        (np.int64(0), True),
+    ],
 )
 def test_main_replica_is_the_one_of_zeros(replica_id, expected):
     assert is_main_replica(replica_id) is expected
@@ -471,7 +536,8 @@ def test_old_unique_keys_lack_the_last_size():
 
 
 @pytest.mark.parametrize(
-    "unique_key", ["k", "shard_0_1", "k/part_0_1", "k/shard_0", "k/shard_0_1_2", "k/shard_a_1", "k/"]
+    "unique_key",
+    ["k", "shard_0_1", "k/part_0_1", "k/shard_0", "k/shard_0_1_2", "k/shard_a_1", "k/"],
 )
 def test_other_text_is_no_unique_key(unique_key):
     with pytest.raises(InvalidShardingError, match="unique key") as caught:
@@ -508,18 +574,23 @@ def test_object_equality_does_not_compare_data():
 def split_in_two(key, data, replica_id, flattened_range):
     halves = torch.chunk(data, 2)
     return [
-        ShardedTensor.from_rank_offsets(key, half, (0, i, 2), replica_id=replica_id) for i, half in enumerate(halves)
+        ShardedTensor.from_rank_offsets(key, half, (0, i, 2), replica_id=replica_id)
+        for i, half in enumerate(halves)
     ]
 
 
 def make_factory(key="fc1", data=None, **kwargs):
-    return ShardedTensorFactory(key, torch.arange(4.0) if data is None else data, split_in_two, torch.cat, **kwargs)
+    return ShardedTensorFactory(
+        key, torch.arange(4.0) if data is None else data, split_in_two, torch.cat, **kwargs
+    )
 
 
 def test_factory_hands_its_attributes_to_build_fn():
     seen = []
     data = torch.zeros(1)
-    factory = ShardedTensorFactory("k", data, lambda *args: seen.append(args), torch.cat, (0, 1), slice(0, 1))
+    factory = ShardedTensorFactory(
+        "k", data, lambda *args: seen.append(args), torch.cat, (0, 1), slice(0, 1)
+    )
     factory.build()
     replace(factory, key="optimizer.k").build()
     assert [args[0] for args in seen] == ["k", "optimizer.k"]
@@ -537,7 +608,10 @@ def test_factory_without_data_and_equality():
 
 
 def test_factories_there_and_back():
-    state = {"layers": [{"w": make_factory(), "b": 1}], "w": make_factory("v", torch.arange(6.0), replica_id=1)}
+    state = {
+        "layers": [{"w": make_factory(), "b": 1}],
+        "w": make_factory("v", torch.arange(6.0), replica_id=1),
+    }
     factories = {"layers": {0: {"w": state["layers"][0]["w"]}}, "w": state["w"]}
     assert apply_factories(state) is None
     shards = [*state["layers"][0]["w"], *state["w"]]
@@ -547,7 +621,10 @@ def test_factories_there_and_back():
         ("v", (0,), 1),
         ("v", (3,), 1),
     ]
-    loaded = {"layers": [{"w": [s.data for s in shards[:2]], "b": 1}], "w": [s.data for s in shards[2:]]}
+    loaded = {
+        "layers": [{"w": [s.data for s in shards[:2]], "b": 1}],
+        "w": [s.data for s in shards[2:]],
+    }
     assert apply_factory_merges(loaded, factories) is loaded
     assert torch.equal(loaded["layers"][0]["w"], torch.arange(4.0))
     assert torch.equal(loaded["w"], torch.arange(6.0))
@@ -555,7 +632,10 @@ def test_factories_there_and_back():
 
 
 def test_factory_at_the_top_merges_to_a_tensor():
-    assert torch.equal(apply_factory_merges([torch.zeros(1), torch.ones(1)], make_factory()), torch.tensor([0.0, 1.0]))
+    assert torch.equal(
+        apply_factory_merges([torch.zeros(1), torch.ones(1)], make_factory()),
+        torch.tensor([0.0, 1.0]),
+    )
 
 
 def test_factories_merge_in_lists_of_the_same_length():
@@ -612,15 +692,32 @@ def test_shards_agree_with_megatron(megatron, grid, data):
             dim = data.draw(st.integers(0, len(local_shape) - 1))
             start = data.draw(st.integers(0, local_shape[dim] - 1))
             length = data.draw(st.integers(0, local_shape[dim] - start))
-            [kept], [their_kept] = ours.narrow(dim, start, length), theirs.narrow(dim, start, length)
+            [kept], [their_kept] = (
+                ours.narrow(dim, start, length),
+                theirs.narrow(dim, start, length),
+            )
             assert attributes(kept) == attributes(their_kept)
             assert torch.equal(kept.data, their_kept.data)
 
 
-@given(sizes=st.lists(st.integers(-1, 4), min_size=4, max_size=4), regular=st.booleans(), prepended=st.integers(0, 1))
+@given(
+    sizes=st.lists(st.integers(-1, 4), min_size=4, max_size=4),
+    regular=st.booleans(),
+    prepended=st.integers(0, 1),
+)
 def test_what_megatron_refuses_is_refused(megatron, sizes, regular, prepended):
     local, size, offset, parts = sizes
-    args = ("w", None, torch.float32, (local,), (size,), (offset,), (parts,) if regular else None, 0, prepended)
+    args = (
+        "w",
+        None,
+        torch.float32,
+        (local,),
+        (size,),
+        (offset,),
+        (parts,) if regular else None,
+        0,
+        prepended,
+    )
     try:
         ShardedTensor(*args)
     except CheckpointingException:
@@ -634,14 +731,26 @@ def test_objects_agree_with_megatron(megatron):
     assert ours.unique_key == theirs.unique_key
     assert str(ours) == str(theirs)
     for unique_key in (ours.unique_key, "old/shard_0.7_3"):
-        parsed, expected = (kind.empty_from_unique_key(unique_key) for kind in (ShardedObject, megatron.ShardedObject))
+        parsed, expected = (
+            kind.empty_from_unique_key(unique_key)
+            for kind in (ShardedObject, megatron.ShardedObject)
+        )
         assert vars(parsed) == vars(expected)
 
 
 def test_every_public_name_of_megatron_is_here(megatron):
     mapping = importlib.import_module("distckpt.mapping")
     # Names that the module defines, not those that it imports.
-    names = [n for n, v in vars(megatron).items() if getattr(v, "__module__", None) == megatron.__name__]
-    names += ["StateDict", "CommonStateDict", "ShardedStateDict", "ReplicaId", "FactoryBuildFn", "FactoryMergeFn"]
+    names = [
+        n for n, v in vars(megatron).items() if getattr(v, "__module__", None) == megatron.__name__
+    ]
+    names += [
+        "StateDict",
+        "CommonStateDict",
+        "ShardedStateDict",
+        "ReplicaId",
+        "FactoryBuildFn",
+        "FactoryMergeFn",
+    ]
     assert len(names) > 10
     assert [n for n in names if not hasattr(mapping, n)] == []

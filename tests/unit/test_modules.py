@@ -14,7 +14,13 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import distckpt
-from distckpt import InvalidShardingError, LoadMismatchError, ShardedObject, ShardedTensor, modules
+from distckpt import (
+    InvalidShardingError,
+    LoadMismatchError,
+    ShardedObject,
+    ShardedTensor,
+    modules,
+)
 from distckpt._models import dtensor
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 from tests.support.reference import megatron_or_skip
@@ -55,7 +61,9 @@ class Column(torch.nn.Module):
 
 def linear_pair():
     """Two layers with tied weights."""
-    net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3, bias=False), "c": Counter(4)})
+    net = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3, bias=False), "c": Counter(4)}
+    )
     net["b"].weight = net["a"].weight
     return net
 
@@ -72,7 +80,9 @@ def test_all_that_a_module_keeps_is_described():
         "net.a.bias": whole_shard("net.a.bias", net["a"].bias),
         "net.b.weight": whole_shard("net.b.weight", net["a"].weight),
         "net.c.kept": whole_shard("net.c.kept", net["c"].kept),
-        "net.c._extra_state": ShardedObject("net.c._extra_state", state["net.c._extra_state"].data, (1,), (0,), (0, 0)),
+        "net.c._extra_state": ShardedObject(
+            "net.c._extra_state", state["net.c._extra_state"].data, (1,), (0,), (0, 0)
+        ),
     }
     assert state["net.c._extra_state"].data == {"calls": 4}
 
@@ -92,11 +102,17 @@ def test_prepended_axes_and_replica_ids_are_those_of_all_entries():
 def test_saving_and_loading_a_module(tmp_path):
     net = linear_pair()
     distckpt.save({"model": sharded_state_dict(net)}, tmp_path / "saved")
-    expected = {name: tensor.clone() for name, tensor in net.state_dict().items() if name != "c._extra_state"}
+    expected = {
+        name: tensor.clone()
+        for name, tensor in net.state_dict().items()
+        if name != "c._extra_state"
+    }
 
     other = linear_pair()
     other["c"] = Counter(9)
-    loaded = distckpt.load({"model": sharded_state_dict(other)}, tmp_path / "saved", strict="raise_all")
+    loaded = distckpt.load(
+        {"model": sharded_state_dict(other)}, tmp_path / "saved", strict="raise_all"
+    )
     assert load_sharded_state_dict(other, loaded["model"]) == (set(), set())
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in expected.items())
     assert other["b"].weight is other["a"].weight
@@ -122,7 +138,9 @@ def test_tied_weights_may_be_untied_and_tied_again(tmp_path):
 
 def test_modules_that_describe_themselves_are_asked():
     column = Column()
-    net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ModuleDict({"one": column, "two": column}))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 2), torch.nn.ModuleDict({"one": column, "two": column})
+    )
     offsets, metadata = ((0, 1, 2),), {"key": "value"}
     state = sharded_state_dict(net, "m.", offsets, metadata)
     assert column.asked == [("m.1.one.", offsets, metadata), ("m.1.two.", offsets, metadata)]
@@ -147,7 +165,9 @@ def test_a_module_may_use_the_function_for_itself():
 def test_default_asks_a_module_or_takes_its_state_as_copied():
     column, counter = Column(), Counter(1)
     net = torch.nn.ModuleDict({"column": column, "counter": counter})
-    state = modules.sharded_state_dict_default(net, "n.", (), {"dp_cp_group": (2, 4)}, tp_group=(1, 3))
+    state = modules.sharded_state_dict_default(
+        net, "n.", (), {"dp_cp_group": (2, 4)}, tp_group=(1, 3)
+    )
     assert {name: shard.replica_id for name, shard in state.items()} == {
         "n.column.weight": (0, 0, 0),
         "n.counter.kept": (0, 1, 2),
@@ -167,7 +187,10 @@ def test_names_do_not_depend_on_compiling_and_activation_checkpointing(tmp_path)
         net = make(wrap)
         state = sharded_state_dict(net)
         assert list(state) == list(sharded_state_dict(plain))
-        assert load_sharded_state_dict(net, distckpt.load(state, tmp_path / "saved"), strict=False)[1] == set()
+        assert (
+            load_sharded_state_dict(net, distckpt.load(state, tmp_path / "saved"), strict=False)[1]
+            == set()
+        )
         assert torch.equal(next(net.parameters()), next(plain.parameters()))
     assert list(sharded_state_dict(compiled(plain))) == list(sharded_state_dict(plain))
 
@@ -175,7 +198,11 @@ def test_names_do_not_depend_on_compiling_and_activation_checkpointing(tmp_path)
 def test_values_that_were_not_loaded_in_place_are_copied():
     net = torch.nn.Linear(2, 3)
     parameters = dict(net.named_parameters())
-    values = {"x.weight": torch.ones(3, 2, dtype=torch.float64), "x.bias": torch.full((3,), 2.0), "y": torch.ones(1)}
+    values = {
+        "x.weight": torch.ones(3, 2, dtype=torch.float64),
+        "x.bias": torch.full((3,), 2.0),
+        "y": torch.ones(1),
+    }
     assert load_sharded_state_dict(net, values, "x.") == (set(), set())
     assert dict(net.named_parameters()) == parameters
     assert net.weight.tolist() == [[1, 1]] * 3
@@ -191,12 +218,19 @@ def test_what_does_not_fit_is_an_error():
         load_sharded_state_dict(net, {"weight": torch.ones(3, 2), "scale": torch.ones(1)})
     assert (caught.value.missing, caught.value.unexpected) == ({"bias"}, {"scale"})
     assert torch.equal(net.weight, before)
-    with pytest.raises(LoadMismatchError, match=r"'weight' has shape \(3, 2\) on this rank, but \(2, 3\)"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'weight' has shape \(3, 2\) on this rank, but \(2, 3\)"
+    ):
         load_sharded_state_dict(net, {"weight": torch.ones(2, 3)}, strict=False)
-    assert load_sharded_state_dict(net, {"weight": torch.ones(3, 2), "scale": 1}, strict=False) == ({"bias"}, {"scale"})
+    assert load_sharded_state_dict(net, {"weight": torch.ones(3, 2), "scale": 1}, strict=False) == (
+        {"bias"},
+        {"scale"},
+    )
     assert net.weight.tolist() == [[1, 1]] * 3
     with pytest.raises(LoadMismatchError, match=r"'weight' is on the meta device.*to_empty"):
-        load_sharded_state_dict(torch.nn.Linear(2, 3, device="meta"), {"weight": torch.ones(3, 2)}, strict=False)
+        load_sharded_state_dict(
+            torch.nn.Linear(2, 3, device="meta"), {"weight": torch.ones(3, 2)}, strict=False
+        )
 
 
 def test_state_that_only_the_module_understands_is_handed_to_it():
@@ -208,7 +242,10 @@ def test_state_that_only_the_module_understands_is_handed_to_it():
             self.value = torch.nn.Parameter(torch.tensor(value))
 
         def _save_to_state_dict(self, destination, prefix, keep_vars):
-            destination[f"{prefix}low"], destination[f"{prefix}high"] = self.value % 10, self.value // 10
+            destination[f"{prefix}low"], destination[f"{prefix}high"] = (
+                self.value % 10,
+                self.value // 10,
+            )
 
         def _load_from_state_dict(self, state_dict, prefix, *args):
             self.value.data = state_dict[f"{prefix}low"] + 10 * state_dict[f"{prefix}high"]
@@ -227,10 +264,17 @@ def in_order_of_indices(size, placements, mesh_shape, coordinate):
     return indices.tolist()
 
 
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch's own _StridedShard refuses uneven parts")
+@pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="PyTorch's own _StridedShard refuses uneven parts"
+)
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (3, 2), (2, 2, 2)])
 def test_parts_hold_the_indices_that_torch_gives_them(mesh_shape):
-    kinds = [Shard(0), Replicate(), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)]
+    kinds = [
+        Shard(0),
+        Replicate(),
+        _StridedShard(0, split_factor=2),
+        _StridedShard(0, split_factor=3),
+    ]
     for size, placements in itertools.product(range(0, 12, 2 if len(mesh_shape) > 2 else 1),
                                               itertools.product(kinds, repeat=len(mesh_shape))):  # fmt: skip
         splits = tuple(dtensor._splits("key", placements, mesh_shape))
@@ -281,7 +325,11 @@ def test_helpers_agree_with_megatron(megatron, group_of_one, offsets):
     tensor, groups = torch.ones(2, 3), {"tp_group": Group(1, 4), "dp_cp_group": Group(2, 3)}
     calls = [
         ("make_tp_sharded_tensor_for_checkpoint", (tensor, "key"), {"prepend_offsets": offsets}),
-        ("make_tp_sharded_tensor_for_checkpoint", (tensor, "key", 1), {"prepend_offsets": offsets, "replica_id": 7}),
+        (
+            "make_tp_sharded_tensor_for_checkpoint",
+            (tensor, "key", 1),
+            {"prepend_offsets": offsets, "replica_id": 7},
+        ),
         (
             "make_tp_sharded_tensor_for_checkpoint",
             (tensor, "key"),
@@ -295,9 +343,15 @@ def test_helpers_agree_with_megatron(megatron, group_of_one, offsets):
         assert facts(getattr(modules, name)(*args, **options, **groups)) == facts(expected)
 
     obj = object()
-    expected = megatron.make_sharded_object_for_checkpoint(obj, "key", offsets, replica_id=(0, 1, 2))
-    assert facts(modules.make_sharded_object_for_checkpoint(obj, "key", offsets, (0, 1, 2))) == facts(expected)
-    assert facts(modules.make_sharded_object_for_checkpoint(obj, "key", offsets, **groups)) == facts(expected)
+    expected = megatron.make_sharded_object_for_checkpoint(
+        obj, "key", offsets, replica_id=(0, 1, 2)
+    )
+    assert facts(
+        modules.make_sharded_object_for_checkpoint(obj, "key", offsets, (0, 1, 2))
+    ) == facts(expected)
+    assert facts(
+        modules.make_sharded_object_for_checkpoint(obj, "key", offsets, **groups)
+    ) == facts(expected)
 
 
 def test_the_state_dict_of_a_layer_agrees_with_megatron(megatron, group_of_one):
@@ -311,7 +365,9 @@ def test_the_state_dict_of_a_layer_agrees_with_megatron(megatron, group_of_one):
     groups = {"tp_group": Group(1, 2), "dp_cp_group": Group(1, 3)}
     ours = modules.make_sharded_tensors_for_checkpoint(*args, **groups)
     expected = megatron.make_sharded_tensors_for_checkpoint(*args, **groups)
-    assert {name: facts(value) for name, value in ours.items()} == {name: facts(v) for name, v in expected.items()}
+    assert {name: facts(value) for name, value in ours.items()} == {
+        name: facts(v) for name, v in expected.items()
+    }
     pairs = modules.make_sharded_tensors_for_checkpoint(*args, tp_group=(1, 2), dp_cp_group=(1, 3))
     assert pairs == ours
 
@@ -324,8 +380,14 @@ def test_helpers_agree_with_megatron_on_fsdp_over_tensor_parallel(megatron, rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
-        options = {"tp_group": Group(1, 3), "dp_cp_group": mesh.get_group(), "prepend_offsets": ((0, 2, 5),)}
-        part = distribute_tensor(torch.arange(24.0).reshape(4, 6), mesh, [Shard(0)], src_data_rank=None)
+        options = {
+            "tp_group": Group(1, 3),
+            "dp_cp_group": mesh.get_group(),
+            "prepend_offsets": ((0, 2, 5),),
+        }
+        part = distribute_tensor(
+            torch.arange(24.0).reshape(4, 6), mesh, [Shard(0)], src_data_rank=None
+        )
         for name, args in (
             ("make_tp_sharded_tensor_for_checkpoint", (part, "key", 0)),
             ("make_tp_sharded_tensor_for_checkpoint", (part, "key", 1)),
@@ -339,6 +401,8 @@ def test_helpers_agree_with_megatron_on_fsdp_over_tensor_parallel(megatron, rank
 
 def test_without_groups_all_ranks_have_copies():
     state = modules.make_sharded_tensors_for_checkpoint({"w": torch.ones(2)}, "", {"w": 0})
-    assert state["w"] == ShardedTensor.from_rank_offsets("w", state["w"].data, (0, 0, 1), replica_id=(0, 0, 0))
+    assert state["w"] == ShardedTensor.from_rank_offsets(
+        "w", state["w"].data, (0, 0, 1), replica_id=(0, 0, 0)
+    )
     with pytest.raises(InvalidShardingError, match="axis 3"):
         modules.make_tp_sharded_tensor_for_checkpoint(torch.ones(2), "w", 3)

@@ -13,14 +13,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distckpt
 from distckpt import optimizer
-from distckpt.core import InvalidShardingError
 from distckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from distckpt.megatron.core import InvalidShardingError
 from distckpt.modules import load_sharded_state_dict, sharded_state_dict
 from tests.support.reference import megatron_or_skip
 
 
 def split_in_two(key, data, replica_id, flattened_range):
-    return [ShardedTensor.from_rank_offsets(key, half, (0, i, 2)) for i, half in enumerate(torch.chunk(data, 2))]
+    return [
+        ShardedTensor.from_rank_offsets(key, half, (0, i, 2))
+        for i, half in enumerate(torch.chunk(data, 2))
+    ]
 
 
 def train(params):
@@ -32,10 +35,15 @@ def train(params):
 
 
 def make_model(mapping_module=None):
-    """Parameters, and a model state dict in another order: a shard, a factory, and a buffer besides."""
+    """Parameters, and a model state dict in another order: a shard, a factory, and a buffer
+    besides.
+    """
     tensor_cls = mapping_module.ShardedTensor if mapping_module else ShardedTensor
     factory_cls = mapping_module.ShardedTensorFactory if mapping_module else ShardedTensorFactory
-    weight, fused = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)), torch.nn.Parameter(torch.arange(4.0))
+    weight, fused = (
+        torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)),
+        torch.nn.Parameter(torch.arange(4.0)),
+    )
     state = {
         "buffer": tensor_cls.from_rank_offsets("buffer", torch.zeros(2)),
         "nested": [factory_cls("fused", fused, split_in_two, torch.cat)],
@@ -75,7 +83,10 @@ def test_views_of_whole_parameters_are_found_but_copies_are_not(caplog):
 def test_parameters_without_memory_are_told_apart_by_object():
     params = [torch.nn.Parameter(torch.empty(2, device="meta")) for _ in range(2)]
     params += [torch.nn.Parameter(torch.empty(0)) for _ in range(2)]
-    state = {str(i): ShardedTensor.from_rank_offsets(str(i), p) for i, p in reversed(list(enumerate(params)))}
+    state = {
+        str(i): ShardedTensor.from_rank_offsets(str(i), p)
+        for i, p in reversed(list(enumerate(params)))
+    }
     state["none"] = state["0"].without_data()
     state["unrelated"] = ShardedTensor.from_rank_offsets("unrelated", torch.empty(2, device="meta"))
     found = optimizer.get_param_id_to_sharded_param_map(state, params)
@@ -93,7 +104,10 @@ def one_rank():
 @pytest.mark.usefixtures("one_rank")
 def test_dtensor_parameters_stand_for_their_local_part():
     mesh = init_device_mesh("cpu", (1,))
-    params = [torch.nn.Parameter(distribute_tensor(torch.full((2,), float(i)), mesh, [Shard(0)])) for i in range(8)]
+    params = [
+        torch.nn.Parameter(distribute_tensor(torch.full((2,), float(i)), mesh, [Shard(0)]))
+        for i in range(8)
+    ]
     with torch.no_grad():
         locals_ = [p.to_local() for p in params]
     state = {str(i): ShardedTensor.from_rank_offsets(str(i), t) for i, t in enumerate(locals_)}
@@ -109,7 +123,9 @@ def test_optimizer_tensor_lies_where_its_parameter_does():
     moment = torch.ones(2, 3, dtype=torch.float64)
     shard = optimizer.make_sharded_optimizer_tensor(state["weight"], moment, "optimizer.state.m")
     assert shard.data is moment
-    expected = replace(state["weight"].without_data(), key="optimizer.state.m.weight", dtype=torch.float64)
+    expected = replace(
+        state["weight"].without_data(), key="optimizer.state.m.weight", dtype=torch.float64
+    )
     assert shard.without_data() == expected
     assert state["weight"].key == "weight"
 
@@ -118,11 +134,16 @@ def test_optimizer_tensor_of_a_factory_is_a_factory():
     _, state = make_model()
     moment = torch.arange(4.0) * 2
     factory = optimizer.make_sharded_optimizer_tensor(state["nested"][0], moment, "m")
-    assert [(s.key, s.data.tolist()) for s in factory.build()] == [("m.fused", [0, 2]), ("m.fused", [4, 6])]
+    assert [(s.key, s.data.tolist()) for s in factory.build()] == [
+        ("m.fused", [0, 2]),
+        ("m.fused", [4, 6]),
+    ]
 
 
 def test_optimizer_tensor_of_a_flat_shard_is_flat():
-    flat = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (2, 3), (1, 1, 2), flattened_range=slice(2, 5))
+    flat = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.zeros(3), (2, 3), (1, 1, 2), flattened_range=slice(2, 5)
+    )
     shard = optimizer.make_sharded_optimizer_tensor(flat, torch.ones(3, dtype=torch.float64), "m")
     assert (shard.key, shard.flattened_range, shard.global_offset) == ("m.w", slice(2, 5), (0, 3))
     for wrong in (torch.ones(4), torch.ones(2, 3), torch.ones(3, 1)):
@@ -163,7 +184,9 @@ def test_values_that_cannot_be_divided_stay():
     params, model_state = make_model()
     state = train(params).state_dict()
     state["state"][0] |= {"momentum_buffer": None, "count": 3}
-    optimizer.optim_state_to_sharding_state(state, optimizer.get_param_id_to_sharded_param_map(model_state, params))
+    optimizer.optim_state_to_sharding_state(
+        state, optimizer.get_param_id_to_sharded_param_map(model_state, params)
+    )
     assert torch.equal(state["state"][0]["step"], torch.tensor(1.0))
     assert torch.equal(state["state"][1]["step"], torch.tensor(1.0))
     assert (state["state"][0]["momentum_buffer"], state["state"][0]["count"]) == (None, 3)
@@ -173,7 +196,9 @@ def test_values_that_cannot_be_divided_stay():
 def test_state_of_a_parameter_without_axes_is_wrapped():
     scale = torch.nn.Parameter(torch.tensor(2.0))
     state = train([scale]).state_dict()
-    id_map = optimizer.get_param_id_to_sharded_param_map([ShardedTensor.from_rank_offsets("s", scale)], [scale])
+    id_map = optimizer.get_param_id_to_sharded_param_map(
+        [ShardedTensor.from_rank_offsets("s", scale)], [scale]
+    )
     optimizer.optim_state_to_sharding_state(state, id_map)
     assert [v.key for v in state["state"][0].values()] == [
         f"optimizer.state.{name}.s" for name in ("step", "exp_avg", "exp_avg_sq")
@@ -203,7 +228,9 @@ def test_failure_changes_nothing_and_says_what_to_do():
 
 @pytest.fixture(scope="module")
 def megatron():
-    return megatron_or_skip("dist_checkpointing.optimizer"), megatron_or_skip("dist_checkpointing.mapping")
+    return megatron_or_skip("dist_checkpointing.optimizer"), megatron_or_skip(
+        "dist_checkpointing.mapping"
+    )
 
 
 def test_optimizer_state_agrees_with_megatron(megatron):
@@ -249,7 +276,9 @@ OPTIMIZERS = {
     "Adam with amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=False),
     "Adam with a tensor for lr": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01)),
     "SGD": partial(torch.optim.SGD, lr=0.01),
-    "SGD with momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "SGD with momentum": partial(
+        torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5, weight_decay=0.1
+    ),
     "NAdam": torch.optim.NAdam,
     "Adagrad": torch.optim.Adagrad,
     "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
@@ -264,7 +293,10 @@ def groups_of(net):
     decayed = [net.up.weight, net.expert.weight]
     return [
         {"params": decayed},
-        {"params": [p for p in net.parameters() if all(p is not d for d in decayed)], "weight_decay": 0.0},
+        {
+            "params": [p for p in net.parameters() if all(p is not d for d in decayed)],
+            "weight_decay": 0.0,
+        },
     ]
 
 
@@ -282,7 +314,10 @@ def train_net(net, torch_optimizer, steps):
 
 def training_state(net, torch_optimizer):
     model = sharded_state_dict(net)
-    return {"model": model, "optimizer": optimizer.sharded_optimizer_state_dict(torch_optimizer, model)}
+    return {
+        "model": model,
+        "optimizer": optimizer.sharded_optimizer_state_dict(torch_optimizer, model),
+    }
 
 
 def load_net(net, torch_optimizer, path, **options):
@@ -344,25 +379,36 @@ def test_describing_changes_nothing():
 def test_groups_go_by_the_names_of_their_parameters(tmp_path):
     net = Net(seed=1)
     saved = torch.optim.AdamW(
-        [{"params": net.up.parameters(), "lr": 0.1, "betas": (0.5, 0.6)}, {"params": [net.scale], "lr": 0.2}]
+        [
+            {"params": net.up.parameters(), "lr": 0.1, "betas": (0.5, 0.6)},
+            {"params": [net.scale], "lr": 0.2},
+        ]
     )
     train_net(net, saved, range(2))
     distckpt.save(training_state(net, saved), tmp_path / "saved")
 
     other = Net(seed=2)
-    # In another order, one group divided, one parameter that was in no group, and other ways to compute.
+    # In another order, one group divided, one parameter that was in no group, and other ways to
+    # compute.
     groups = [[other.scale], [other.expert.weight], [other.up.bias], [other.up.weight]]
     loaded = torch.optim.AdamW([{"params": group, "lr": 9.0} for group in groups], foreach=True)
     load_net(other, loaded, tmp_path / "saved", strict="ignore_all")
     assert [group["lr"] for group in loaded.param_groups] == [0.2, 9.0, 0.1, 0.1]
-    assert [group["betas"] for group in loaded.param_groups] == [(0.9, 0.999), (0.9, 0.999), (0.5, 0.6), (0.5, 0.6)]
+    assert [group["betas"] for group in loaded.param_groups] == [
+        (0.9, 0.999),
+        (0.9, 0.999),
+        (0.5, 0.6),
+        (0.5, 0.6),
+    ]
     assert all(group["foreach"] is True for group in loaded.param_groups)
     assert other.expert.weight not in loaded.state
     assert loaded.state[other.up.bias]["step"] == 2
     assert torch.equal(loaded.state[other.scale]["exp_avg"], saved.state[net.scale]["exp_avg"])
 
     joined = torch.optim.AdamW([*other.up.parameters(), other.scale])
-    with pytest.raises(distckpt.LoadMismatchError, match=r"'up.weight' and 'scale' .* differ in \['betas', 'lr'\]"):
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"'up.weight' and 'scale' .* differ in \['betas', 'lr'\]"
+    ):
         load_net(other, joined, tmp_path / "saved")
     assert dict(joined.state) == {}
 
@@ -373,11 +419,16 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path):
     train_net(net, saved, range(2))
     distckpt.save(training_state(net, saved), tmp_path / "saved")
     adam = torch.optim.Adam(net.parameters())
-    with pytest.raises(distckpt.LoadMismatchError, match=r"another kind.* have 'dampening', 'momentum', 'nesterov', "):
+    with pytest.raises(
+        distckpt.LoadMismatchError,
+        match=r"another kind.* have 'dampening', 'momentum', 'nesterov', ",
+    ):
         load_net(net, adam, tmp_path / "saved")
     assert dict(adam.state) == {}
     loaded = distckpt.load(training_state(net, saved), tmp_path / "saved")["optimizer"]
-    with pytest.raises(distckpt.LoadMismatchError, match=r"groups of \[1\] parameters, the one .* had \[6\]"):
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"groups of \[1\] parameters, the one .* had \[6\]"
+    ):
         optimizer.load_sharded_optimizer_state_dict(torch.optim.SGD([net.scale]), loaded)
     with pytest.raises(distckpt.LoadMismatchError, match="no settings of an optimizer"):
         optimizer.load_sharded_optimizer_state_dict(adam, {"state": {}})
@@ -401,7 +452,9 @@ def test_a_copy_of_a_description_does_not_load_half_of_a_state(tmp_path):
     new = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     copied = dict(training_state(net, new)["optimizer"])
     loaded = distckpt.load({"optimizer": copied}, tmp_path / "saved")
-    with pytest.raises(distckpt.LoadMismatchError, match=r"\['momentum_buffer'\] .* were saved, loaded were \[\]"):
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"\['momentum_buffer'\] .* were saved, loaded were \[\]"
+    ):
         optimizer.load_sharded_optimizer_state_dict(new, loaded["optimizer"])
     assert dict(new.state) == {}
 
@@ -415,7 +468,9 @@ def test_numbers_are_stored_once_and_not_as_tensors(tmp_path):
     stored = distckpt.load_tensors_metadata(tmp_path / "saved")
     assert [key for key in stored if "step" in key] == []
     # All parameters of a group with the same numbers share one entry.
-    settings = [(e["params"], e["has_state"], e["values"]) for e in state["optimizer"]["settings"].data]
+    settings = [
+        (e["params"], e["has_state"], e["values"]) for e in state["optimizer"]["settings"].data
+    ]
     assert settings[1:] == [
         (["frozen"], False, {}),
         (["up.weight", "up.bias"], True, {"step": 2.0}),
@@ -464,7 +519,9 @@ def test_stacked_layers_that_share_a_key_keep_their_own_numbers(tmp_path):
     def build(number):
         def build_halves(key, data, replica_id, flattened_range):
             return [
-                ShardedTensor.from_rank_offsets(key, half, (0, number, 2), (1, i, 2), prepend_axis_num=1)
+                ShardedTensor.from_rank_offsets(
+                    key, half, (0, number, 2), (1, i, 2), prepend_axis_num=1
+                )
                 for i, half in enumerate(data.chunk(2))
             ]
 
@@ -472,9 +529,12 @@ def test_stacked_layers_that_share_a_key_keep_their_own_numbers(tmp_path):
 
     def shards():
         yield from (
-            ShardedTensor.from_rank_offsets("w", p, (0, i, 2), prepend_axis_num=1) for i, p in enumerate(layers)
+            ShardedTensor.from_rank_offsets("w", p, (0, i, 2), prepend_axis_num=1)
+            for i, p in enumerate(layers)
         )
-        yield from (ShardedTensorFactory("fused", p, build(i), torch.cat) for i, p in enumerate(fused))
+        yield from (
+            ShardedTensorFactory("fused", p, build(i), torch.cat) for i, p in enumerate(fused)
+        )
 
     adam = torch.optim.Adam([*layers, *fused])
     for used in ([layers[1], fused[0]], [*layers, *fused]):
@@ -483,9 +543,13 @@ def test_stacked_layers_that_share_a_key_keep_their_own_numbers(tmp_path):
         adam.step()
     expected = copy.deepcopy(adam.state_dict())
     model = {str(i): shard for i, shard in enumerate(shards())}
-    distckpt.save({"optimizer": optimizer.sharded_optimizer_state_dict(adam, model)}, tmp_path / "saved")
+    distckpt.save(
+        {"optimizer": optimizer.sharded_optimizer_state_dict(adam, model)}, tmp_path / "saved"
+    )
     new = torch.optim.Adam([*layers, *fused])
-    loaded = distckpt.load({"optimizer": optimizer.sharded_optimizer_state_dict(new, model)}, tmp_path / "saved")
+    loaded = distckpt.load(
+        {"optimizer": optimizer.sharded_optimizer_state_dict(new, model)}, tmp_path / "saved"
+    )
     optimizer.load_sharded_optimizer_state_dict(new, loaded["optimizer"])
     assert [new.state[p]["step"].item() for p in (*layers, *fused)] == [1, 2, 2, 1]
     for position, values in new.state_dict()["state"].items():
@@ -498,26 +562,47 @@ def test_row_and_column_factors_lie_along_the_axes_of_their_parameter(axis):
     adafactor = torch.optim.Adafactor([weight])
     weight.sum().backward()
     adafactor.step()
-    model = {"w": ShardedTensor.from_rank_offsets("w", weight, (0, 5, 8), (1 + axis, 2, 3), prepend_axis_num=1)}
+    model = {
+        "w": ShardedTensor.from_rank_offsets(
+            "w", weight, (0, 5, 8), (1 + axis, 2, 3), prepend_axis_num=1
+        )
+    }
     state = optimizer.sharded_optimizer_state_dict(adafactor, model)["state"][0]
     place = {name: (s.key, s.global_shape, s.global_offset) for name, s in state.items()}
     # Of a factor over the divided axis each rank has a value of its own.
     assert place == {
-        "row_var": ("optimizer.state.row_var.w", ((8, 12, 1), (8, 4, 3))[axis], ((5, 8, 0), (5, 0, 2))[axis]),
-        "col_var": ("optimizer.state.col_var.w", ((8, 3, 6), (8, 1, 18))[axis], ((5, 2, 0), (5, 0, 12))[axis]),
+        "row_var": (
+            "optimizer.state.row_var.w",
+            ((8, 12, 1), (8, 4, 3))[axis],
+            ((5, 8, 0), (5, 0, 2))[axis],
+        ),
+        "col_var": (
+            "optimizer.state.col_var.w",
+            ((8, 3, 6), (8, 1, 18))[axis],
+            ((5, 2, 0), (5, 0, 12))[axis],
+        ),
     }
 
 
 def test_factors_without_the_axis_are_described_for_whole_parameters_only():
     weight = torch.nn.Parameter(torch.randn(4, 6))
     adam = torch.optim.Adam([weight])
-    adam.state[weight] = {"exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(6), "RMS": 0.5, "step": 3}
-    whole = optimizer.sharded_optimizer_state_dict(adam, {"w": ShardedTensor.from_rank_offsets("w", weight)})
+    adam.state[weight] = {
+        "exp_avg_sq_row": torch.ones(4),
+        "exp_avg_sq_col": torch.ones(6),
+        "RMS": 0.5,
+        "step": 3,
+    }
+    whole = optimizer.sharded_optimizer_state_dict(
+        adam, {"w": ShardedTensor.from_rank_offsets("w", weight)}
+    )
     assert {name: s.global_shape for name, s in whole["state"][0].items()} == {
         "exp_avg_sq_row": (4,),
         "exp_avg_sq_col": (6,),
     }
     assert whole["settings"].data[0]["values"] == {"RMS": 0.5, "step": 3}
     part = {"w": ShardedTensor.from_rank_offsets("w", weight, (0, 1, 2))}
-    with pytest.raises(InvalidShardingError, match=r"'exp_avg_sq_row' for the parameter 'w' has shape \(4,\)"):
+    with pytest.raises(
+        InvalidShardingError, match=r"'exp_avg_sq_row' for the parameter 'w' has shape \(4,\)"
+    ):
         optimizer.sharded_optimizer_state_dict(adam, part)

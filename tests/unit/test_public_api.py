@@ -1,4 +1,6 @@
-"""The names that users import, those of Megatron Core among them, and the order of their arguments."""
+"""The names that users import, those of Megatron Core among them, and the order of their
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import distckpt
-from distckpt import StrictHandling, mapping, serialization
+from distckpt import StrictHandling, mapping
+from distckpt.megatron import serialization
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +30,11 @@ def test_all_is_sorted_and_lists_everything_public():
 
 
 def test_type_checkers_see_the_names_that_programs_get():
-    block = next(node for node in ast.parse(Path(distckpt.__file__).read_text()).body if isinstance(node, ast.If))
+    block = next(
+        node
+        for node in ast.parse(Path(distckpt.__file__).read_text()).body
+        if isinstance(node, ast.If)
+    )
     imports = [(node.module, name.name) for node in block.body for name in node.names]
     assert sorted(name for _, name in imports) == distckpt.__all__
     for module, name in imports:
@@ -41,13 +48,16 @@ def test_other_names_are_public_modules_or_errors():
 
 
 def undocumented_parts(name, value):
-    """Return what lacks a docstring: the value, and the public methods and properties of a class (or their bases')."""
+    """Return what lacks a docstring: the value, and the public methods and properties of a class
+    (or their bases').
+    """
     if inspect.isfunction(value):
         return [] if value.__doc__ else [name]
     parts = [
         attribute
         for attribute, member in vars(value).items()
-        if not attribute.startswith("_") and (callable(member) or isinstance(member, property | classmethod))
+        if not attribute.startswith("_")
+        and (callable(member) or isinstance(member, property | classmethod))
     ]
     # A dataclass without a docstring is given its signature for one.
     is_documented = value.__doc__ and not value.__doc__.startswith(f"{value.__name__}(")
@@ -186,7 +196,10 @@ MEGATRON_NAMES = {
         "get_default_strategy",
         "register_default_strategy",
     ],
-    "strategies.fully_parallel": ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"],
+    "strategies.fully_parallel": [
+        "FullyParallelLoadStrategyWrapper",
+        "FullyParallelSaveStrategyWrapper",
+    ],
     "utils": [
         "_clean_metadata_for_serialization",
         "_sharded_object_id",
@@ -216,7 +229,7 @@ MEGATRON_NAMES = {
 
 @pytest.mark.parametrize("submodule", MEGATRON_NAMES)
 def test_programs_written_for_megatron_find_their_names(submodule):
-    module = importlib.import_module(f"distckpt.{submodule}".rstrip("."))
+    module = importlib.import_module(f"distckpt.megatron.{submodule}".rstrip("."))
     absent = [name for name in MEGATRON_NAMES[submodule] if not hasattr(module, name)]
     assert absent == []
 
@@ -229,7 +242,11 @@ def parameters_of(function):
 
 
 def defaults_of(function):
-    return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
+    return {
+        p.name: p.default
+        for p in inspect.signature(function).parameters.values()
+        if p.default is not p.empty
+    }
 
 
 def test_save_takes_arguments_in_megatrons_order():
@@ -245,7 +262,9 @@ def test_save_takes_arguments_in_megatrons_order():
         "async_strategy",
         "verify_integrity",
     ]
-    assert {"common_strategy", "overwrite", "process_group", "validate_replicas"} <= set(keyword_only)
+    assert {"common_strategy", "overwrite", "process_group", "validate_replicas"} <= set(
+        keyword_only
+    )
     defaults = defaults_of(distckpt.save)
     assert defaults["validate_access_integrity"] is True
     assert defaults["async_sharded_save"] is False
@@ -282,8 +301,8 @@ def test_the_verbs_of_the_package_are_those_of_serialization():
     [
         (
             mapping.ShardedTensor,
-            "key data dtype local_shape global_shape global_offset axis_fragmentations replica_id prepend_axis_num "
-            "allow_shape_mismatch flattened_range",
+            "key data dtype local_shape global_shape global_offset axis_fragmentations "
+            "replica_id prepend_axis_num allow_shape_mismatch flattened_range",
         ),
         (mapping.ShardedObject, "key data global_shape global_offset replica_id"),
         (
@@ -301,9 +320,9 @@ def test_fields_have_megatrons_names_and_order(cls, names):
     [
         (
             mapping.ShardedTensor,
-            "from_rank_offsets from_rank_offsets_flat global_coordinates global_slice has_regular_grid init_data "
-            "local_chunk_offset_in_global local_coordinates max_allowed_chunks narrow validate_metadata_integrity "
-            "without_data",
+            "from_rank_offsets from_rank_offsets_flat global_coordinates global_slice "
+            "has_regular_grid init_data local_chunk_offset_in_global local_coordinates "
+            "max_allowed_chunks narrow validate_metadata_integrity without_data",
         ),
         (mapping.ShardedObject, "empty_from_unique_key unique_key without_data"),
         (mapping.ShardedTensorFactory, "build without_data"),

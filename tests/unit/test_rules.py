@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distckpt._geometry.mapped import permute, reshape
 from distckpt._geometry.region import Region, whole
-from distckpt.core import InvalidShardingError, LoadMismatchError
+from distckpt._rules.mapped import permute, reshape
+from distckpt.megatron.core import InvalidShardingError, LoadMismatchError
 from distckpt.rules import (
     Add,
     Assemble,
@@ -34,7 +34,13 @@ from distckpt.rules import (
     resolve_padding,
     target_view,
 )
-from tests.support.mapped_arrays import assert_same, infos, materialize, materialize_all, numbered_arrays
+from tests.support.mapped_arrays import (
+    assert_same,
+    infos,
+    materialize,
+    materialize_all,
+    numbered_arrays,
+)
 
 
 def converted(rules, arrays, **options):
@@ -43,7 +49,9 @@ def converted(rules, arrays, **options):
 
 def assert_round_trip(rules, arrays, **options):
     mapped = apply_rules(rules, infos(arrays), **options)
-    assert_same(materialize_all(invert(mapped, infos(arrays)), materialize_all(mapped, arrays)), arrays)
+    assert_same(
+        materialize_all(invert(mapped, infos(arrays)), materialize_all(mapped, arrays)), arrays
+    )
 
 
 # Each rule against the numpy expression it stands for.
@@ -53,13 +61,23 @@ EACH_RULE = [
     pytest.param(Rename("a", "b"), {"b": A}, id="rename"),
     pytest.param(Rename("a", "a"), {"a": A}, id="rename-to-itself"),
     pytest.param(Unstack("a", "b.{i}.c"), {f"b.{i}.c": A[i] for i in range(4)}, id="unstack"),
-    pytest.param(Unstack("a", "b{i}", axis=-1, size=3), {f"b{i}": A[:, :, i] for i in range(3)}, id="unstack-last"),
+    pytest.param(
+        Unstack("a", "b{i}", axis=-1, size=3),
+        {f"b{i}": A[:, :, i] for i in range(3)},
+        id="unstack-last",
+    ),
     pytest.param(Split("a", ("x", "y")), {"x": A[:2], "y": A[2:]}, id="split"),
     pytest.param(
-        Split("a", ("x", "y", "z"), axis=1, sizes=(1, 0, 5)), {"x": A[:, :1], "y": A[:, :0], "z": A[:, 1:]}, id="sizes"
+        Split("a", ("x", "y", "z"), axis=1, sizes=(1, 0, 5)),
+        {"x": A[:, :1], "y": A[:, :0], "z": A[:, 1:]},
+        id="sizes",
     ),
     pytest.param(Transpose("a", "b", (2, 0, 1)), {"b": A.transpose(2, 0, 1)}, id="transpose"),
-    pytest.param(SplitQKV("a", ("q", "k", "v"), 2, 1, 1), {"q": A[:2], "k": A[2:3], "v": A[3:]}, id="qkv-one-group"),
+    pytest.param(
+        SplitQKV("a", ("q", "k", "v"), 2, 1, 1),
+        {"q": A[:2], "k": A[2:3], "v": A[3:]},
+        id="qkv-one-group",
+    ),
     pytest.param(Drop("a"), {}, id="drop"),
     pytest.param(Trim("a", axis=1, size=4), {"a": A[:, :4]}, id="trim"),
 ]
@@ -70,7 +88,9 @@ def test_a_rule_does_what_numpy_does(rule, expected):
     assert_same(converted([rule], {"a": A}), expected)
 
 
-@pytest.mark.parametrize("shape", [(4 * (3 + 2) * 2, 7), (4 * (3 + 2) * 2,)], ids=["weight", "bias"])
+@pytest.mark.parametrize(
+    "shape", [(4 * (3 + 2) * 2, 7), (4 * (3 + 2) * 2,)], ids=["weight", "bias"]
+)
 def test_fused_heads_are_taken_apart_by_group(shape):
     arrays = numbered_arrays(qkv=shape)
     rule = SplitQKV("qkv", ("q", "k", "v"), num_heads=12, num_kv_heads=4, head_dim=2)
@@ -87,7 +107,10 @@ def test_fused_heads_are_taken_apart_by_group(shape):
 def test_concat_joins_what_its_wildcards_agree_on():
     arrays = numbered_arrays(l__0__gate=(2, 3), l__1__gate=(4, 3), l__1__up=(1, 3), l__0__up=(5, 3))
     rule = Concat(("l.*.gate", "l.*.up"), "layers.{0}.fused")
-    expected = {f"layers.{n}.fused": np.concatenate([arrays[f"l.{n}.gate"], arrays[f"l.{n}.up"]]) for n in (0, 1)}
+    expected = {
+        f"layers.{n}.fused": np.concatenate([arrays[f"l.{n}.gate"], arrays[f"l.{n}.up"]])
+        for n in (0, 1)
+    }
     assert_same(converted([rule], arrays), expected)
     assert_round_trip([rule], arrays)
 
@@ -111,8 +134,12 @@ def test_wildcards_stand_for_components_and_keep_their_order_in_new_names():
 
 def captured(pattern, key):
     """Return a name made of what the wildcards match, the key where the pattern does not match."""
-    name = "|".join(["new", *(f"{{{number}}}" for number in range(len(re.findall(r"\*\*?", pattern))))])
-    (found,) = apply_rules([Rename(pattern, name, optional=True)], {key: TensorInfo((1,), "F32")}, strict=False)
+    name = "|".join(
+        ["new", *(f"{{{number}}}" for number in range(len(re.findall(r"\*\*?", pattern))))]
+    )
+    (found,) = apply_rules(
+        [Rename(pattern, name, optional=True)], {key: TensorInfo((1,), "F32")}, strict=False
+    )
     return found
 
 
@@ -121,7 +148,9 @@ def captured(pattern, key):
 def test_wildcards_match_as_regular_expressions_do(pattern, key):
     """From the first one on, each takes as much as it can."""
     pieces = re.split(r"(\*\*?)", pattern)
-    regex = "".join({"*": "([^.]+)", "**": "(.+)"}.get(piece) or re.escape(piece) for piece in pieces)
+    regex = "".join(
+        {"*": "([^.]+)", "**": "(.+)"}.get(piece) or re.escape(piece) for piece in pieces
+    )
     found = re.fullmatch(regex, key)
     assert captured(pattern, key) == ("|".join(["new", *found.groups()]) if found else key)
 
@@ -135,12 +164,17 @@ def test_a_pattern_of_many_wildcards_takes_no_longer_than_its_parts(pattern):
 def test_what_no_rule_matches_stays_as_it_is_or_is_refused():
     arrays = numbered_arrays(a=(2,), b=(3,), c__0=(), c__1=(0, 4))
     assert_same(
-        converted([Rename("a", "x")], arrays), {"x": arrays["a"], **{k: arrays[k] for k in ("b", "c.0", "c.1")}}
+        converted([Rename("a", "x")], arrays),
+        {"x": arrays["a"], **{k: arrays[k] for k in ("b", "c.0", "c.1")}},
     )
     with pytest.raises(LoadMismatchError, match=r"'b', 'c\.\{0\.\.1\}' \(2 keys\)") as caught:
         apply_rules([Rename("a", "x")], infos(arrays), strict=True)
     assert caught.value.missing == {"b", "c.0", "c.1"}
-    apply_rules([Rename("a", "a"), Drop("b"), Trim("c.1", 0, 0), Rename("c.0", "d")], infos(arrays), strict=True)
+    apply_rules(
+        [Rename("a", "a"), Drop("b"), Trim("c.1", 0, 0), Rename("c.0", "d")],
+        infos(arrays),
+        strict=True,
+    )
 
 
 # Any stack of rules, on any shapes.
@@ -168,7 +202,10 @@ def applicable_rules(draw, arrays, name):
     key = draw(st.sampled_from(sorted(arrays)))
     array = arrays[key]
     order = tuple(draw(st.permutations(range(array.ndim))))
-    choices = [(Rename(key, name), {name: array}), (Transpose(key, name, order), {name: array.transpose(order)})]
+    choices = [
+        (Rename(key, name), {name: array}),
+        (Transpose(key, name, order), {name: array.transpose(order)}),
+    ]
     if array.ndim:
         axis = draw(st.integers(0, array.ndim - 1))
         size = array.shape[axis]
@@ -176,16 +213,26 @@ def applicable_rules(draw, arrays, name):
         names = tuple(f"{name}.{n}" for n in range(len(cuts) + 1))
         sizes = tuple(np.diff([0, *cuts, size]).tolist())
         choices += [
-            (Split(key, names, axis, sizes), dict(zip(names, np.split(array, cuts, axis), strict=True))),
+            (
+                Split(key, names, axis, sizes),
+                dict(zip(names, np.split(array, cuts, axis), strict=True)),
+            ),
             (Trim(key, axis, size // 2), {key: np.split(array, [size // 2], axis)[0]}),
         ]
         if size % 2 == 0:
             halves = tuple(f"{name}.{n}" for n in range(2))
             odd_and_even = [array.take(range(n, size, 2), axis) for n in range(2)]
             choices.append(
-                (Split(key, halves, axis, groups=max(size // 2, 1)), dict(zip(halves, odd_and_even, strict=True)))
+                (
+                    Split(key, halves, axis, groups=max(size // 2, 1)),
+                    dict(zip(halves, odd_and_even, strict=True)),
+                )
             )
-            turns = [index for pair in zip(range(size // 2), range(size // 2, size), strict=True) for index in pair]
+            turns = [
+                index
+                for pair in zip(range(size // 2), range(size // 2, size), strict=True)
+                for index in pair
+            ]
             choices += [(Interleave(key, name, axis), {name: array.take(turns, axis)})] * 3
         if size:
             choices.append(
@@ -196,14 +243,20 @@ def applicable_rules(draw, arrays, name):
             )
         if array.shape[0] % 3 == 0 and len(array):
             qkv, heads = tuple(f"{name}.{letter}" for letter in "qkv"), len(array) // 3
-            choices.append((SplitQKV(key, qkv, heads, heads, 1), {qkv[n]: array[n::3] for n in range(3)}))
+            choices.append(
+                (SplitQKV(key, qkv, heads, heads, 1), {qkv[n]: array[n::3] for n in range(3)})
+            )
         for other in sorted(arrays.keys() - {key}):
             if without(arrays[other].shape, axis) == without(array.shape, axis):
                 pair = array, arrays[other]
-                choices.append((Concat((key, other), name, axis), {name: np.concatenate(pair, axis)}))
+                choices.append(
+                    (Concat((key, other), name, axis), {name: np.concatenate(pair, axis)})
+                )
                 if size % 2 == arrays[other].shape[axis] % 2 == 0:
                     parts = [
-                        half for halves in zip(*(np.split(a, 2, axis) for a in pair), strict=True) for half in halves
+                        half
+                        for halves in zip(*(np.split(a, 2, axis) for a in pair), strict=True)
+                        for half in halves
                     ]
                     rule = Concat((key, other), name, axis, groups=2)
                     choices.append((rule, {name: np.concatenate(parts, axis)}))
@@ -219,9 +272,14 @@ def test_any_stack_of_rules_gives_what_numpy_gives_and_leads_back(case):
     assert_same(materialize_all(mapped, arrays), expected)
 
     # What was trimmed comes back as zeros.
-    kept = np.concatenate([np.zeros(0, np.int64), *(array.reshape(-1) for array in expected.values())])
+    kept = np.concatenate(
+        [np.zeros(0, np.int64), *(array.reshape(-1) for array in expected.values())]
+    )
     back = invert(mapped, infos(arrays))
-    assert_same(materialize_all(back, expected), {key: np.where(np.isin(a, kept), a, 0) for key, a in arrays.items()})
+    assert_same(
+        materialize_all(back, expected),
+        {key: np.where(np.isin(a, kept), a, 0) for key, a in arrays.items()},
+    )
     # Forth again, from the way back.
     assert_same(materialize_all(invert(back, infos(expected)), arrays), expected)
 
@@ -235,7 +293,9 @@ def test_any_region_of_a_tensor_is_found_in_the_sources(case, on_the_way_back, d
         arrays, mapped = targets, invert(mapped, infos(arrays))
     name = data.draw(st.sampled_from(sorted(mapped)))
     tensor = mapped[name]
-    spans = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in tensor.shape]
+    spans = [
+        sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in tensor.shape
+    ]
     region = Region(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
 
     parts = resolve(tensor, region)
@@ -283,7 +343,9 @@ def test_whole_dropped_tensors_stay_away_and_dropped_pieces_are_refused():
     arrays = numbered_arrays(a=(2, 2), b=(3,))
     assert invert(apply_rules([Drop("b")], infos(arrays)), infos(arrays)).keys() == {"a"}
     with pytest.raises(InvalidShardingError, match=r"Element \(0, 1\) of 'a' is in no target"):
-        invert(apply_rules([Split("a", ("x", "y"), axis=1), Drop("y")], infos(arrays)), infos(arrays))
+        invert(
+            apply_rules([Split("a", ("x", "y"), axis=1), Drop("y")], infos(arrays)), infos(arrays)
+        )
 
 
 def test_a_mapping_is_not_inverted_over_other_tensors_or_when_it_is_ambiguous():
@@ -291,7 +353,9 @@ def test_a_mapping_is_not_inverted_over_other_tensors_or_when_it_is_ambiguous():
     mapped = apply_rules([Rename("a", "x")], infos(arrays))
     with pytest.raises(InvalidShardingError, match="The mapping reads 'b'"):
         invert(mapped, {"a": TensorInfo((2, 2), "I64")})
-    with pytest.raises(InvalidShardingError, match=r"\[0:3\] does not lie inside 'b' of shape \(2,\)"):
+    with pytest.raises(
+        InvalidShardingError, match=r"\[0:3\] does not lie inside 'b' of shape \(2,\)"
+    ):
         invert(mapped, infos(arrays) | {"b": TensorInfo((2,), "I64")})
     with pytest.raises(InvalidShardingError, match=r"\(0, 0\) of 'a' is in 2 places"):
         invert(mapped | {"twice": mapped["x"]}, infos(arrays))
@@ -310,7 +374,11 @@ def test_regions_and_views_must_fit():
 
 # Errors.
 
-B = {"a": TensorInfo((4, 6), "F32"), "b.0": TensorInfo((4, 6), "BF16"), "b.1": TensorInfo((5, 6), "F32")}
+B = {
+    "a": TensorInfo((4, 6), "F32"),
+    "b.0": TensorInfo((4, 6), "BF16"),
+    "b.1": TensorInfo((5, 6), "F32"),
+}
 MISFITS = [
     (Unstack("a", "x{i}", axis=2), r"'a' of shape \(4, 6\).*no axis 2"),
     (Unstack("a", "x{i}", size=3), "axis 0 should have size 3"),
@@ -339,10 +407,14 @@ def test_a_rule_must_match_something_and_as_often_as_it_says():
     with pytest.raises(LoadMismatchError, match=message) as caught:
         apply_rules([Rename("norm.weihgt", "x")], {"norm.weight": B["a"]})
     assert caught.value.unexpected == {"norm.weihgt"}
-    with pytest.raises(LoadMismatchError, match=r"should match 3 times and matches 2 times, 'b\.\{0\.\.1\}'"):
+    with pytest.raises(
+        LoadMismatchError, match=r"should match 3 times and matches 2 times, 'b\.\{0\.\.1\}'"
+    ):
         apply_rules([Rename("b.*", "x.{0}", count=3)], B)
     with pytest.raises(LoadMismatchError, match=r"'c\.1' is missing.* belongs to 'b\.1'"):
-        apply_rules([Concat(("b.*", "c.*"), "x.{0}")], {"b.1": B["b.1"], "b.0": B["b.0"], "c.0": B["b.0"]})
+        apply_rules(
+            [Concat(("b.*", "c.*"), "x.{0}")], {"b.1": B["b.1"], "b.0": B["b.0"], "c.0": B["b.0"]}
+        )
     assert apply_rules([Rename("b.2", "x", optional=True, count=3)], B).keys() == B.keys()
 
 
@@ -377,11 +449,15 @@ def test_bytes_that_hold_two_elements_are_not_torn_apart():
 
 def test_keys_with_a_prefix_need_one_more_rule():
     rules = [Rename("model.**", "{0}"), Rename("decoder.*.norm", "n.{0}")]
-    assert apply_rules(rules, {"model.decoder.3.norm": TensorInfo((2,), "F32")}, strict=True).keys() == {"n.3"}
+    assert apply_rules(
+        rules, {"model.decoder.3.norm": TensorInfo((2,), "F32")}, strict=True
+    ).keys() == {"n.3"}
 
 
 def test_a_name_can_shift_a_number():
-    mapped = apply_rules([Rename("mtp.*.norm", "layers.{0+61}.norm")], {"mtp.1.norm": TensorInfo((2,), "F32")})
+    mapped = apply_rules(
+        [Rename("mtp.*.norm", "layers.{0+61}.norm")], {"mtp.1.norm": TensorInfo((2,), "F32")}
+    )
     assert mapped.keys() == {"layers.62.norm"}
 
 
@@ -403,7 +479,8 @@ def test_reshaped_and_permuted_tensors_keep_their_elements(shape, new_shape):
     order = list(reversed(range(len(new_shape))))
     moved = reshape(permute(tensor, order), shape)
     assert_same(
-        {"a": materialize(moved, arrays)}, {"a": arrays["a"].reshape(new_shape).transpose(order).reshape(shape)}
+        {"a": materialize(moved, arrays)},
+        {"a": arrays["a"].reshape(new_shape).transpose(order).reshape(shape)},
     )
 
 
@@ -415,8 +492,13 @@ def test_listed_tensors_are_assembled_of_what_earlier_rules_made():
     halves = [Split("w", ("top", "end")), Concat(("end", "top"), "a")]
     mapped = apply_rules([*halves, assemble], infos(arrays), strict=True)
     whole_array = np.concatenate([arrays["w"][2:], arrays["w"][:2]])
-    assert_same(materialize_all(mapped, arrays), {"x": whole_array[:, :3], "z": whole_array[:, 3:].T, "c": arrays["b"]})
-    with pytest.raises(InvalidShardingError, match=r"'b' of shape \(4,\).*shape \(3,\) is expected"):
+    assert_same(
+        materialize_all(mapped, arrays),
+        {"x": whole_array[:, :3], "z": whole_array[:, 3:].T, "c": arrays["b"]},
+    )
+    with pytest.raises(
+        InvalidShardingError, match=r"'b' of shape \(4,\).*shape \(3,\) is expected"
+    ):
         apply_rules([assemble], {"a": TensorInfo((4, 6), "I64"), "b": TensorInfo((4,), "I64")})
     with pytest.raises(LoadMismatchError, match="'a' is missing"):
         apply_rules([assemble], {"b": TensorInfo((3,), "I64")})
@@ -434,21 +516,33 @@ def test_stacked_and_interleaved_tensors_come_back():
     assert_same(materialize_all(invert(mapped, infos(arrays)), expected), arrays)
 
 
-@pytest.mark.parametrize("keys", [["w.0", "w.2"], ["w.0", "w.1", "w.2", "w.3"], ["w.1", "w.2", "w.3"]])
+@pytest.mark.parametrize(
+    "keys", [["w.0", "w.2"], ["w.0", "w.1", "w.2", "w.3"], ["w.1", "w.2", "w.3"]]
+)
 def test_a_stack_needs_all_of_its_numbers(keys):
-    with pytest.raises(LoadMismatchError, match=r"needs the numbers from 0 to 2: .*w.*(missing|found)"):
-        apply_rules([Stack("w.*", "w", axis=0, size=3)], {key: TensorInfo((2,), "F32") for key in keys})
+    with pytest.raises(
+        LoadMismatchError, match=r"needs the numbers from 0 to 2: .*w.*(missing|found)"
+    ):
+        apply_rules(
+            [Stack("w.*", "w", axis=0, size=3)], {key: TensorInfo((2,), "F32") for key in keys}
+        )
 
 
 def test_rows_that_take_turns_are_few_parts():
     mapped = apply_rules([Interleave("a", "b", axis=1)], {"a": TensorInfo((3, 1 << 20), "F32")})
-    assert len(mapped["b"].parts) == len(invert(mapped, {"a": TensorInfo((3, 1 << 20), "F32")})["a"].parts) == 2
+    assert (
+        len(mapped["b"].parts)
+        == len(invert(mapped, {"a": TensorInfo((3, 1 << 20), "F32")})["a"].parts)
+        == 2
+    )
 
 
 def test_a_number_is_added_and_subtracted_on_the_way_back():
     arrays = numbered_arrays(a=(4,), b=(2,))
     given = infos(arrays, "F32")
-    mapped = apply_rules([Add("a", 1.0), Split("a", ("x", "y")), Add("x", 3.0), Rename("b", "c")], given)
+    mapped = apply_rules(
+        [Add("a", 1.0), Split("a", ("x", "y")), Add("x", 3.0), Rename("b", "c")], given
+    )
     expected = {"x": arrays["a"][:2] + 4, "y": arrays["a"][2:] + 1, "c": arrays["b"]}
     assert_same(materialize_all(mapped, arrays), expected)
     assert_same(materialize_all(invert(mapped, given), expected), arrays)

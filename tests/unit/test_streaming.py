@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 
 import distckpt
 from distckpt import CheckpointExistsError, streaming
-from distckpt.streaming import TensorMeta, save_safetensors_streaming, save_safetensors_streaming_sharded
+from distckpt.streaming import (
+    TensorMeta,
+    save_safetensors_streaming,
+    save_safetensors_streaming_sharded,
+)
 from tests.support.reference import needs_dtypes, skip_where_safetensors_lacks
 
 SAFETENSORS_DTYPES = {
@@ -30,7 +34,11 @@ def meta_of(state):
 
 
 def contents(tensor):
-    return tensor.dtype, tuple(tensor.shape), tensor.resolve_conj().contiguous().flatten().view(torch.uint8).tolist()
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.resolve_conj().contiguous().flatten().view(torch.uint8).tolist(),
+    )
 
 
 def assert_holds(path, state):
@@ -48,7 +56,9 @@ def header_metadata(path):
 def random_tensor(seed, dtype, shape):
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape) * dtype.itemsize
-    data = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
+    data = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator
+    )
     return data.view(dtype).reshape(shape)
 
 
@@ -105,7 +115,11 @@ def test_packed_elements_are_counted_along_the_last_axis(tmp_path):
 
 def test_items_stand_aligned_even_when_announced_otherwise(tmp_path):
     path = tmp_path / "x.safetensors"
-    mixed = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.ones(2, dtype=torch.float64), "c": torch.ones(1)}
+    mixed = {
+        "a": torch.zeros(3, dtype=torch.uint8),
+        "b": torch.ones(2, dtype=torch.float64),
+        "c": torch.ones(1),
+    }
     for state in (mixed, example()):
         save_safetensors_streaming(state.items(), path, meta_of(state))
         data = path.read_bytes()
@@ -126,9 +140,15 @@ def strange_tensors():
         "negative": torch.complex(base, base).conj().imag,
         "parameter": torch.nn.Parameter(base),
         "strided fp8": base.to(torch.float8_e5m2)[::2, ::3],
-        **({"strided e8m0": strided_bytes.view(torch.float8_e8m0fnu)} if hasattr(torch, "float8_e8m0fnu") else {}),
+        **(
+            {"strided e8m0": strided_bytes.view(torch.float8_e8m0fnu)}
+            if hasattr(torch, "float8_e8m0fnu")
+            else {}
+        ),
         "large and strided": torch.arange(3 << 20).reshape(3, 1 << 20).T,
-        "large rows": torch.arange(5 << 20, dtype=torch.int32).reshape(2, 5, 1 << 19).transpose(0, 1),
+        "large rows": torch.arange(5 << 20, dtype=torch.int32)
+        .reshape(2, 5, 1 << 19)
+        .transpose(0, 1),
         "one element of many": torch.arange(5.0)[::4][:1].reshape(1, 1),
     }
 
@@ -168,7 +188,10 @@ def test_without_rename_the_complete_file_stays_beside_the_destination(tmp_path)
     path.write_bytes(b"earlier")
     Path(f"{path}.tmp").write_bytes(b"left by a call that was killed")
     for _ in range(2):
-        assert save_safetensors_streaming(state.items(), path, meta_of(state), rename=False) == f"{path}.tmp"
+        assert (
+            save_safetensors_streaming(state.items(), path, meta_of(state), rename=False)
+            == f"{path}.tmp"
+        )
     assert path.read_bytes() == b"earlier"
     assert sorted(os.listdir(tmp_path)) == [path.name, f"{path.name}.tmp"]
     os.replace(f"{path}.tmp", path)
@@ -185,7 +208,10 @@ def test_metadata_stands_beside_the_format(tmp_path):
 def test_relative_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = example()
-    assert save_safetensors_streaming(state.items(), "x.safetensors", meta_of(state)) == "x.safetensors"
+    assert (
+        save_safetensors_streaming(state.items(), "x.safetensors", meta_of(state))
+        == "x.safetensors"
+    )
     paths = save_safetensors_streaming_sharded(state.items(), "out/inner", meta_of(state))
     assert paths == ["out/inner/model.safetensors"]
     for path in ("x.safetensors", *paths):
@@ -203,14 +229,34 @@ def interrupted():
 
 
 WRONG_STREAMS = {
-    "missing": ([("w", W)], ValueError, r"2 of 3 announced tensors were not written: 'b', 'layers.1.c'"),
+    "missing": (
+        [("w", W)],
+        ValueError,
+        r"2 of 3 announced tensors were not written: 'b', 'layers.1.c'",
+    ),
     "nothing": ([], ValueError, "3 of 3 announced"),
     "twice": ([("w", W), ("w", W)], ValueError, "'w' came twice"),
-    "not announced": ([("w", W), ("layers.2.c", C)], ValueError, r"'layers.2.c' came but .* mean 'layers.1.c'"),
-    "one too many": ([("w", W), ("b", B), ("layers.1.c", C), ("d", C)], ValueError, "'d' came but was not"),
-    "dtype": ([("w", W.double())], ValueError, r"'w' came as F64 \(2, 3\), but was announced as F32 \(2, 3\)"),
+    "not announced": (
+        [("w", W), ("layers.2.c", C)],
+        ValueError,
+        r"'layers.2.c' came but .* mean 'layers.1.c'",
+    ),
+    "one too many": (
+        [("w", W), ("b", B), ("layers.1.c", C), ("d", C)],
+        ValueError,
+        "'d' came but was not",
+    ),
+    "dtype": (
+        [("w", W.double())],
+        ValueError,
+        r"'w' came as F64 \(2, 3\), but was announced as F32 \(2, 3\)",
+    ),
     "unknown dtype": ([("w", W.to(torch.complex128))], ValueError, "'w' came as torch.complex128"),
-    "shape": ([("w", W.T)], ValueError, r"'w' came as F32 \(3, 2\), but was announced as F32 \(2, 3\)"),
+    "shape": (
+        [("w", W.T)],
+        ValueError,
+        r"'w' came as F32 \(3, 2\), but was announced as F32 \(2, 3\)",
+    ),
     "number of axes": ([("layers.1.c", C[None])], ValueError, r"'layers.1.c' came as F32 \(1,\)"),
     "sparse": ([("w", W.to_sparse())], ValueError, "'w' .* not dense"),
     "meta": ([("w", W.to("meta"))], ValueError, "'w' .* not dense"),
@@ -284,7 +330,7 @@ def test_a_full_disk_is_found_before_the_first_tensor(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# --- many files -------------------------------------------------------------------------------------------------------
+# --- many files -----------------------------------------------------------------------------------
 
 
 def model(num_layers=12):
@@ -299,14 +345,18 @@ def assert_exported(directory, state, num_files, others=()):
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
-    assert sorted(os.listdir(directory)) == sorted([*files, "model.safetensors.index.json", *others])
+    assert sorted(os.listdir(directory)) == sorted(
+        [*files, "model.safetensors.index.json", *others]
+    )
     loaded = {}
     for file in files:
         found = load_file(directory / file)
         assert {index["weight_map"][key] for key in found} == {file}
         assert header_metadata(directory / file)["format"] == "pt"
         loaded |= found
-    assert {key: contents(tensor) for key, tensor in loaded.items()} == {k: contents(t) for k, t in state.items()}
+    assert {key: contents(tensor) for key, tensor in loaded.items()} == {
+        k: contents(t) for k, t in state.items()
+    }
     assert index["metadata"] == {
         "total_size": sum(tensor.nbytes for tensor in state.values()),
         "total_parameters": sum(tensor.numel() for tensor in state.values()),
@@ -318,7 +368,11 @@ def test_the_next_file_begins_where_one_is_full(order, tmp_path):
     state = model()
     target = tmp_path / "new" / "out"
     paths = save_safetensors_streaming_sharded(
-        iter(order(state.items())), target, iter(meta_of(state)), max_file_bytes=48, metadata={"step": "3"}
+        iter(order(state.items())),
+        target,
+        iter(meta_of(state)),
+        max_file_bytes=48,
+        metadata={"step": "3"},
     )
     assert_exported(target, state, 6)
     assert paths == [str(target / f"model-{i:05d}-of-00006.safetensors") for i in range(1, 7)]
@@ -327,7 +381,9 @@ def test_the_next_file_begins_where_one_is_full(order, tmp_path):
     assert os.listdir(tmp_path / "new") == ["out"]
     # Our own reader takes it, too.
     blank = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    sharded = {key: distckpt.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in blank.items()}
+    sharded = {
+        key: distckpt.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in blank.items()
+    }
     loaded = distckpt.load(sharded, str(target))
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
@@ -338,7 +394,9 @@ def test_more_files_than_may_be_open(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
-        save_safetensors_streaming_sharded(state.items(), tmp_path / "out", meta_of(state), max_file_bytes=1)
+        save_safetensors_streaming_sharded(
+            state.items(), tmp_path / "out", meta_of(state), max_file_bytes=1
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert_exported(tmp_path / "out", state, 150)
@@ -364,7 +422,9 @@ def test_an_earlier_export_is_replaced_and_other_files_stay(tmp_path):
     (target / "adapter_model.safetensors").write_bytes(b"mine")
     for num_layers, limit, num_files in ((12, 16, 14), (3, 48, 3)):
         state = model(num_layers)
-        save_safetensors_streaming_sharded(state.items(), target, meta_of(state), max_file_bytes=limit)
+        save_safetensors_streaming_sharded(
+            state.items(), target, meta_of(state), max_file_bytes=limit
+        )
         assert_exported(target, state, num_files, OTHERS)
     save_safetensors_streaming_sharded(state.items(), target, meta_of(state))
     assert sorted(os.listdir(target)) == sorted(["model.safetensors", *OTHERS])
@@ -376,10 +436,14 @@ def test_an_earlier_export_is_replaced_and_other_files_stay(tmp_path):
 @pytest.mark.parametrize("name", streams())
 def test_an_earlier_export_stays_whole_when_the_stream_is_wrong(name, tmp_path):
     state = model()
-    save_safetensors_streaming_sharded(state.items(), tmp_path / "out", meta_of(state), max_file_bytes=48)
+    save_safetensors_streaming_sharded(
+        state.items(), tmp_path / "out", meta_of(state), max_file_bytes=48
+    )
     for target in ("out", "new"):
         with pytest.raises(WRONG_STREAMS[name][1], match=WRONG_STREAMS[name][2]):
-            save_safetensors_streaming_sharded(wrong_stream(name), tmp_path / target, META, max_file_bytes=10)
+            save_safetensors_streaming_sharded(
+                wrong_stream(name), tmp_path / target, META, max_file_bytes=10
+            )
     assert os.listdir(tmp_path) == ["out"]
     assert_exported(tmp_path / "out", state, 6)
 
@@ -389,7 +453,7 @@ def test_a_limit_that_is_not_positive_is_refused(tmp_path):
         save_safetensors_streaming_sharded(interrupted(), tmp_path / "out", META, max_file_bytes=0)
 
 
-# --- object stores ----------------------------------------------------------------------------------------------------
+# --- object stores --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -409,8 +473,13 @@ def store(request):
 def test_object_stores_take_tensors_in_the_order_of_the_announcement(store, tmp_path):
     url, found = store
     state = model()
-    assert save_safetensors_streaming(state.items(), f"{url}/x.safetensors", meta_of(state)) == f"{url}/x.safetensors"
-    paths = save_safetensors_streaming_sharded(state.items(), f"{url}/out/", meta_of(state), max_file_bytes=48)
+    assert (
+        save_safetensors_streaming(state.items(), f"{url}/x.safetensors", meta_of(state))
+        == f"{url}/x.safetensors"
+    )
+    paths = save_safetensors_streaming_sharded(
+        state.items(), f"{url}/out/", meta_of(state), max_file_bytes=48
+    )
     assert paths[0] == f"{url}/out/model-00001-of-00006.safetensors"
     for name, content in found().items():
         (tmp_path / name).write_bytes(content)
@@ -423,7 +492,10 @@ def test_object_stores_take_no_other_order(store):
     url, found = store
     state = model()
     backwards = list(state.items())[::-1]
-    with pytest.raises(ValueError, match=r"'model.norm.weight' came where 'model.embed_tokens.weight' has its place"):
+    with pytest.raises(
+        ValueError,
+        match=r"'model.norm.weight' came where 'model.embed_tokens.weight' has its place",
+    ):
         save_safetensors_streaming(backwards, f"{url}/x.safetensors", meta_of(state))
     swapped = list(state.items())
     swapped[3:5] = swapped[4:2:-1]
@@ -439,7 +511,9 @@ def test_nothing_stays_in_an_object_store_when_the_stream_is_wrong(name, store):
     with pytest.raises(kind):
         save_safetensors_streaming(wrong_stream(name), f"{url}/x.safetensors", META)
     with pytest.raises(kind):
-        save_safetensors_streaming_sharded(wrong_stream(name), f"{url}/out", META, max_file_bytes=10)
+        save_safetensors_streaming_sharded(
+            wrong_stream(name), f"{url}/out", META, max_file_bytes=10
+        )
     assert found() == {}
 
 

@@ -48,7 +48,11 @@ V1 = MEMINFO | {"proc/self/cgroup": "9:cpu,cpuacct:/other\n4:memory:/job/step\n0
 
 
 def group(path, limit, usage, cache=0, *, v1=False):
-    names = ["memory.limit_in_bytes", "memory.usage_in_bytes"] if v1 else ["memory.max", "memory.current"]
+    names = (
+        ["memory.limit_in_bytes", "memory.usage_in_bytes"]
+        if v1
+        else ["memory.max", "memory.current"]
+    )
     stat = f"anon 5\n{'total_' if v1 else ''}inactive_file {cache}\n"
     return {
         f"cg/{path}/{names[0]}": f"{limit}\n",
@@ -89,11 +93,23 @@ def test_available_memory_without_proc(tmp_path):
 
 
 def test_size_of_arrays():
-    for tensor in (torch.zeros(3, 5, dtype=torch.int16), torch.zeros(()), torch.zeros(0, 4), torch.zeros(2).to("meta")):
+    for tensor in (
+        torch.zeros(3, 5, dtype=torch.int16),
+        torch.zeros(()),
+        torch.zeros(0, 4),
+        torch.zeros(2).to("meta"),
+    ):
         assert estimate_array_nbytes(tensor) == tensor.nbytes
     assert estimate_array_nbytes(torch.zeros(4).expand(3, 4)) == 48
     assert estimate_array_nbytes(np.zeros((3, 5), np.complex128)) == 240
-    for dtype in (torch.bfloat16, "bfloat16", "torch.bfloat16", "BF16", np.dtype(np.float16), np.float16):
+    for dtype in (
+        torch.bfloat16,
+        "bfloat16",
+        "torch.bfloat16",
+        "BF16",
+        np.dtype(np.float16),
+        np.float16,
+    ):
         assert estimate_array_nbytes(SimpleNamespace(shape=(3, 5), dtype=dtype)) == 30
     with pytest.raises(TypeError, match="list"):
         estimate_array_nbytes([1, 2])
@@ -127,14 +143,22 @@ def test_chunks_are_views_within_the_limit_in_flattened_order(shape, dtype, extr
     limit = dtype.itemsize + extra
     chunks = chunk_tensor_by_memory(tensor, limit)
     assert all(chunk.nbytes <= limit and chunk.ndim == tensor.ndim for chunk in chunks)
-    assert all(chunk.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for chunk in chunks)
+    assert all(
+        chunk.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        for chunk in chunks
+    )
     assert torch.equal(torch.cat([chunk.flatten() for chunk in chunks]), tensor.flatten())
 
 
 def test_chunks_are_as_large_as_rows_allow():
     tensor = torch.zeros(10, 4)
-    assert [tuple(chunk.shape) for chunk in chunk_tensor_by_memory(tensor, 50)] == [(3, 4)] * 3 + [(1, 4)]
-    assert [tuple(chunk.shape) for chunk in chunk_tensor_by_memory(tensor[:1], 12)] == [(1, 3), (1, 1)]
+    assert [tuple(chunk.shape) for chunk in chunk_tensor_by_memory(tensor, 50)] == [(3, 4)] * 3 + [
+        (1, 4)
+    ]
+    assert [tuple(chunk.shape) for chunk in chunk_tensor_by_memory(tensor[:1], 12)] == [
+        (1, 3),
+        (1, 1),
+    ]
     assert chunk_tensor_by_memory(tensor, 160)[0] is tensor
 
 
@@ -199,10 +223,19 @@ def test_reading_places_then_calls_back_then_casts(tmp_path):
 
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         for source in (stored, file):
-            key, tensor, num_mismatches = read_process_array("w", {"w": place}, False, source, callback, torch.bfloat16)
-            assert (key, num_mismatches, tensor.dtype, tensor.tolist()) == ("w", 0, torch.bfloat16, [[6, 8, 10]])
+            key, tensor, num_mismatches = read_process_array(
+                "w", {"w": place}, False, source, callback, torch.bfloat16
+            )
+            assert (key, num_mismatches, tensor.dtype, tensor.tolist()) == (
+                "w",
+                0,
+                torch.bfloat16,
+                [[6, 8, 10]],
+            )
         assert seen == ["place", ("w", (1, 3), torch.float32)] * 2
-        assert read_process_array("step", None, False, file, dtype="bfloat16")[1].dtype == torch.int64
+        assert (
+            read_process_array("step", None, False, file, dtype="bfloat16")[1].dtype == torch.int64
+        )
 
 
 @pytest.mark.parametrize("shard_fns", [{}, {"w": None}, {"weight": lambda tensor: tensor}])
@@ -227,10 +260,22 @@ NESTED = {"b": {"x": 1, "empty": {}, 0: [2, {"y": (3, 4)}, []]}, "a.c": None, ("
 
 def test_flatten_and_back():
     flat = flatten_for_broadcast(NESTED)
-    assert flat == {("b", "x"): 1, ("b", 0, 0): 2, ("b", 0, 1, "y"): (3, 4), ("a.c",): None, (("t",),): 5}
+    assert flat == {
+        ("b", "x"): 1,
+        ("b", 0, 0): 2,
+        ("b", 0, 1, "y"): (3, 4),
+        ("a.c",): None,
+        (("t",),): 5,
+    }
     assert next(iter(flat)) == ("b", "x")
-    back = unflatten_from_broadcast({position: str(leaf) for position, leaf in flat.items()}, NESTED)
-    assert back == {"b": {"x": "1", "empty": {}, 0: ["2", {"y": "(3, 4)"}, []]}, "a.c": "None", ("t",): "5"}
+    back = unflatten_from_broadcast(
+        {position: str(leaf) for position, leaf in flat.items()}, NESTED
+    )
+    assert back == {
+        "b": {"x": "1", "empty": {}, 0: ["2", {"y": "(3, 4)"}, []]},
+        "a.c": "None",
+        ("t",): "5",
+    }
     assert unflatten_from_broadcast(flat, NESTED) == NESTED
     assert unflatten_from_broadcast(flat, NESTED)["b"] is not NESTED["b"]
 
@@ -291,7 +336,10 @@ def test_broadcast_without_other_ranks():
 
 def test_google_cloud_paths():
     assert is_gcs_path("gs://bucket/run/x")
-    assert parse_gcs_path("gs://bucket/run/step_10/x.safetensors") == ("bucket", "run/step_10/x.safetensors")
+    assert parse_gcs_path("gs://bucket/run/step_10/x.safetensors") == (
+        "bucket",
+        "run/step_10/x.safetensors",
+    )
     for path in ("/gs://bucket/x", "s3://bucket/x", "bucket/x", ""):
         assert not is_gcs_path(path)
     for path in ("s3://bucket/x", "bucket/x", "gs://", "gs:///x", "gs://bucket", "gs://bucket/"):

@@ -1,4 +1,6 @@
-"""The files of a DeepSpeed checkpoint: which there are, and what is in them besides the values of tensors."""
+"""The files of a DeepSpeed checkpoint: which there are, and what is in them besides the values of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distckpt._base.errors import CheckpointingException, CorruptCheckpointError, UnsupportedObjectError
+from distckpt._base.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    UnsupportedObjectError,
+)
 from distckpt._base.threads import run_threads
 from distckpt._foreign.torch_dist.archive import Archive
 from distckpt._foreign.torch_dist.objects import TensorView, first_byte_of, read_views
@@ -22,7 +28,9 @@ from distckpt._storage import locations
 Shape = tuple[int, ...]
 
 _POINTERS = ("latest", "latest_universal")
-_STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_(model|optim)_states\.pt")
+_STATES = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_(model|optim)_states\.pt"
+)
 _OTHERS = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*|layer_\d+-.*")
 """Files of experts, and of the stages of a pipeline."""
 _MAX_TAG_BYTES = 4096
@@ -30,9 +38,11 @@ _SAME_IN_A_SAVE = {"global_steps", "global_samples", "skipped_steps", "ds_versio
 
 
 class States(NamedTuple):
-    """The files of one save, relative to the checkpoint: model and optimizer states by data parallel rank.
+    """The files of one save, relative to the checkpoint: model and optimizer states by data
+    parallel rank.
 
-    `others` are the model states of further tensor or pipeline parallel ranks, which only Universal checkpoints have.
+    `others` are the model states of further tensor or pipeline parallel ranks, which only Universal
+    checkpoints have.
     """
 
     folder: str
@@ -43,7 +53,9 @@ class States(NamedTuple):
 
 
 def is_checkpoint(location: str) -> bool:
-    """Tell whether a location holds what DeepSpeed wrote, or the folders of several saves and which is the latest."""
+    """Tell whether a location holds what DeepSpeed wrote, or the folders of several saves and which
+    is the latest.
+    """
     names = locations.list_names(location) if locations.isdir(location) else []
     return any(map(_STATES.fullmatch, names)) or not set(_POINTERS).isdisjoint(names)
 
@@ -54,10 +66,12 @@ def find_states(location: str) -> States:
     if not any(map(_STATES.fullmatch, names)):
         pointer = join(location, next(name for name in _POINTERS if name in names))
         tag = read_file(pointer, _MAX_TAG_BYTES).decode(errors="replace").strip()
-        if not locations.is_inner_name(tag, max_parts=1) or not locations.isdir(join(location, tag)):
+        if not locations.is_inner_name(tag, max_parts=1) or not locations.isdir(
+            join(location, tag)
+        ):
             raise CorruptCheckpointError(
-                f"{pointer!r} names {tag!r:.300}, and there is no such folder beside it: restore it from a copy, or "
-                "give the location of another folder with a save."
+                f"{pointer!r} names {tag!r:.300}, and there is no such folder beside it: restore "
+                "it from a copy, or give the location of another folder with a save."
             )
         folder = f"{tag}/"
         names = locations.list_names(join(location, folder[:-1]))
@@ -68,9 +82,10 @@ def find_states(location: str) -> States:
         is_divided = bool(match and int(match[2]))
         if not states.is_universal and (is_divided or _OTHERS.fullmatch(name)):
             raise CheckpointingException(
-                f"{path!r} holds {name!r}: experts are not read, and the files of a model that is divided among tensor "
-                "or pipeline parallel ranks do not say how. Convert those with DeepSpeed (`python -m deepspeed."
-                f"checkpoint.ds_to_universal --input_folder {path} --output_folder {path}_universal`) before loading."
+                f"{path!r} holds {name!r}: experts are not read, and the files of a model that is "
+                "divided among tensor or pipeline parallel ranks do not say how. Convert those "
+                "with DeepSpeed (`python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"{path} --output_folder {path}_universal`) before loading."
             )
         if match and is_divided:
             states.others.append(folder + name)
@@ -78,10 +93,13 @@ def find_states(location: str) -> States:
             files = states.model if match[3] == "model" else states.optim
             if (first := files.setdefault(int(match[1] or 0), folder + name)) != folder + name:
                 raise CorruptCheckpointError(
-                    f"{path!r} holds {first!r} and {name!r}, of different saves: remove what does not belong here."
+                    f"{path!r} holds {first!r} and {name!r}, of different saves: remove what does "
+                    "not belong here."
                 )
     if not states.model:
-        raise CorruptCheckpointError(f"{path!r} holds no mp_rank_00_model_states.pt: restore it from a copy.")
+        raise CorruptCheckpointError(
+            f"{path!r} holds no mp_rank_00_model_states.pt: restore it from a copy."
+        )
     return states
 
 
@@ -91,7 +109,9 @@ def join(location: str, name: str) -> str:
 
 
 class StateFile(NamedTuple):
-    """A file that `torch.save` wrote; `name` is relative to the checkpoint, `content` has views in place of tensors."""
+    """A file that `torch.save` wrote; `name` is relative to the checkpoint, `content` has views in
+    place of tensors.
+    """
 
     path: str
     name: str
@@ -101,7 +121,9 @@ class StateFile(NamedTuple):
 
     def damaged(self, what: object) -> CorruptCheckpointError:
         """Return an error that names the file."""
-        return CorruptCheckpointError(f"{self.path!r} is damaged or of an unknown form ({what!s:.300}).")
+        return CorruptCheckpointError(
+            f"{self.path!r} is damaged or of an unknown form ({what!s:.300})."
+        )
 
     def first_byte(self, view: TensorView) -> int:
         """Return where in the file a tensor begins."""
@@ -111,7 +133,9 @@ class StateFile(NamedTuple):
             raise self.damaged(error) from error
 
     def values(self, node: Any, where: str) -> Any:
-        """Return a part of the content with its tensors; UnsupportedObjectError for objects of other classes."""
+        """Return a part of the content with its tensors; UnsupportedObjectError for objects of
+        other classes.
+        """
         if type(node) is TensorView:
             if not is_contiguous(node):
                 raise self.damaged(f"{where} is no contiguous tensor")
@@ -121,19 +145,25 @@ class StateFile(NamedTuple):
             return torch.from_numpy(data).view(node.dtype).reshape(node.shape)
         if isinstance(node, Record):
             raise UnsupportedObjectError(
-                f"{where} in {self.path!r} is a {node.kind:.200}, which is not read from pickles: nothing was run."
+                f"{where} in {self.path!r} is a {node.kind:.200}, which is not read from pickles: "
+                "nothing was run."
             )
         if isinstance(node, dict):
-            return {key: self.values(value, f"{where}[{key!r:.100}]") for key, value in node.items()}
+            return {
+                key: self.values(value, f"{where}[{key!r:.100}]") for key, value in node.items()
+            }
         if type(node) in (list, tuple):
             return type(node)(self.values(item, f"{where}[{i}]") for i, item in enumerate(node))
         return node
 
     def shapes(self, field: str) -> list[dict[str, Shape]]:
-        """Return shapes of parameters by name, in the order in which their values follow one another."""
+        """Return shapes of parameters by name, in the order in which their values follow one
+        another.
+        """
         groups = self.content.get(field) or []
         return [
-            {str(n): torch.Size(s) for n, s in g.items()} for g in ([groups] if isinstance(groups, dict) else groups)
+            {str(n): torch.Size(s) for n, s in g.items()}
+            for g in ([groups] if isinstance(groups, dict) else groups)
         ]
 
 
@@ -143,7 +173,9 @@ def is_contiguous(view: TensorView) -> bool:
 
 
 def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
-    """Read the pickles of files, and none of their tensors; several at once, since most of the time is latency."""
+    """Read the pickles of files, and none of their tensors; several at once, since most of the time
+    is latency.
+    """
     found = dict.fromkeys(names)
 
     def read(name: str) -> None:
@@ -158,8 +190,8 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
             ) from error
         except ValueError as error:
             raise CorruptCheckpointError(
-                f"{path!r} is damaged or of an unknown form ({error!s:.300}), and nothing of it was run: restore it "
-                "from a copy."
+                f"{path!r} is damaged or of an unknown form ({error!s:.300}), and nothing of it "
+                "was run: restore it from a copy."
             ) from error
 
     run_threads(read, list(found))
@@ -167,22 +199,32 @@ def read_states(location: str, names: Iterable[str]) -> list[StateFile]:
 
 
 def read_save(location: str, states: States) -> tuple[list[StateFile], list[StateFile]]:
-    """Read all model states, and the optimizer's or `others`; check that they are of one save, and of all ranks."""
-    rest = states.others if states.is_universal else [states.optim[rank] for rank in sorted(states.optim)]
+    """Read all model states, and the optimizer's or `others`; check that they are of one save, and
+    of all ranks.
+    """
+    rest = (
+        states.others
+        if states.is_universal
+        else [states.optim[rank] for rank in sorted(states.optim)]
+    )
     files = read_states(location, [*(states.model[rank] for rank in sorted(states.model)), *rest])
     for file in files:
-        degrees, num = file.content.get("checkpoint_parallel_dimensions") or {}, 1 + len(states.others)
+        degrees, num = (
+            file.content.get("checkpoint_parallel_dimensions") or {},
+            1 + len(states.others),
+        )
         product = math.prod(degrees.get(name) or 1 for name in ("tp_degree", "pp_degree"))
         if (size := max(file.content.get("mp_world_size") or 1, product)) > num:
             raise CheckpointingException(
-                f"{file.path!r} is of a model split among {size} tensor or pipeline parallel ranks, of which {num} is "
-                "here: copy the files of all, and convert them with `python -m deepspeed.checkpoint.ds_to_universal`."
+                f"{file.path!r} is of a model split among {size} tensor or pipeline parallel "
+                f"ranks, of which {num} is here: copy the files of all, and convert them with "
+                "`python -m deepspeed.checkpoint.ds_to_universal`."
             )
         for field in file.content.keys() & files[0].content.keys() & _SAME_IN_A_SAVE:
             if (value := file.content[field]) != (other := files[0].content[field]):
                 raise CorruptCheckpointError(
-                    f"{file.path!r} and {files[0].path!r} are of different saves ({field} is {value!r:.100} and "
-                    f"{other!r:.100}): copy the files of one save again."
+                    f"{file.path!r} and {files[0].path!r} are of different saves ({field} is "
+                    f"{value!r:.100} and {other!r:.100}): copy the files of one save again."
                 )
     return files[: len(states.model)], files[len(states.model) :]
 

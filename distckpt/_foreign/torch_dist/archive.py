@@ -1,4 +1,6 @@
-"""Archives that `torch.save` wrote: zip files without compression, in which every part can be read on its own."""
+"""Archives that `torch.save` wrote: zip files without compression, in which every part can be read
+on its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import zipfile
 from collections.abc import Callable
 
 _WINDOW_BYTES = 4096
-"""Read at once at both ends of an archive: the pickle of a tensor stands at one, the directory at the other."""
+"""Read at once at both ends of an archive: the pickle of a tensor stands at one, the directory at
+the other.
+"""
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED = 1
 
@@ -24,14 +28,22 @@ class Archive:
         self._spans: dict[str, tuple[int, int]] = {}
         try:
             entries = zipfile.ZipFile(_RangeFile(self._read_range, size)).infolist()
-        except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
+        except (
+            zipfile.BadZipFile,
+            zipfile.LargeZipFile,
+            NotImplementedError,
+            OSError,
+            UnicodeDecodeError,
+        ) as error:
             raise ValueError(f"not a complete archive of torch.save ({error!s:.200})") from error
         # Entries differ in their names below the folder of the archive.
         self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
         if "data.pkl" not in self._entries or len(self._entries) != len(entries):
             raise ValueError("not an archive of torch.save: it has no data.pkl")
         if sum(entry.file_size for entry in entries) > size:
-            raise ValueError("its entries take more room than it has: several are the same bytes, or compressed")
+            raise ValueError(
+                "its entries take more room than it has: several are the same bytes, or compressed"
+            )
         if "byteorder" in self._entries and self.read("byteorder") != b"little":
             raise ValueError("it was written by a machine that stores the highest byte first")
 
@@ -50,7 +62,13 @@ class Archive:
         if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\3\4":
             raise ValueError(f"the entry {name!r:.100} is not where the directory says")
         # The lengths of name and padding, lowest byte first.
-        start = entry.header_offset + _LOCAL_HEADER_BYTES + header[26] + header[28] + 256 * (header[27] + header[29])
+        start = (
+            entry.header_offset
+            + _LOCAL_HEADER_BYTES
+            + header[26]
+            + header[28]
+            + 256 * (header[27] + header[29])
+        )
         if start + entry.file_size > self._size:
             raise ValueError(f"the entry {name!r:.100} reaches past the end")
         self._spans[name] = start, start + entry.file_size
@@ -96,6 +114,8 @@ class _RangeFile:
 
     def read(self, size: int = -1) -> bytes:
         count = self._size if size < 0 else size
-        data = self._read_range(self._position, max(self._position, min(self._position + count, self._size)))
+        data = self._read_range(
+            self._position, max(self._position, min(self._position + count, self._size))
+        )
         self._position += len(data)
         return data

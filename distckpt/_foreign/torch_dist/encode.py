@@ -1,6 +1,8 @@
-"""Archives as `torch.save` writes them, and pickles, written without either: by the same table that reading has.
+"""Archives as `torch.save` writes them, and pickles, written without either: by the same table that
+reading has.
 
-Only instructions of protocol 2 are written, which every unpickler of torch reads, the restricted one included.
+Only instructions of protocol 2 are written, which every unpickler of torch reads, the restricted
+one included.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Global(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An object that a pickle makes: by calling a function, or as a new object of a class, which gets a state."""
+    """An object that a pickle makes: by calling a function, or as a new object of a class, which
+    gets a state.
+    """
 
     function: Global
     args: tuple[Any, ...] = ()
@@ -82,7 +86,8 @@ def write_object(file: BinaryIO, obj: Any) -> int:
     """Append an archive with an object to a file; return how many bytes that were.
 
     Raises:
-        UnsupportedObjectError: it holds something that has no form in such files; the message names the type.
+        UnsupportedObjectError: it holds something that has no form in such files; the message names
+            the type.
     """
     return _write_archive(file, obj, lambda tensor: [_raw(tensor)])
 
@@ -99,7 +104,9 @@ def _write_archive(file: BinaryIO, obj: Any, content_of: Callable[[Any], Iterabl
         for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
         for number, tensor in enumerate(tensors):
-            with archive.open(zipfile.ZipInfo(f"archive/data/{number}"), "w", force_zip64=True) as entry:
+            with archive.open(
+                zipfile.ZipInfo(f"archive/data/{number}"), "w", force_zip64=True
+            ) as entry:
                 for piece in content_of(tensor):
                     entry.write(piece)
     return file.seek(0, io.SEEK_END) - start
@@ -113,7 +120,10 @@ class _Part:
         self.write, self.flush = file.write, file.flush
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset + (self._start if whence == io.SEEK_SET else 0), whence) - self._start
+        return (
+            self._file.seek(offset + (self._start if whence == io.SEEK_SET else 0), whence)
+            - self._start
+        )
 
     def tell(self) -> int:
         return self._file.tell() - self._start
@@ -165,7 +175,9 @@ class _Encoder:
         else:
             data = bytes(reversed(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
             if len(data) > 255:
-                raise UnsupportedObjectError("An integer of more than 255 bytes has no form in files of torch.")
+                raise UnsupportedObjectError(
+                    "An integer of more than 255 bytes has no form in files of torch."
+                )
             self.parts.append(b"\x8a" + bytes([len(data)]) + data)
 
     def add_str(self, obj: str) -> None:
@@ -198,16 +210,26 @@ class _Encoder:
 
     def add_tensor(self, obj: Any) -> None:
         """Add a tensor, dense as `torch.save` stores it, and remember it for its bytes."""
-        strides = [int(np.prod(obj.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(obj.shape))]
+        strides = [
+            int(np.prod(obj.shape[axis + 1 :], dtype=np.int64)) for axis in range(len(obj.shape))
+        ]
         self.tensors.append(obj)
-        place = (_Stored(len(self.tensors) - 1, TensorRecord(obj.dtype, tuple(obj.shape))), 0, tuple(obj.shape))
+        place = (
+            _Stored(len(self.tensors) - 1, TensorRecord(obj.dtype, tuple(obj.shape))),
+            0,
+            tuple(obj.shape),
+        )
         common = (*place, tuple(strides), False, Call(Global("collections", "OrderedDict")))
         version, *more = ("v2",) if obj.dtype in _LEGACY else ("v3", obj.dtype)
         self.add(Call(Global("torch._utils", f"_rebuild_tensor_{version}"), (*common, *more)))
 
     def add_stored(self, obj: _Stored) -> None:
         legacy = _LEGACY.get(obj.tensor.dtype)
-        kind = Global("torch", f"{legacy}Storage") if legacy else Global("torch.storage", "UntypedStorage")
+        kind = (
+            Global("torch", f"{legacy}Storage")
+            if legacy
+            else Global("torch.storage", "UntypedStorage")
+        )
         count = obj.tensor.num_bytes // (obj.tensor.dtype.itemsize if legacy else 1)
         self.add(("storage", kind, str(obj.number), "cpu", count))
         self.parts.append(b"Q")
@@ -229,22 +251,33 @@ def _registered(obj: Any) -> Any:
         if hasattr(cls, "__dataclass_fields__"):
             return Call(name, (), dict(vars(obj)), True)
     raise UnsupportedObjectError(
-        f"An object of type {type_name(cls)} has no form in files of torch: leave it out of the state dict, convert it "
-        "to plain types, or register its class if that is an Enum class, a dataclass or a namedtuple class."
+        f"An object of type {type_name(cls)} has no form in files of torch: leave it out of the "
+        "state dict, convert it to plain types, or register its class if that is an Enum class, a "
+        "dataclass or a namedtuple class."
     )
 
 
 def _numpy_dtype(dtype: np.dtype[Any]) -> Call:
     order = "|" if dtype.itemsize == 1 else dtype.str[0]
-    return Call(Global("numpy", "dtype"), (dtype.str[1:], False, True), (3, order, None, None, None, -1, -1, 0))
+    return Call(
+        Global("numpy", "dtype"),
+        (dtype.str[1:], False, True),
+        (3, order, None, None, None, -1, -1, 0),
+    )
 
 
 def _numpy_array(array: np.ndarray[Any, Any]) -> Call:
     state = (1, array.shape, _numpy_dtype(array.dtype), False, array.tobytes())
-    return Call(Global("numpy.core.multiarray", "_reconstruct"), (Global("numpy", "ndarray"), (0,), b"b"), state)
+    return Call(
+        Global("numpy.core.multiarray", "_reconstruct"),
+        (Global("numpy", "ndarray"), (0,), b"b"),
+        state,
+    )
 
 
-def _call(module: str, name: str, args_of: Callable[[Any], tuple[Any, ...]]) -> Callable[[_Encoder, Any], None]:
+def _call(
+    module: str, name: str, args_of: Callable[[Any], tuple[Any, ...]]
+) -> Callable[[_Encoder, Any], None]:
     return lambda encoder, obj: encoder.add_call(Call(Global(module, name), args_of(obj)))
 
 
@@ -273,8 +306,12 @@ _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     complex: _call("__builtin__", "complex", lambda obj: (obj.real, obj.imag)),
     slice: _call("__builtin__", "slice", lambda obj: (obj.start, obj.stop, obj.step)),
     range: _call("__builtin__", "range", lambda obj: (obj.start, obj.stop, obj.step)),
-    collections.OrderedDict: _call("collections", "OrderedDict", lambda obj: ([list(pair) for pair in obj.items()],)),
-    argparse.Namespace: lambda encoder, obj: encoder.add_call(record("argparse", "Namespace", **vars(obj))),
+    collections.OrderedDict: _call(
+        "collections", "OrderedDict", lambda obj: ([list(pair) for pair in obj.items()],)
+    ),
+    argparse.Namespace: lambda encoder, obj: encoder.add_call(
+        record("argparse", "Namespace", **vars(obj))
+    ),
     types.SimpleNamespace: lambda encoder, obj: encoder.add_call(
         Call(Global("types", "SimpleNamespace"), (), vars(obj))
     ),
@@ -283,7 +320,9 @@ _FORMS: dict[type, Callable[[_Encoder, Any], None]] = {
     ),
     datetime.date: _call("datetime", "date", _date_args),
     datetime.datetime: _call("datetime", "datetime", _date_args),
-    datetime.timedelta: _call("datetime", "timedelta", lambda obj: (obj.days, obj.seconds, obj.microseconds)),
+    datetime.timedelta: _call(
+        "datetime", "timedelta", lambda obj: (obj.days, obj.seconds, obj.microseconds)
+    ),
     datetime.timezone: _call("datetime", "timezone", lambda obj: (obj.utcoffset(None),)),
     **{
         cls: _call("pathlib", cls.__name__, lambda obj: (str(obj),))

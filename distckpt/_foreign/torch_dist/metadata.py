@@ -1,4 +1,6 @@
-"""The `.metadata` file of torch.distributed.checkpoint: which item of which file holds which part of which tensor."""
+"""The `.metadata` file of torch.distributed.checkpoint: which item of which file holds which part
+of which tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
-from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, Record, RefusedGlobalError, read_pickle, record
+from distckpt._foreign.torch_dist.unpickle import (
+    GlobalName,
+    Made,
+    Record,
+    RefusedGlobalError,
+    read_pickle,
+    record,
+)
 from distckpt._format.codec.tree import DTYPES
 from distckpt._format.manifest import MAX_TABLE_BYTES
 from distckpt._format.marker import read_file
@@ -40,7 +49,11 @@ def _join_path(*parts: Any) -> str:
 
 
 _TABLE: dict[GlobalName, Any] = {
-    **{(module, name): record(f"{module}.{name}") for module, names in _RECORDS.items() for name in names},
+    **{
+        (module, name): record(f"{module}.{name}")
+        for module, names in _RECORDS.items()
+        for name in names
+    },
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): Made("torch.Size", lambda sizes=(): _counts(sizes)),
     ("torch.serialization", "_get_layout"): Made("torch.serialization._get_layout", str),
@@ -68,7 +81,8 @@ _StoredItems = dict[tuple[str, tuple[int, ...] | None], StoredItem]
 class TensorEntry(NamedTuple):
     """A stored tensor: its regions as they are stored, and the items that hold them.
 
-    `original_shape` is set when the tensor was stored as an array of flattened shards: its shape before that.
+    `original_shape` is set when the tensor was stored as an array of flattened shards: its shape
+    before that.
     """
 
     key: str
@@ -79,7 +93,9 @@ class TensorEntry(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The content of a `.metadata` file; `paths` leads from names of items to places in nested dicts and lists."""
+    """The content of a `.metadata` file; `paths` leads from names of items to places in nested
+    dicts and lists.
+    """
 
     tensors: list[TensorEntry]
     objects: dict[str, StoredItem]
@@ -92,16 +108,17 @@ def read_metadata(path: str) -> Metadata:
         data = read_file(path, MAX_TABLE_BYTES)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path!r} is missing: it says where in the .distcp files everything lies. Restore it from a copy. A save "
-            "that did not finish leaves none; one that every rank made for itself leaves one per rank, which are not "
-            "read: save together."
+            f"{path!r} is missing: it says where in the .distcp files everything lies. Restore it "
+            "from a copy. A save that did not finish leaves none; one that every rank made for "
+            "itself leaves one per rank, which are not read: save together."
         ) from error
     try:
         return _interpret(read_pickle(data, _TABLE), len(data))
     except RefusedGlobalError as error:
         raise CorruptCheckpointError(
-            f"{path!r} was refused, and nothing of it was run: it names {error.name!r:.200}, which is none of the "
-            "classes that PyTorch and Megatron Core store there. The file may be hostile: find out where it comes from."
+            f"{path!r} was refused, and nothing of it was run: it names {error.name!r:.200}, which "
+            "is none of the classes that PyTorch and Megatron Core store there. The file may be "
+            "hostile: find out where it comes from."
         ) from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CorruptCheckpointError(
@@ -110,8 +127,13 @@ def read_metadata(path: str) -> Metadata:
 
 
 def _interpret(root: Any, max_parts: int) -> Metadata:
-    """Interpret what a pickle holds; one list in many places could describe more parts than the pickle has bytes."""
-    _require(isinstance(root, Record) and root.kind in ("Metadata", "MCoreMetadata"), "it holds no Metadata")
+    """Interpret what a pickle holds; one list in many places could describe more parts than the
+    pickle has bytes.
+    """
+    _require(
+        isinstance(root, Record) and root.kind in ("Metadata", "MCoreMetadata"),
+        "it holds no Metadata",
+    )
     stored = _stored_items(_dict(root.get("storage_data")))
     mcore = root.get("mcore_data") or {}
     tensors: list[TensorEntry] = []
@@ -132,17 +154,22 @@ def _interpret(root: Any, max_parts: int) -> Metadata:
 def _stored_items(storage_data: Mapping[Any, Any]) -> _StoredItems:
     found = {}
     for index, info in storage_data.items():
-        _require(isinstance(index, Record) and index.kind == "MetadataIndex", "a place without a name")
+        _require(
+            isinstance(index, Record) and index.kind == "MetadataIndex", "a place without a name"
+        )
         _require(isinstance(info, Record) and info.kind == "_StorageInfo", "a name without a place")
         name, offset = index.get("fqn"), index.get("offset")
         file, first, count = info.get("relative_path"), info.get("offset"), info.get("length")
         _require(type(name) is str and type(file) is str, "a name that is no text")
-        _require(all(type(n) is int and 0 <= n < 2**62 for n in (first, count)), f"the place of {name!r} is no number")
+        _require(
+            all(type(n) is int and 0 <= n < 2**62 for n in (first, count)),
+            f"the place of {name!r} is no number",
+        )
         if extensions := info.get("transform_descriptors"):
             names = ", ".join(text for text in extensions if type(text) is str)
             raise CheckpointingException(
-                f"{name!r} in {file!r} was written through {names:.100}, which only the program that wrote it undoes: "
-                "save without such extensions."
+                f"{name!r} in {file!r} was written through {names:.100}, which only the program "
+                "that wrote it undoes: save without such extensions."
             )
         found[name, None if offset is None else _counts(offset)] = StoredItem(file, first, count)
     return found
@@ -155,24 +182,36 @@ def _tensor_entry(key: str, entry: Record, stored: _StoredItems, mcore: Any) -> 
     dtype: Any = state.get("dtype") if isinstance(state, dict) else state[0]
     _require(isinstance(dtype, torch.dtype), f"{key!r} has no dtype")
     shape = _counts(entry.get("size"))
-    _require(math.prod(n + 1 for n in shape) < 2**62, f"{key!r} has the shape {shape}, larger than any storage")
+    _require(
+        math.prod(n + 1 for n in shape) < 2**62,
+        f"{key!r} has the shape {shape}, larger than any storage",
+    )
     parts = {}
     for chunk in entry.get("chunks"):
         region = Region(_counts(chunk.get("offsets")), _counts(chunk.get("sizes")))
-        _require(len(region.offset) == len(region.shape) == len(shape), f"a chunk of {key!r} has other axes")
-        inside = all(o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True))
+        _require(
+            len(region.offset) == len(region.shape) == len(shape),
+            f"a chunk of {key!r} has other axes",
+        )
+        inside = all(
+            o + n <= size for o, n, size in zip(region.offset, region.shape, shape, strict=True)
+        )
         _require(inside, f"{region} of {key!r} lies outside its global shape {shape}")
         _require((key, region.offset) in stored, f"nothing says where {region} of {key!r} lies")
         # Ranks without elements of a tensor may have stored the same nothing.
         parts[region] = stored[key, region.offset]
     original = (mcore or {}).get("nd_reformulated_orig_global_shape")
-    return TensorEntry(key, dtype, shape, list(parts.items()), None if original is None else _counts(original))
+    return TensorEntry(
+        key, dtype, shape, list(parts.items()), None if original is None else _counts(original)
+    )
 
 
 def _paths(planner_data: Any, max_chars: int) -> dict[str, tuple[str | int, ...]]:
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        is_path = isinstance(path, tuple) and 0 < len(path) <= _MAX_DEPTH and all(map(_is_step, path))
+        is_path = (
+            isinstance(path, tuple) and 0 < len(path) <= _MAX_DEPTH and all(map(_is_step, path))
+        )
         _require(type(name) is str and is_path, f"{name!r:.100} has no path")
         # A name is its path, with dots between.
         max_chars -= sum(len(str(part)) for part in path) - len(name)
@@ -188,7 +227,10 @@ def _is_step(part: object) -> bool:
 def _counts(values: Any) -> tuple[int, ...]:
     # Their text is not shown: a small pickle can make very long ones.
     _require(isinstance(values, tuple | list) and len(values) <= MAX_NDIM, "a shape that is none")
-    _require(all(type(n) is int and 0 <= n < 2**62 for n in values), "a shape or offset with other things than sizes")
+    _require(
+        all(type(n) is int and 0 <= n < 2**62 for n in values),
+        "a shape or offset with other things than sizes",
+    )
     return tuple(values)
 
 

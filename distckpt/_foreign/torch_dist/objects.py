@@ -1,7 +1,8 @@
-"""Archives that `torch.save` wrote, read as data: where the bytes of a tensor lie, and objects made of plain types.
+"""Archives that `torch.save` wrote, read as data: where the bytes of a tensor lie, and objects made
+of plain types.
 
-Such an archive is a zip file with the entries `<name>/data.pkl`, a pickle that refers to storages, and
-`<name>/data/<n>`, their bytes, stored as they are.
+Such an archive is a zip file with the entries `<name>/data.pkl`, a pickle that refers to storages,
+and `<name>/data/<n>`, their bytes, stored as they are.
 """
 
 from __future__ import annotations
@@ -23,8 +24,22 @@ import numpy as np
 import torch
 
 from distckpt._foreign.torch_dist.archive import Archive, ReadRange
-from distckpt._foreign.torch_dist.unpickle import GlobalName, Made, Record, check_size, hashable, read_pickle
-from distckpt._format.codec.tree import DTYPES, FACTORIES, PATHS, REGISTERED, is_plain_dtype, registration_named
+from distckpt._foreign.torch_dist.unpickle import (
+    GlobalName,
+    Made,
+    Record,
+    check_size,
+    hashable,
+    read_pickle,
+)
+from distckpt._format.codec.tree import (
+    DTYPES,
+    FACTORIES,
+    PATHS,
+    REGISTERED,
+    is_plain_dtype,
+    registration_named,
+)
 from distckpt._geometry.region import MAX_NDIM
 
 _MAX_READ_BYTES = 16 << 20
@@ -51,7 +66,9 @@ class TensorView(NamedTuple):
 
 
 def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
-    """Find the one tensor in an archive of `size` bytes, and its first byte; raise ValueError where there is none."""
+    """Find the one tensor in an archive of `size` bytes, and its first byte; raise ValueError where
+    there is none.
+    """
 
     def read_small(start: int, stop: int) -> bytes:
         if stop - start > _MAX_READ_BYTES:
@@ -59,43 +76,55 @@ def locate_tensor(read_range: ReadRange, size: int) -> tuple[TensorView, int]:
         return read_range(start, stop)
 
     archive = Archive(read_small, size)
-    view = read_pickle(archive.read("data.pkl"), _tensor_table(lambda view: view), persistent=_storage)
+    view = read_pickle(
+        archive.read("data.pkl"), _tensor_table(lambda view: view), persistent=_storage
+    )
     if type(view) is not TensorView:
         raise ValueError(f"a {type(view).__name__} where a tensor should be")
     return view, first_byte_of(archive, view, size)
 
 
 def first_byte_of(archive: Archive, view: TensorView, size: int) -> int:
-    """Return where in an archive of `size` bytes a tensor begins; raise ValueError where it is not inside."""
+    """Return where in an archive of `size` bytes a tensor begins; raise ValueError where it is not
+    inside.
+    """
     start, stop = archive.span(f"data/{view.storage.name}")
     item = view.dtype.itemsize
     first = start + view.offset * item
     reach = sum((n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)) + 1
     num_bytes = (reach if math.prod(view.shape) else 0) * item
-    # Elements that repeat take no room, but runs to read: there are no more than the archive has bytes.
+    # Elements that repeat take no room, but runs to read: there are no more than the archive has
+    # bytes.
     if first + num_bytes > stop or math.prod(view.shape) > size:
         raise ValueError(
-            f"a tensor of shape {view.shape} and strides {view.strides} in a storage of {stop - start} bytes"
+            f"a tensor of shape {view.shape} and strides {view.strides} in a storage of "
+            f"{stop - start} bytes"
         )
     return first
 
 
 def read_views(archive: Archive) -> Any:
-    """Build the object that an archive holds with a `TensorView` for each tensor; raise ValueError where it holds none.
+    """Build the object that an archive holds with a `TensorView` for each tensor; raise ValueError
+    where it holds none.
 
     What is no plain type becomes a `Record`, whose kind is the name of its class.
     """
-    pickled, table = archive.read("data.pkl"), _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)})
+    pickled, table = (
+        archive.read("data.pkl"),
+        _AnyTable({**_OBJECTS, **_tensor_table(lambda view: view)}),
+    )
     obj = read_pickle(pickled, table, persistent=_storage, set_state=_set_state)
     check_size(obj, 4 * len(pickled) + _EXTRA_VALUES)
     return obj
 
 
 def read_object(blob: bytes) -> Any:
-    """Build the object that an archive holds, with tensors on the CPU; raise ValueError where it holds none.
+    """Build the object that an archive holds, with tensors on the CPU; raise ValueError where it
+    holds none.
 
-    Only plain types, tensors and arrays are built, and the Enum classes, dataclasses and namedtuple classes that the
-    program registered with `register_object_type`. RefusedGlobalError names any other class or function.
+    Only plain types, tensors and arrays are built, and the Enum classes, dataclasses and namedtuple
+    classes that the program registered with `register_object_type`. RefusedGlobalError names any
+    other class or function.
     """
     archive = Archive(lambda start, stop: blob[start:stop], len(blob))
 
@@ -148,21 +177,41 @@ _TENSOR_TYPES = {
 
 
 def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
-    """Return what the pickle of a tensor may name; `finish` makes of a view what the pickle gets."""
+    """Return what the pickle of a tensor may name; `finish` makes of a view what the pickle
+    gets.
+    """
 
     # After the strides come the requirement of a gradient and the hooks.
-    def of_typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, flags: Any = None) -> Any:
+    def of_typed(
+        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, flags: Any = None
+    ) -> Any:
         return of_untyped(storage, offset, shape, strides, _, __, storage.dtype, flags)
 
     def of_untyped(
-        storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, flags: Any = None
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        _: Any,
+        __: Any,
+        dtype: Any,
+        flags: Any = None,
     ) -> Any:
-        if type(storage) is not _Storage or type(dtype) is not torch.dtype or len(shape) != len(strides):
+        if (
+            type(storage) is not _Storage
+            or type(dtype) is not torch.dtype
+            or len(shape) != len(strides)
+        ):
             raise ValueError("not a tensor")
-        if len(shape) > MAX_NDIM or not all(type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)):
+        if len(shape) > MAX_NDIM or not all(
+            type(n) is int and 0 <= n < 2**62 for n in (offset, *shape, *strides)
+        ):
             raise ValueError("a tensor whose shape and strides are none")
         if flags:
-            raise ValueError("a tensor with a pending conjugation or negation: save its resolve_conj().resolve_neg()")
+            raise ValueError(
+                "a tensor with a pending conjugation or negation: save its "
+                "resolve_conj().resolve_neg()"
+            )
         return finish(TensorView(storage, dtype, offset, tuple(shape), tuple(strides)))
 
     def of_type(function: Any, tensor_type: Any, args: Any, state: Any) -> Any:
@@ -177,7 +226,10 @@ def _tensor_table(finish: Callable[[TensorView], Any]) -> dict[GlobalName, Any]:
         ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, hooks, state: data,
         ("torch._tensor", "_rebuild_from_type_v2"): of_type,
     }
-    return {**_TENSOR_GLOBALS, **{name: Made(".".join(name), function) for name, function in functions.items()}}
+    return {
+        **_TENSOR_GLOBALS,
+        **{name: Made(".".join(name), function) for name, function in functions.items()},
+    }
 
 
 def _size(values: Any) -> torch.Size:
@@ -193,7 +245,8 @@ _TENSOR_GLOBALS: dict[GlobalName, Any] = {
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): Made("torch.Size", _size),
     ("collections", "OrderedDict"): Made(
-        "collections.OrderedDict", lambda pairs=(): collections.OrderedDict((hashable(key), v) for key, v in pairs)
+        "collections.OrderedDict",
+        lambda pairs=(): collections.OrderedDict((hashable(key), v) for key, v in pairs),
     ),
 }
 
@@ -235,7 +288,11 @@ def _array(state: Any) -> Any:
 
 def _bytearray(*args: Any) -> bytearray:
     # Not of a number, which would be a size.
-    return bytearray(_bytes_of_text(*args) if len(args) == 2 else b"".join(bytes(memoryview(arg)) for arg in args))
+    return bytearray(
+        _bytes_of_text(*args)
+        if len(args) == 2
+        else b"".join(bytes(memoryview(arg)) for arg in args)
+    )
 
 
 def _defaultdict(factory: Any = None) -> Any:
@@ -260,16 +317,28 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "slice": slice,
     "range": range,
     "xrange": range,
-    **dict.fromkeys(("bool", "dict", "float", "int", "list", "long", "str", "tuple", "unicode"), _never),
+    **dict.fromkeys(
+        ("bool", "dict", "float", "int", "list", "long", "str", "tuple", "unicode"), _never
+    ),
 }
 _NUMPY: dict[GlobalName, Callable[..., Any]] = {
     ("multiarray", "_reconstruct"): lambda cls, shape, code: _Array(),
     ("multiarray", "scalar"): _array_scalar,
-    ("numeric", "_frombuffer"): lambda raw, dtype, shape, order: _array((1, shape, dtype, order == "F", bytes(raw))),
+    ("numeric", "_frombuffer"): lambda raw, dtype, shape, order: _array(
+        (1, shape, dtype, order == "F", bytes(raw))
+    ),
 }
 _OTHERS: dict[GlobalName, Callable[..., Any]] = {
-    **{(module, name): make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
-    **{(f"numpy.{core}.{at}", name): make for core in ("core", "_core") for (at, name), make in _NUMPY.items()},
+    **{
+        (module, name): make
+        for module in ("builtins", "__builtin__")
+        for name, make in _BUILTINS.items()
+    },
+    **{
+        (f"numpy.{core}.{at}", name): make
+        for core in ("core", "_core")
+        for (at, name), make in _NUMPY.items()
+    },
     ("numpy", "ndarray"): _never,
     ("numpy", "dtype"): _plain_dtype,
     ("_codecs", "encode"): _bytes_of_text,
@@ -279,10 +348,15 @@ _OTHERS: dict[GlobalName, Callable[..., Any]] = {
     ("_io", "BytesIO"): io.BytesIO,
     ("io", "BytesIO"): io.BytesIO,
     ("torch", "device"): torch.device,
-    **{("datetime", name): getattr(datetime, name) for name in ("date", "datetime", "timedelta", "timezone")},
+    **{
+        ("datetime", name): getattr(datetime, name)
+        for name in ("date", "datetime", "timedelta", "timezone")
+    },
     **{(module, name): _path(name) for module in ("pathlib", "pathlib._local") for name in PATHS},
 }
-_OBJECTS: dict[GlobalName, Any] = {name: Made(".".join(name), make) for name, make in _OTHERS.items()}
+_OBJECTS: dict[GlobalName, Any] = {
+    name: Made(".".join(name), make) for name, make in _OTHERS.items()
+}
 
 
 class _Table(dict[GlobalName, Any]):
@@ -307,7 +381,9 @@ class _AnyTable(dict[GlobalName, Any]):
 
 
 def _maker_of(cls: Any) -> Callable[..., Any] | None:
-    """Return the function that makes an object of a registered class, as pickles call it; None where they cannot."""
+    """Return the function that makes an object of a registered class, as pickles call it; None
+    where they cannot.
+    """
     if issubclass(cls, enum.Enum):
         return lambda *value: cls(*value)
     if issubclass(cls, tuple) and hasattr(cls, "_make"):
@@ -324,10 +400,16 @@ def _set_state(obj: Any, state: Any) -> Any:
         return obj if state[1] in ("|", "=") else obj.newbyteorder(state[1])
     if isinstance(obj, io.BytesIO):
         return io.BytesIO(memoryview(state[0]))
-    if type(obj) in (argparse.Namespace, types.SimpleNamespace) and all(type(name) is str for name in state):
+    if type(obj) in (argparse.Namespace, types.SimpleNamespace) and all(
+        type(name) is str for name in state
+    ):
         vars(obj).update(state)
         return obj
-    if type(obj) in REGISTERED and dataclasses.is_dataclass(obj) and all(type(name) is str for name in state):
+    if (
+        type(obj) in REGISTERED
+        and dataclasses.is_dataclass(obj)
+        and all(type(name) is str for name in state)
+    ):
         fields = {field.name for field in dataclasses.fields(obj)}
         for name, value in state.items():
             if name in fields:

@@ -1,4 +1,6 @@
-"""Reader of checkpoints of torch.distributed.checkpoint, as PyTorch and Megatron Core (`torch_dist`) write them."""
+"""Reader of checkpoints of torch.distributed.checkpoint, as PyTorch and Megatron Core
+(`torch_dist`) write them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distckpt._base.errors import CorruptCheckpointError, UnsupportedObjectError
-from distckpt._foreign.reader import Reader
+from distckpt._checkpoint.reader import Reader
 from distckpt._foreign.torch_dist.objects import read_object
 from distckpt._foreign.torch_dist.source import COMMON_NAME, METADATA_NAME, read_directory
 from distckpt._foreign.torch_dist.unpickle import RefusedGlobalError
@@ -21,7 +23,9 @@ _MAX_LIST = 1 << 20
 
 
 class TorchDistReader(Reader):
-    """Reads directories with a `.metadata` file, and those whose marker names Megatron's `torch_dist`."""
+    """Reads directories with a `.metadata` file, and those whose marker names Megatron's
+    `torch_dist`.
+    """
 
     name = "torch_dist"
 
@@ -34,10 +38,14 @@ class TorchDistReader(Reader):
         return read_directory(location, self.name)
 
     def load_objects(self, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
-        return [_decode(stored, *pair) for pair in zip(chunks, read_chunks(stored, chunks), strict=True)]
+        return [
+            _decode(stored, *pair) for pair in zip(chunks, read_chunks(stored, chunks), strict=True)
+        ]
 
     def load_common_state(self, stored: StoredCheckpoint) -> Any:
-        """Load Megatron's common state, which is one object; PyTorch's from the values that are stored one by one."""
+        """Load Megatron's common state, which is one object; PyTorch's from the values that are
+        stored one by one.
+        """
         if COMMON_KEY not in stored.manifest.key_index:
             return {}
         values = self.load_objects(stored, stored.chunks_of(COMMON_KEY))
@@ -45,37 +53,47 @@ class TorchDistReader(Reader):
         if paths is None:
             return values[0]
         if len(paths) != len(values) or not all(isinstance(path, list) and path for path in paths):
-            raise CorruptCheckpointError(f"The manifest of {stored.location!r} does not say where its values belong.")
+            raise CorruptCheckpointError(
+                f"The manifest of {stored.location!r} does not say where its values belong."
+            )
         tree: dict[Any, Any] = {}
         # There is a tensor or an object in each item of a list.
         max_items = len(stored.manifest.keys) + len(paths)
         for path, value in zip(paths, values, strict=True):
             max_items -= _put(tree, path, value, stored.location)
             if max_items < 0:
-                raise CorruptCheckpointError(f"{stored.location!r} stores lists with more items than it has values.")
+                raise CorruptCheckpointError(
+                    f"{stored.location!r} stores lists with more items than it has values."
+                )
         return tree
 
 
 def _paths(stored: StoredCheckpoint) -> Any:
-    """Return where in the state dict each value of PyTorch's common state belongs; None for Megatron's."""
+    """Return where in the state dict each value of PyTorch's common state belongs; None for
+    Megatron's.
+    """
     return (stored.manifest.origin or {}).get("paths")
 
 
 def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
     key, first = stored.key_of(chunk), int(stored.manifest.first_bytes[chunk])
-    where = f"{object_text(key)} in {stored.path_of(chunk)!r}, bytes {first} to {first + len(blob)},"
+    where = (
+        f"{object_text(key)} in {stored.path_of(chunk)!r}, bytes {first} to {first + len(blob)},"
+    )
     try:
         value = read_object(blob)
     except RefusedGlobalError as error:
         raise UnsupportedObjectError(
-            f"{where} was refused, and nothing of it was run: it needs {error.name!r:.200}. Pickles can name any code, "
-            "so only plain types, tensors and arrays are read from them. If this is an Enum class, a dataclass or a "
-            "namedtuple class that you trust, import it and pass it to distckpt.register_object_type before loading; "
-            "distckpt.interop.megatron.register_types() does so for those of Megatron Core."
+            f"{where} was refused, and nothing of it was run: it needs {error.name!r:.200}. "
+            "Pickles can name any code, so only plain types, tensors and arrays are read from "
+            "them. If this is an Enum class, a dataclass or a namedtuple class that you trust, "
+            "import it and pass it to distckpt.register_object_type before loading; "
+            "distckpt.megatron.interop.register_types() does so for those of Megatron Core."
         ) from error
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{where} is damaged or of an unknown form ({error!s:.300}): restore the file from a copy."
+            f"{where} is damaged or of an unknown form ({error!s:.300}): restore the file from a "
+            "copy."
         ) from error
     file_name = stored.manifest.files[int(stored.manifest.file_ids[chunk])].name
     if _paths(stored) is not None or file_name == COMMON_NAME:
@@ -87,7 +105,9 @@ def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
 
 
 def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -> int:
-    """Put a value into nested dicts (for names) and lists (for numbers); return by how many items lists have grown."""
+    """Put a value into nested dicts (for names) and lists (for numbers); return by how many items
+    lists have grown.
+    """
     node: Any = tree
     num_added = 0
     for part, following in zip(path, [*path[1:], None], strict=True):
@@ -99,7 +119,9 @@ def _put(tree: dict[Any, Any], path: Sequence[Any], value: Any, location: str) -
         elif isinstance(node, dict):
             known = node.get(part, HOLE)
         else:
-            raise CorruptCheckpointError(f"{location!r} stores a value at {list(path)}, inside of another one.")
+            raise CorruptCheckpointError(
+                f"{location!r} stores a value at {list(path)}, inside of another one."
+            )
         if known is HOLE:
             node[part] = known = fresh
         node = known

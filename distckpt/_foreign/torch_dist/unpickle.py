@@ -1,17 +1,20 @@
-"""Reading the pickles of other programs as data: a machine that imports nothing and calls nothing it was not given.
+"""Reading the pickles of other programs as data: a machine that imports nothing and calls nothing
+it was not given.
 
-A pickle is a program whose instructions name functions and say what to call them with. Here a name is only looked up
-in a table that the caller gives; its entries are functions of this package that make plain values. What is not in the
-table is refused by name before anything is made of it. Sizes are bounded by the pickle itself: no instruction
-allocates more memory than it brings, what it brings is not copied again and again, and `check_size` finds small pickles
-that amount to large objects.
+A pickle is a program whose instructions name functions and say what to call them with. Here a name
+is only looked up in a table that the caller gives; its entries are functions of this package that
+make plain values. What is not in the table is refused by name before anything is made of it. Sizes
+are bounded by the pickle itself: no instruction allocates more memory than it brings, what it
+brings is not copied again and again, and `check_size` finds small pickles that amount to large
+objects.
 
-Why this is no subclass of `pickle.Unpickler` with a `find_class` that looks names up in the table, a quarter as long:
-`find_class` is the only hook of that machine. Whatever it returned, REDUCE, NEWOBJ and OBJ then call anything
-callable that is on the stack, BUILD calls `__setstate__` or sets attributes of anything, SETITEMS and APPENDS call
-methods of whatever is there, and LONG_BINPUT with a large number allocates gigabytes before any of our code runs. Here
-a call needs a `Made`, which no pickle can make; items go to plain lists, dicts and sets; states are given by
-`set_state` alone; and the arguments of a call are measured first.
+Why this is no subclass of `pickle.Unpickler` with a `find_class` that looks names up in the table,
+a quarter as long: `find_class` is the only hook of that machine. Whatever it returned, REDUCE,
+NEWOBJ and OBJ then call anything callable that is on the stack, BUILD calls `__setstate__` or sets
+attributes of anything, SETITEMS and APPENDS call methods of whatever is there, and LONG_BINPUT with
+a large number allocates gigabytes before any of our code runs. Here a call needs a `Made`, which no
+pickle can make; items go to plain lists, dicts and sets; states are given by `set_state` alone; and
+the arguments of a call are measured first.
 """
 
 from __future__ import annotations
@@ -32,10 +35,14 @@ _EXTRA_WORK = 100_000
 
 
 class RefusedGlobalError(ValueError):
-    """Report that a pickle names a function or class (`name`, with its module) that is not in the table."""
+    """Report that a pickle names a function or class (`name`, with its module) that is not in the
+    table.
+    """
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"the pickle names {name!r:.200}, which is not among the classes that such files hold")
+        super().__init__(
+            f"the pickle names {name!r:.200}, which is not among the classes that such files hold"
+        )
         self.name = name
 
 
@@ -47,7 +54,9 @@ class Made(NamedTuple):
 
 
 class Record:
-    """An object of a class that is not built: its class name and its state, attributes by name in most cases."""
+    """An object of a class that is not built: its class name and its state, attributes by name in
+    most cases.
+    """
 
     __slots__ = ("kind", "state")
 
@@ -83,10 +92,12 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     set_state: Callable[[Any, Any], Any] = _keep_state,
 ) -> Any:
-    """Run a pickle and return its object; raise ValueError where it is damaged or has unusual instructions.
+    """Run a pickle and return its object; raise ValueError where it is damaged or has unusual
+    instructions.
 
-    `table` has for each admitted global a `Made` or a plain value; RefusedGlobalError names any other. `persistent`
-    makes a value of a persistent id (None to refuse those), `set_state` returns an object with the state it is given.
+    `table` has for each admitted global a `Made` or a plain value; RefusedGlobalError names any
+    other. `persistent` makes a value of a persistent id (None to refuse those), `set_state` returns
+    an object with the state it is given.
     """
     # What functions may be given in all: each could copy, hash or print it.
     machine = _Machine(table, persistent, set_state, work=4 * len(data) + _EXTRA_WORK)
@@ -97,17 +108,20 @@ def read_pickle(
 
 
 def check_size(obj: Any, limit: int) -> int:
-    """Count the values of an object, of texts, byte strings, arrays and tensors the characters and bytes.
+    """Count the values of an object, of texts, byte strings, arrays and tensors the characters and
+    bytes.
 
-    Raises ValueError for objects that contain themselves, or parts so often that they amount to more than `limit`
-    values.
+    Raises ValueError for objects that contain themselves, or parts so often that they amount to
+    more than `limit` values.
     """
     stack, count = [(obj, 0)], 0
     while stack:
         node, depth = stack.pop()
         count += 1 + _extent(node)
         if count > limit or depth > _MAX_DEPTH:
-            raise ValueError(f"it contains itself, or amounts to more than {limit} values or {_MAX_DEPTH} levels")
+            raise ValueError(
+                f"it contains itself, or amounts to more than {limit} values or {_MAX_DEPTH} levels"
+            )
         if isinstance(node, dict):
             stack.extend((child, depth + 1) for pair in node.items() for child in pair)
         elif isinstance(node, list | tuple | set | frozenset):
@@ -120,11 +134,15 @@ def check_size(obj: Any, limit: int) -> int:
 def _extent(node: Any) -> int:
     if isinstance(node, bytes | bytearray | str):
         return len(node)
-    return node.getbuffer().nbytes if isinstance(node, io.BytesIO) else int(getattr(node, "nbytes", 0))
+    return (
+        node.getbuffer().nbytes if isinstance(node, io.BytesIO) else int(getattr(node, "nbytes", 0))
+    )
 
 
 def hashable(key: Any) -> Any:
-    """Return a key if it is simple, else raise ValueError: hashing deeply nested tuples would exhaust the C stack."""
+    """Return a key if it is simple, else raise ValueError: hashing deeply nested tuples would
+    exhaust the C stack.
+    """
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         if isinstance(part, tuple | frozenset | Made) or getattr(part, "__hash__", None) is None:
@@ -232,8 +250,17 @@ class _Machine:
             self.work -= check_size(args, self.work)
         try:
             self.push(function.make(*args))
-        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"{function.name} with arguments it does not take ({error!s:.200})") from error
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            RuntimeError,
+            AttributeError,
+        ) as error:
+            raise ValueError(
+                f"{function.name} with arguments it does not take ({error!s:.200})"
+            ) from error
 
     def new_with_keywords(self) -> None:
         if self.pop() != {}:
@@ -244,7 +271,9 @@ class _Machine:
         state, obj = self.pop(), self.pop()
         # The content of an array, of which a copy is made.
         self.work -= (
-            sum(len(item) for item in state if isinstance(item, bytes | bytearray)) if type(state) is tuple else 0
+            sum(len(item) for item in state if isinstance(item, bytes | bytearray))
+            if type(state) is tuple
+            else 0
         )
         if self.work < 0:
             raise ValueError("it uses its own parts too often")
@@ -259,7 +288,8 @@ class _Machine:
         self.push(self.persistent(self.pop()))
 
 
-# What is admitted: all instructions but those of protocols 0 and 1, extension codes and out-of-band buffers.
+# What is admitted: all instructions but those of protocols 0 and 1, extension codes and out-of-band
+# buffers.
 _VALUES = {
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
     "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",

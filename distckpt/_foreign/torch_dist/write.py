@@ -1,4 +1,6 @@
-"""Writing the files of a `torch_dist` directory: chunks, their metadata, common state and the marker."""
+"""Writing the files of a `torch_dist` directory: chunks, their metadata, common state and the
+marker.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 
 from distckpt._base.dtypes import FROM_NAME
 from distckpt._base.errors import CorruptCheckpointError
-from distckpt._foreign.stored_values import load_common_state, load_objects
+from distckpt._checkpoint.stored_values import load_common_state, load_objects
 from distckpt._foreign.torch_dist.encode import (
     Call,
     Global,
@@ -25,10 +27,10 @@ from distckpt._foreign.torch_dist.encode import (
 from distckpt._format.marker import CONFIG_FNAME
 from distckpt._format.stored_checkpoint import StoredCheckpoint
 from distckpt._io.read import read_chunks_into
+from distckpt._mapping.wrappers import ShardedObject
 from distckpt._ranks.report import counting
 from distckpt._state.common_state import COMMON_KEY
 from distckpt._storage import locations
-from distckpt.mapping import ShardedObject
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MARKER = {
@@ -51,7 +53,10 @@ def write_chunks(
     manifest, written, start = stored.manifest, [], 0
     is_object = [stored.is_object(key) for key, _ in chunks]
     count = counting(
-        progress, sum(int(manifest.num_bytes[c]) for (_, c), o in zip(chunks, is_object, strict=True) if not o)
+        progress,
+        sum(
+            int(manifest.num_bytes[c]) for (_, c), o in zip(chunks, is_object, strict=True) if not o
+        ),
     )
     with open(locations.join(directory, name), "w+b") as file:
         for (key, chunk), as_object in zip(chunks, is_object, strict=True):
@@ -63,7 +68,9 @@ def write_chunks(
             else:
                 content = np.empty(int(manifest.num_bytes[chunk]), np.uint8)
                 read_chunks_into(stored, [chunk], [content])
-                num_bytes = write_tensor(file, TensorRecord(stored.dtype_of(chunk), region.shape), [content])
+                num_bytes = write_tensor(
+                    file, TensorRecord(stored.dtype_of(chunk), region.shape), [content]
+                )
                 if count is not None:
                     count(content.nbytes)
             written.append((chunk, name, start, num_bytes))
@@ -73,7 +80,9 @@ def write_chunks(
     return written
 
 
-def write_metadata(stored: StoredCheckpoint, written: Sequence[Sequence[Written]], directory: str) -> None:
+def write_metadata(
+    stored: StoredCheckpoint, written: Sequence[Sequence[Written]], directory: str
+) -> None:
     """Write what is not chunks; the marker last."""
     common = load_common_state(stored)
     if not isinstance(common, dict):
@@ -83,7 +92,9 @@ def write_metadata(stored: StoredCheckpoint, written: Sequence[Sequence[Written]
     with open(locations.join(directory, "common.pt"), "w+b") as file:
         write_object(file, common)
         os.fsync(file.fileno())
-    places = {chunk: (name, start, size) for entries in written for chunk, name, start, size in entries}
+    places = {
+        chunk: (name, start, size) for entries in written for chunk, name, start, size in entries
+    }
     data, _ = encode_pickle(_metadata(stored, places))
     locations.write_bytes(locations.join(directory, ".metadata"), data)
     locations.write_bytes(locations.join(directory, CONFIG_FNAME), json.dumps(_MARKER).encode())
@@ -107,7 +118,9 @@ def _metadata(stored: StoredCheckpoint, places: dict[int, tuple[str, int, int]])
             index = record(_METADATA, "MetadataIndex", fqn=name, offset=offset, index=None)
             path, start, size = places[chunk]
             info = {"relative_path": path, "offset": start, "length": size}
-            storage.append((index, record("torch.distributed.checkpoint.filesystem", "_StorageInfo", **info)))
+            storage.append(
+                (index, record("torch.distributed.checkpoint.filesystem", "_StorageInfo", **info))
+            )
         if not stored.is_object(key):
             described[key] = record(
                 _METADATA,
@@ -115,7 +128,12 @@ def _metadata(stored: StoredCheckpoint, places: dict[int, tuple[str, int, int]])
                 properties=_properties(FROM_NAME[stored.dtype_name(key)]),
                 size=torch.Size(stored.global_shape(key)),
                 chunks=[
-                    record(_METADATA, "ChunkStorageMetadata", offsets=torch.Size(r.offset), sizes=torch.Size(r.shape))
+                    record(
+                        _METADATA,
+                        "ChunkStorageMetadata",
+                        offsets=torch.Size(r.offset),
+                        sizes=torch.Size(r.shape),
+                    )
                     for r in regions
                 ],
             )
@@ -132,4 +150,6 @@ def _metadata(stored: StoredCheckpoint, places: dict[int, tuple[str, int, int]])
 def _properties(dtype: torch.dtype) -> Call:
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    return Call(Global(_METADATA, "TensorProperties"), (), (dtype, layout, False, contiguous, False), True)
+    return Call(
+        Global(_METADATA, "TensorProperties"), (), (dtype, layout, False, contiguous, False), True
+    )

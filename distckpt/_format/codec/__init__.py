@@ -1,21 +1,24 @@
-"""Objects as bytes, without pickle: one safetensors blob for whatever a state dict holds besides global tensors.
+"""Objects as bytes, without pickle: one safetensors blob for whatever a state dict holds besides
+global tensors.
 
-The blob's `__metadata__` holds `codec_version` and `tree`, a JSON text. Its U8 entries hold the raw bytes of tensors,
-numpy arrays and large byte strings, in the order in which the tree refers to them. In the tree, None, bool, int, finite
-floats, str, list and dict with str keys are themselves; anything else is `{"$<kind>": <payload>}`. Integers
-that need more than 64 bits are tagged; JSON readers other than Python's may round those beyond 2**53.
+The blob's `__metadata__` holds `codec_version` and `tree`, a JSON text. Its U8 entries hold the raw
+bytes of tensors, numpy arrays and large byte strings, in the order in which the tree refers to
+them. In the tree, None, bool, int, finite floats, str, list and dict with str keys are themselves;
+anything else is `{"$<kind>": <payload>}`. Integers that need more than 64 bits are tagged; JSON
+readers other than Python's may round those beyond 2**53.
 
 What to expect:
 
-- Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, deque,
-  defaultdict with a builtin type as its factory, set, frozenset, slice, range, Namespace, SimpleNamespace, date,
-  datetime (naive, or with a `datetime.timezone`), timedelta, paths of pathlib, dense tensors, torch.dtype,
-  torch.device, torch.Size, numpy arrays and scalars of numbers, dates or text, and registered classes. No subclasses
-  of these.
-- The same values of the same types in the same order give the same bytes; the order of a set does not matter.
+- Supported: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict,
+  Counter, deque, defaultdict with a builtin type as its factory, set, frozenset, slice, range,
+  Namespace, SimpleNamespace, date, datetime (naive, or with a `datetime.timezone`), timedelta,
+  paths of pathlib, dense tensors, torch.dtype, torch.device, torch.Size, numpy arrays and scalars
+  of numbers, dates or text, and registered classes. No subclasses of these.
+- The same values of the same types in the same order give the same bytes; the order of a set does
+  not matter.
 - A value that is referred to twice is written twice; a cycle is an error.
-- Tensors come back as plain CPU tensors that do not require a gradient, Parameters too. Attributes set on a
-  tensor or on an OrderedDict are not stored. Arrays come back in C order.
+- Tensors come back as plain CPU tensors that do not require a gradient, Parameters too. Attributes
+  set on a tensor or on an OrderedDict are not stored. Arrays come back in C order.
 - Reading builds only the types listed in this module and those that the program registered itself.
 """
 
@@ -28,7 +31,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distckpt._base.errors import CheckpointingException, CorruptCheckpointError, UnsupportedObjectError
+from distckpt._base.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    UnsupportedObjectError,
+)
 from distckpt._format import safetensors_file
 from distckpt._format.codec.decode import Entries, decode_node
 from distckpt._format.codec.encode import (
@@ -58,29 +65,39 @@ logger = logging.getLogger(__name__)
 CODEC_VERSION = "1"
 
 _MAX_TREE_CHARS = 1 << 24
-"""A longer tree becomes an entry, which keeps the header well under the size that safetensors readers accept."""
+"""A longer tree becomes an entry, which keeps the header well under the size that safetensors
+readers accept.
+"""
 _TREE_ENTRY = "tree"
 
 _Class = TypeVar("_Class", bound=type)
 
 
 def encode(obj: object) -> bytes:
-    """Encode an object as a complete safetensors file; UnsupportedObjectError names what in it cannot be stored."""
+    """Encode an object as a complete safetensors file; UnsupportedObjectError names what in it
+    cannot be stored.
+    """
     writer = Writer()
     try:
         tree = to_text(encode_node(obj, writer))
     except RecursionError as error:
-        raise writer.unsupported(obj, "the call stack is too deep here", "Nest containers less deeply.") from error
+        raise writer.unsupported(
+            obj, "the call stack is too deep here", "Nest containers less deeply."
+        ) from error
     try:
         return _join_blob(tree, writer.entries)
     except ValueError as error:
-        raise writer.unsupported(obj, str(error), "Keep large numbers of tensors outside of objects.") from error
+        raise writer.unsupported(
+            obj, str(error), "Keep large numbers of tensors outside of objects."
+        ) from error
 
 
 def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) -> object:
-    """Decode what `encode` made. Tensors and arrays are copies in memory of their own, which is writable.
+    """Decode what `encode` made. Tensors and arrays are copies in memory of their own, which is
+    writable.
 
-    Objects of classes that are not registered are an error, or with `placeholders` become `UnknownObject`s.
+    Objects of classes that are not registered are an error, or with `placeholders` become
+    `UnknownObject`s.
     """
     view = memoryview(blob).cast("B")
     try:
@@ -101,20 +118,28 @@ def decode(blob: bytes | bytearray | memoryview, *, placeholders: bool = False) 
     return obj
 
 
-def refuse_unknown(obj: object, is_wanted: Callable[[tuple[object, ...]], bool] = lambda path: True) -> None:
-    """Raise UnsupportedObjectError if a decoded object holds an object of an unknown class at a wanted place."""
+def refuse_unknown(
+    obj: object, is_wanted: Callable[[tuple[object, ...]], bool] = lambda path: True
+) -> None:
+    """Raise UnsupportedObjectError if a decoded object holds an object of an unknown class at a
+    wanted place.
+    """
     for path, unknown in unknown_objects(obj):
         if is_wanted(path):
             where = "".join(f"[{step!r:.60}]" for step in path)
-            raise UnsupportedObjectError(f"The object{where and ' at '}{where}: {how_to_register(unknown)}")
+            raise UnsupportedObjectError(
+                f"The object{where and ' at '}{where}: {how_to_register(unknown)}"
+            )
 
 
 def fingerprints(obj: object) -> dict[str, str]:
-    """Hash every leaf (anything but a non-empty dict or list), to find which entries of two objects differ.
+    """Hash every leaf (anything but a non-empty dict or list), to find which entries of two objects
+    differ.
 
-    Returns path -> xxh3-64 of the encoded leaf, as 16 hex digits. Paths read `rng[2]` for items of lists, `args.lr` or
-    `state.0` (int key) for those of dicts; other keys are encoded: `args["a.b"]`, `args[null]`. Different places
-    have different paths, the same on every rank. The path of `obj` itself is `""`.
+    Returns path -> xxh3-64 of the encoded leaf, as 16 hex digits. Paths read `rng[2]` for items of
+    lists, `args.lr` or `state.0` (int key) for those of dicts; other keys are encoded:
+    `args["a.b"]`, `args[null]`. Different places have different paths, the same on every rank. The
+    path of `obj` itself is `""`.
     """
     return {path: digest for path, (digest, _) in leaves(obj).items()}
 
@@ -126,7 +151,9 @@ def leaves(obj: object) -> dict[str, tuple[str, object]]:
     try:
         collect_fingerprints(obj, "", writer, found)
     except RecursionError as error:
-        raise writer.unsupported(obj, "the call stack is too deep here", "Nest containers less deeply.") from error
+        raise writer.unsupported(
+            obj, "the call stack is too deep here", "Nest containers less deeply."
+        ) from error
     return found
 
 
@@ -143,14 +170,15 @@ def register_object_type(
         @dataclasses.dataclass
         class Schedule: ...
 
-    Enum classes, dataclasses and namedtuple classes need no functions: members are stored by name (flags by value), the
-    others by their fields. Such objects are rebuilt from the fields without calling `__init__`; a field that an older
-    checkpoint lacks gets its default. Subclasses are registered on their own.
+    Enum classes, dataclasses and namedtuple classes need no functions: members are stored by name
+    (flags by value), the others by their fields. Such objects are rebuilt from the fields without
+    calling `__init__`; a field that an older checkpoint lacks gets its default. Subclasses are
+    registered on their own.
 
     Args:
         cls: the class. Register it before saving and before loading, on every rank.
-        name: what identifies the class in checkpoints, default `<module>.<qualified name>`. Give one that stays when
-            the class moves.
+        name: what identifies the class in checkpoints, default `<module>.<qualified name>`. Give
+            one that stays when the class moves.
         to_state: turns an object into one that can be stored: dicts, lists, tensors and so on.
         from_state: turns such a state back into an object.
 
@@ -159,7 +187,8 @@ def register_object_type(
 
     Raises:
         TypeError: `cls` is not a class, or it needs both functions and they are not given.
-        ValueError: `name` belongs to another class, `cls` has another name already, or distckpt stores it anyway.
+        ValueError: `name` belongs to another class, `cls` has another name already, or distckpt
+            stores it anyway.
     """
     if not isinstance(cls, type):
         raise TypeError(f"register_object_type takes a class, not {cls!r}")
@@ -171,16 +200,21 @@ def register_object_type(
         to_state, from_state = default_functions(cls)
     if name is None and cls.__module__ in ("__main__", "__mp_main__"):
         logger.warning(
-            "%s is registered as %r, which another program does not find or takes for a class of its own: give name=, "
-            "such as register_object_type(%s, %r).",
+            "%s is registered as %r, which another program does not find or takes for a class of "
+            "its own: give name=, such as register_object_type(%s, %r).",
             cls.__qualname__, type_name(cls), cls.__qualname__, f"my_project.{cls.__qualname__}",
         )  # fmt: skip
     name = type_name(cls) if name is None else name
     by_name, by_class = REGISTERED_NAMES.get(name), REGISTERED.get(cls)
     if by_name is not None and by_name.cls is not cls:
-        raise ValueError(f"the name {name!r} is registered for another class, {by_name.cls!r}; give another name=")
+        raise ValueError(
+            f"the name {name!r} is registered for another class, {by_name.cls!r}; give another "
+            "name="
+        )
     if by_class is not None and by_class.name != name:
-        raise ValueError(f"{type_name(cls)} is registered under the name {by_class.name!r} already, not {name!r}")
+        raise ValueError(
+            f"{type_name(cls)} is registered under the name {by_class.name!r} already, not {name!r}"
+        )
     REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, to_state, from_state)
     return cls
 
@@ -198,7 +232,9 @@ register_object_type(
 def _join_blob(tree: str, entries: Sequence[Raw]) -> bytes:
     named: dict[str, Raw] = {entry_name(i): raw for i, raw in enumerate(entries)}
     metadata = {"codec_version": CODEC_VERSION, "tree": tree}
-    encoded = tree.encode()  # Always: a lone surrogate, in the name of a registered class, is an error.
+    encoded = (
+        tree.encode()
+    )  # Always: a lone surrogate, in the name of a registered class, is an error.
     if len(tree) > _MAX_TREE_CHARS:
         named[_TREE_ENTRY] = encoded
         metadata = {"codec_version": CODEC_VERSION, "tree_entry": _TREE_ENTRY}
@@ -211,11 +247,19 @@ def _split_blob(blob: memoryview) -> tuple[str, Entries]:
     version = metadata.get("codec_version")
     if version != CODEC_VERSION and str(version).isdecimal():
         raise CorruptCheckpointError(
-            f"An encoded object is of codec version {version:.50}; this release of distckpt reads version "
-            f"{CODEC_VERSION}. Install a newer release: pip install --upgrade distckpt"
+            f"An encoded object is of codec version {version:.50}; this release of distckpt reads "
+            f"version {CODEC_VERSION}. Install a newer release: pip install --upgrade distckpt"
         )
-    require(version == CODEC_VERSION, f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}")
-    require(all(entry.dtype == "U8" and len(entry.shape) == 1 for entry in described), "an entry is not of bytes")
-    entries = Entries((each.name, blob[each.first_byte : each.first_byte + each.num_bytes]) for each in described)
+    require(
+        version == CODEC_VERSION,
+        f"codec version {version!r:.50}, this distckpt reads {CODEC_VERSION!r}",
+    )
+    require(
+        all(entry.dtype == "U8" and len(entry.shape) == 1 for entry in described),
+        "an entry is not of bytes",
+    )
+    entries = Entries(
+        (each.name, blob[each.first_byte : each.first_byte + each.num_bytes]) for each in described
+    )
     tree = str(entries.pop(_TREE_ENTRY), "utf-8") if "tree_entry" in metadata else metadata["tree"]
     return tree, entries

@@ -1,4 +1,6 @@
-"""Reading direction of the codec: a tree and its entries become an object. It builds no types but those it lists."""
+"""Reading direction of the codec: a tree and its entries become an object. It builds no types but
+those it lists.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +41,26 @@ _MAX_COLLISIONS = 1024
 
 
 class Entries(dict[str, memoryview]):
-    """Entries of a blob that the tree has not referred to yet. Each can be used once, so that no bytes multiply."""
+    """Entries of a blob that the tree has not referred to yet. Each can be used once, so that no
+    bytes multiply.
+    """
 
     has_unknown = False
     """Whether the tree holds objects of unknown classes."""
 
 
 def decode_node(node: Json, entries: Entries, depth: int) -> Any:
-    """Build the object of a tree that lies in `depth` levels of JSON, and take what it refers to out of `entries`."""
+    """Build the object of a tree that lies in `depth` levels of JSON, and take what it refers to
+    out of `entries`.
+    """
     # One call per level of JSON: a container takes up to four levels, a leaf inside it up to three.
     require(depth <= 4 * MAX_DEPTH + 3, f"more than {MAX_DEPTH} containers in one another")
     if type(node) is list:
         items = []
         for item in node:
-            items.append(decode_node(item, entries, depth + 1) if type(item) in (dict, list) else item)
+            items.append(
+                decode_node(item, entries, depth + 1) if type(item) in (dict, list) else item
+            )
         return items
     if type(node) is not dict:
         return node
@@ -66,19 +74,28 @@ def decode_node(node: Json, entries: Entries, depth: int) -> Any:
         return ENTRY_DECODERS[tag](payload, entries)
     require(tag in DECODERS, f"unknown tag {tag[:50]!r}")
     payload_type, from_payload = DECODERS[tag]
-    require(type(payload) is payload_type, f"{tag} takes a {payload_type.__name__}, not a {type(payload).__name__}")
+    require(
+        type(payload) is payload_type,
+        f"{tag} takes a {payload_type.__name__}, not a {type(payload).__name__}",
+    )
     return from_payload(payload)
 
 
 def _take(number: object, entries: Entries) -> memoryview:
     raw = entries.pop(entry_name(number), None) if type(number) is int else None
     if raw is None:
-        raise ValueError(f"the tree refers to the entry {number!r:.50}, which is missing or used before")
+        raise ValueError(
+            f"the tree refers to the entry {number!r:.50}, which is missing or used before"
+        )
     return raw
 
 
 def _decode_bytes(payload: object, entries: Entries) -> bytes:
-    return base64.b64decode(payload, validate=True) if isinstance(payload, str) else bytes(_take(payload, entries))
+    return (
+        base64.b64decode(payload, validate=True)
+        if isinstance(payload, str)
+        else bytes(_take(payload, entries))
+    )
 
 
 def _decode_tensor(payload: Any, entries: Entries) -> torch.Tensor:
@@ -101,12 +118,20 @@ def _decode_array(payload: Any, entries: Entries) -> npt.NDArray[Any]:
 
 
 def _check_size(shape: Any, item_bytes: int, raw: memoryview | bytes) -> None:
-    require(type(shape) is list and all(type(n) is int and n >= 0 for n in shape), f"invalid shape {shape!r:.100}")
+    require(
+        type(shape) is list and all(type(n) is int and n >= 0 for n in shape),
+        f"invalid shape {shape!r:.100}",
+    )
     # The product of very many sizes takes for ever.
     require(len(shape) <= _MAX_NDIM, f"{len(shape)} axes")
     # The second: on some shapes without elements, numpy and torch overflow.
-    require(math.prod(shape) * item_bytes == len(raw), f"shape {shape!r:.100} contradicts {len(raw)} bytes")
-    require(math.prod(n for n in shape if n) * item_bytes < 2**63, f"shape {shape!r:.100} is too large")
+    require(
+        math.prod(shape) * item_bytes == len(raw),
+        f"shape {shape!r:.100} contradicts {len(raw)} bytes",
+    )
+    require(
+        math.prod(n for n in shape if n) * item_bytes < 2**63, f"shape {shape!r:.100} is too large"
+    )
 
 
 def _decode_scalar(payload: list[Any]) -> object:
@@ -122,9 +147,12 @@ def _decode_scalar(payload: list[Any]) -> object:
 
 
 def _check_hashes(keys: Sequence[Any]) -> None:
-    # Numbers can be chosen so that their hashes are equal, and then every key is compared with every other.
+    # Numbers can be chosen so that their hashes are equal, and then every key is compared with
+    # every other.
     hashes = set(map(hash, keys))
-    require(2 * len(hashes) >= len(keys) - _MAX_COLLISIONS, "keys that were chosen to take for ever")
+    require(
+        2 * len(hashes) >= len(keys) - _MAX_COLLISIONS, "keys that were chosen to take for ever"
+    )
 
 
 def _decode_dict(payload: list[Any]) -> dict[Any, Any]:
@@ -170,7 +198,8 @@ def _decode_path(payload: list[Any]) -> object:
 def _decode_registered(payload: Any, entries: Entries) -> object:
     name, state = payload
     registration = registration_named(name)
-    # What a class makes of a state that holds unknown objects could not be saved again as it was stored.
+    # What a class makes of a state that holds unknown objects could not be saved again as it was
+    # stored.
     if registration is None or (entries.has_unknown and any(unknown_objects(state))):
         require(type(name) is str, f"a class named {name!r:.50}")
         entries.has_unknown = True
@@ -178,11 +207,17 @@ def _decode_registered(payload: Any, entries: Entries) -> object:
     try:
         return registration.from_state(state)
     except Exception as error:
-        raise ValueError(f"an object {name!r} does not fit its class: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"an object {name!r} does not fit its class: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _several(cls: type, count: int, values: Any) -> list[Any]:
-    expected = type(values) is list and len(values) == count and all(type(value) is cls for value in values)
+    expected = (
+        type(values) is list
+        and len(values) == count
+        and all(type(value) is cls for value in values)
+    )
     require(expected, f"{count} of type {cls.__name__} expected")
     return values  # type: ignore[no-any-return]
 
@@ -199,7 +234,10 @@ DECODERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "$hole": (type(None), lambda payload: HOLE),
     "$int": (str, lambda payload: int(payload, 16)),
     "$float": (str, lambda payload: struct.unpack(">d", bytes.fromhex(payload))[0]),
-    "$str": (str, lambda payload: base64.b64decode(payload, validate=True).decode("utf-8", "surrogatepass")),
+    "$str": (
+        str,
+        lambda payload: base64.b64decode(payload, validate=True).decode("utf-8", "surrogatepass"),
+    ),
     "$tuple": (list, tuple),
     "$dict": (list, _decode_dict),
     "$set": (list, _decode_set),
@@ -210,7 +248,10 @@ DECODERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "$slice": (list, lambda payload: slice(*payload)),
     "$range": (list, lambda payload: range(*_several(int, 3, payload))),
     "$Namespace": (dict, lambda payload: _decode_attributes(argparse.Namespace(), payload)),
-    "$SimpleNamespace": (dict, lambda payload: _decode_attributes(types.SimpleNamespace(), payload)),
+    "$SimpleNamespace": (
+        dict,
+        lambda payload: _decode_attributes(types.SimpleNamespace(), payload),
+    ),
     "$date": (list, lambda payload: datetime.date(*_several(int, 3, payload))),
     "$datetime": (dict, _decode_datetime),
     "$timedelta": (list, lambda payload: datetime.timedelta(*_several(int, 3, payload))),
@@ -229,7 +270,10 @@ def _find_dtype(name: Any, table: Mapping[str, torch.dtype]) -> torch.dtype:
 
 
 def _find_plain_dtype(name: Any) -> np.dtype[Any]:
-    require(type(name) is str and bool(re.fullmatch(r"[<>|][a-zA-Z]\d+(\[\w+\])?", name)), f"dtype {name!r:.50}")
+    require(
+        type(name) is str and bool(re.fullmatch(r"[<>|][a-zA-Z]\d+(\[\w+\])?", name)),
+        f"dtype {name!r:.50}",
+    )
     dtype: np.dtype[Any] = np.dtype(name)
     require(is_plain_dtype(dtype), f"dtype {name!r:.50}")
     return dtype

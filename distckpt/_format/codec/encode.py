@@ -1,4 +1,6 @@
-"""Writing direction of the codec: an object becomes a tree and the entries that the tree refers to."""
+"""Writing direction of the codec: an object becomes a tree and the entries that the tree refers
+to.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,12 @@ class Writer:
     """State of one encoding.
 
     Attributes:
-        path: for each container around the current value, how and under what that value stands in it.
+        path: for each container around the current value, how and under what that value stands in
+            it.
         enclosing: ids of these containers, to find cycles.
         entries: bytes found so far that stand outside of the tree.
-        inline: keep bytes in the tree. Set in keys and sets: the arbitrary order of a set would number the entries.
+        inline: keep bytes in the tree. Set in keys and sets: the arbitrary order of a set would
+            number the entries.
     """
 
     def __init__(self) -> None:
@@ -59,9 +63,13 @@ class Writer:
     def enter(self, container: object) -> None:
         """Begin with the items of a container."""
         if id(container) in self.enclosing:
-            raise self.unsupported(container, "it contains itself", "Break the cycle before saving.")
+            raise self.unsupported(
+                container, "it contains itself", "Break the cycle before saving."
+            )
         if len(self.path) >= MAX_DEPTH:
-            raise self.unsupported(container, f"it lies in more than {MAX_DEPTH} containers", "Nest less deeply.")
+            raise self.unsupported(
+                container, f"it lies in more than {MAX_DEPTH} containers", "Nest less deeply."
+            )
         self.enclosing.add(id(container))
         self.path.append((_SAME, None))
 
@@ -72,13 +80,21 @@ class Writer:
 
     def unsupported(self, obj: object, reason: str, advice: str) -> UnsupportedObjectError:
         """Make the error that tells where `obj` stands, why it cannot be stored and what to do."""
-        where = "".join(_segment_text(template, value) for template, value in self.path) or "the object"
-        return UnsupportedObjectError(f"Cannot store {where} of type {type_name(type(obj))}: {reason}. {advice}")
+        where = (
+            "".join(_segment_text(template, value) for template, value in self.path) or "the object"
+        )
+        return UnsupportedObjectError(
+            f"Cannot store {where} of type {type_name(type(obj))}: {reason}. {advice}"
+        )
 
     def add_entry(self, obj: object, raw: Raw) -> int:
-        """Keep the bytes of `obj` outside of the tree; return the number by which the tree refers to them."""
+        """Keep the bytes of `obj` outside of the tree; return the number by which the tree refers
+        to them.
+        """
         if self.inline:
-            raise self.unsupported(obj, "it stands in a set or in a dict key", "Keep it in a list or a dict value.")
+            raise self.unsupported(
+                obj, "it stands in a set or in a dict key", "Keep it in a list or a dict value."
+            )
         self.entries.append(raw)
         return len(self.entries) - 1
 
@@ -87,7 +103,9 @@ _Encoder = Callable[[Any, Writer], Json]
 
 
 def encode_node(obj: object, writer: Writer) -> Json:
-    """Return the tree of an object; the bytes that stand outside of it are appended to `writer.entries`."""
+    """Return the tree of an object; the bytes that stand outside of it are appended to
+    `writer.entries`.
+    """
     return _encoder_of(obj, writer)(obj, writer)
 
 
@@ -106,9 +124,18 @@ def _encoder_of(obj: object, writer: Writer) -> _Encoder:
 def _refusal(obj: object) -> tuple[str, str]:
     cls = type(obj)
     if isinstance(obj, torch.Tensor):
-        return "it is a subclass of torch.Tensor", "Wrap it in distckpt.ShardedTensor, or take its plain local tensor."
-    if isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | types.ModuleType):
-        return "classes, functions and modules are not stored", "Store a name instead, or drop it before saving."
+        return (
+            "it is a subclass of torch.Tensor",
+            "Wrap it in distckpt.ShardedTensor, or take its plain local tensor.",
+        )
+    if isinstance(
+        obj,
+        type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | types.ModuleType,
+    ):
+        return (
+            "classes, functions and modules are not stored",
+            "Store a name instead, or drop it before saving.",
+        )
     try:
         default_functions(cls)
         arguments = cls.__name__
@@ -118,10 +145,15 @@ def _refusal(obj: object) -> tuple[str, str]:
     base = next((base for base in cls.__mro__ if base in ENCODERS), None)
     if base is None:
         return "its class is not registered", advice
-    return f"its class, a subclass of {base.__name__}, is not registered", f"{advice} Or convert it to {base.__name__}."
+    return (
+        f"its class, a subclass of {base.__name__}, is not registered",
+        f"{advice} Or convert it to {base.__name__}.",
+    )
 
 
-def _encode_children(owner: object, children: Iterable[tuple[str, object, object]], writer: Writer) -> list[Json]:
+def _encode_children(
+    owner: object, children: Iterable[tuple[str, object, object]], writer: Writer
+) -> list[Json]:
     writer.enter(owner)
     nodes = []
     for template, name, child in children:
@@ -171,20 +203,31 @@ def _encode_float(obj: float, writer: Writer) -> Json:
 
 
 def _encode_str(obj: str, writer: Writer) -> Json:
-    # Lone surrogates: JSON would join two of them to one character, and a safetensors header is UTF-8.
-    return obj if _is_unicode(obj) else {"$str": base64.b64encode(obj.encode("utf-8", "surrogatepass")).decode()}
+    # Lone surrogates: JSON would join two of them to one character, and a safetensors header is
+    # UTF-8.
+    return (
+        obj
+        if _is_unicode(obj)
+        else {"$str": base64.b64encode(obj.encode("utf-8", "surrogatepass")).decode()}
+    )
 
 
 def _encode_bytes(obj: bytes | bytearray, writer: Writer) -> Json:
     inline = writer.inline or len(obj) <= _INLINE_BYTES
-    return {f"${type(obj).__name__}": base64.b64encode(obj).decode() if inline else writer.add_entry(obj, obj)}
+    return {
+        f"${type(obj).__name__}": base64.b64encode(obj).decode()
+        if inline
+        else writer.add_entry(obj, obj)
+    }
 
 
 def _encode_tensor(obj: torch.Tensor, writer: Writer) -> Json:
     name = _dtype_name(obj.dtype)
     if obj.layout is not torch.strided or name not in TENSOR_DTYPES or obj.is_meta:
         reason = f"it is a tensor of dtype {name} and layout {obj.layout} on device {obj.device}"
-        raise writer.unsupported(obj, reason, "Only dense tensors of plain dtypes that hold data can be stored.")
+        raise writer.unsupported(
+            obj, reason, "Only dense tensors of plain dtypes that hold data can be stored."
+        )
     plain = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # Tensors of at most one item count as contiguous whatever their stride, which view() refuses.
     raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
@@ -225,7 +268,8 @@ def _encode_as(name: str, obj: object, state: object, writer: Writer) -> Json:
 class UnknownObject:
     """A stored object whose class this program has not registered under the name that was stored.
 
-    It is saved again as it was stored. Anything else that is done with it is an error that names the class.
+    It is saved again as it was stored. Anything else that is done with it is an error that names
+    the class.
 
     Attributes:
         name: name of the class in the checkpoint.
@@ -263,8 +307,12 @@ class UnknownObject:
     __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = _refuse
 
 
-def unknown_objects(obj: object, path: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
-    """Yield the objects of unknown classes in a decoded object, with the keys and positions that lead to them."""
+def unknown_objects(
+    obj: object, path: tuple[object, ...] = ()
+) -> Iterator[tuple[tuple[object, ...], UnknownObject]]:
+    """Yield the objects of unknown classes in a decoded object, with the keys and positions that
+    lead to them.
+    """
     if isinstance(obj, UnknownObject):
         yield path, obj
     elif isinstance(obj, dict):
@@ -289,9 +337,9 @@ def how_to_register(unknown: UnknownObject) -> str:
         _, unknown = inner
     name = unknown.name
     return (
-        f"its class is registered as {name!r}, which is unknown here. Before loading, call distckpt."
-        f"register_object_type(cls, name={name!r}), with to_state= and from_state= unless cls is an Enum class, a "
-        "dataclass or a namedtuple class."
+        f"its class is registered as {name!r}, which is unknown here. Before loading, call "
+        f"distckpt.register_object_type(cls, name={name!r}), with to_state= and from_state= unless "
+        "cls is an Enum class, a dataclass or a namedtuple class."
     )
 
 
@@ -341,9 +389,14 @@ ENCODERS: dict[type, _Encoder] = {
     types.SimpleNamespace: _encode_attributes,
     datetime.date: _encode_state("date", lambda obj: [obj.year, obj.month, obj.day]),
     datetime.datetime: _encode_state("datetime", _datetime_state),
-    datetime.timedelta: _encode_state("timedelta", lambda obj: [obj.days, obj.seconds, obj.microseconds]),
+    datetime.timedelta: _encode_state(
+        "timedelta", lambda obj: [obj.days, obj.seconds, obj.microseconds]
+    ),
     datetime.timezone: _encode_state("timezone", _timezone_state),
-    **{cls: _encode_state("path", lambda obj: [type(obj).__name__, str(obj)]) for cls in PATHS.values()},
+    **{
+        cls: _encode_state("path", lambda obj: [type(obj).__name__, str(obj)])
+        for cls in PATHS.values()
+    },
     torch.Tensor: _encode_tensor,
     torch.nn.Parameter: _encode_tensor,
     torch.dtype: _encode_state("torch.dtype", lambda obj: _dtype_name(obj)),
@@ -354,8 +407,12 @@ ENCODERS: dict[type, _Encoder] = {
 }
 
 
-def collect_fingerprints(obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]) -> None:
-    """Put a hash of each leaf of `obj`, whose path is `name`, and the leaf into `found` under the path of the leaf."""
+def collect_fingerprints(
+    obj: object, name: str, writer: Writer, found: dict[str, tuple[str, object]]
+) -> None:
+    """Put a hash of each leaf of `obj`, whose path is `name`, and the leaf into `found` under the
+    path of the leaf.
+    """
     if type(obj) not in (dict, list) or not obj:
         writer.entries.clear()
         digest = xxhash.xxh3_64(to_text(encode_node(obj, writer)).encode())
@@ -365,14 +422,19 @@ def collect_fingerprints(obj: object, name: str, writer: Writer, found: dict[str
         return
     items: list[tuple[object, object]]
     if isinstance(obj, dict):
-        items, suffixes = list(obj.items()), [_key_suffix(node) for node in _encode_inline(obj, _KEY, writer)]
+        items, suffixes = (
+            list(obj.items()),
+            [_key_suffix(node) for node in _encode_inline(obj, _KEY, writer)],
+        )
     else:
         items = list(enumerate(cast("list[object]", obj)))
         suffixes = [f"[{i}]" for i, _ in items]
     writer.enter(obj)
     for (key, child), suffix in zip(items, suffixes, strict=True):
         writer.path[-1] = (_ITEM, key)
-        collect_fingerprints(child, name + suffix if name else suffix.removeprefix("."), writer, found)
+        collect_fingerprints(
+            child, name + suffix if name else suffix.removeprefix("."), writer, found
+        )
     writer.leave(obj)
 
 
@@ -394,5 +456,7 @@ def _is_unicode(text: str) -> bool:
 def _segment_text(template: str, value: object) -> str:
     try:
         return template.format(f"{value!r:.60}" if template == _ITEM else value)
-    except Exception:  # Whatever the repr of a key raises, the error that is being described matters more.
+    except (
+        Exception
+    ):  # Whatever the repr of a key raises, the error that is being described matters more.
         return template.format("?")

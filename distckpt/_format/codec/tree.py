@@ -1,4 +1,6 @@
-"""The tree that the codec writes and reads: its vocabulary, its limits, and the classes that programs register."""
+"""The tree that the codec writes and reads: its vocabulary, its limits, and the classes that
+programs register.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ import numpy as np
 import torch
 
 MAX_DEPTH = 128
-"""Containers inside one another. Each takes up to four Python calls, of 1000 that Python allows by default."""
+"""Containers inside one another. Each takes up to four Python calls, of 1000 that Python allows by
+default.
+"""
 
 Json = Any
 Raw = bytes | bytearray | memoryview
@@ -37,21 +41,36 @@ class Hole:
 
 
 HOLE = Hole()
-"""Marks the place in a list of a value that is kept elsewhere, so that the other items keep their positions."""
+"""Marks the place in a list of a value that is kept elsewhere, so that the other items keep their
+positions.
+"""
 
 
 FACTORIES: dict[str | None, type | None] = {
     None: None,
-    **{cls.__name__: cls for cls in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)},
-    **{cls.__name__: cls for cls in (collections.Counter, collections.OrderedDict, collections.deque)},
+    **{
+        cls.__name__: cls
+        for cls in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+    },
+    **{
+        cls.__name__: cls
+        for cls in (collections.Counter, collections.OrderedDict, collections.deque)
+    },
 }
 PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls
-    for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+    for cls in (
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.PosixPath,
+        pathlib.WindowsPath,
+    )
 }
 
 DTYPES: dict[str, torch.dtype] = {
-    str(value)[len("torch.") :]: value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    str(value)[len("torch.") :]: value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
 }
 TENSOR_DTYPES = {
     name: dtype
@@ -62,15 +81,24 @@ TENSOR_DTYPES = {
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Tell whether items are bytes that mean the same on every machine, and `dtype.str` describes them fully."""
-    ordinary = dtype.kind in "biufcSUVmM" and dtype.char not in "gG" and dtype.names is None and dtype.itemsize > 0
+    """Tell whether items are bytes that mean the same on every machine, and `dtype.str` describes
+    them fully.
+    """
+    ordinary = (
+        dtype.kind in "biufcSUVmM"
+        and dtype.char not in "gG"
+        and dtype.names is None
+        and dtype.itemsize > 0
+    )
     return bool(ordinary and np.dtype(dtype.str) == dtype)
 
 
 def to_text(tree: Json) -> str:
     """Write a tree as JSON, dicts in their own order."""
     # Cycles were found before.
-    return json.dumps(tree, ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":"))
+    return json.dumps(
+        tree, ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")
+    )
 
 
 def entry_name(number: object) -> str:
@@ -79,23 +107,31 @@ def entry_name(number: object) -> str:
 
 
 def is_tagged(node: Mapping[str, object]) -> bool:
-    """Tell whether a JSON object is `{"$<kind>": <payload>}`; a dict that looks like this is stored as pairs."""
+    """Tell whether a JSON object is `{"$<kind>": <payload>}`; a dict that looks like this is stored
+    as pairs.
+    """
     return len(node) == 1 and next(iter(node)).startswith("$")
 
 
 def type_name(cls: type) -> str:
     """Name a class with its module, a builtin one without."""
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise ValueError unless what is read fulfils a condition; `decode` turns it into CorruptCheckpointError."""
+    """Raise ValueError unless what is read fulfils a condition; `decode` turns it into
+    CorruptCheckpointError.
+    """
     if not condition:
         raise ValueError(what)
 
 
 class Registration(NamedTuple):
-    """A registered class, its name in checkpoints, and the functions that make a state of an object and the reverse."""
+    """A registered class, its name in checkpoints, and the functions that make a state of an object
+    and the reverse.
+    """
 
     cls: type
     name: str
@@ -111,13 +147,16 @@ REGISTERED_NAMES: dict[str, Registration] = {}
 def registration_of(cls: Any) -> Registration | None:
     """Return how objects of a class are stored; None for a class that is not registered.
 
-    The Enum classes, dataclasses and namedtuple classes of Megatron's packages need not be: their first use does it.
+    The Enum classes, dataclasses and namedtuple classes of Megatron's packages need not be: their
+    first use does it.
     """
     if cls not in REGISTERED:
         name = type_name(cls)
         if name not in REGISTERED_NAMES and _imported_from_megatron(name) is cls:
             with contextlib.suppress(TypeError):
-                REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(cls, name, *default_functions(cls))
+                REGISTERED[cls] = REGISTERED_NAMES[name] = Registration(
+                    cls, name, *default_functions(cls)
+                )
     return REGISTERED.get(cls)
 
 
@@ -129,7 +168,9 @@ def registration_named(name: Any) -> Registration | None:
 
 
 def _imported_from_megatron(name: Any) -> Any:
-    """Find a class in modules of Megatron that the program has imported; None where it is not there."""
+    """Find a class in modules of Megatron that the program has imported; None where it is not
+    there.
+    """
     parts = name.split(".") if type(name) is str and name.startswith("megatron.") else []
     for count in range(len(parts) - 1, 1, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
@@ -143,23 +184,35 @@ def _imported_from_megatron(name: Any) -> Any:
 
 
 def default_functions(cls: Any) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
-    """Return to_state and from_state of an Enum class, dataclass or namedtuple class; TypeError for another class."""
+    """Return to_state and from_state of an Enum class, dataclass or namedtuple class; TypeError for
+    another class.
+    """
     if issubclass(cls, enum.Flag):
         return (lambda member: member.value), cls
     if issubclass(cls, enum.Enum):
         return (lambda member: member.name), lambda name: cls[name]
     if "__dataclass_fields__" in vars(cls):
         fields = dataclasses.fields(cls)
-        factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
-        defaults = {f.name: (lambda f=f: f.default) for f in fields if f.default is not dataclasses.MISSING}
+        factories = {
+            f.name: f.default_factory
+            for f in fields
+            if f.default_factory is not dataclasses.MISSING
+        }
+        defaults = {
+            f.name: (lambda f=f: f.default) for f in fields if f.default is not dataclasses.MISSING
+        }
         rebuild = functools.partial(_rebuild_dataclass, cls)
-        return _field_functions([field.name for field in fields], {**defaults, **factories}, rebuild)
+        return _field_functions(
+            [field.name for field in fields], {**defaults, **factories}, rebuild
+        )
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        defaults = {name: (lambda value=value: value) for name, value in cls._field_defaults.items()}
+        defaults = {
+            name: (lambda value=value: value) for name, value in cls._field_defaults.items()
+        }
         return _field_functions(cls._fields, defaults, lambda values: cls._make(values.values()))
     raise TypeError(
-        f"{type_name(cls)} is no Enum class, dataclass or namedtuple class: give to_state, which turns an object "
-        "into one that can be stored, and from_state, which turns it back"
+        f"{type_name(cls)} is no Enum class, dataclass or namedtuple class: give to_state, which "
+        "turns an object into one that can be stored, and from_state, which turns it back"
     )
 
 
@@ -171,7 +224,9 @@ def _rebuild_dataclass(cls: Any, values: dict[str, object]) -> object:
 
 
 def _field_functions(
-    names: Sequence[str], defaults: Mapping[str, Callable[[], object]], rebuild: Callable[[dict[str, object]], object]
+    names: Sequence[str],
+    defaults: Mapping[str, Callable[[], object]],
+    rebuild: Callable[[dict[str, object]], object],
 ) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
     """Return to_state and from_state of a class whose objects are stored by their fields."""
 
@@ -182,7 +237,12 @@ def _field_functions(
         stored = vars(state)
         unknown = [name for name in stored if name not in names]
         missing = [name for name in names if name not in stored and name not in defaults]
-        require(not unknown and not missing, f"stored fields without a place: {unknown}; not stored: {missing}")
-        return rebuild({name: stored[name] if name in stored else defaults[name]() for name in names})
+        require(
+            not unknown and not missing,
+            f"stored fields without a place: {unknown}; not stored: {missing}",
+        )
+        return rebuild(
+            {name: stored[name] if name in stored else defaults[name]() for name in names}
+        )
 
     return to_state, from_state

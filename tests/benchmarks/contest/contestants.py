@@ -1,7 +1,9 @@
-"""The ways to save and load that are compared, behind one interface, and those for local file systems.
+"""The ways to save and load that are compared, behind one interface, and those for local file
+systems.
 
-All contestants save a `State` into an empty directory so that it is on disk when they return, and load it into tensors
-that are there already. What is not installed is left out. `stores` has those for object stores.
+All contestants save a `State` into an empty directory so that it is on disk when they return, and
+load it into tensors that are there already. What is not installed is left out. `stores` has those
+for object stores.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Contestant(NamedTuple):
         load: the same, filling the tensors of the state.
         is_checkpoint: False for raw bytes, whose meaning does not count.
         cases: in which it is measured. The first is how it saves.
-        load_alone: fills whole tensors in rank 0: takes them by key, the location, and a group of rank 0 alone.
+        load_alone: fills whole tensors in rank 0: takes them by key, the location, and a group of
+            rank 0 alone.
     """
 
     name: str
@@ -83,25 +86,45 @@ def contestants(left_out: dict[str, str] | None = None) -> Iterator[Contestant]:
         )  # fmt: skip
     else:
         reasons["DCP HuggingFaceStorageWriter"] = f"torch {torch.__version__} has none"
-    yield Contestant("safetensors save_file per rank", _local_tensors, _save_file, _load_file, cases=(SAVE, WARM, COLD))
     yield Contestant(
-        "safetensors save_file, no fsync", _local_tensors, _save_file_unsynced, _load_file, cases=(SAVE_UNSYNCED,)
+        "safetensors save_file per rank",
+        _local_tensors,
+        _save_file,
+        _load_file,
+        cases=(SAVE, WARM, COLD),
+    )
+    yield Contestant(
+        "safetensors save_file, no fsync",
+        _local_tensors,
+        _save_file_unsynced,
+        _load_file,
+        cases=(SAVE_UNSYNCED,),
     )
     if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"):
         try:
             yield _megatron()
         except Exception as error:  # what it needs beside itself, it finds missing in many ways
-            reasons["Megatron Core fully parallel"] = f"cannot be imported: {type(error).__name__}: {error}"
+            reasons["Megatron Core fully parallel"] = (
+                f"cannot be imported: {type(error).__name__}: {error}"
+            )
     else:
         reasons["Megatron Core fully parallel"] = "megatron-core is not installed"
     yield Contestant("raw O_DIRECT", dict, _write_direct, _read_direct, False, (SAVE, COLD))
     yield Contestant(
-        "raw buffered", dict, _write_buffered, _read_raw, False, (SAVE, WARM, COLD, ACROSS), _read_raw_alone
+        "raw buffered",
+        dict,
+        _write_buffered,
+        _read_raw,
+        False,
+        (SAVE, WARM, COLD, ACROSS),
+        _read_raw_alone,
     )
-    yield Contestant("raw buffered, no fsync", dict, _write_unsynced, _read_raw, False, (SAVE_UNSYNCED,))
+    yield Contestant(
+        "raw buffered, no fsync", dict, _write_unsynced, _read_raw, False, (SAVE_UNSYNCED,)
+    )
 
 
-# --- distckpt and Megatron: the same description, under the same names ------------------------------------------------
+# --- distckpt and Megatron: the same description, under the same names ----------------------------
 
 
 def ours() -> Iterator[Contestant]:
@@ -113,7 +136,13 @@ def ours() -> Iterator[Contestant]:
         _load_alone_unverified,
     )  # fmt: skip
     if "durable" in inspect.signature(distckpt.save).parameters:
-        yield Contestant("distckpt, durable=False", prepare, _save_unsynced, distckpt.load, cases=(SAVE_UNSYNCED,))
+        yield Contestant(
+            "distckpt, durable=False",
+            prepare,
+            _save_unsynced,
+            distckpt.load,
+            cases=(SAVE_UNSYNCED,),
+        )
 
 
 def _sharded(sharded_tensor: Any) -> Callable[[State], dict[str, Any]]:
@@ -147,7 +176,10 @@ def _load_alone_unverified(tensors: Tensors, folder: str, group: Any) -> None:
 
 
 def _whole(tensors: Tensors) -> dict[str, Any]:
-    return {key: distckpt.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+    return {
+        key: distckpt.ShardedTensor.from_rank_offsets(key, tensor)
+        for key, tensor in tensors.items()
+    }
 
 
 def _megatron() -> Contestant:
@@ -165,14 +197,16 @@ def _megatron() -> Contestant:
 
     def save(sharded: dict[str, Any], folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
-        strategy = fully_parallel.FullyParallelSaveStrategyWrapper(serialization.get_default_save_sharded_strategy())
+        strategy = fully_parallel.FullyParallelSaveStrategyWrapper(
+            serialization.get_default_save_sharded_strategy()
+        )
         dist_checkpointing.save(sharded, folder, strategy)
 
     prepare = _sharded(dist_checkpointing.ShardedTensor)
     return Contestant("Megatron Core fully parallel", prepare, save, dist_checkpointing.load)
 
 
-# --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+# --- torch.distributed.checkpoint -----------------------------------------------------------------
 
 
 def dtensors(state: State) -> Tensors:
@@ -182,14 +216,21 @@ def dtensors(state: State) -> Tensors:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     return {
         key: DTensor.from_local(
-            part.local, mesh, [Replicate() if part.axis is None else Shard(part.axis)], run_check=False
+            part.local,
+            mesh,
+            [Replicate() if part.axis is None else Shard(part.axis)],
+            run_check=False,
         )
         for key, part in state.items()
     }
 
 
-def torch_contestant(name: str, writer: Callable[[str], Any], reader: Callable[[str], Any]) -> Contestant:
-    """Return how PyTorch saves and loads through one of its storage writers and the reader of that name."""
+def torch_contestant(
+    name: str, writer: Callable[[str], Any], reader: Callable[[str], Any]
+) -> Contestant:
+    """Return how PyTorch saves and loads through one of its storage writers and the reader of that
+    name.
+    """
 
     def save(tensors: Tensors, location: str) -> None:
         dcp.save(tensors, storage_writer=writer(location))
@@ -219,7 +260,7 @@ def _load_hugging_face_alone(tensors: Tensors, folder: str, group: Any) -> None:
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(folder), no_dist=True)
 
 
-# --- safetensors alone ------------------------------------------------------------------------------------------------
+# --- safetensors alone ----------------------------------------------------------------------------
 
 
 def _local_tensors(state: State) -> Tensors:
@@ -243,7 +284,7 @@ def _load_file(tensors: Tensors, folder: str) -> None:
             tensor.copy_(file.get_tensor(key))
 
 
-# --- As many bytes and nothing else: what the disk and the memory allow -----------------------------------------------
+# --- As many bytes and nothing else: what the disk and the memory allow ---------------------------
 
 
 def _write_direct(state: State, folder: str) -> None:
@@ -281,7 +322,9 @@ def _write_raw(state: State, folder: str, flags: int, is_durable: bool) -> None:
 
 @functools.cache
 def random_bytes() -> npt.NDArray[np.uint8]:
-    """Return what is written: bytes that no storage can compress. Made once, in the round that does not count."""
+    """Return what is written: bytes that no storage can compress. Made once, in the round that does
+    not count.
+    """
     buffer = _aligned_buffer()
     buffer[:] = np.arange(REQUEST_BYTES, dtype=np.uint32) * np.uint32(2654435761) >> 24
     return buffer
@@ -294,7 +337,9 @@ def _aligned_buffer() -> npt.NDArray[np.uint8]:
 
 
 def _read_direct(state: State, folder: str) -> None:
-    """Read as many bytes as the rank has written past the page cache, which needs memory of its own alignment."""
+    """Read as many bytes as the rank has written past the page cache, which needs memory of its own
+    alignment.
+    """
     num_bytes = local_bytes(state)
     fd = os.open(_own_file(folder), os.O_RDONLY | os.O_DIRECT)
 
@@ -311,7 +356,9 @@ def _read_direct(state: State, folder: str) -> None:
 
 
 def _read_raw(state: State, folder: str) -> None:
-    """Fill the tensors with the bytes of the file, whatever they mean; copies are filled from its beginning."""
+    """Fill the tensors with the bytes of the file, whatever they mean; copies are filled from its
+    beginning.
+    """
     fd = os.open(_own_file(folder), os.O_RDONLY)
     try:
         end = 0
@@ -359,7 +406,9 @@ def _own_file(folder: str) -> str:
 
 def chosen(every: Iterable[Contestant], names: Sequence[str] | None) -> list[Contestant]:
     """Return those whose name begins with one of some names, or all."""
-    return [contestant for contestant in every if not names or contestant.name.startswith(tuple(names))]
+    return [
+        contestant for contestant in every if not names or contestant.name.startswith(tuple(names))
+    ]
 
 
 def has_case(contestant: Contestant, cases: Sequence[str]) -> bool:
@@ -374,6 +423,12 @@ def saving_case(contestant: Contestant) -> str | None:
 
 
 def loading_cases(contestant: Contestant) -> Mapping[str, bool]:
-    """Return the cases in which the contestant's load is timed; the value is whether rank 0 loads alone."""
-    found = {case: False for case in CASES if case in contestant.cases and case not in (SAVE, SAVE_UNSYNCED)}
+    """Return the cases in which the contestant's load is timed; the value is whether rank 0 loads
+    alone.
+    """
+    found = {
+        case: False
+        for case in CASES
+        if case in contestant.cases and case not in (SAVE, SAVE_UNSYNCED)
+    }
     return {**found, ALONE: True} if contestant.load_alone else found

@@ -93,13 +93,17 @@ class Outcome(NamedTuple):
     def cases(self) -> dict[str, list[Figure]]:
         """Return the figures of each case."""
         return {
-            case: of_case for case in TITLES if (of_case := [figure for figure in self.figures if figure.case == case])
+            case: of_case
+            for case in TITLES
+            if (of_case := [figure for figure in self.figures if figure.case == case])
         }
 
 
 def fastest_raw(figures: Sequence[Figure]) -> Figure | None:
     """Return the fastest raw contestant of one case."""
-    return min((one for one in figures if not one.is_checkpoint), key=lambda one: one.median, default=None)
+    return min(
+        (one for one in figures if not one.is_checkpoint), key=lambda one: one.median, default=None
+    )
 
 
 def own_defaults(figures: Sequence[Figure]) -> Figure | None:
@@ -127,7 +131,9 @@ def rows_of(figures: Sequence[Figure]) -> list[list[Cell]]:
             f"{min(one.seconds):.3f} - {max(one.seconds):.3f}",
             figure(f"{one.gb_per_second:.2f}", one.seconds),
             ratio(raw.seconds, one.seconds) if raw else "",
-            ratio(one.seconds, own.seconds, "{:.2f}x") if own and one.is_checkpoint and not is_own(one) else "",
+            ratio(one.seconds, own.seconds, "{:.2f}x")
+            if own and one.is_checkpoint and not is_own(one)
+            else "",
         ]
         for one in figures
     ]

@@ -1,6 +1,8 @@
-"""The rounds: every contestant saves and loads in turn, round after round, so that noise hits all alike.
+"""The rounds: every contestant saves and loads in turn, round after round, so that noise hits all
+alike.
 
-Each round has an order of its own: what one has written and deleted, the disk may still be busy with in the next turn.
+Each round has an order of its own: what one has written and deleted, the disk may still be busy
+with in the next turn.
 """
 
 from __future__ import annotations
@@ -97,8 +99,8 @@ def run_rank(rank: int, sizes: Sizes, only: Sequence[str] | None, settings: Sett
     state = llama_state(sizes)
     figures: list[Figure] = []
     cold = ""
-    # The less memory is free, the sooner the system makes a writer wait for the disk. Saves that do not wait for it
-    # are measured before there is anything to load into.
+    # The less memory is free, the sooner the system makes a writer wait for the disk. Saves that do
+    # not wait for it are measured before there is anything to load into.
     for is_unsynced in (True, False):
         group = [one for one in measured if (saving_case(one) == SAVE_UNSYNCED) == is_unsynced]
         cases = [case for case in settings.cases if (case == SAVE_UNSYNCED) == is_unsynced]
@@ -126,10 +128,11 @@ def make_targets(state: State, cases: Sequence[str]) -> Targets:
 def measure(
     measured: Sequence[Contestant], state: State, targets: Targets, settings: Settings
 ) -> tuple[list[Figure], str]:
-    """Save and load with every contestant in turn; return the figures, and how files left the page cache.
+    """Save and load with every contestant in turn; return the figures, and how files left the page
+    cache.
 
-    Round 0 does not count; what is loaded in it is compared with what was saved. Collective operation: all ranks must
-    call it.
+    Round 0 does not count; what is loaded in it is compared with what was saved. Collective
+    operation: all ranks must call it.
     """
     alone_group = dist.new_group([0])
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -140,10 +143,20 @@ def measure(
         # The same order on all ranks.
         for contestant in random.Random(round_number).sample(measured, len(measured)):
             if dist.get_rank() == 0:
-                what = f"round {round_number} of {settings.num_runs}" if round_number else "warming up"
-                print(f"{'memory' if is_for_peaks else what}: {contestant.name}", file=sys.stderr, flush=True)
-            turn = _Turn(contestant, state, targets, settings, alone_group, round_number == 0, cold_methods)
-            for case, value in turn.run(peak_memory_bytes if is_for_peaks else time_together).items():
+                what = (
+                    f"round {round_number} of {settings.num_runs}" if round_number else "warming up"
+                )
+                print(
+                    f"{'memory' if is_for_peaks else what}: {contestant.name}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            turn = _Turn(
+                contestant, state, targets, settings, alone_group, round_number == 0, cold_methods
+            )
+            for case, value in turn.run(
+                peak_memory_bytes if is_for_peaks else time_together
+            ).items():
                 if is_for_peaks:
                     peak = torch.tensor(value)
                     dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -152,7 +165,14 @@ def measure(
                     seconds[contestant.name, case].append(value)
     sizes = _bytes_of_cases(state, targets)
     figures = [
-        Figure(case, name, one.is_checkpoint, sizes.get(case, sizes[""]), seconds[name, case], peaks.get((name, case)))
+        Figure(
+            case,
+            name,
+            one.is_checkpoint,
+            sizes.get(case, sizes[""]),
+            seconds[name, case],
+            peaks.get((name, case)),
+        )
         for one in measured
         for name in [one.name]
         for case in settings.cases
@@ -163,7 +183,9 @@ def measure(
 
 def _bytes_of_cases(state: State, targets: Targets) -> dict[str, int]:
     """Return how many bytes all ranks together move; "" stands for the cases that move all."""
-    num_bytes = torch.tensor([local_bytes(state), sum(part.num_bytes for part in targets.across.values())])
+    num_bytes = torch.tensor(
+        [local_bytes(state), sum(part.num_bytes for part in targets.across.values())]
+    )
     dist.all_reduce(num_bytes)
     return {"": int(num_bytes[0]), ACROSS: int(num_bytes[1])}
 
@@ -242,8 +264,12 @@ class _Turn(NamedTuple):
         if self.is_compared and self.contestant.is_checkpoint:
             target = self.targets.of(case)
             axes = (
-                dict.fromkeys(self.state) if case == ALONE else {key: part.axis for key, part in (target or {}).items()}
+                dict.fromkeys(self.state)
+                if case == ALONE
+                else {key: part.axis for key, part in (target or {}).items()}
             )
             wrong = differing_keys(self.state, axes, target)
             if wrong:
-                raise ValueError(f"it loaded other values than it saved, for example of {wrong[0]!r} ({case})")
+                raise ValueError(
+                    f"it loaded other values than it saved, for example of {wrong[0]!r} ({case})"
+                )

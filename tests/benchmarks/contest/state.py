@@ -1,4 +1,6 @@
-"""What is saved: a Llama with the two moments of Adam, divided over the ranks as tensor parallelism does."""
+"""What is saved: a Llama with the two moments of Adam, divided over the ranks as tensor parallelism
+does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Sizes(NamedTuple):
     num_layers: int
 
     def weights(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
-        """Return the global shape of each weight, and the axis that tensor parallelism divides; None for a copy."""
+        """Return the global shape of each weight, and the axis that tensor parallelism divides;
+        None for a copy.
+        """
         hidden, intermediate, key_value = self.hidden, self.intermediate, self.key_value
         layer: dict[str, tuple[tuple[int, ...], int | None]] = {
             "self_attn.q_proj.weight": ((hidden, hidden), 0),
@@ -38,7 +42,11 @@ class Sizes(NamedTuple):
         }
         return {
             "embed_tokens.weight": ((self.vocabulary, hidden), 0),
-            **{f"layers.{i}.{name}": weight for i in range(self.num_layers) for name, weight in layer.items()},
+            **{
+                f"layers.{i}.{name}": weight
+                for i in range(self.num_layers)
+                for name, weight in layer.items()
+            },
             "norm.weight": ((hidden,), None),
             "lm_head.weight": ((self.vocabulary, hidden), 0),
         }
@@ -50,7 +58,9 @@ class Sizes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The piece of a tensor that a rank holds: `axis` is divided evenly over the ranks, None for a copy."""
+    """The piece of a tensor that a rank holds: `axis` is divided evenly over the ranks, None for a
+    copy.
+    """
 
     local: torch.Tensor
     axis: int | None
@@ -86,7 +96,9 @@ def llama_state(sizes: Sizes) -> dict[str, Part]:
         for name, (shape, axis) in sizes.weights().items():
             local_shape = [size // num_ranks if i == axis else size for i, size in enumerate(shape)]
             generator = common if axis is None else own
-            state[prefix + name] = Part(torch.empty(local_shape, dtype=dtype).normal_(generator=generator), axis)
+            state[prefix + name] = Part(
+                torch.empty(local_shape, dtype=dtype).normal_(generator=generator), axis
+            )
     return state
 
 
@@ -100,7 +112,12 @@ def across(state: State) -> dict[str, Part]:
     num_ranks = dist.get_world_size()
     return {
         key: Part(
-            torch.zeros(part.local.shape[0] * num_ranks, part.local.shape[1] // num_ranks, dtype=part.local.dtype), 1
+            torch.zeros(
+                part.local.shape[0] * num_ranks,
+                part.local.shape[1] // num_ranks,
+                dtype=part.local.dtype,
+            ),
+            1,
         )
         for key, part in state.items()
         if part.axis == 0 and part.local.ndim == 2
@@ -112,7 +129,8 @@ def whole(state: State) -> dict[str, torch.Tensor]:
     num_ranks = dist.get_world_size()
     return {
         key: torch.zeros(
-            [n * num_ranks if i == part.axis else n for i, n in enumerate(part.local.shape)], dtype=part.local.dtype
+            [n * num_ranks if i == part.axis else n for i, n in enumerate(part.local.shape)],
+            dtype=part.local.dtype,
         )
         for key, part in state.items()
     }
@@ -121,17 +139,22 @@ def whole(state: State) -> dict[str, torch.Tensor]:
 def local_bytes(state: State) -> int:
     """Return how many bytes one rank has to write when replicated tensors are spread evenly."""
     num_ranks = dist.get_world_size()
-    return sum(part.num_bytes if part.axis is not None else -(-part.num_bytes // num_ranks) for part in state.values())
+    return sum(
+        part.num_bytes if part.axis is not None else -(-part.num_bytes // num_ranks)
+        for part in state.values()
+    )
 
 
 def differing_keys(state: State, axes: Mapping[str, int | None], loaded: State | None) -> list[str]:
-    """Compare what was loaded under any layout with what was saved, by sums over the blocks that two ranks share.
+    """Compare what was loaded under any layout with what was saved, by sums over the blocks that
+    two ranks share.
 
     Collective operation: all ranks must call it.
 
     Args:
         state: what this rank has saved.
-        axes: key -> axis that the tensor was divided along when it was loaded, None for a whole one.
+        axes: key -> axis that the tensor was divided along when it was loaded, None for a whole
+            one.
         loaded: what this rank has loaded; None on all but rank 0 when that loaded alone.
 
     Returns:
@@ -140,7 +163,8 @@ def differing_keys(state: State, axes: Mapping[str, int | None], loaded: State |
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     loaders = torch.tensor(loaded is not None, dtype=torch.int64)
     dist.all_reduce(loaders)
-    # saved[key, i, j] and found[key, i, j]: of the block in rank i's part of the saved and rank j's of the loaded.
+    # saved[key, i, j] and found[key, i, j]: of the block in rank i's part of the saved and rank j's
+    # of the loaded.
     saved = torch.zeros(len(axes), num_ranks, num_ranks, dtype=torch.int64)
     found = torch.zeros_like(saved)
     for index, (key, axis) in enumerate(axes.items()):
@@ -150,7 +174,9 @@ def differing_keys(state: State, axes: Mapping[str, int | None], loaded: State |
                 continue  # under one layout they share nothing
             saved[index, rank, other] = _digest(_block(was.local, axis, was.axis, other))
             if loaded is not None:
-                found[index, other, rank] = _digest(_block(loaded[key].local, was.axis, axis, other))
+                found[index, other, rank] = _digest(
+                    _block(loaded[key].local, was.axis, axis, other)
+                )
     dist.all_reduce(saved)
     dist.all_reduce(found)
     wrong = (saved != found)[:, :, : int(loaders)].flatten(1).any(1)

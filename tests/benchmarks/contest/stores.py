@@ -11,7 +11,16 @@ from typing import Any
 import fsspec
 import torch.distributed as dist
 
-from contest.contestants import ACROSS, SAVE, WARM, Contestant, Tensors, ours, random_bytes, torch_contestant
+from contest.contestants import (
+    ACROSS,
+    SAVE,
+    WARM,
+    Contestant,
+    Tensors,
+    ours,
+    random_bytes,
+    torch_contestant,
+)
 from contest.state import State, local_bytes
 
 
@@ -26,7 +35,9 @@ def store_contestants(left_out: dict[str, str]) -> Iterator[Contestant]:
         yield _torch()
     except ImportError as error:
         left_out["DCP FsspecWriter"] = f"cannot be imported: {error}"
-    yield Contestant("raw pipe_file / cat_file", dict, _put, _get, False, (SAVE, WARM, ACROSS), _get_alone)
+    yield Contestant(
+        "raw pipe_file / cat_file", dict, _put, _get, False, (SAVE, WARM, ACROSS), _get_alone
+    )
 
 
 def _torch() -> Contestant:
@@ -34,7 +45,7 @@ def _torch() -> Contestant:
     return torch_contestant("DCP FsspecWriter", files.FsspecWriter, files.FsspecReader)
 
 
-# --- As many bytes and nothing else: one object for each rank, by the functions of the backend ------------------------
+# --- As many bytes and nothing else: one object for each rank, by the functions of the backend ----
 
 
 def _put(state: State, url: str) -> None:
@@ -57,7 +68,9 @@ def _get(state: State, url: str) -> None:
 def _get_alone(tensors: Tensors, url: str, group: Any) -> None:
     """Get the objects of all ranks, all at the same time."""
     num_ranks = dist.get_world_size()
-    share = -(-sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) // num_ranks)
+    share = -(
+        -sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) // num_ranks
+    )
     with ThreadPoolExecutor(num_ranks) as pool:
         list(pool.map(lambda rank: _get_bytes(url, rank, share), range(num_ranks)))
 

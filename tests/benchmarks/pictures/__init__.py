@@ -1,1 +1,3 @@
-"""The pictures of the pages: SVG in the colours of the reader's theme, with text that can be read on a phone."""
+"""The pictures of the pages: SVG in the colours of the reader's theme, with text that can be read
+on a phone.
+"""

@@ -1,4 +1,6 @@
-"""The figures of a benchmark as a picture: one bar per contestant, as long as it is fast; the raw storage as a line."""
+"""The figures of a benchmark as a picture: one bar per contestant, as long as it is fast; the raw
+storage as a line.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ def draw(outcome: Outcome) -> str:
     ]  # fmt: skip
     y += 54
     for case in _CASES:
-        figures = [figure for figure in outcome.cases().get(case, []) if "verify=" not in figure.name]
+        figures = [
+            figure for figure in outcome.cases().get(case, []) if "verify=" not in figure.name
+        ]
         if not figures:
             continue
         parts.append(heading(_LEFT, y, outcome.title(case).partition(" (")[0]))
         parts += _case(figures, y + 8)
         y += _ROW * len(figures) + 44
-    return document("Speed of saves and loads, beside other libraries and the raw storage", y - 16, parts)
+    return document(
+        "Speed of saves and loads, beside other libraries and the raw storage", y - 16, parts
+    )
 
 
 def _case(figures: Sequence[Figure], top: float) -> list[str]:
@@ -49,6 +55,12 @@ def _case(figures: Sequence[Figure], top: float) -> list[str]:
         parts += [
             text(_LEFT, y + 18, figure.name, weight, "start"),
             f'<rect x="{_LEFT}" y="{y + 23:g}" width="{width:.1f}" height="{_BAR}" rx="2" fill="var(--{colour})"/>',
-            text(_LEFT + width + 8, y + 34, f"{figure.gb_per_second:.2f} GB/s", f"{weight} halo".strip(), "start"),
+            text(
+                _LEFT + width + 8,
+                y + 34,
+                f"{figure.gb_per_second:.2f} GB/s",
+                f"{weight} halo".strip(),
+                "start",
+            ),
         ]
     return parts

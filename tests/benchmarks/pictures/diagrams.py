@@ -1,4 +1,6 @@
-"""What the pages explain with a picture. Each function returns one as SVG, under the name of its file."""
+"""What the pages explain with a picture. Each function returns one as SVG, under the name of its
+file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ def overview() -> str:
     """One checkpoint, and what it is loaded as."""
     parts = [text(WIDTH / 2, 26, "Train at TP2 x PP2 on four GPUs", "bold", size=16)]
     for rank in range(4):
-        parts.append(box(22 + 106 * rank, 40, 98, [f"GPU {rank}", f"TP {rank % 2}  PP {rank // 2}"], _COLOURS[rank]))
+        parts.append(
+            box(
+                22 + 106 * rank,
+                40,
+                98,
+                [f"GPU {rank}", f"TP {rank % 2}  PP {rank // 2}"],
+                _COLOURS[rank],
+            )
+        )
         parts.append(arrow(71 + 106 * rank, 98, 71 + 106 * rank, 132))
     parts.append(text(WIDTH / 2, 120, "save", "soft"))
     parts.append(rect(22, 138, 416, 86, radius=8))
@@ -30,7 +40,10 @@ def overview() -> str:
         parts += [arrow(centre, 228, centre, 276), box(centre - 66, 282, 132, lines)]
         parts.append(text(centre - 8, 256, verb, "soft", "end"))
     return document(
-        "A checkpoint saved at TP2 x PP2 is loaded at DP4, in one process, or exported to Hugging Face", 366, parts
+        "A checkpoint saved at TP2 x PP2 is loaded at DP4, in one process, or exported to "
+        "Hugging Face",
+        366,
+        parts,
     )
 
 
@@ -56,7 +69,9 @@ def walk() -> str:
         parts.append(box(14, y, 206, save[i], "a" if i == 0 else "panel"))
         parts.append(box(240, y, 206, load[i], "a" if i == 0 else "panel"))
         parts += [arrow(117, y + 54, 117, y + 74), arrow(343, y + 76, 343, y + 56)]
-    parts.append(box(14, 424, 432, ["checkpoint", "visible when complete, plain safetensors files"], "b"))
+    parts.append(
+        box(14, 424, 432, ["checkpoint", "visible when complete, plain safetensors files"], "b")
+    )
     return document("The steps of a save and of a load", 490, parts)
 
 
@@ -74,18 +89,27 @@ def grid() -> str:
         parts.append(text(78, y + 20, f"rank {row}: {2 * row}, {2 * row + 1}"))
         parts.append(text(230, y + 20, f"rank {row}'s file"))
     parts += [arrow(144, 146, 164, 146), arrow(296, 146, 316, 146)]
-    parts.append('<path d="M382 82V212" stroke="var(--ink)" stroke-width="2.5" stroke-dasharray="6 4"/>')
+    parts.append(
+        '<path d="M382 82V212" stroke="var(--ink)" stroke-width="2.5" stroke-dasharray="6 4"/>'
+    )
     parts += [text(350, 226, "rank 0"), text(414, 226, "rank 1")]
     parts.append(text(78, 226, "rows of each", "soft"))
     parts.append(heading(14, 268, "A tensor that all four ranks hold: replicas"))
     for rank, colour in enumerate(_COLOURS):
         left = 14 + 86 * rank
         parts += [text(left + 38, 296, f"rank {rank}"), rect(left, 304, 76, 96)]
-        parts += [rect(left, 304 + 24 * rank, 76, 24, colour), text(left + 38, 321 + 24 * rank, "writes")]
+        parts += [
+            rect(left, 304 + 24 * rank, 76, 24, colour),
+            text(left + 38, 321 + 24 * rank, "writes"),
+        ]
         parts.append(rect(382, 304 + 24 * rank, 64, 24, colour))
     parts += [text(414, 296, "stored"), arrow(352, 352, 378, 352)]
-    parts.append(text(14, 426, "Each replica writes a part, the same number of bytes.", "soft", "start"))
-    return document("Shards, chunks and regions of one tensor, and a tensor with replicas", 442, parts)
+    parts.append(
+        text(14, 426, "Each replica writes a part, the same number of bytes.", "soft", "start")
+    )
+    return document(
+        "Shards, chunks and regions of one tensor, and a tensor with replicas", 442, parts
+    )
 
 
 def commit() -> str:
@@ -105,9 +129,23 @@ def commit() -> str:
             hidden = newest == "step_100" and i > 0
             indent = 18 if name.startswith(" ") else 0
             parts.append(
-                text(28 + indent, y + 46 + 20 * i, name.strip(), "code soft" if hidden else "code bold", "start")
+                text(
+                    28 + indent,
+                    y + 46 + 20 * i,
+                    name.strip(),
+                    "code soft" if hidden else "code bold",
+                    "start",
+                )
             )
-        parts.append(box(270, y + height / 2 - 27, 162, ["newest:", newest], "b" if newest == "step_200" else "a"))
+        parts.append(
+            box(
+                270,
+                y + height / 2 - 27,
+                162,
+                ["newest:", newest],
+                "b" if newest == "step_200" else "a",
+            )
+        )
         y += height + 26
         parts.append(arrow(WIDTH / 2, y - 24, WIDTH / 2, y - 4))
     parts.pop()
@@ -123,7 +161,11 @@ def architecture() -> str:
         ("Verbs", "b", ["_operations", "_objects", "_models"]),
         ("Moving bytes", "c", ["_io", "_foreign"]),
         ("Planning", "d", ["_plan", "_families", "_quantization", "_state"]),
-        ("Format, commit, storage, communication", "panel", ["_format", "_commit", "_storage", "_ranks"]),
+        (
+            "Format, commit, storage, communication",
+            "panel",
+            ["_format", "_commit", "_storage", "_ranks"],
+        ),
         ("Foundations", "panel", ["_geometry", "_mapping", "_base"]),
     ]
     parts = [heading(14, 28, "The folders of distckpt: imports point down")]
@@ -133,7 +175,10 @@ def architecture() -> str:
         x, slack = 14.0, 432 - 8 * (len(names) - 1) - 9 * sum(map(len, names))
         for name in names:
             width = 9 * len(name) + slack / len(names)
-            parts += [rect(x, y + 20, width, 32, colour, radius=6), text(x + width / 2, y + 41, name, "bold")]
+            parts += [
+                rect(x, y + 20, width, 32, colour, radius=6),
+                text(x + width / 2, y + 41, name, "bold"),
+            ]
             x += width + 8
     return document("The folders of distckpt, imports point down", 46 + 66 * len(layers), parts)
 
@@ -157,7 +202,11 @@ def which_call() -> str:
         ("to other numbers of files", "reshard"),
     ]
     parts, y = [], 28.0
-    for title, rows, colour in (("Save", save, "a"), ("Load", load, "b"), ("Convert", convert, "c")):
+    for title, rows, colour in (
+        ("Save", save, "a"),
+        ("Load", load, "b"),
+        ("Convert", convert, "c"),
+    ):
         parts.append(heading(14, y, title))
         for question, call in rows:
             parts += [text(14, y + 34, question, anchor="start"), arrow(206, y + 29, 232, y + 29)]
@@ -167,4 +216,7 @@ def which_call() -> str:
     return document("Which call to use for what", y - 20, parts)
 
 
-DIAGRAMS = {f"{draw.__name__}.svg": draw for draw in (overview, which_call, walk, grid, commit, architecture)}
+DIAGRAMS = {
+    f"{draw.__name__}.svg": draw
+    for draw in (overview, which_call, walk, grid, commit, architecture)
+}

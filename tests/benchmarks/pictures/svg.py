@@ -1,7 +1,8 @@
 """Parts of SVG pictures, in colours that follow the reader's theme.
 
-A picture is 460 units wide and its smallest text 14 units high: about 11 pixels on a phone. Colours are variables. They
-follow the system's theme where the picture is a file of its own, and the theme of the site where it is part of a page.
+A picture is 460 units wide and its smallest text 14 units high: about 11 pixels on a phone. Colours
+are variables. They follow the system's theme where the picture is a file of its own, and the theme
+of the site where it is part of a page.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ def document(title: str, height: float, parts: Sequence[str]) -> str:
         f'width="600" height="{600 * height / WIDTH:.0f}" font-family="{_FONT}" font-size="14">'
     )
     background = '<rect width="100%" height="100%" rx="6" fill="var(--page)"/>'
-    return "\n".join([head, f"<title>{escape(title)}</title>", _STYLE, background, *parts, "</svg>", ""])
+    return "\n".join(
+        [head, f"<title>{escape(title)}</title>", _STYLE, background, *parts, "</svg>", ""]
+    )
 
 
-def text(x: float, y: float, content: str, classes: str = "", anchor: str = "middle", size: float = 14) -> str:
+def text(
+    x: float, y: float, content: str, classes: str = "", anchor: str = "middle", size: float = 14
+) -> str:
     """Return a line of text; `y` is its base line."""
     of_class = f' class="{classes}"' if classes else ""
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}"{of_class}>{escape(content)}</text>'
@@ -50,7 +55,9 @@ def heading(x: float, y: float, content: str) -> str:
     return text(x, y, content, "bold", "start", 16)
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str = "panel", radius: float = 0) -> str:
+def rect(
+    x: float, y: float, width: float, height: float, fill: str = "panel", radius: float = 0
+) -> str:
     """Return a rectangle in one of the colours."""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" fill="var(--{fill})" '

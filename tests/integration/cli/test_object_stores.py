@@ -19,8 +19,13 @@ GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
 @pytest.fixture
 def checkpoint(tmp_path):
     halves = torch.from_numpy(GRID.copy()).chunk(2, 1)
-    state = {str(i): ShardedTensor.from_rank_offsets("grid", half, (1, i, 2)) for i, half in enumerate(halves)}
-    state["layer"] = ShardedTensor.from_rank_offsets("layer", torch.ones(4, 6, dtype=torch.bfloat16))
+    state = {
+        str(i): ShardedTensor.from_rank_offsets("grid", half, (1, i, 2))
+        for i, half in enumerate(halves)
+    }
+    state["layer"] = ShardedTensor.from_rank_offsets(
+        "layer", torch.ones(4, 6, dtype=torch.bfloat16)
+    )
     state["rng"] = ShardedObject("rng", {"seed": 3}, (1,), (0,))
     distckpt.save({**state, "step": 7}, tmp_path / "c")
     return tmp_path / "c"
@@ -35,7 +40,10 @@ def test_urls_are_taken_everywhere(checkpoint, store, capsys):
     root = f"{store}/run"
     call_json(capsys, "reshard", checkpoint, f"{root}/c", "--ranks", 2)
     local, remote = (call_json(capsys, "inspect", place) for place in (checkpoint, f"{root}/c"))
-    assert (remote["num_tensors"], remote["tensor_bytes"]) == (local["num_tensors"], local["tensor_bytes"])
+    assert (remote["num_tensors"], remote["tensor_bytes"]) == (
+        local["num_tensors"],
+        local["tensor_bytes"],
+    )
     assert call_json(capsys, "inspect", f"{root}/c", "--key", "grid")["shape"] == list(GRID.shape)
     assert call_json(capsys, "verify", f"{root}/c")["is_whole"]
     call_json(capsys, "export", f"{root}/c", f"{root}/hf")
@@ -51,13 +59,18 @@ def test_files_that_are_no_part_of_a_checkpoint_are_shown(checkpoint, store, cap
     distckpt.reshard(checkpoint, url)
     assert call_json(capsys, "inspect", url)["strays"] == []
     assert "note:" not in call(capsys, "inspect", url) + call(capsys, "verify", url)
-    strays = [f"tensors-0123456789abcdef/shard-0000{i}-model-00001-of-00001.safetensors" for i in range(1, 6)]
+    strays = [
+        f"tensors-0123456789abcdef/shard-0000{i}-model-00001-of-00001.safetensors"
+        for i in range(1, 6)
+    ]
     for name in strays:
         object_store.at(f"{url}/{name}").write(b"")
     listed = ", ".join(strays[:3])
     for verb in ("inspect", "verify"):
         assert call_json(capsys, verb, url)["strays"] == strays
-        (line,) = (line for line in call(capsys, verb, url).splitlines() if line.startswith("note:"))
+        (line,) = (
+            line for line in call(capsys, verb, url).splitlines() if line.startswith("note:")
+        )
         causes = "left by interrupted saves or being written by a save in progress"
         assert line == f"note: 5 more files, {causes}: {listed}, ..."
 

@@ -1,4 +1,6 @@
-"""Models of transformers under the layouts of Megatron, imported and exported: the same bytes and the same logits."""
+"""Models of transformers under the layouts of Megatron, imported and exported: the same bytes and
+the same logits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ HEAD_DIM = HIDDEN // HEADS
 
 
 def megatron_state(rank, num_ranks, has_bias=False, tied=False, moe=False):
-    """Describe a rank's tensors as Megatron does: layers stacked, gate and up halves in one tensor."""
+    """Describe a rank's tensors as Megatron does: layers stacked, gate and up halves in one
+    tensor.
+    """
     mine = (rank, num_ranks)
     words = VOCABULARY // num_ranks, HIDDEN
     shards = [sharded("embedding.word_embeddings.weight", words, (0, *mine))]
@@ -38,7 +42,9 @@ def megatron_state(rank, num_ranks, has_bias=False, tied=False, moe=False):
 
 
 def sharded(key, shape, *cuts, prepended=0):
-    return ShardedTensor.from_rank_offsets(key, torch.full(shape, torch.nan), *cuts, prepend_axis_num=prepended)
+    return ShardedTensor.from_rank_offsets(
+        key, torch.full(shape, torch.nan), *cuts, prepend_axis_num=prepended
+    )
 
 
 def in_layer(layer, name, shape, *cuts, prepended=1):
@@ -49,7 +55,9 @@ def in_layer(layer, name, shape, *cuts, prepended=1):
 def attention(layer, rank, num_ranks, has_bias):
     mine, qkv_rows = (rank, num_ranks), (HEADS + 2 * GROUPS) * HEAD_DIM // num_ranks
     yield in_layer(layer, "self_attention.linear_qkv.weight", (qkv_rows, HIDDEN), (1, *mine))
-    yield in_layer(layer, "self_attention.linear_proj.weight", (HIDDEN, HIDDEN // num_ranks), (2, *mine))
+    yield in_layer(
+        layer, "self_attention.linear_proj.weight", (HIDDEN, HIDDEN // num_ranks), (2, *mine)
+    )
     if has_bias:
         yield in_layer(layer, "self_attention.linear_qkv.bias", (qkv_rows,), (1, *mine))
     if rank == 0:
@@ -68,8 +76,12 @@ def mlp(layer, rank, num_ranks):
 def experts(layer, rank, num_ranks):
     for expert in range(rank * EXPERTS // num_ranks, (rank + 1) * EXPERTS // num_ranks):
         cut = (1, expert, EXPERTS)
-        yield in_layer(layer, "mlp.experts.experts.linear_fc1.weight", (2 * FFN, HIDDEN), cut, prepended=2)
-        yield in_layer(layer, "mlp.experts.experts.linear_fc2.weight", (HIDDEN, FFN), cut, prepended=2)
+        yield in_layer(
+            layer, "mlp.experts.experts.linear_fc1.weight", (2 * FFN, HIDDEN), cut, prepended=2
+        )
+        yield in_layer(
+            layer, "mlp.experts.experts.linear_fc2.weight", (HIDDEN, FFN), cut, prepended=2
+        )
     if rank == 0:
         yield in_layer(layer, "mlp.router.weight", (EXPERTS, HIDDEN))
         yield in_layer(layer, "pre_mlp_layernorm.weight", (HIDDEN,))
@@ -100,20 +112,27 @@ def megatron_tensors(hf, moe=False):
                 q, k, v = (one[f"self_attn.{name}_proj.{kind}"] for name in "qkv")
                 inner = q.shape[1:]
                 grouped = [a.reshape(GROUPS, -1, HEAD_DIM, *inner) for a in (q, k, v)]
-                mine[f"self_attention.linear_qkv.{kind}"] = np.concatenate(grouped, axis=1).reshape(-1, *inner)
+                mine[f"self_attention.linear_qkv.{kind}"] = np.concatenate(grouped, axis=1).reshape(
+                    -1, *inner
+                )
         if moe:
             expert = "block_sparse_moe.experts.{}.{}.weight"
             mine["pre_mlp_layernorm.weight"] = one["post_attention_layernorm.weight"]
             mine["mlp.router.weight"] = one["block_sparse_moe.gate.weight"]
             mine["mlp.experts.experts.linear_fc1.weight"] = np.stack(
-                [np.concatenate([one[expert.format(e, name)] for name in ("w1", "w3")]) for e in range(EXPERTS)]
+                [
+                    np.concatenate([one[expert.format(e, name)] for name in ("w1", "w3")])
+                    for e in range(EXPERTS)
+                ]
             )
             mine["mlp.experts.experts.linear_fc2.weight"] = np.stack(
                 [one[expert.format(e, "w2")] for e in range(EXPERTS)]
             )
         else:
             mine["mlp.linear_fc1.layer_norm_weight"] = one["post_attention_layernorm.weight"]
-            mine["mlp.linear_fc1.weight"] = np.concatenate([one[f"mlp.{name}_proj.weight"] for name in ("gate", "up")])
+            mine["mlp.linear_fc1.weight"] = np.concatenate(
+                [one[f"mlp.{name}_proj.weight"] for name in ("gate", "up")]
+            )
             mine["mlp.linear_fc2.weight"] = one["mlp.down_proj.weight"]
         for key, array in mine.items():
             per_layer.setdefault(f"decoder.layers.{key}", []).append(array)
@@ -132,7 +151,9 @@ def tiny(kind, tied=False):
     }
     sizes |= {"num_local_experts": EXPERTS} if kind == "Mixtral" else {}
     torch.manual_seed(7)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**sizes)
+    )
     with torch.no_grad():
         # Norms and biases are constants at first, which would hide that they were mixed up.
         for parameter in model.parameters():
@@ -163,7 +184,9 @@ MODELS = {
 
 @pytest.mark.parametrize("max_shard_size", ["20KB", "1GB"], ids=["several files", "one file"])
 @pytest.mark.parametrize(("kind", "options"), MODELS.items(), ids=MODELS.keys())
-def test_a_model_is_imported_under_megatrons_layout_and_exported_again(tmp_path, kind, options, max_shard_size):
+def test_a_model_is_imported_under_megatrons_layout_and_exported_again(
+    tmp_path, kind, options, max_shard_size
+):
     model = tiny(kind.split(",")[0], options.get("tied", False))
     model.save_pretrained(tmp_path / "hf", max_shard_size=max_shard_size)
     original = read_export(tmp_path / "hf")
@@ -173,18 +196,26 @@ def test_a_model_is_imported_under_megatrons_layout_and_exported_again(tmp_path,
     expected = megatron_tensors(original, options.get("moe", False))
     assert {shard.key for shard in state.values()} == expected.keys()
     for shard in state.values():
-        assert np.array_equal(shard.data.numpy(), expected[shard.key][shard.global_slice()]), shard.key
+        assert np.array_equal(shard.data.numpy(), expected[shard.key][shard.global_slice()]), (
+            shard.key
+        )
 
     distckpt.save(state, tmp_path / "checkpoint")
     distckpt.consolidate(
-        tmp_path / "checkpoint", tmp_path / "out", rules=rules, like=tmp_path / "hf", extra_files_from=tmp_path / "hf"
+        tmp_path / "checkpoint",
+        tmp_path / "out",
+        rules=rules,
+        like=tmp_path / "hf",
+        extra_files_from=tmp_path / "hf",
     )
     assert same_bytes(read_export(tmp_path / "out"), original)
     assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(tmp_path / "hf"))
     if max_shard_size == "20KB":
         assert len(os.listdir(tmp_path / "out")) > 4
         assert (tmp_path / "out" / INDEX).read_bytes() == (tmp_path / "hf" / INDEX).read_bytes()
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", local_files_only=True
+    )
     assert torch.equal(logits(exported), logits(model))
 
 
@@ -194,10 +225,15 @@ def test_transformers_loads_what_is_split_by_size(tmp_path):
     distckpt.save({**state, "step": 3}, tmp_path / "checkpoint")
     model.config.save_pretrained(tmp_path / "config")
     report = distckpt.consolidate(
-        tmp_path / "checkpoint", tmp_path / "out", max_file_bytes=20_000, extra_files_from=tmp_path / "config"
+        tmp_path / "checkpoint",
+        tmp_path / "out",
+        max_file_bytes=20_000,
+        extra_files_from=tmp_path / "config",
     )
     assert len(report.files) > 3
-    exported, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    exported, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(info.values())
     assert torch.equal(logits(exported), logits(model))
 
@@ -208,12 +244,21 @@ def test_tied_weights_are_dropped_as_transformers_expects(tmp_path):
     state = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in model.state_dict().items()}
     distckpt.save(state, tmp_path / "checkpoint")
     model.config.save_pretrained(tmp_path / "config")
-    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", extra_files_from=tmp_path / "config")
+    distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "out", extra_files_from=tmp_path / "config"
+    )
     assert "lm_head.weight" not in read_export(tmp_path / "out")
-    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "both", tied="write", extra_files_from=tmp_path / "config")
+    distckpt.consolidate(
+        tmp_path / "checkpoint",
+        tmp_path / "both",
+        tied="write",
+        extra_files_from=tmp_path / "config",
+    )
     assert "lm_head.weight" in read_export(tmp_path / "both")
     for place in ("out", "both"):
-        exported, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / place, output_loading_info=True)
+        exported, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / place, output_loading_info=True
+        )
         assert not any(info.values())
         assert torch.equal(logits(exported), logits(model))
 
@@ -225,7 +270,9 @@ def layers_apart(layers, tp, num_ranks, experts=()):
         prefix = f"decoder.layers.{layer}."
         qkv = torch.zeros((HEADS + 2 * GROUPS) * HEAD_DIM // num_ranks, HIDDEN)
         shards = [
-            ShardedTensor.from_rank_offsets(prefix + "self_attention.linear_qkv.weight", qkv, (0, tp, num_ranks)),
+            ShardedTensor.from_rank_offsets(
+                prefix + "self_attention.linear_qkv.weight", qkv, (0, tp, num_ranks)
+            ),
             ShardedTensor.from_rank_offsets(
                 prefix + "self_attention.linear_qkv.layer_norm_weight", torch.zeros(HIDDEN)
             ),
@@ -247,7 +294,9 @@ def test_a_pipeline_stage_asks_for_its_layers_only(tmp_path, layers):
     distckpt.load(state, tmp_path / "hf", rules=rules)
     for key, shard in state.items():
         layer, name = re.fullmatch(r"decoder\.layers\.(\d)\.(.*)", key).groups()
-        assert np.array_equal(shard.data, expected[f"decoder.layers.{name}"][int(layer)][shard.global_slice()])
+        assert np.array_equal(
+            shard.data, expected[f"decoder.layers.{name}"][int(layer)][shard.global_slice()]
+        )
 
 
 @pytest.mark.parametrize("experts", [[0, 1], [3]], ids=str)
@@ -260,7 +309,9 @@ def test_an_expert_parallel_rank_asks_for_its_experts_only(tmp_path, experts):
     distckpt.load(state, tmp_path / "hf", rules=rules)
     for expert in experts:
         loaded = state[f"decoder.layers.1.mlp.experts.experts.{expert}.linear_fc1.weight"].data
-        assert np.array_equal(loaded, expected["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1][expert])
+        assert np.array_equal(
+            loaded, expected["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1][expert]
+        )
 
 
 def test_a_padded_vocabulary_is_filled_with_zeros_and_cut_off_again(tmp_path):

@@ -1,4 +1,6 @@
-"""Adapters with the names and layout of PEFT for models of transformers, merged into directories of these models."""
+"""Adapters with the names and layout of PEFT for models of transformers, merged into directories of
+these models.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from tests.support.tiny_models import make_config, make_model
 
 TOKENS = torch.tensor([[3, 1, 39, 7, 20]])
 RANK, ALPHA = 3, 6
-SETTINGS = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "init_lora_weights": True, "peft_version": "0.21.2"}
+SETTINGS = {
+    "peft_type": "LORA",
+    "r": RANK,
+    "lora_alpha": ALPHA,
+    "init_lora_weights": True,
+    "peft_version": "0.21.2",
+}
 
 
 def write_adapter(path, tensors, **config):
@@ -25,25 +33,41 @@ def write_adapter(path, tensors, **config):
 
 def matrices(module, rows, columns, rank=RANK):
     shapes = {"A": (rank, columns), "B": (rows, rank)}
-    return {f"{module}.lora_{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    return {
+        f"{module}.lora_{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()
+    }
 
 
 def products(tensors, scaling=ALPHA / RANK):
     """Return what the matrices of modules add to their weights."""
     modules = {name.partition(".lora_")[0] for name in tensors}
-    pairs = {module: [tensors[f"{module}.lora_{name}.weight"] for name in "BA"] for module in modules}
+    pairs = {
+        module: [tensors[f"{module}.lora_{name}.weight"] for name in "BA"] for module in modules
+    }
     return {f"{module}.weight": scaling * b @ a for module, (b, a) in pairs.items()}
 
 
 def of_modules(model, leaves, rank=RANK):
     """Return matrices for all linear layers of these names."""
-    weights = {name.removesuffix(".weight"): w.shape for name, w in model.state_dict().items() if w.ndim == 2}
-    chosen = {module: shape for module, shape in weights.items() if module.rpartition(".")[2] in leaves}
-    return {key: tensor for name, shape in chosen.items() for key, tensor in matrices(name, *shape, rank).items()}
+    weights = {
+        name.removesuffix(".weight"): w.shape
+        for name, w in model.state_dict().items()
+        if w.ndim == 2
+    }
+    chosen = {
+        module: shape for module, shape in weights.items() if module.rpartition(".")[2] in leaves
+    }
+    return {
+        key: tensor
+        for name, shape in chosen.items()
+        for key, tensor in matrices(name, *shape, rank).items()
+    }
 
 
 def of_experts(model):
-    """Return matrices for the experts of all layers as PEFT stores them, and what they add to the parameters."""
+    """Return matrices for the experts of all layers as PEFT stores them, and what they add to the
+    parameters.
+    """
     tensors, added = {}, {}
     for name, parameter in model.state_dict().items():
         block, _, leaf = name.rpartition(".")
@@ -53,7 +77,9 @@ def of_experts(model):
             pair = matrices(module, rows, columns, num * RANK)
             tensors |= pair
             b, a = (pair[f"{module}.lora_{kind}.weight"] for kind in "BA")
-            each = torch.einsum("ore,eri->eoi", b.reshape(rows, RANK, num), a.reshape(num, RANK, columns))
+            each = torch.einsum(
+                "ore,eri->eoi", b.reshape(rows, RANK, num), a.reshape(num, RANK, columns)
+            )
             added[name] = each * ALPHA / RANK
     return tensors, added
 
@@ -78,14 +104,18 @@ def test_modules_have_the_names_of_the_model_in_memory(family, tmp_path):
     tensors = of_modules(model, ["q_proj", "v_proj"])
     tensors = {name: tensor for name, tensor in tensors.items() if "language_model" in name}
     assert len(tensors) == 8
-    write_adapter(tmp_path / "adapter", tensors, target_modules=r".*language_model.*(q_proj|v_proj)")
+    write_adapter(
+        tmp_path / "adapter", tensors, target_modules=r".*language_model.*(q_proj|v_proj)"
+    )
     found = merged_logits(model, tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     torch.testing.assert_close(found, logits_with(model, products(tensors)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava"])
 def test_a_directory_as_it_was_published(family, tmp_path):
-    """The tower has other names there, and PEFT takes the modules of these names in the tower as well."""
+    """The tower has other names there, and PEFT takes the modules of these names in the tower as
+    well.
+    """
     model = make_model(make_config(family))
     model.save_pretrained(tmp_path / "base")
     published = {
@@ -109,7 +139,9 @@ def test_a_directory_as_it_was_published(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "qwen3_moe"])
 def test_all_that_is_linear_in_a_model_with_experts(family, tmp_path):
-    """PEFT names the router by its parameter, and gives it a rank and scaling of its own by that name."""
+    """PEFT names the router by its parameter, and gives it a rank and scaling of its own by that
+    name.
+    """
     model = make_model(make_config(family))
     model.save_pretrained(tmp_path / "base")
     experts, added = of_experts(model)
@@ -126,16 +158,27 @@ def test_all_that_is_linear_in_a_model_with_experts(family, tmp_path):
     added |= products(attention) | products(router, 5 / 2)
     torch.testing.assert_close(found, logits_with(model, added), rtol=1e-4, atol=1e-4)
     write_adapter(tmp_path / "less", experts | attention, **config)
-    with pytest.raises(CheckpointingException, match=r"no tensors for 'gate\.weight', of target_parameters"):
+    with pytest.raises(
+        CheckpointingException, match=r"no tensors for 'gate\.weight', of target_parameters"
+    ):
         distckpt.consolidate(tmp_path / "base", tmp_path / "out2", merge_adapter=tmp_path / "less")
 
 
 def test_experts_that_the_export_has_in_one_tensor(tmp_path):
     model = make_model(make_config("gpt_oss"))
     model.save_pretrained(tmp_path / "base")
-    write_adapter(tmp_path / "adapter", of_experts(model)[0], target_modules=[], target_parameters=["gate_up_proj"])
-    with pytest.raises(CheckpointingException, match="no gate_proj, up_proj and down_proj of each expert"):
-        distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+    write_adapter(
+        tmp_path / "adapter",
+        of_experts(model)[0],
+        target_modules=[],
+        target_parameters=["gate_up_proj"],
+    )
+    with pytest.raises(
+        CheckpointingException, match="no gate_proj, up_proj and down_proj of each expert"
+    ):
+        distckpt.consolidate(
+            tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter"
+        )
 
 
 def test_an_embedding_that_is_no_longer_the_output_layer(tmp_path):
@@ -143,11 +186,16 @@ def test_an_embedding_that_is_no_longer_the_output_layer(tmp_path):
     model = make_model(make_config("qwen3"))
     model.save_pretrained(tmp_path / "base")
     own = torch.randn(40, 32)
-    write_adapter(tmp_path / "adapter", {"model.embed_tokens.weight": own}, modules_to_save=["embed_tokens"])
+    write_adapter(
+        tmp_path / "adapter", {"model.embed_tokens.weight": own}, modules_to_save=["embed_tokens"]
+    )
     options = {"merge_adapter": tmp_path / "adapter"}
     distckpt.save({"model": model}, tmp_path / "checkpoint")
     for source in ("base", "checkpoint"):
-        with pytest.raises(CheckpointingException, match=r"'model.embed_tokens.weight' of its own.*output layer, too"):
+        with pytest.raises(
+            CheckpointingException,
+            match=r"'model.embed_tokens.weight' of its own.*output layer, too",
+        ):
             distckpt.consolidate(tmp_path / source, tmp_path / "out", **options)
     options |= {"tied": "write", "extra_files_from": tmp_path / "base"}
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "out", **options)

@@ -1,4 +1,6 @@
-"""The programs that define the formats read the same values: transformers, and compressed-tensors where installed."""
+"""The programs that define the formats read the same values: transformers, and compressed-tensors
+where installed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import distckpt
 from distckpt import ShardedTensor
 from distckpt._quantization.formats import FORMATS
 from tests.support.hf_folders import read_export, same_bytes, write_plain
-from tests.support.quantized_models import Model, fp8_block, fp8_ue8m0, int4, mxfp4, mxfp4_packed, nvfp4_packed
+from tests.support.quantized_models import (
+    Model,
+    fp8_block,
+    fp8_ue8m0,
+    int4,
+    mxfp4,
+    mxfp4_packed,
+    nvfp4_packed,
+)
 from tests.support.reference import needs_dtypes
 
 pytestmark = [pytest.mark.slow, needs_dtypes("float8_e8m0fnu")]
@@ -33,10 +43,19 @@ def fp8_of_transformers(model, dtype):
     for key in model.values:
         stem = key.removesuffix("weight")
         scales = next(
-            (model.tensors[stem + n] for n in ("weight_scale_inv", "scale") if stem + n in model.tensors), None
+            (
+                model.tensors[stem + n]
+                for n in ("weight_scale_inv", "scale")
+                if stem + n in model.tensors
+            ),
+            None,
         )
         codes = model.tensors[key]
-        expected[key] = codes if scales is None else fp8.Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
+        expected[key] = (
+            codes
+            if scales is None
+            else fp8.Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
+        )
     return expected
 
 
@@ -56,7 +75,9 @@ def test_powers_of_two_of_transformers(tmp_path):
         "l.weight_scale_inv": model.tensors["l.weight_scale_inv"][:1, :2],
     }
     whole = Model(
-        {k: t.contiguous() for k, t in cut.items()}, model.config, {"l.weight": model.values["l.weight"][:128, :256]}
+        {k: t.contiguous() for k, t in cut.items()},
+        model.config,
+        {"l.weight": model.values["l.weight"][:128, :256]},
     )
     assert same_bytes(load(whole, tmp_path / "model"), fp8_of_transformers(whole, torch.bfloat16))
 
@@ -81,16 +102,25 @@ def decompressed(name, tensors, **settings):
 
 def test_int4_of_compressed_tensors(tmp_path):
     model = int4()
-    expected = decompressed("pack-quantized", model.tensors, num_bits=4, strategy="group", group_size=32)
+    expected = decompressed(
+        "pack-quantized", model.tensors, num_bits=4, strategy="group", group_size=32
+    )
     assert torch.equal(load(model, tmp_path / "model")["e.0.up_proj.weight"], expected)
 
 
 def test_nvfp4_of_compressed_tensors(tmp_path):
-    """It computes in bfloat16, so that values differ by the rounding of a scale; a power of two is not rounded."""
+    """It computes in bfloat16, so that values differ by the rounding of a scale; a power of two is
+    not rounded.
+    """
     model = nvfp4_packed()
     model.tensors["l.weight_global_scale"][0] = 512.0
     expected = decompressed(
-        "nvfp4-pack-quantized", model.tensors, num_bits=4, type="float", strategy="tensor_group", group_size=16
+        "nvfp4-pack-quantized",
+        model.tensors,
+        num_bits=4,
+        type="float",
+        strategy="tensor_group",
+        group_size=16,
     )
     assert torch.equal(load(model, tmp_path / "model")["l.weight"], expected)
 
@@ -116,8 +146,12 @@ def test_codes_of_fp8_of_transformers(tmp_path, name):
     if name.endswith("ue8m0"):
         assert same_bytes(found, expected)
         return
-    assert torch.allclose(found["l.weight_scale_inv"], expected["l.weight_scale_inv"], rtol=2e-7, atol=0)
-    assert (found["l.weight"].view(torch.uint8) != expected["l.weight"].view(torch.uint8)).float().mean() < 1e-3
+    assert torch.allclose(
+        found["l.weight_scale_inv"], expected["l.weight_scale_inv"], rtol=2e-7, atol=0
+    )
+    assert (
+        found["l.weight"].view(torch.uint8) != expected["l.weight"].view(torch.uint8)
+    ).float().mean() < 1e-3
 
 
 def compressed(name, tensor, scale, **settings):
@@ -126,16 +160,22 @@ def compressed(name, tensor, scale, **settings):
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**settings))
-    return BaseCompressor.get_value_from_registry(name).compress({"weight": tensor, **scale}, scheme)
+    return BaseCompressor.get_value_from_registry(name).compress(
+        {"weight": tensor, **scale}, scheme
+    )
 
 
 def test_codes_of_compressed_tensors(tmp_path):
-    """With our scales it finds our codes, and with its own rule for them our scales of MXFP4 and NVFP4."""
+    """With our scales it finds our codes, and with its own rule for them our scales of MXFP4 and
+    NVFP4.
+    """
     torch.manual_seed(0)
     tensor = torch.randn(32, 256)
     int4 = exported(tmp_path / "int4", "int4", tensor)
     scale = {"weight_scale": int4["l.weight_scale"].float()}
-    expected = compressed("pack-quantized", tensor, scale, num_bits=4, strategy="group", group_size=32)
+    expected = compressed(
+        "pack-quantized", tensor, scale, num_bits=4, strategy="group", group_size=32
+    )
     assert torch.equal(int4["l.weight_packed"], expected["weight_packed"])
 
     int8 = exported(tmp_path / "int8", "int8-channel", tensor)
@@ -156,7 +196,9 @@ def test_codes_of_compressed_tensors(tmp_path):
     assert torch.equal(factor, generate_gparam(tensor.min(), tensor.max()))
     mxfp4 = exported(tmp_path / "mxfp4", "mxfp4-packed", tensor)
     maxima = tensor.unflatten(-1, (-1, 32)).abs().amax(-1)
-    assert torch.equal(mxfp4["l.scale"].view(torch.uint8), generate_mx_scales(maxima).to(torch.uint8))
+    assert torch.equal(
+        mxfp4["l.scale"].view(torch.uint8), generate_mx_scales(maxima).to(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -165,21 +207,35 @@ def test_transformers_opens_exports(tmp_path, name):
     """It has the values that `load` returns, under all of its names."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 96, "dtype": "bfloat16"}
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "vocab_size": 96,
+        "dtype": "bfloat16",
+    }
     kind = transformers.GptOssConfig if name == "mxfp4" else transformers.LlamaConfig
-    model = transformers.AutoModelForCausalLM.from_config(kind(**size, num_attention_heads=2, num_key_value_heads=2))
+    model = transformers.AutoModelForCausalLM.from_config(
+        kind(**size, num_attention_heads=2, num_key_value_heads=2)
+    )
     model.save_pretrained(tmp_path / "model")
-    distckpt.consolidate(tmp_path / "model", tmp_path / "export", quantize=name, extra_files_from=tmp_path / "model")
+    distckpt.consolidate(
+        tmp_path / "model", tmp_path / "export", quantize=name, extra_files_from=tmp_path / "model"
+    )
     config = json.loads((tmp_path / "export/config.json").read_text())["quantization_config"]
     settings = {
         "fp8": lambda: transformers.FineGrainedFP8Config(dequantize=True),
         "mxfp4": lambda: transformers.Mxfp4Config(dequantize=True),
         "compressed-tensors": lambda: transformers.CompressedTensorsConfig(run_compressed=False),
     }[config["quant_method"]]()
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", quantization_config=settings)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", quantization_config=settings
+    )
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     distckpt.load(model, tmp_path / "export")
-    changed = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+    changed = {
+        key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])
+    }
     assert len(changed) == (2 if name == "mxfp4" else 7)
     found = {key: tensor for key, tensor in opened.state_dict().items() if key in before}
     assert same_bytes(found, model.state_dict())

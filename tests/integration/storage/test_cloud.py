@@ -1,4 +1,6 @@
-"""S3, Azure and Google Cloud Storage: conditional writes, and where their configuration comes from."""
+"""S3, Azure and Google Cloud Storage: conditional writes, and where their configuration comes
+from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 import distckpt
 from distckpt import ShardedTensor
 from distckpt._storage import object_store
-from distckpt.core import CheckpointExistsError
+from distckpt.megatron.core import CheckpointExistsError
 from tests.support.cloud_servers import running_azurite, running_google_proxy
 from tests.support.other_program import as_another_program
 from tests.support.s3_server import client, keys_in, new_bucket, reached_at
@@ -133,15 +135,24 @@ def test_ranges_end_where_the_object_does(place):
     assert caught.value.filename == f"{place}/none"
 
 
-# --- Configuration ----------------------------------------------------------------------------------------------------
+# --- Configuration --------------------------------------------------------------------------------
 
 
 def test_a_profile_gives_credentials_endpoint_and_region(server, tmp_path, monkeypatch):
     bucket = new_bucket(server)
     (tmp_path / ".aws").mkdir()
-    (tmp_path / ".aws" / "config").write_text(f"[profile lab]\nregion = eu-west-1\nendpoint_url = {server}\n")
-    (tmp_path / ".aws" / "credentials").write_text("[lab]\naws_access_key_id = a\naws_secret_access_key = b\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
+    (tmp_path / ".aws" / "config").write_text(
+        f"[profile lab]\nregion = eu-west-1\nendpoint_url = {server}\n"
+    )
+    (tmp_path / ".aws" / "credentials").write_text(
+        "[lab]\naws_access_key_id = a\naws_secret_access_key = b\n"
+    )
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ENDPOINT_URL",
+        "AWS_DEFAULT_REGION",
+    ):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_PROFILE", "lab")
@@ -153,7 +164,9 @@ def test_public_data_needs_no_credentials(server, tmp_path):
     bucket = new_bucket(server)
     distckpt.save({"step": 1}, f"{bucket}/c")
     for name in keys_in(server, bucket):
-        client(server).put_object_acl(Bucket=bucket.removeprefix("s3://"), Key=name, ACL="public-read")
+        client(server).put_object_acl(
+            Bucket=bucket.removeprefix("s3://"), Key=name, ACL="public-read"
+        )
     nothing = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
     with reached_at(server, **nothing, AWS_SKIP_SIGNATURE="true"):
         assert distckpt.load({}, f"{bucket}/c") == {"step": 1}
@@ -169,13 +182,20 @@ def test_settings_of_fsspec_that_are_not_read_are_warned_about(server, monkeypat
     ("url", "protocol", "settings", "variable"),
     [
         ("s3://b/c", "s3", {"endpoint_url": "http://127.0.0.1:9"}, "AWS_ENDPOINT_URL"),
-        ("s3://b/c", "s3a", {"client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}, "AWS_ENDPOINT_URL"),
+        (
+            "s3://b/c",
+            "s3a",
+            {"client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}},
+            "AWS_ENDPOINT_URL",
+        ),
         ("s3://b/c", "s3", {"profile": "lab"}, "AWS_PROFILE"),
         ("gs://b/c", "gcs", {"endpoint_url": "http://127.0.0.1:9"}, "STORAGE_EMULATOR_HOST"),
         ("az://b/c", "abfs", {"account_name": "ours"}, "AZURE_STORAGE_CONNECTION_STRING"),
     ],
 )
-def test_settings_of_fsspec_that_say_where_data_is_are_refused(url, protocol, settings, variable, monkeypatch):
+def test_settings_of_fsspec_that_say_where_data_is_are_refused(
+    url, protocol, settings, variable, monkeypatch
+):
     monkeypatch.setitem(fsspec.config.conf, protocol, settings)
     monkeypatch.delenv(variable, raising=False)
     (name,) = settings.get("client_kwargs", settings)
@@ -184,7 +204,9 @@ def test_settings_of_fsspec_that_say_where_data_is_are_refused(url, protocol, se
 
 
 def test_settings_of_fsspec_that_the_environment_replaces_do_not_matter(server, monkeypatch):
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server, "key": "testing", "secret": "testing"})
+    monkeypatch.setitem(
+        fsspec.config.conf, "s3", {"endpoint_url": server, "key": "testing", "secret": "testing"}
+    )
     location = f"{new_bucket(server)}/c"
     distckpt.save({"step": 1}, location)
     assert distckpt.load({}, location) == {"step": 1}
@@ -201,5 +223,7 @@ def test_settings_of_fsspec_that_the_environment_replaces_do_not_matter(server, 
 def test_a_library_that_is_missing_is_named_with_its_extra(url, library, extra, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "7")  # A connection of its own.
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=rf"{url}: .*{library}.* pip install 'distckpt\[{extra}\]'"):
+    with pytest.raises(
+        ImportError, match=rf"{url}: .*{library}.* pip install 'distckpt\[{extra}\]'"
+    ):
         distckpt.save({"step": 1}, url)

@@ -19,12 +19,24 @@ import distckpt
 from distckpt import CheckpointManager, ShardedTensor
 from distckpt._storage import locations, object_store
 from distckpt._storage.remote import part_bytes_of
-from distckpt.core import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
+from distckpt.megatron.core import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from distckpt.strategies.base import SaveShardedStrategy
 from distckpt.strategies.defaults import get_default_save_sharded_strategy
 from distckpt.streaming import save_safetensors_streaming_sharded
 from tests.support.other_program import as_another_program
-from tests.support.s3_server import Fault, FaultyProxy, client, keys_in, new_bucket, reached_at, uploads_in
+from tests.support.s3_server import (
+    Fault,
+    FaultyProxy,
+    client,
+    keys_in,
+    new_bucket,
+    reached_at,
+    uploads_in,
+)
 
 
 class Store(NamedTuple):
@@ -48,7 +60,9 @@ class Store(NamedTuple):
 
     def write(self, name: str, data: bytes) -> None:
         if self.server is not None:
-            client(self.server).put_object(Bucket=self.url.removeprefix("s3://"), Key=name, Body=data)
+            client(self.server).put_object(
+                Bucket=self.url.removeprefix("s3://"), Key=name, Body=data
+            )
         else:
             fsspec.filesystem("memory").pipe_file(f"{self.url}/{name}", data)
 
@@ -99,7 +113,10 @@ def state(seed: float = 1.0, count: int = 1000) -> dict:
 
 
 def loaded(location: str, count: int = 1000, **options) -> dict:
-    target = {"w": whole("w", torch.zeros(count)), "half": whole("half", torch.zeros(32, dtype=torch.bfloat16))}
+    target = {
+        "w": whole("w", torch.zeros(count)),
+        "half": whole("half", torch.zeros(32, dtype=torch.bfloat16)),
+    }
     return distckpt.load(target, location, **options)
 
 
@@ -138,7 +155,7 @@ class FailsAfterWriting(SaveShardedStrategy):
         raise NotImplementedError
 
 
-# --- Save, load, verify -----------------------------------------------------------------------------------------------
+# --- Save, load, verify ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1000, LARGE])
@@ -208,7 +225,9 @@ def test_an_export_asks_for_the_size_of_each_file_once(s3, tmp_path):
     proxy = FaultyProxy(s3.server)
     with proxy.running() as url, reached_at(url):
         distckpt.consolidate(location, tmp_path / "hf")
-    requests = Counter(request.split("/tensors-")[0] for request in proxy.requests if "/tensors-" in request)
+    requests = Counter(
+        request.split("/tensors-")[0] for request in proxy.requests if "/tensors-" in request
+    )
     # More than one unit of output is read from the file.
     assert requests[f"GET /{s3.url[5:]}/c"] > 1
     assert requests[f"HEAD /{s3.url[5:]}/c"] == 1
@@ -281,7 +300,7 @@ def test_names_with_special_characters(store):
     assert store.read("run a/step 1/other") == b"stays"
 
 
-# --- Commit -----------------------------------------------------------------------------------------------------------
+# --- Commit ---------------------------------------------------------------------------------------
 
 
 def test_overwrite_replaces_everything(store):
@@ -321,7 +340,12 @@ def test_an_error_while_parts_are_put_leaves_nothing(store, error, max_inflight_
         raise error
 
     with pytest.raises(type(error)):
-        distckpt.save(state(1.0, LARGE), f"{store.url}/c", progress=fail, max_inflight_bytes=max_inflight_bytes)
+        distckpt.save(
+            state(1.0, LARGE),
+            f"{store.url}/c",
+            progress=fail,
+            max_inflight_bytes=max_inflight_bytes,
+        )
     assert told
     assert store.keys() == []
     assert store.uploads() == []
@@ -335,7 +359,9 @@ def test_an_interrupt_from_the_keyboard_leaves_nothing(s3):
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            distckpt.save(state(1.0, LARGE), f"{s3.url}/c", progress=interrupt, max_inflight_bytes=1)
+            distckpt.save(
+                state(1.0, LARGE), f"{s3.url}/c", progress=interrupt, max_inflight_bytes=1
+            )
     finally:
         signal.signal(signal.SIGINT, previous)
     assert s3.keys() == []
@@ -359,7 +385,9 @@ def test_of_two_savers_at_once_one_wins_and_nothing_is_mixed(store, overwrite):
     if overwrite:
         distckpt.save(state(1.0), location)
     with pytest.raises(CheckpointExistsError, match=r"Another program has saved to .*/c"):
-        distckpt.save(state(2.0), location, overwrite=overwrite, progress=other_save(location, 3.0, overwrite))
+        distckpt.save(
+            state(2.0), location, overwrite=overwrite, progress=other_save(location, 3.0, overwrite)
+        )
     assert holds(location, 3.0)
     assert distckpt.verify(location).is_whole
     assert len(store.keys("c")) == 4
@@ -449,7 +477,7 @@ def test_a_strategy_without_folders_of_its_own_keeps_what_it_wrote_over_leftover
     assert holds(f"{store.url}/c", 1.0)
 
 
-# --- Background saves and the manager ---------------------------------------------------------------------------------
+# --- Background saves and the manager -------------------------------------------------------------
 
 
 def test_async_save(store):
@@ -506,7 +534,7 @@ def test_a_manager_replaces_a_damaged_step_and_clears_up_unfinished_ones(store):
         assert store.keys("runs/step_00000009") == []
 
 
-# --- Exports ----------------------------------------------------------------------------------------------------------
+# --- Exports --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_file_bytes", [1 << 20, 1 << 30])
@@ -522,7 +550,11 @@ def test_consolidate_to_from_and_between_stores(store, tmp_path, max_file_bytes)
             below = name.removeprefix(f"{store.url}/")
             found = {}
             for file in report.files:
-                data = store.read(f"{below}/{file}") if number == 0 else (tmp_path / name / file).read_bytes()
+                data = (
+                    store.read(f"{below}/{file}")
+                    if number == 0
+                    else (tmp_path / name / file).read_bytes()
+                )
                 found.update(safetensors.torch.load(data))
             assert all(torch.equal(found[f"m.{i}"], numbers(200_000, i)) for i in range(4))
             target = {"m": whole("m.2", torch.zeros(200_000))}
@@ -550,7 +582,9 @@ def test_a_failed_export_leaves_nothing(store):
 def test_streaming(store):
     tensors = {f"t{i}": numbers(700_000, i) for i in range(8)}
     metas = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-    save_safetensors_streaming_sharded(tensors.items(), f"{store.url}/s", metas, max_file_bytes=12 << 20)
+    save_safetensors_streaming_sharded(
+        tensors.items(), f"{store.url}/s", metas, max_file_bytes=12 << 20
+    )
     target = {"t": whole("t5", torch.zeros(700_000))}
     assert torch.equal(distckpt.load(target, f"{store.url}/s")["t"], tensors["t5"])
     assert store.uploads() == []
@@ -597,7 +631,9 @@ def test_urls_that_name_no_place_are_refused_at_once(path, problem):
 
 
 class TakesAll(BaseHTTPRequestHandler):
-    """Answers 404 to whoever reads, and takes whatever is sent, as servers with their own idea of PUT do."""
+    """Answers 404 to whoever reads, and takes whatever is sent, as servers with their own idea of
+    PUT do.
+    """
 
     def answer(self):
         self.server.methods.append(self.command)
@@ -619,7 +655,10 @@ def test_nothing_is_written_over_http():
         threading.Thread(target=server.serve_forever).start()
         location = f"http://127.0.0.1:{server.server_port}/c"
         try:
-            for write in (distckpt.save, lambda state, path: distckpt.async_save(state, path).result()):
+            for write in (
+                distckpt.save,
+                lambda state, path: distckpt.async_save(state, path).result(),
+            ):
                 for url in (location, f"simplecache::{location}"):
                     with pytest.raises(OSError, match="cannot be written over HTTP") as caught:
                         write({"step": 1}, url)

@@ -1,4 +1,6 @@
-"""The command line as a process: its start, terminals, pipes and signals. What each verb does is in tests/unit/cli."""
+"""The command line as a process: its start, terminals, pipes and signals. What each verb does is in
+tests/unit/cli.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ GRID = torch.arange(60, dtype=torch.float32).view(6, 10)
 @pytest.fixture
 def checkpoint(tmp_path):
     columns = enumerate(GRID.chunk(2, 1))
-    state = {f"g{i}": ShardedTensor.from_rank_offsets("grid", c.contiguous(), (1, i, 2)) for i, c in columns}
+    state = {
+        f"g{i}": ShardedTensor.from_rank_offsets("grid", c.contiguous(), (1, i, 2))
+        for i, c in columns
+    }
     distckpt.save(state, tmp_path / "c")
     return tmp_path / "c"
 
@@ -52,7 +57,7 @@ def test_a_reader_that_stops_early_is_no_error(checkpoint):
     assert ended.stderr == ""
 
 
-# --- Terminals --------------------------------------------------------------------------------------------------------
+# --- Terminals ------------------------------------------------------------------------------------
 
 
 def test_progress_is_shown_on_terminals(checkpoint, tmp_path):
@@ -74,7 +79,7 @@ def test_inspect_is_coloured_on_terminals(checkpoint, no_colour):
     assert (b"\x1b[48;2;78;121;167m" in shown) is not no_colour
 
 
-# --- Interruptions ----------------------------------------------------------------------------------------------------
+# --- Interruptions --------------------------------------------------------------------------------
 
 
 def test_an_interrupt_while_torch_is_imported_is_quiet(checkpoint, tmp_path):
@@ -84,16 +89,20 @@ def test_an_interrupt_while_torch_is_imported_is_quiet(checkpoint, tmp_path):
     line, environment = command("inspect", checkpoint, path=[tmp_path / "hidden"])
     # Shells let what they start in the background ignore Ctrl-C, and that would be inherited.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    ended = subprocess.run([sys.executable, *line], env=environment, capture_output=True, timeout=100, check=False)
+    ended = subprocess.run(
+        [sys.executable, *line], env=environment, capture_output=True, timeout=100, check=False
+    )
     signal.signal(signal.SIGINT, previous)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
 def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code, line):
-    # The export waits for a file to copy, on which this process has a lease: its staging directory is there meanwhile.
+    # The export waits for a file to copy, on which this process has a lease: its staging directory
+    # is there meanwhile.
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "tokenizer.json").write_text("{}")
     is_opened = threading.Event()
@@ -101,7 +110,9 @@ def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, number, code
     with open(tmp_path / "extra" / "tokenizer.json", "r+b") as leased:
         fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGUSR2)
         fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        words, environment = command("export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra")
+        words, environment = command(
+            "export", checkpoint, tmp_path / "out", "--extra-files-from", tmp_path / "extra"
+        )
         process = Program(words, environment)
         assert is_opened.wait(200)
         assert any(".tmp-" in path.name for path in tmp_path.iterdir())

@@ -18,13 +18,25 @@ HOSTILE = "</script><img src=x onerror=alert(1)>"
 @pytest.fixture
 def pages(tmp_path, capsys):
     """The page of a checkpoint of four ranks, and that of its differences to another one."""
-    values = {f"model.layers.{i}.{name}": torch.ones(64, 32) for i in range(4) for name in ("up.weight", "down.weight")}
-    values |= {HOSTILE: torch.ones(8), "constructor.__proto__": torch.ones(8), "model": torch.ones(4)}
+    values = {
+        f"model.layers.{i}.{name}": torch.ones(64, 32)
+        for i in range(4)
+        for name in ("up.weight", "down.weight")
+    }
+    values |= {
+        HOSTILE: torch.ones(8),
+        "constructor.__proto__": torch.ones(8),
+        "model": torch.ones(4),
+    }
     state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
     distckpt.save({**state, "note": HOSTILE}, tmp_path / "one")
     distckpt.reshard(tmp_path / "one", tmp_path / "a", num_ranks=4, grids={"*.up.weight": (2, 2)})
     values["model.layers.2.up.weight"] = values["model.layers.2.up.weight"] * 1.5
-    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items() if key != "model"}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, value)
+        for key, value in values.items()
+        if key != "model"
+    }
     distckpt.save({**state, "note": "b"}, tmp_path / "b")
     call(capsys, "inspect", tmp_path / "a", "--html", tmp_path / "a.html")
     call(capsys, "diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "diff.html", code=1)
@@ -42,7 +54,9 @@ CELLS = "[...document.querySelectorAll('#map .cell')].map((cell) => cell.title)"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
-FILLS = "[...document.querySelectorAll('#detail .chunk')].map((chunk) => chunk.getAttribute('fill'))"
+FILLS = (
+    "[...document.querySelectorAll('#detail .chunk')].map((chunk) => chunk.getAttribute('fill'))"
+)
 
 
 def search(text):
@@ -71,7 +85,10 @@ def test_search_zoom_layouts_and_dark_mode_without_errors(pages, tmp_path):
         assert page.evaluate(ROWS)[1:] == layers
         page.evaluate("document.getElementById('group').click()")
         assert page.evaluate(ROWS) == layers
-        assert page.evaluate("document.getElementById('count').textContent") == "4 of 11 tensors, 32.77 kB"
+        assert (
+            page.evaluate("document.getElementById('count').textContent")
+            == "4 of 11 tensors, 32.77 kB"
+        )
         # The layout of a tensor: its chunks in the colours of the ranks.
         page.evaluate("document.querySelector('#table tbody tr').click()")
         fills = page.evaluate(FILLS)
@@ -79,10 +96,13 @@ def test_search_zoom_layouts_and_dark_mode_without_errors(pages, tmp_path):
         page.evaluate("document.querySelector('#detail button').click()")
         # Layers are read in rows; zoom in, and back.
         boxes = page.evaluate(
-            "[...document.querySelectorAll('#map .cell')].filter((cell) => /layers.[0-9]+:/.test(cell.title))"
-            ".map((cell) => [cell.offsetTop, cell.offsetLeft, cell.title])"
+            "[...document.querySelectorAll('#map .cell')].filter((cell) => "
+            "/layers.[0-9]+:/.test(cell.title)).map((cell) => [cell.offsetTop, cell.offsetLeft, "
+            "cell.title])"
         )
-        assert [title.partition(":")[0] for _, _, title in sorted(boxes)] == [f"model.layers.{i}" for i in range(4)]
+        assert [title.partition(":")[0] for _, _, title in sorted(boxes)] == [
+            f"model.layers.{i}" for i in range(4)
+        ]
         before = page.evaluate(CELLS)
         page.evaluate("document.querySelector('#map .cell.group').click()")
         inside = page.evaluate(CELLS)
@@ -92,19 +112,44 @@ def test_search_zoom_layouts_and_dark_mode_without_errors(pages, tmp_path):
         assert page.evaluate(CELLS) == before
         # Differences.
         page.open(pages[1], 1440, "light")
-        assert page.evaluate("document.querySelector('h1').textContent") == "1 of 10 tensors differs, 1 only in A"
+        assert (
+            page.evaluate("document.querySelector('h1').textContent")
+            == "1 of 10 tensors differs, 1 only in A"
+        )
         assert page.evaluate(ROWS)[:2] == ["model.layers.2.up.weight", "model"]
-        assert page.evaluate(RATES)[:3] == [["2,048 of 2,048", "3.3e-1"], ["only in A", ""], ["equal", ""]]
-        assert page.evaluate(COMMON) == [["place", "A", "B"], ["common state: note", repr(HOSTILE), "'b'"]]
+        assert page.evaluate(RATES)[:3] == [
+            ["2,048 of 2,048", "3.3e-1"],
+            ["only in A", ""],
+            ["equal", ""],
+        ]
+        assert page.evaluate(COMMON) == [
+            ["place", "A", "B"],
+            ["common state: note", repr(HOSTILE), "'b'"],
+        ]
         # A module has the root mean square of its tensors, in a window of any width.
         for width in (1440, 390):
             page.open(pages[1], width, "dark")
-            (title,) = [title for title in page.evaluate(CELLS) if title.startswith("model.layers.2:")]
-            assert title == f"model.layers.2: 16.38 kB, 1 of 2 differ; rel L2 {1 / 3 / 2**0.5:.1e}".replace("e-0", "e-")
+            (title,) = [
+                title for title in page.evaluate(CELLS) if title.startswith("model.layers.2:")
+            ]
+            assert (
+                title
+                == f"model.layers.2: 16.38 kB, 1 of 2 differ; rel L2 {1 / 3 / 2**0.5:.1e}".replace(
+                    "e-0", "e-"
+                )
+            )
         said = [event["method"] for event in page.events]
-        assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}.isdisjoint(said)
-        requests = [event["params"] for event in page.events if event["method"] == "Network.requestWillBeSent"]
-        assert all(sent["request"]["url"].startswith(("file://", "data:", "blob:")) for sent in requests)
+        assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}.isdisjoint(
+            said
+        )
+        requests = [
+            event["params"]
+            for event in page.events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+        assert all(
+            sent["request"]["url"].startswith(("file://", "data:", "blob:")) for sent in requests
+        )
 
 
 def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_path, capsys):
@@ -124,7 +169,9 @@ def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_pa
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             # More than is seen is below, and nothing is beside it.
             box = "document.querySelector('#common .limited')"
-            assert page.evaluate(f"{box}.scrollWidth <= {box}.clientWidth && {box}.scrollHeight > {box}.clientHeight")
+            assert page.evaluate(
+                f"{box}.scrollWidth <= {box}.clientWidth && {box}.scrollHeight > {box}.clientHeight"
+            )
         assert page.evaluate(shown)
         assert page.evaluate(ROWS)[0] == "▸layers.{0..2,4,6,7}.up\u00a0\u00d7\u00a06"
         page.evaluate("document.querySelector('#table tbody tr').click()")
@@ -133,4 +180,9 @@ def test_long_keys_much_common_state_many_ranks_and_no_tensors_have_pages(tmp_pa
         page.open(tmp_path / "none.html", 1440, "dark")
         assert not page.evaluate(shown)
         assert page.evaluate(COMMON) == [["step", "1"], ["seeds", "5000 uint8"]]
-        assert page.evaluate(tiles) == ["0 tensors", "0 elements", "0 B of tensors", "1 file, written by 1 rank"]
+        assert page.evaluate(tiles) == [
+            "0 tensors",
+            "0 elements",
+            "0 B of tensors",
+            "1 file, written by 1 rank",
+        ]

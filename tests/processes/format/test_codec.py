@@ -1,4 +1,6 @@
-"""Encoding and decoding of objects in other processes: the same bytes everywhere, and no code that is run."""
+"""Encoding and decoding of objects in other processes: the same bytes everywhere, and no code that
+is run.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ def test_the_same_object_gives_the_same_bytes_in_every_process() -> None:
     program = (
         "import sys, hashlib\n"
         "from distckpt._format.codec import encode\n"
-        "obj = {'b': {'x', 'y', ('z', 1), frozenset('abc')}, 'a': {f'k{i}' for i in range(50)}, 3: b'q' * 999}\n"
-        "digest = hashlib.sha256(encode(obj)).hexdigest()\n"
-        "print(digest)\n"
+        "obj = {'b': {'x', 'y', ('z', 1), frozenset('abc')}, 'a': {f'k{i}' for i in range(50)}, "
+        "3: b'q' * 999}\ndigest = hashlib.sha256(encode(obj)).hexdigest()\nprint(digest)\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     here: dict[str, str] = {}
     exec(program, here)
     assert printed == f"{here['digest']}\n"
@@ -46,10 +49,9 @@ def test_reading_runs_no_code_and_imports_nothing(tmp_path: pathlib.Path) -> Non
         "seen = []\n"
         "sys.addaudithook(lambda event, args: seen.append(event))\n"
         "decode(blob)\n"
-        "found = sorted({'pickle.find_class', 'import', 'exec', 'compile', 'open', 'subprocess.Popen'} & set(seen))\n"
-        "seen.clear()\n"
-        "pickle.loads(pickled)\n"
-        "print(found, 'pickle.find_class' in seen)\n"
+        "found = sorted({'pickle.find_class', 'import', 'exec', 'compile', 'open', "
+        "'subprocess.Popen'} & set(seen))\nseen.clear()\npickle.loads(pickled)\nprint(found, "
+        "'pickle.find_class' in seen)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "blob")],

@@ -1,4 +1,6 @@
-"""Values of classes of Megatron's packages: stored without registration, and read where the program imported them."""
+"""Values of classes of Megatron's packages: stored without registration, and read where the program
+imported them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def imported(monkeypatch):
     return module
 
 
-VALUE = {"counts": {Caller("loss", 3): [1.0]}, "config": Config(Mode.FAST), "inner": Config.Inner.ONE}
+VALUE = {
+    "counts": {Caller("loss", 3): [1.0]},
+    "config": Config(Mode.FAST),
+    "inner": Config.Inner.ONE,
+}
 
 
 def test_classes_of_megatron_need_no_registration(imported, tmp_path):
@@ -71,7 +77,9 @@ def test_classes_of_megatron_need_no_registration(imported, tmp_path):
 
 
 def test_a_class_that_needs_functions_is_refused(imported):
-    with pytest.raises(UnsupportedObjectError, match=r"Plain.*register_object_type\(Plain, to_state"):
+    with pytest.raises(
+        UnsupportedObjectError, match=r"Plain.*register_object_type\(Plain, to_state"
+    ):
         encode({"a": Plain()})
 
 

@@ -40,8 +40,11 @@ def test_the_process_ends_when_the_save_is_done(tmp_path):
 
 
 def test_the_process_ends_without_the_save(tmp_path):
-    # A thread that writes is waited for: long enough for the program to end first, on a busy machine too.
-    body = "distckpt.async_save(state, 'c', progress=lambda num_bytes: gate.wait(1), exit_timeout=0)"
+    # A thread that writes is waited for: long enough for the program to end first, on a busy
+    # machine too.
+    body = (
+        "distckpt.async_save(state, 'c', progress=lambda num_bytes: gate.wait(1), exit_timeout=0)"
+    )
     done = run_script(body, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "is abandoned, nothing of it is committed" in done.stderr
@@ -64,11 +67,15 @@ handle.result(200)
 
 
 def fork_while_saving(rank, folder):
-    """Return what came of the forked process, of the saves, and the errors that it had from waiting for them."""
+    """Return what came of the forked process, of the saves, and the errors that it had from waiting
+    for them.
+    """
     del rank
     gate, state = threading.Event(), {"v": ShardedTensor.from_rank_offsets("v", torch.ones(1000))}
     manager = CheckpointManager(f"{folder}/run")
-    first = distckpt.async_save(state, f"{folder}/first", progress=lambda num_bytes: gate.wait() and 1 / 0)
+    first = distckpt.async_save(
+        state, f"{folder}/first", progress=lambda num_bytes: gate.wait() and 1 / 0
+    )
     second = manager.save(1, state)
     child = os.fork()
     if child == 0:
@@ -134,7 +141,10 @@ threading._register_atexit(lambda: (start_no_more_threads(), gate.set()))
     assert done.returncode == 0, done.stderr
     for name in ("c", "d"):
         loaded = distckpt.load_plain_tensors(tmp_path / name)
-        assert {key: tensor.unique().tolist() for key, tensor in loaded.items()} == {"v": [1], "w": [1]}
+        assert {key: tensor.unique().tolist() for key, tensor in loaded.items()} == {
+            "v": [1],
+            "w": [1],
+        }
 
 
 @pytest.mark.parametrize("problem", ["gate.wait()", "gate.wait(0.3) or 1 / 0"])
@@ -170,7 +180,9 @@ MANY_BYTES = 40 << 20
 
 
 def save_often(rank, folder):
-    """Return how much memory is kept after saving again and again, and how much when it has been released."""
+    """Return how much memory is kept after saving again and again, and how much when it has been
+    released.
+    """
     process = psutil.Process()
     state = {"v": ShardedTensor.from_rank_offsets("v", torch.ones(MANY_BYTES // 4))}
     with_tensor = process.memory_info().rss
@@ -190,12 +202,16 @@ def test_memory_is_used_again_and_freed(tmp_path):
 
 
 def reserve_and_save(rank, folder):
-    """Return how much memory is kept when it is reserved, twice, when a save has used it, and when it is freed."""
+    """Return how much memory is kept when it is reserved, twice, when a save has used it, and when
+    it is freed.
+    """
     del rank
     process, kept = psutil.Process(), []
     state = {"v": ShardedTensor.from_rank_offsets("v", torch.ones(MANY_BYTES // 4))}
     # What planning needs itself.
-    distckpt.async_save({"v": ShardedTensor.from_rank_offsets("v", torch.ones(4))}, f"{folder}/small").result(PATIENCE)
+    distckpt.async_save(
+        {"v": ShardedTensor.from_rank_offsets("v", torch.ones(4))}, f"{folder}/small"
+    ).result(PATIENCE)
     with_tensor = process.memory_info().rss
 
     def note():
@@ -222,7 +238,9 @@ def test_memory_is_reserved_once_and_freed_when_it_does_not_fit(tmp_path):
     [kept] = run(reserve_and_save, 1, str(tmp_path), backend=None)
     reserved, again, saved, replaced, reserved_by_manager, freed = kept
     slack = MANY_BYTES // 4
-    assert MANY_BYTES - slack < reserved < MANY_BYTES + slack, "the pages are there before anything is saved"
+    assert MANY_BYTES - slack < reserved < MANY_BYTES + slack, (
+        "the pages are there before anything is saved"
+    )
     assert abs(again - reserved) < slack
     # Besides, a thread has a window for what it writes.
     assert saved < reserved + 2 * slack, "the save has used it"
@@ -241,5 +259,7 @@ if child == 0:
     os._exit(5)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 """
-    done = run_script(f"distckpt.reserve_staging_memory(state)\n{fork if forks else ''}\nsys.exit(3)", tmp_path)
+    done = run_script(
+        f"distckpt.reserve_staging_memory(state)\n{fork if forks else ''}\nsys.exit(3)", tmp_path
+    )
     assert (done.returncode, done.stderr) == (3, "")

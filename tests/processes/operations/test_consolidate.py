@@ -40,7 +40,11 @@ def opens_of_an_export(rank, folder):
 
     def note(event, arguments):
         # Headers are read through `open`, which has a mode.
-        if event == "open" and str(arguments[0]).startswith(f"{folder}/in") and arguments[1] is None:
+        if (
+            event == "open"
+            and str(arguments[0]).startswith(f"{folder}/in")
+            and arguments[1] is None
+        ):
             opened.append(arguments[0])
 
     sys.addaudithook(note)
@@ -49,7 +53,10 @@ def opens_of_an_export(rank, folder):
 
 
 def test_shards_stay_open_from_one_output_to_the_next(tmp_path):
-    tensors = {key: torch.arange(40 * 3, dtype=torch.float32).view(40, 3) + i for i, key in enumerate("abc")}
+    tensors = {
+        key: torch.arange(40 * 3, dtype=torch.float32).view(40, 3) + i
+        for i, key in enumerate("abc")
+    }
     write_folder(tmp_path / "in", tensors, 0, 40)
     assert run(opens_of_an_export, 1, str(tmp_path), backend=None) == [(40, 40)]
     assert same_bytes(read_export(tmp_path / "out"), tensors)
@@ -72,7 +79,9 @@ def memory_of_exports(rank, folder):
     for budget, (name, options) in itertools.product(BUDGETS, EXPORTS.items()):
         source, target = f"{folder}/{name.split()[0]}", f"{folder}/out"
         settings = {"max_inflight_bytes": budget, "overwrite": True, **options}
-        peaks[budget, name] = peak_memory_bytes(functools.partial(distckpt.consolidate, source, target, **settings))
+        peaks[budget, name] = peak_memory_bytes(
+            functools.partial(distckpt.consolidate, source, target, **settings)
+        )
     return peaks
 
 
@@ -99,13 +108,19 @@ def export_until_killed(rank, folder, num_reads):
 
     with hooked_reads(stop):
         distckpt.consolidate(
-            f"hooked://{folder}/in", f"{folder}/out", overwrite=True, max_file_bytes=1200, max_inflight_bytes=1
+            f"hooked://{folder}/in",
+            f"{folder}/out",
+            overwrite=True,
+            max_file_bytes=1200,
+            max_inflight_bytes=1,
         )
 
 
 @pytest.mark.parametrize("num_reads", [1, 3, 5])
 def test_a_process_killed_in_the_middle_leaves_the_earlier_export(tmp_path, num_reads):
-    earlier, later = ({f"w{i}": torch.full((4, 60), float(i + start)) for i in range(3)} for start in (0, 100))
+    earlier, later = (
+        {f"w{i}": torch.full((4, 60), float(i + start)) for i in range(3)} for start in (0, 100)
+    )
     write_folder(tmp_path / "old", earlier, 0, 2)
     distckpt.consolidate(tmp_path / "old", tmp_path / "out", max_file_bytes=2000)
     (tmp_path / "out" / "config.json").write_text("{}")
@@ -113,7 +128,9 @@ def test_a_process_killed_in_the_middle_leaves_the_earlier_export(tmp_path, num_
     write_folder(tmp_path / "in", later, 1, 2)
     with launched(export_until_killed, 1, str(tmp_path), num_reads, backend=None) as launch:
         launch.wait_for_signal(0)
-        assert any(name.startswith(".out.") for name in os.listdir(tmp_path)), "it was in the middle"
+        assert any(name.startswith(".out.") for name in os.listdir(tmp_path)), (
+            "it was in the middle"
+        )
         launch.kill(0)
     assert tree_of(tmp_path / "out") == before
     assert same_bytes(read_export(tmp_path / "out"), earlier)

@@ -31,12 +31,17 @@ distckpt.async_save(state, "checkpoint", progress=progress, exit_timeout=0)
 
 def start_ranks(script, folder):
     environment = {**os.environ, "MEETING": str(folder / "meeting"), "GLOO_SOCKET_IFNAME": "lo"}
-    return [Program(["-c", MEET + script], {**environment, "RANK": str(rank)}, folder) for rank in range(2)]
+    return [
+        Program(["-c", MEET + script], {**environment, "RANK": str(rank)}, folder)
+        for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_process_may_end_right_after_a_load(rounds, tmp_path):
-    """A thread of gloo that waits for the interpreter's lock while the process ends would abort it."""
+    """A thread of gloo that waits for the interpreter's lock while the process ends would abort
+    it.
+    """
     for number in range(rounds):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -11,7 +11,7 @@ import torch
 from distckpt._ranks import processes
 from distckpt._ranks.collectives import Ranks
 from distckpt._ranks.processes import run_ranks
-from distckpt.core import CheckpointingException
+from distckpt.megatron.core import CheckpointingException
 from tests.support.programs import fork_spawned
 
 

@@ -1,4 +1,6 @@
-"""Tensors that are on an accelerator, with a made-up one: a copy is done only when it has been waited for."""
+"""Tensors that are on an accelerator, with a made-up one: a copy is done only when it has been
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ def device(monkeypatch):
 
 
 @pytest.mark.parametrize("durable", [True, False], ids=["direct", "buffered"])
-def test_tensors_are_copied_into_pinned_memory_and_waited_for(device, monkeypatch, tmp_path, durable):
+def test_tensors_are_copied_into_pinned_memory_and_waited_for(
+    device, monkeypatch, tmp_path, durable
+):
     big = torch.arange(9_000_000, dtype=torch.float32).view(3000, 3000)
     state = {
         "big": ShardedTensor.from_rank_offsets("big", big),
         "columns": ShardedTensor.from_rank_offsets("columns", big[:, 10:20]),
         "small": ShardedTensor.from_rank_offsets("small", torch.tensor(7, dtype=torch.int16)),
-        "complex": ShardedTensor.from_rank_offsets("complex", torch.tensor([1 + 2j, 3 - 4j]).conj()),
+        "complex": ShardedTensor.from_rank_offsets(
+            "complex", torch.tensor([1 + 2j, 3 - 4j]).conj()
+        ),
     }
     expected = {key: shard.data.clone().numpy() for key, shard in state.items()}
     distckpt.save(state, tmp_path / "c", durable=durable)
@@ -49,7 +55,10 @@ def test_tensors_are_copied_into_pinned_memory_and_waited_for(device, monkeypatc
 def test_what_is_read_is_copied_from_pinned_memory_and_waited_for(monkeypatch, tmp_path, verify):
     big = torch.arange(4_000_000, dtype=torch.float32).view(2000, 2000)
     small = torch.arange(5, dtype=torch.int64)
-    saved = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in (("big", big), ("small", small))}
+    saved = {
+        key: ShardedTensor.from_rank_offsets(key, data)
+        for key, data in (("big", big), ("small", small))
+    }
     distckpt.save(saved, tmp_path / "c")
     device = SlowDevice()
     monkeypatch.setattr(base_device, "layer_of", lambda tensor: device)
@@ -59,7 +68,13 @@ def test_what_is_read_is_copied_from_pinned_memory_and_waited_for(monkeypatch, t
         "small": ShardedTensor.from_rank_offsets("small", torch.zeros(5, dtype=torch.int64)),
     }
     seen = []
-    distckpt.load(targets, tmp_path / "c", verify=verify, validate_access_integrity=False, progress=seen.append)
+    distckpt.load(
+        targets,
+        tmp_path / "c",
+        verify=verify,
+        validate_access_integrity=False,
+        progress=seen.append,
+    )
     np.testing.assert_array_equal(targets["big"].data.numpy(), big.numpy()[:, :1000])
     np.testing.assert_array_equal(targets["small"].data.numpy(), small.numpy())
     assert device.num_copied_bytes == sum(seen) == 2000 * 1000 * 4 + 5 * 8
@@ -90,10 +105,14 @@ class FailsAtTheSecondCopy(SlowDevice):
 def test_copies_under_way_are_waited_for_when_a_later_one_fails(monkeypatch, tmp_path, verb):
     """Since the memory that they copy from or to is used again."""
     columns = torch.arange(512 * 3000, dtype=torch.float32).view(512, 3000)
-    state = {str(i): ShardedTensor.from_rank_offsets(str(i), columns[:, i : i + 9]) for i in range(2)}
+    state = {
+        str(i): ShardedTensor.from_rank_offsets(str(i), columns[:, i : i + 9]) for i in range(2)
+    }
     distckpt.save({"columns": ShardedTensor.from_rank_offsets("columns", columns)}, tmp_path / "c")
     # What one read brings of these columns are several regions, as it begins within a row.
-    half = {"columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(512, 1500), (1, 0, 2))}
+    half = {
+        "columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(512, 1500), (1, 0, 2))
+    }
     device = FailsAtTheSecondCopy()
     monkeypatch.setattr(base_device, "layer_of", lambda tensor: device)
     call = {
@@ -119,7 +138,9 @@ class Transfers(TorchFunctionMode):
 
 @pytest.mark.parametrize("count", [1, 30])
 def test_samples_of_any_number_of_tensors_take_one_copy_to_a_device_and_one_from_it(count):
-    """Each of them waits for what the program has queued on the device. Columns are sampled as on a device."""
+    """Each of them waits for what the program has queued on the device. Columns are sampled as on a
+    device.
+    """
     table = torch.arange(40_000).view(1000, 40)
     columns = [table[:, i : i + 1 + i % 3] for i in range(count)]
     with Transfers() as transfers:

@@ -16,19 +16,30 @@ from tests.support.reference import skip_where_safetensors_lacks
 
 DTYPES = list(TO_NAME)
 # Older torch releases lack some of the types of 8 and 4 bits.
-COPIED_ONLY = [getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)]
+COPIED_ONLY = [
+    getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
+]
 NUMBERS = [dtype for dtype in DTYPES if dtype not in COPIED_ONLY]
 
 
 def random_bits(shape, dtype, seed=0):
     """Make a tensor of any bit patterns, NaN and infinity included."""
     size = math.prod(shape) * dtype.itemsize
-    bits = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, size, np.uint8)
+    bits = np.random.default_rng(seed).integers(
+        0, 2 if dtype == torch.bool else 256, size, np.uint8
+    )
     return torch.from_numpy(bits).view(dtype).view(shape)
 
 
 def bits_of(tensor):
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8).numpy().tobytes()
+    return (
+        torch.empty(tensor.shape, dtype=tensor.dtype)
+        .copy_(tensor)
+        .flatten()
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def one(key, data, **kwargs):
@@ -66,7 +77,9 @@ def test_every_dtype_that_torch_and_safetensors_both_have_is_supported():
         "float4_e2m1fn_x2": "F4",
     }
     assert {
-        getattr(torch, attribute): name for attribute, name in names.items() if hasattr(torch, attribute)
+        getattr(torch, attribute): name
+        for attribute, name in names.items()
+        if hasattr(torch, attribute)
     } == TO_NAME
     assert {name: dtype for dtype, name in TO_NAME.items()} == FROM_NAME
 
@@ -74,12 +87,18 @@ def test_every_dtype_that_torch_and_safetensors_both_have_is_supported():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_of_every_dtype_survive_resharding(tmp_path, dtype):
     tensor = random_bits((6, 8), dtype)
-    state = {i: ShardedTensor.from_rank_offsets("w", part, (1, i, 2)) for i, part in enumerate(tensor.chunk(2, 1))}
+    state = {
+        i: ShardedTensor.from_rank_offsets("w", part, (1, i, 2))
+        for i, part in enumerate(tensor.chunk(2, 1))
+    }
     state["scalar"] = ShardedTensor.from_rank_offsets("scalar", random_bits((), dtype))
     state["none"] = ShardedTensor.from_rank_offsets("none", torch.empty((0, 3), dtype=dtype))
     distckpt.save(state, tmp_path / "c")
     targets = [random_bits((2, 8), dtype, seed) for seed in (1, 2, 3)]
-    asked = {i: ShardedTensor.from_rank_offsets("w", target, (0, i, 3)) for i, target in enumerate(targets)}
+    asked = {
+        i: ShardedTensor.from_rank_offsets("w", target, (0, i, 3))
+        for i, target in enumerate(targets)
+    }
     asked |= one("scalar", random_bits((), dtype, 7))
     asked |= one("none", torch.empty((0, 3), dtype=dtype))
     loaded = distckpt.load(asked, tmp_path / "c", verify="full")
@@ -134,11 +153,20 @@ def test_views_of_every_dtype_are_saved_as_what_they_show(tmp_path, dtype, view)
 
 def test_conjugate_and_negative_views_are_resolved(tmp_path):
     base = torch.randn(4, 3, dtype=torch.complex64)
-    views = {"conj": base.conj(), "conj_t": base.mH, "imag": base.conj().imag, "row": base.conj()[1].imag[:1]}
+    views = {
+        "conj": base.conj(),
+        "conj_t": base.mH,
+        "imag": base.conj().imag,
+        "row": base.conj()[1].imag[:1],
+    }
     assert views["imag"].is_neg()
-    distckpt.save({k: ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()}, tmp_path / "c")
+    distckpt.save(
+        {k: ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()}, tmp_path / "c"
+    )
     loaded = distckpt.load_plain_tensors(tmp_path / "c")
-    assert all(torch.equal(loaded[key], view.resolve_conj().resolve_neg()) for key, view in views.items())
+    assert all(
+        torch.equal(loaded[key], view.resolve_conj().resolve_neg()) for key, view in views.items()
+    )
 
 
 def test_conjugate_and_negative_views_are_filled_with_what_they_should_show(tmp_path):
@@ -171,7 +199,11 @@ def test_parameters_are_saved_and_filled_in_place(tmp_path):
 
 def test_tied_tensors_are_stored_once_and_both_come_back(tmp_path):
     weight = torch.randn(64, 512)
-    tied = one("embedding", weight) | one("output", weight.view(64, 512)) | one("other", weight.clone())
+    tied = (
+        one("embedding", weight)
+        | one("output", weight.view(64, 512))
+        | one("other", weight.clone())
+    )
     distckpt.save(tied, tmp_path / "c")
     (file,) = files_of(tmp_path / "c")
     stored = safetensors.torch.load_file(file)
@@ -203,8 +235,16 @@ def test_tied_shards_of_several_ranks_are_stored_once(tmp_path):
 
 def test_tensors_that_share_only_storage_are_stored_each(tmp_path):
     base = torch.randn(6, 4)
-    views = {"base": base, "top": base[:3], "bottom": base[3:], "transposed": base.t(), "bits": base.view(torch.int32)}
-    distckpt.save({k: ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()}, tmp_path / "c")
+    views = {
+        "base": base,
+        "top": base[:3],
+        "bottom": base[3:],
+        "transposed": base.t(),
+        "bits": base.view(torch.int32),
+    }
+    distckpt.save(
+        {k: ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()}, tmp_path / "c"
+    )
     loaded = distckpt.load_plain_tensors(tmp_path / "c")
     assert all(torch.equal(loaded[key], view) for key, view in views.items())
 
@@ -226,7 +266,9 @@ def all_values(dtype):
     if dtype == torch.bool:
         return torch.tensor([False, True])
     if dtype.itemsize <= 2:
-        bits = np.arange(2 ** (8 * dtype.itemsize), dtype=np.uint8 if dtype.itemsize == 1 else np.uint16)
+        bits = np.arange(
+            2 ** (8 * dtype.itemsize), dtype=np.uint8 if dtype.itemsize == 1 else np.uint16
+        )
         return torch.from_numpy(bits).view(dtype)
     if dtype.is_complex:
         return torch.tensor([1 + 2j, complex(torch.finfo(torch.float32).max, 0)], dtype=dtype)
@@ -234,7 +276,8 @@ def all_values(dtype):
         info = torch.finfo(dtype)
         subnormal = math.ldexp(info.tiny, -(23 if dtype == torch.float32 else 52))
         return torch.tensor(
-            [0.0, -0.0, 1 + info.eps, info.max, info.min, info.tiny, subnormal, math.inf, math.nan], dtype=dtype
+            [0.0, -0.0, 1 + info.eps, info.max, info.min, info.tiny, subnormal, math.inf, math.nan],
+            dtype=dtype,
         )
     info = torch.iinfo(dtype)
     return torch.tensor([0, 1, info.min, info.max, info.max - 1], dtype=dtype)
@@ -267,7 +310,10 @@ def test_conversions_that_count_as_lossless_keep_every_value(source):
         (torch.float8_e4m3fn, [torch.float16, torch.bfloat16, torch.float32]),
         (torch.float8_e5m2, [torch.float16, torch.bfloat16, torch.float32]),
         (torch.int32, [torch.int64, torch.float64]),
-        (torch.uint8, [torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float32]),
+        (
+            torch.uint8,
+            [torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float32],
+        ),
         (torch.int64, []),
         (torch.float64, []),
         (torch.complex64, []),
@@ -309,11 +355,15 @@ def test_wider_targets_get_the_same_values(tmp_path, source, target):
     ],
     ids=str,
 )
-def test_conversion_that_loses_information_happens_only_when_asked_for(tmp_path, source, target, stored, converted):
+def test_conversion_that_loses_information_happens_only_when_asked_for(
+    tmp_path, source, target, stored, converted
+):
     tensor = torch.tensor(stored, dtype=source)
     distckpt.save(one("w", tensor), tmp_path / "c")
     into = torch.full((2,), 7, dtype=target)
-    with pytest.raises(LoadMismatchError, match=f"'w' .*{source}.*{target}.*allow_dtype_cast=True") as caught:
+    with pytest.raises(
+        LoadMismatchError, match=f"'w' .*{source}.*{target}.*allow_dtype_cast=True"
+    ) as caught:
         distckpt.load(one("w", into), tmp_path / "c")
     assert caught.value.unexpected == {"w"}
     assert into.tolist() == [7, 7]
@@ -324,10 +374,14 @@ def test_conversion_that_loses_information_happens_only_when_asked_for(tmp_path,
 @pytest.mark.parametrize("dtype", COPIED_ONLY, ids=str)
 def test_scale_and_packed_types_are_never_converted_unasked(dtype):
     assert is_lossless_cast(dtype, dtype)
-    assert not any(is_lossless_cast(dtype, other) or is_lossless_cast(other, dtype) for other in NUMBERS)
+    assert not any(
+        is_lossless_cast(dtype, other) or is_lossless_cast(other, dtype) for other in NUMBERS
+    )
 
 
 def test_dtypes_that_safetensors_lacks_are_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UnsupportedObjectError, match=r"'w' has dtype torch.uint4.*Convert it first"):
+    with pytest.raises(
+        UnsupportedObjectError, match=r"'w' has dtype torch.uint4.*Convert it first"
+    ):
         distckpt.save(one("w", torch.empty(2, dtype=torch.uint4)), tmp_path / "c")
     assert list(tmp_path.iterdir()) == []

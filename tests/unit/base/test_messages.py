@@ -11,16 +11,23 @@ from distckpt._base.messages import did_you_mean, natural_order, summarize_keys
 def test_keys_that_differ_in_numbers_become_one_pattern():
     keys = [f"decoder.layers.{i}.mlp.weight" for i in range(32)] + ["embedding.weight"]
     random.Random(0).shuffle(keys)
-    assert summarize_keys(keys) == "'decoder.layers.{0..31}.mlp.weight' (32 keys), 'embedding.weight'"
+    assert (
+        summarize_keys(keys) == "'decoder.layers.{0..31}.mlp.weight' (32 keys), 'embedding.weight'"
+    )
 
 
 def test_every_number_has_its_own_range():
     keys = [f"layers.{i}.experts.{j}.w" for i in (2, 4) for j in range(8)]
     assert summarize_keys(keys) == "'layers.{2,4}.experts.{0..7}.w' (16 keys)"
     assert summarize_keys(["a.7.b", "a.7.c"]) == "'a.7.b', 'a.7.c'"
-    assert summarize_keys([f"a.{i}" for i in (0, 1, 2, 4, 6, 7, *range(9, 40))]) == "'a.{0..2,4,6,7,9..39}' (37 keys)"
+    assert (
+        summarize_keys([f"a.{i}" for i in (0, 1, 2, 4, 6, 7, *range(9, 40))])
+        == "'a.{0..2,4,6,7,9..39}' (37 keys)"
+    )
     assert summarize_keys(["a.6", "a.7"]) == "'a.{6..7}' (2 keys)"
-    assert summarize_keys([f"a.{7 * i}" for i in range(20)]) == "'a.{0,7,14,21,28,35,...}' (20 keys)"
+    assert (
+        summarize_keys([f"a.{7 * i}" for i in range(20)]) == "'a.{0,7,14,21,28,35,...}' (20 keys)"
+    )
 
 
 def test_keys_that_differ_in_more_than_numbers_are_told_apart():
@@ -35,7 +42,10 @@ def test_a_key_that_comes_twice_is_one():
 
 def test_what_is_too_much_is_counted():
     keys = [f"{letter}.{i}" for letter in "abcdefgh" for i in range(3)]
-    assert summarize_keys(keys, limit=2) == "'a.{0..2}' (3 keys), 'b.{0..2}' (3 keys), ... and 18 more keys"
+    assert (
+        summarize_keys(keys, limit=2)
+        == "'a.{0..2}' (3 keys), 'b.{0..2}' (3 keys), ... and 18 more keys"
+    )
 
 
 @given(st.lists(st.text(st.sampled_from("a1²٣#{}'\0."), max_size=6), max_size=12))
@@ -74,7 +84,9 @@ def test_numbers_are_ordered_by_value():
 
 def test_near_names_are_suggested():
     known = ["decoder.layers.0.weight", "decoder.layers.1.weight", "embedding"]
-    assert did_you_mean("decoder.layer.0.weight", known).startswith(" (did you mean 'decoder.layers.0.weight'")
+    assert did_you_mean("decoder.layer.0.weight", known).startswith(
+        " (did you mean 'decoder.layers.0.weight'"
+    )
     assert did_you_mean("embeding", known) == " (did you mean 'embedding'?)"
     assert did_you_mean("unlike all", known) == ""
     assert did_you_mean("a", []) == ""

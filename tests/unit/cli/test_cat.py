@@ -23,7 +23,10 @@ SMALL = torch.arange(24, dtype=torch.int32).view(4, 6)
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    state = {f"big{i}": ShardedTensor.from_rank_offsets("big", part, (0, i, 3)) for i, part in enumerate(BIG.chunk(3))}
+    state = {
+        f"big{i}": ShardedTensor.from_rank_offsets("big", part, (0, i, 3))
+        for i, part in enumerate(BIG.chunk(3))
+    }
     whole = {
         "small[0]": SMALL,
         "half": SMALL.bfloat16(),
@@ -33,8 +36,13 @@ def checkpoint(tmp_path):
         "special": torch.tensor([float("nan"), float("inf"), 1.5]),
     }
     state |= {key: ShardedTensor.from_rank_offsets(key, value) for key, value in whole.items()}
-    state["rng"] = [ShardedObject("rng", {"seed": i, "state": torch.tensor([i])}, (2,), (i,)) for i in range(2)]
-    distckpt.save({**state, "step": 7, "args": {"lr": 0.5, 3: (1, None), "dtype": torch.float16}}, tmp_path / "c")
+    state["rng"] = [
+        ShardedObject("rng", {"seed": i, "state": torch.tensor([i])}, (2,), (i,)) for i in range(2)
+    ]
+    distckpt.save(
+        {**state, "step": 7, "args": {"lr": 0.5, 3: (1, None), "dtype": torch.float16}},
+        tmp_path / "c",
+    )
     return tmp_path / "c"
 
 
@@ -70,19 +78,28 @@ def test_what_is_asked_for_alone_is_read(checkpoint, tmp_path, capsys):
     """The file with the last third of the rows is gone, and the others can be printed."""
     distckpt.reshard(checkpoint, tmp_path / "r", num_ranks=3, grids={"big": (3, 1, 1)})
     last = BIG[20:].numpy().tobytes()
-    (holder,) = [file for file in (tmp_path / "r" / "tensors").iterdir() if last in file.read_bytes()]
+    (holder,) = [
+        file for file in (tmp_path / "r" / "tensors").iterdir() if last in file.read_bytes()
+    ]
     holder.unlink()
-    assert np.array_equal(call_json(capsys, "cat", tmp_path / "r", "big[0:20, 1]")["values"], BIG[:20, 1].numpy())
+    assert np.array_equal(
+        call_json(capsys, "cat", tmp_path / "r", "big[0:20, 1]")["values"], BIG[:20, 1].numpy()
+    )
     assert "is missing" in call_error(capsys, "cat", tmp_path / "r", "big[19:21]")
 
 
 def test_dtypes_that_numpy_lacks(checkpoint, tmp_path, capsys):
     for key in ("half", "fp8"):
-        expected = SMALL.to(torch.bfloat16 if key == "half" else torch.float8_e4m3fn).float().numpy()
+        expected = (
+            SMALL.to(torch.bfloat16 if key == "half" else torch.float8_e4m3fn).float().numpy()
+        )
         assert np.array_equal(call_json(capsys, "cat", checkpoint, key)["values"], expected)
         said = call(capsys, "cat", checkpoint, key, "--npy", tmp_path / "x.npy")
         assert "as float32, since numpy has no" in said
-        assert call_json(capsys, "cat", checkpoint, key, "--npy", tmp_path / "x.npy")["saved_as"] == "float32"
+        assert (
+            call_json(capsys, "cat", checkpoint, key, "--npy", tmp_path / "x.npy")["saved_as"]
+            == "float32"
+        )
         assert np.load(tmp_path / "x.npy").tolist() == expected.tolist()
     assert call_json(capsys, "cat", checkpoint, "flags[0]")["values"] == [False] * 4 + [True] * 2
     assert call_json(capsys, "cat", checkpoint, "special")["values"] == ["NaN", "Infinity", 1.5]
@@ -91,7 +108,9 @@ def test_dtypes_that_numpy_lacks(checkpoint, tmp_path, capsys):
 
 def test_keys_with_brackets(checkpoint, capsys):
     assert call_json(capsys, "cat", checkpoint, "small[0]")["values"] == SMALL.tolist()
-    assert call_json(capsys, "cat", checkpoint, "small[0][1, 2:4]")["values"] == SMALL[1, 2:4].tolist()
+    assert (
+        call_json(capsys, "cat", checkpoint, "small[0][1, 2:4]")["values"] == SMALL[1, 2:4].tolist()
+    )
 
 
 def test_objects_and_common_state(checkpoint, capsys):
@@ -125,7 +144,9 @@ def test_what_makes_no_sense_is_refused(checkpoint, tmp_path, capsys):
     }
     for text, message in cases.items():
         assert message in call_error(capsys, "cat", checkpoint, text)
-    assert "numpy array" in call_error(capsys, "cat", checkpoint, "rng", "--npy", tmp_path / "x.npy")
+    assert "numpy array" in call_error(
+        capsys, "cat", checkpoint, "rng", "--npy", tmp_path / "x.npy"
+    )
     distckpt.consolidate(checkpoint, tmp_path / "hf")
     assert "no common state" in call_error(capsys, "cat", tmp_path / "hf")
 
@@ -150,6 +171,10 @@ def test_a_file_for_which_there_is_no_space_is_named(checkpoint, tmp_path, capsy
 
 
 def test_in_memory_of_an_object_store(capsys, tmp_path):
-    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", SMALL), "step": 1}, "memory://test_cli_cat/c")
-    assert call_json(capsys, "cat", "memory://test_cli_cat/c", "w[2]")["values"] == SMALL[2].tolist()
+    distckpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", SMALL), "step": 1}, "memory://test_cli_cat/c"
+    )
+    assert (
+        call_json(capsys, "cat", "memory://test_cli_cat/c", "w[2]")["values"] == SMALL[2].tolist()
+    )
     assert json.loads(call(capsys, "cat", "memory://test_cli_cat/c")) == {"step": 1}

@@ -1,4 +1,6 @@
-"""The command line: every verb, what it prints and its exit codes. Its processes are in tests/processes/cli."""
+"""The command line: every verb, what it prints and its exit codes. Its processes are in
+tests/processes/cli.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from tests.support.cli_command import ROOT, call, call_error, call_json, call_us
 
 BIG = torch.arange(3 << 18, dtype=torch.float32).view(768, 1024)  # three checksum blocks
 GRID = np.arange(60, dtype=np.float32).reshape(6, 10)
-LAYERS = {f"model.layers.{i}.up.weight": torch.full((4, 6), float(i), dtype=torch.bfloat16) for i in range(3)}
+LAYERS = {
+    f"model.layers.{i}.up.weight": torch.full((4, 6), float(i), dtype=torch.bfloat16)
+    for i in range(3)
+}
 
 
 @pytest.fixture
@@ -32,7 +37,8 @@ def checkpoint(tmp_path):
     state |= {key: ShardedTensor.from_rank_offsets(key, value) for key, value in LAYERS.items()}
     columns = torch.from_numpy(GRID.copy()).chunk(2, 1)
     state |= {
-        f"g{i}": ShardedTensor.from_rank_offsets("grid", c.contiguous(), (1, i, 2)) for i, c in enumerate(columns)
+        f"g{i}": ShardedTensor.from_rank_offsets("grid", c.contiguous(), (1, i, 2))
+        for i, c in enumerate(columns)
     }
     state["rng"] = ShardedObject("rng", {"seed": 3}, (1,), (0,))
     distckpt.save(state, tmp_path / "c")
@@ -41,18 +47,24 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def two_ranks(tmp_path):
-    """Shards as torch's writer leaves them, written by nothing but safetensors: the columns of a matrix, two ranks."""
+    """Shards as torch's writer leaves them, written by nothing but safetensors: the columns of a
+    matrix, two ranks.
+    """
     for rank, columns in enumerate(np.split(GRID, 2, 1)):
         info = json.dumps({"grid": {"saved_offsets": [0, 5 * rank]}})
         metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
         (tmp_path / "shards").mkdir(exist_ok=True)
         name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        safetensors.numpy.save_file({"grid": np.ascontiguousarray(columns)}, tmp_path / "shards" / name, metadata)
+        safetensors.numpy.save_file(
+            {"grid": np.ascontiguousarray(columns)}, tmp_path / "shards" / name, metadata
+        )
     return tmp_path / "shards"
 
 
 def chunk_places(checkpoint):
-    """Read from the headers of shard files where each chunk lies: file -> [(key, first byte, stop, offset, shape)]."""
+    """Read from the headers of shard files where each chunk lies: file -> [(key, first byte, stop,
+    offset, shape)].
+    """
     places = {}
     for file in sorted((checkpoint / "tensors").iterdir()):
         content = file.read_bytes()
@@ -60,7 +72,12 @@ def chunk_places(checkpoint):
         header = json.loads(content[8 : 8 + length])
         offsets = json.loads(header.pop("__metadata__")["DCP_SHARDING_INFO"])
         places[file] = [
-            (key, *(8 + length + at for at in entry["data_offsets"]), offsets[key]["saved_offsets"], entry["shape"])
+            (
+                key,
+                *(8 + length + at for at in entry["data_offsets"]),
+                offsets[key]["saved_offsets"],
+                entry["shape"],
+            )
             for key, entry in header.items()
         ]
     return places
@@ -72,7 +89,7 @@ def flip(file, position):
     file.write_bytes(content)
 
 
-# --- All verbs --------------------------------------------------------------------------------------------------------
+# --- All verbs ------------------------------------------------------------------------------------
 
 
 def test_help_and_usage(capsys):
@@ -94,8 +111,12 @@ def test_help_and_usage(capsys):
     assert all(verb in listed for verb in [*verbs, "completion"])
     assert "no verb 'inspekt' (did you mean 'inspect'?)" in call_usage_error(capsys, "inspekt")
     assert "no verb 'xyz': choose from ls, inspect, cat," in call_usage_error(capsys, "xyz")
-    assert "inspect has no option '--tee' (did you mean '--tree'" in call_usage_error(capsys, "inspect", "x", "--tee")
-    assert "distckpt has no option '--verson' (did you mean '--version'" in call_usage_error(capsys, "--verson")
+    assert "inspect has no option '--tee' (did you mean '--tree'" in call_usage_error(
+        capsys, "inspect", "x", "--tee"
+    )
+    assert "distckpt has no option '--verson' (did you mean '--version'" in call_usage_error(
+        capsys, "--verson"
+    )
     assert "inspect has no option '--xyz': see distckpt inspect --help" in call_usage_error(
         capsys, "inspect", "x", "--xyz"
     )
@@ -118,7 +139,9 @@ def test_narrow_terminals_leave_columns_out():
 
 
 def test_narrow_terminals_break_names_after_dots():
-    """A name may have two fifths of the width before columns are left out, and its parts are never broken."""
+    """A name may have two fifths of the width before columns are left out, and its parts are never
+    broken.
+    """
     heads = ["key", "shape", "size"]
     rows = [["model.layers.{0..3}.weight", "10x10", "400 B"], ["  a.longest_of_all.b", "2", "8 B"]]
     lines = table_lines(heads, rows, 2, ["shape"], width=33)
@@ -126,11 +149,16 @@ def test_narrow_terminals_break_names_after_dots():
         "model.layers.        10x10  400 B\n  {0..3}.weight",
         "  a.longest_of_all.  2        8 B\n    b",
     ]
-    assert table_lines(heads, rows, 2, ["shape"], width=32)[2] == "model.layers.{0..3}.       400 B\n  weight"
+    assert (
+        table_lines(heads, rows, 2, ["shape"], width=32)[2]
+        == "model.layers.{0..3}.       400 B\n  weight"
+    )
     for width in range(9, 60):
         printed = "\n".join(table_lines(heads, rows, 2, ["shape"], width)).split("\n")
         assert max(map(len, printed)) <= max(width, 27)
-        names = "".join(re.sub(r" +(10x10|2)?( +\d+ B)?$", "", line).strip() for line in printed[2:])
+        names = "".join(
+            re.sub(r" +(10x10|2)?( +\d+ B)?$", "", line).strip() for line in printed[2:]
+        )
         assert names == "model.layers.{0..3}.weighta.longest_of_all.b"
 
 
@@ -150,7 +178,7 @@ def test_json_holds_no_numbers_that_json_does_not_have(capsys):
     }
 
 
-# --- inspect ----------------------------------------------------------------------------------------------------------
+# --- inspect --------------------------------------------------------------------------------------
 
 
 def test_inspect_summarises(checkpoint, capsys):
@@ -161,7 +189,12 @@ def test_inspect_summarises(checkpoint, capsys):
     assert found["num_objects"] == 1
     groups = {group["pattern"]: group for group in found["groups"]}
     layers = groups["model.layers.{0..2}.up.weight"]
-    assert (layers["num_keys"], layers["shape"], layers["dtype"], layers["num_bytes"]) == (3, [4, 6], "BF16", 144)
+    assert (layers["num_keys"], layers["shape"], layers["dtype"], layers["num_bytes"]) == (
+        3,
+        [4, 6],
+        "BF16",
+        144,
+    )
     assert (groups["grid"]["num_chunks"], groups["grid"]["num_bytes"]) == (2, 240)
     places = chunk_places(checkpoint)
     for file in found["files"]:
@@ -187,13 +220,19 @@ def test_inspect_summarises(checkpoint, capsys):
 
 def test_inspect_shows_modules_with_totals_and_what_the_save_says(checkpoint, tmp_path, capsys):
     whole = call(capsys, "inspect", checkpoint, "--tree")
-    assert re.search(r"^model\.layers +3 +3 +144 B\n  0\.up\.weight +4x6 +BF16 +1 +1 +48 B\n  1\.up", whole, re.M)
+    assert re.search(
+        r"^model\.layers +3 +3 +144 B\n  0\.up\.weight +4x6 +BF16 +1 +1 +48 B\n  1\.up", whole, re.M
+    )
     top = call(capsys, "inspect", checkpoint, "--tree", "--depth", 1, "--sort", "size")
     keys = [line.split()[0] for line in top.partition("---\n")[2].partition("\n\n")[0].splitlines()]
     assert keys == ["big", "grid", "model.layers", "rng"]
     assert re.search(r"^1 object and common state \(step\), \d+ B$", top, re.M)
     zone = r"UTC([+-]\d{4})?"
-    assert re.search(rf"^format distckpt 2, metadata\.json written \d{{4}}-\d\d-\d\d \d\d:\d\d {zone}$", top, re.M)
+    assert re.search(
+        rf"^format distckpt 2, metadata\.json written \d{{4}}-\d\d-\d\d \d\d:\d\d {zone}$",
+        top,
+        re.M,
+    )
     with distckpt.CheckpointManager(tmp_path / "run", async_save=False) as manager:
         manager.save(7, {"lr": 0.1})
     found = call_json(capsys, "inspect", tmp_path / "run/step_00000007")
@@ -218,14 +257,16 @@ def test_inspect_compares_ranks_by_bars(tmp_path, capsys):
     for rank, (offset, rows) in enumerate([(0, 6), (6, 2)]):
         metadata = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [offset, 0]}})}
         name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        safetensors.numpy.save_file({"w": np.zeros((rows, 4), np.float32)}, tmp_path / name, metadata)
+        safetensors.numpy.save_file(
+            {"w": np.zeros((rows, 4), np.float32)}, tmp_path / name, metadata
+        )
     text = call(capsys, "inspect", tmp_path)
     assert re.search(r"^rank 0 +#{30} +1 +96 B$", text, re.M)
     assert re.search(r"^rank 1 +#{10} +1 +32 B$", text, re.M)
     assert "2 ranks wrote; the largest share is 1.500 x the mean" in text
 
 
-# --- verify -----------------------------------------------------------------------------------------------------------
+# --- verify ---------------------------------------------------------------------------------------
 
 
 def test_verify_accepts_what_is_whole(checkpoint, two_ranks, capsys):
@@ -240,7 +281,9 @@ def test_verify_accepts_what_is_whole(checkpoint, two_ranks, capsys):
 
 
 def test_verify_finds_a_flipped_bit_in_each_chunk(checkpoint):
-    places = [(file, *chunk) for file, chunks in chunk_places(checkpoint).items() for chunk in chunks]
+    places = [
+        (file, *chunk) for file, chunks in chunk_places(checkpoint).items() for chunk in chunks
+    ]
     assert len(places) == 6
     for file, key, first, stop, offset, shape in places:
         for position in (first, (first + stop) // 2, stop - 1):
@@ -259,11 +302,15 @@ def test_verify_finds_a_flipped_bit_in_each_chunk(checkpoint):
 
 
 def test_verify_tells_blocks_apart_and_joins_neighbours(checkpoint, capsys):
-    ((file, first),) = [(f, c[1]) for f, chunks in chunk_places(checkpoint).items() for c in chunks if c[0] == "big"]
+    ((file, first),) = [
+        (f, c[1]) for f, chunks in chunk_places(checkpoint).items() for c in chunks if c[0] == "big"
+    ]
     block = 256 << 10
     flip(file, first + 5)
     flip(file, first + 2 * block + 5)
-    found = [(p.first_byte - first, p.stop_byte - first) for p in distckpt.verify(checkpoint).problems]
+    found = [
+        (p.first_byte - first, p.stop_byte - first) for p in distckpt.verify(checkpoint).problems
+    ]
     assert found == [(0, block), (2 * block, 3 * block)]
     flip(file, first + block)
     (problem,) = distckpt.verify(checkpoint, num_threads=1).problems
@@ -284,28 +331,39 @@ def test_verify_finds_damage_in_the_beginning_and_end_of_every_file(checkpoint, 
     assert {file.parent.name for file in files} == {"c", "tensors", "objects"}
     for file in files:
         content = file.read_bytes()
-        damaged = [content[:-1], content[: len(content) // 2], b"", bytes([content[0] ^ 1]) + content[1:]]
+        damaged = [
+            content[:-1],
+            content[: len(content) // 2],
+            b"",
+            bytes([content[0] ^ 1]) + content[1:],
+        ]
         if file.name != "metadata.json":
             damaged.append(content + b"\0")  # a marker may end in any white space
         for bad in damaged[1:] if file.name == "metadata.json" else damaged:
             file.write_bytes(bad)
             report = distckpt.verify(checkpoint, mode)
             assert not report.is_whole, (file, len(bad))
-            assert any(str(file) in f"{problem.file} {problem.message}" for problem in report.problems)
+            assert any(
+                str(file) in f"{problem.file} {problem.message}" for problem in report.problems
+            )
         file.write_bytes(content)
     assert distckpt.verify(checkpoint, mode).is_whole
 
 
 def test_verify_names_keys_in_files_that_were_cut_off_or_are_missing(checkpoint, capsys):
     places = chunk_places(checkpoint)
-    ((file, first, stop),) = [(f, *c[1:3]) for f, chunks in places.items() for c in chunks if c[0] == "big"]
+    ((file, first, stop),) = [
+        (f, *c[1:3]) for f, chunks in places.items() for c in chunks if c[0] == "big"
+    ]
     content = file.read_bytes()
     file.write_bytes(content[: first + (2 << 20) + 3])
     whole_file, *chunks = call_json(capsys, "verify", checkpoint, code=1)["problems"]
     assert "cut off" in whole_file["message"]
     last = max(chunk[2] for chunk in places[file])
     assert (whole_file["first_byte"], whole_file["stop_byte"]) == (first + (2 << 20) + 3, last)
-    assert ("big", first + (2 << 20), stop) in [(p["key"], p["first_byte"], p["stop_byte"]) for p in chunks]
+    assert ("big", first + (2 << 20), stop) in [
+        (p["key"], p["first_byte"], p["stop_byte"]) for p in chunks
+    ]
     file.unlink()
     (problem,) = distckpt.verify(checkpoint).problems
     assert (problem.file, problem.message) == (str(file), "the file is missing")
@@ -320,19 +378,31 @@ def test_verify_reports_progress_and_refuses_unknown_modes(checkpoint):
         distckpt.verify(checkpoint, "quick")
 
 
-# --- consolidate ------------------------------------------------------------------------------------------------------
+# --- consolidate ----------------------------------------------------------------------------------
 
 
 def test_consolidate_with_options(checkpoint, tmp_path, capsys):
-    arguments = ["--keys", "model.", "--keys", "grid", "--rename", "model.=net.", "--dtype", "grid=fp64"]
-    report = call_json(capsys, "consolidate", checkpoint, tmp_path / "out", *arguments, "--dtype", "fp16")
+    arguments = [
+        "--keys",
+        "model.",
+        "--keys",
+        "grid",
+        "--rename",
+        "model.=net.",
+        "--dtype",
+        "grid=fp64",
+    ]
+    report = call_json(
+        capsys, "consolidate", checkpoint, tmp_path / "out", *arguments, "--dtype", "fp16"
+    )
     assert report["num_tensors"] == 4
     assert report["files"] == ["model.safetensors"]
     assert report["dtypes"] == {"F16": 3, "F64": 1}
     written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert written.pop("grid").tolist() == GRID.astype(np.float64).tolist()
     assert {key: value.tolist() for key, value in written.items()} == {
-        key.replace("model.", "net."): np.full((4, 6), i, np.float16).tolist() for i, key in enumerate(LAYERS)
+        key.replace("model.", "net."): np.full((4, 6), i, np.float16).tolist()
+        for i, key in enumerate(LAYERS)
     }
 
 
@@ -343,13 +413,20 @@ def test_export_is_another_name_and_sizes_have_units(checkpoint, tmp_path, capsy
     assert len(set(index["weight_map"].values())) == 2
     assert "pass --overwrite" in call_error(capsys, "export", checkpoint, tmp_path / "out")
     call(capsys, "export", checkpoint, tmp_path / "out", "--overwrite", "--keys", "grid")
-    assert safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["grid"].tolist() == GRID.tolist()
-    assert "torch has no dtype 'bf61'" in call_usage_error(capsys, "export", "a", "b", "--dtype", "bf61")
-    assert "is not a size" in call_usage_error(capsys, "export", "a", "b", "--max-file-bytes", "5 apples")
+    assert (
+        safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")["grid"].tolist()
+        == GRID.tolist()
+    )
+    assert "torch has no dtype 'bf61'" in call_usage_error(
+        capsys, "export", "a", "b", "--dtype", "bf61"
+    )
+    assert "is not a size" in call_usage_error(
+        capsys, "export", "a", "b", "--max-file-bytes", "5 apples"
+    )
     assert "is not OLD=NEW" in call_usage_error(capsys, "export", "a", "b", "--rename", "model")
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def test_fields_of_json_are_those_that_are_documented(checkpoint, tmp_path, capsys):

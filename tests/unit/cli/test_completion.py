@@ -26,7 +26,9 @@ def test_bash_completes_verbs_options_choices_and_files(tmp_path, capsys):
 
     def complete(*words):
         line = ["bash", "-c", COMPLETE, "bash", str(script), "distckpt", *words]
-        ended = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=True)
+        ended = subprocess.run(
+            line, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=True
+        )
         return ended.stdout.split()
 
     assert complete("ver") == ["verify"]

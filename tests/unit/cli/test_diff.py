@@ -14,7 +14,13 @@ import torch
 import distckpt
 from distckpt import ShardedObject, ShardedTensor
 from distckpt._operations import windows
-from tests.support.cli_command import call, call_error, call_json, call_usage_error, interrupt_at_first_progress
+from tests.support.cli_command import (
+    call,
+    call_error,
+    call_json,
+    call_usage_error,
+    interrupt_at_first_progress,
+)
 
 
 def tensors():
@@ -33,11 +39,17 @@ def save(path, values, num_parts=1, **common):
     """Save tensors, those of several rows cut along their first axis."""
     state = dict(common)
     for key, value in values.items():
-        parts = value.chunk(num_parts) if num_parts > 1 and value.ndim and len(value) >= num_parts else [value]
+        parts = (
+            value.chunk(num_parts)
+            if num_parts > 1 and value.ndim and len(value) >= num_parts
+            else [value]
+        )
         position = 0
         for number, part in enumerate(parts):
             offset = (position,) + (0,) * (value.ndim - 1) if value.ndim else ()
-            shard = ShardedTensor(key, part.clone(), value.dtype, tuple(part.shape), tuple(value.shape), offset, None)
+            shard = ShardedTensor(
+                key, part.clone(), value.dtype, tuple(part.shape), tuple(value.shape), offset, None
+            )
             state[f"{key}/{number}"] = shard
             position += len(part) if value.ndim else 0
     distckpt.save(state, path)
@@ -47,7 +59,9 @@ def save(path, values, num_parts=1, **common):
 def test_the_same_under_other_layouts(tmp_path, capsys):
     save(tmp_path / "a", tensors(), step=1)
     save(tmp_path / "b", tensors(), num_parts=3, step=1)
-    assert call(capsys, "diff", tmp_path / "a", tmp_path / "b").startswith("SAME: 6 tensors compared")
+    assert call(capsys, "diff", tmp_path / "a", tmp_path / "b").startswith(
+        "SAME: 6 tensors compared"
+    )
     report = distckpt.diff(tmp_path / "a", tmp_path / "b")
     assert report.is_same
     assert report.objects_compared
@@ -63,14 +77,20 @@ def test_values_that_differ_are_counted_and_placed(tmp_path, capsys, monkeypatch
     changed["model.count"][1, 0] = -4
     save(tmp_path / "a", tensors())
     save(tmp_path / "b", changed, num_parts=4)
-    found = {item["key"]: item for item in call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)["tensors"]}
+    found = {
+        item["key"]: item
+        for item in call_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)["tensors"]
+    }
     assert found.keys() == {"model.up", "model.count"}
     up = found["model.up"]
     distance = (tensors()["model.up"].double() - changed["model.up"].double()).abs()
     assert up["num_different"] == int((distance > 0).sum()) == 5
     assert up["max_difference"] == float(distance.max())
     assert (up["first_index"], up["region"]) == ([17, 5], "[17:31, 2:9]")
-    assert (found["model.count"]["num_different"], found["model.count"]["max_difference"]) == (1, 7.0)
+    assert (found["model.count"]["num_different"], found["model.count"]["max_difference"]) == (
+        1,
+        7.0,
+    )
     assert found["model.count"]["region"] == "[1:2, 0:1]"
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
     assert re.search(r"^model\.up +5 of 960  1\.0e\+01  \S+  \[17:31, 2:9\]$", text, re.M)
@@ -137,7 +157,14 @@ def test_special_numbers_and_tolerances(tmp_path, capsys):
 def test_norms_of_every_dtype_are_those_of_numpy(tmp_path, monkeypatch, block):
     monkeypatch.setattr(windows, "WINDOW_ELEMENTS", 250)
     monkeypatch.setattr(windows, "_BLOCK_ELEMENTS", block)
-    dtypes = [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int32]
+    dtypes = [
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.int32,
+    ]
     old = {str(dtype): (torch.randn(600) * 50).to(dtype) for dtype in dtypes}
     old["huge"] = torch.full((600,), 1e200, dtype=torch.float64)
     new = {key: value.clone() for key, value in old.items()}
@@ -148,7 +175,8 @@ def test_norms_of_every_dtype_are_those_of_numpy(tmp_path, monkeypatch, block):
     assert {item.key for item in found} == old.keys()
     for item in found:
         a, b = (
-            (v.float() if v.itemsize < 4 else v).numpy().astype(np.complex128) for v in (old[item.key], new[item.key])
+            (v.float() if v.itemsize < 4 else v).numpy().astype(np.complex128)
+            for v in (old[item.key], new[item.key])
         )
         assert item.num_different == np.count_nonzero(a != b)
         assert item.max_difference == pytest.approx(abs(a - b).max())
@@ -165,13 +193,22 @@ def test_large_integers_are_compared_exactly(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int8])
-@pytest.mark.parametrize("tolerance", [(0, 0), (0.5, 0), (100, 0), (0, 1e-20), (1, 2**-53), (1e30, 0), (2.0**63, 0)])
+@pytest.mark.parametrize(
+    "tolerance", [(0, 0), (0.5, 0), (100, 0), (0, 1e-20), (1, 2**-53), (1e30, 0), (2.0**63, 0)]
+)
 def test_tolerances_of_integers_are_exact(tmp_path, dtype, tolerance):
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if dtype == torch.int8:
         pairs = [(low, high), (high, low), (0, 100), (0, 101), (5, 5)]
     else:
-        pairs = [(2**53, 2**53 + 1), (2**62, 2**62 + 500), (2**62 + 100, 2**62), (low, high), (high, low), (7, 7)]
+        pairs = [
+            (2**53, 2**53 + 1),
+            (2**62, 2**62 + 500),
+            (2**62 + 100, 2**62),
+            (low, high),
+            (high, low),
+            (7, 7),
+        ]
     for name, side in (("a", 0), ("b", 1)):
         save(tmp_path / name, {"n": torch.tensor([pair[side] for pair in pairs], dtype=dtype)})
     atol, rtol = map(Fraction, tolerance)
@@ -183,7 +220,9 @@ def test_tolerances_of_integers_are_exact(tmp_path, dtype, tolerance):
 
 def test_objects_and_common_state(tmp_path, capsys):
     def state(seed, args, parts=2):
-        cells = [ShardedObject("rng", {"seed": seed, "kind": "x"}, (parts,), (i,)) for i in range(parts)]
+        cells = [
+            ShardedObject("rng", {"seed": seed, "kind": "x"}, (parts,), (i,)) for i in range(parts)
+        ]
         return {"cells": cells, "args": args, "step": 3}
 
     distckpt.save(state(1, {"lr": 0.1, "gone": 1}), tmp_path / "a")
@@ -211,10 +250,18 @@ def test_with_a_hugging_face_directory(tmp_path, capsys):
     save(tmp_path / "a", tensors() | {"optimizer.m": torch.ones(3)}, num_parts=2, step=1)
     distckpt.consolidate(tmp_path / "a", tmp_path / "hf", keys="model.", rename={"model.": ""})
     both = [tmp_path / "a", tmp_path / "hf"]
-    report = call_json(capsys, "diff", *both, "--rename", "model.=", "--rename", "optimizer.=opt.", code=1)
-    assert (report["only_in_a"], report["only_in_b"], report["objects_compared"]) == (["opt.m"], [], False)
+    report = call_json(
+        capsys, "diff", *both, "--rename", "model.=", "--rename", "optimizer.=opt.", code=1
+    )
+    assert (report["only_in_a"], report["only_in_b"], report["objects_compared"]) == (
+        ["opt.m"],
+        [],
+        False,
+    )
     keys = [part for key in tensors() for part in ("--keys", key)]
-    assert "objects and common state were not compared" in call(capsys, "diff", *both, "--rename", "model.=", *keys)
+    assert "objects and common state were not compared" in call(
+        capsys, "diff", *both, "--rename", "model.=", *keys
+    )
     exported = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     exported["up"][39, 23] += 1
     safetensors.torch.save_file(exported, tmp_path / "hf" / "model.safetensors")
@@ -223,7 +270,10 @@ def test_with_a_hugging_face_directory(tmp_path, capsys):
 
 
 def test_keys_select_before_renaming_as_in_exports(tmp_path):
-    save(tmp_path / "a", {"model.up": torch.ones(2), "model.gone": torch.ones(2), "ema.up": torch.ones(2)})
+    save(
+        tmp_path / "a",
+        {"model.up": torch.ones(2), "model.gone": torch.ones(2), "ema.up": torch.ones(2)},
+    )
     save(tmp_path / "b", {"up": torch.ones(2), "more": torch.ones(2)})
     report = distckpt.diff(tmp_path / "a", tmp_path / "b", keys="model.", rename={"model.": ""})
     assert (report.num_compared, report.only_in_a, report.only_in_b) == (1, ("gone",), ("more",))
@@ -234,7 +284,11 @@ def test_keys_select_before_renaming_as_in_exports(tmp_path):
 def test_tensors_that_differ_alike_share_a_line(tmp_path, capsys):
     values = {f"layers.{i}.{name}": torch.ones(4, 2) for i in range(6) for name in ("up", "down")}
     save(tmp_path / "a", values)
-    changed = {key: value * (1 + 0.001 * (key != "layers.3.up")) for key, value in values.items() if "up" in key}
+    changed = {
+        key: value * (1 + 0.001 * (key != "layers.3.up"))
+        for key, value in values.items()
+        if "up" in key
+    }
     save(tmp_path / "b", {**values, **changed})
     text = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
     assert re.search(r"^layers\.\{0..2,4,5\}\.up  40 of 40  1\.0e-03  1\.0e-03$", text, re.M)
@@ -242,10 +296,24 @@ def test_tensors_that_differ_alike_share_a_line(tmp_path, capsys):
 
 
 def test_the_largest_differences_come_first_and_a_nan_is_not_hidden(tmp_path, capsys):
-    values = {f"layers.{i}.{name}": torch.ones(4) for i in range(3) for name in ("up", "down", "norm")}
+    values = {
+        f"layers.{i}.{name}": torch.ones(4) for i in range(3) for name in ("up", "down", "norm")
+    }
     save(tmp_path / "a", values)
-    factors = {"layers.1.up": 1.001, "layers.2.down": 2.0, "layers.0.norm": 1.5, "layers.1.norm": float("nan")}
-    save(tmp_path / "b", {key: value * factors.get(key, 1.0) for key, value in values.items() if key != "layers.0.up"})
+    factors = {
+        "layers.1.up": 1.001,
+        "layers.2.down": 2.0,
+        "layers.0.norm": 1.5,
+        "layers.1.norm": float("nan"),
+    }
+    save(
+        tmp_path / "b",
+        {
+            key: value * factors.get(key, 1.0)
+            for key, value in values.items()
+            if key != "layers.0.up"
+        },
+    )
     lines = call(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
     assert [line.split() for line in lines[2:6]] == [
         ["layers.{0..1}.norm", "8", "of", "8", "inf", "nan"],
@@ -257,14 +325,18 @@ def test_the_largest_differences_come_first_and_a_nan_is_not_hidden(tmp_path, ca
 
 def test_errors_have_a_code_of_their_own(tmp_path, capsys):
     save(tmp_path / "a", {"w": torch.ones(3)})
-    assert "CheckpointNotFoundError" in call_error(capsys, "diff", tmp_path / "a", tmp_path / "nothing", code=2)
+    assert "CheckpointNotFoundError" in call_error(
+        capsys, "diff", tmp_path / "a", tmp_path / "nothing", code=2
+    )
     (shard,) = (tmp_path / "a" / "tensors").iterdir()
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     save(tmp_path / "b", {"w": torch.ones(3)})
     shard.write_bytes(content)
     assert "Checksum mismatch" in call_error(capsys, "diff", tmp_path / "b", tmp_path / "a", code=2)
-    assert "matches ['v']" in call_error(capsys, "diff", tmp_path / "b", tmp_path / "b", "--keys", "v", code=2)
+    assert "matches ['v']" in call_error(
+        capsys, "diff", tmp_path / "b", tmp_path / "b", "--keys", "v", code=2
+    )
     assert "is not a tolerance" in call_usage_error(capsys, "diff", "x", "y", "--atol", "-1")
 
 
@@ -282,5 +354,9 @@ def test_in_memory_of_an_object_store(capsys):
     save(f"{root}/a", tensors(), step=1)
     save(f"{root}/b", {**tensors(), "model.scalar": torch.tensor(1.0)}, num_parts=2, step=1)
     (found,) = call_json(capsys, "diff", f"{root}/a", f"{root}/b", code=1)["tensors"]
-    assert (found["key"], found["first_index"], found["max_difference"]) == ("model.scalar", [], 1.5)
+    assert (found["key"], found["first_index"], found["max_difference"]) == (
+        "model.scalar",
+        [],
+        1.5,
+    )
     assert json.loads(call(capsys, "diff", f"{root}/a", f"{root}/a", "--json"))["is_same"]

@@ -1,4 +1,6 @@
-"""The file that `inspect --html` writes: what is in it. It is looked at in tests/processes/cli/test_page.py."""
+"""The file that `inspect --html` writes: what is in it. It is looked at in
+tests/processes/cli/test_page.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.support.cli_command import call, call_error, call_json
 
 def content_of(path):
     (data,) = re.findall(
-        r'<script type="application/octet-stream" id="data">([A-Za-z0-9+/=]+)</script>', path.read_text()
+        r'<script type="application/octet-stream" id="data">([A-Za-z0-9+/=]+)</script>',
+        path.read_text(),
     )
     return json.loads(gzip.decompress(base64.b64decode(data)))
 
@@ -40,13 +43,23 @@ def test_the_data_are_those_of_the_checkpoint(tmp_path, capsys):
     tensors = {key: rest for key, *rest in content["tensors"]}
     assert tensors.keys() == values.keys()
     for key, (dtype, shape, size, chunks, tied, change) in tensors.items():
-        assert (dtype, shape, size, tied, change) == ("F32", list(values[key].shape), values[key].nbytes, None, None)
+        assert (dtype, shape, size, tied, change) == (
+            "F32",
+            list(values[key].shape),
+            values[key].nbytes,
+            None,
+            None,
+        )
         listed = call_json(capsys, "inspect", tmp_path / "c", "--key", key)["chunks"]
         assert [[content["owners"][owner], *rest] for owner, *rest in chunks] == [
-            [chunk["owner"], chunk["offset"], chunk["shape"], chunk["num_bytes"]] for chunk in listed
+            [chunk["owner"], chunk["offset"], chunk["shape"], chunk["num_bytes"]]
+            for chunk in listed
         ]
     page = (tmp_path / "c.html").read_text()
-    assert re.findall(r"""(?:src|href)="(?!data:)|https?://(?!www\.w3\.org/2000/svg")|@import""", page) == []
+    assert (
+        re.findall(r"""(?:src|href)="(?!data:)|https?://(?!www\.w3\.org/2000/svg")|@import""", page)
+        == []
+    )
 
 
 def test_a_page_of_many_tensors_is_small(tmp_path, capsys):
@@ -73,9 +86,22 @@ def test_a_page_of_differences(tmp_path, capsys):
     content = content_of(tmp_path / "d.html")
     assert content["title"] == "1 of 3 tensors differs, 1 only in A, 1 only in B"
     assert content["objects"] == [["common state: step", "0", "1"]]
-    call(capsys, "diff", tmp_path / "a", tmp_path / "b", "--keys", "x.", "--html", tmp_path / "d.html", code=1)
+    call(
+        capsys,
+        "diff",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--keys",
+        "x.",
+        "--html",
+        tmp_path / "d.html",
+        code=1,
+    )
     content = content_of(tmp_path / "d.html")
-    assert (content["objects"], content["lines"][-1]) == ([], ["", "Objects and common state were not compared."])
+    assert (content["objects"], content["lines"][-1]) == (
+        [],
+        ["", "Objects and common state were not compared."],
+    )
     found = {key: change for key, *_, change in content["tensors"]}
     assert found.keys() == {"x.same", "x.other", "x.only_a", "x.only_b"}
     assert found["x.same"] is None

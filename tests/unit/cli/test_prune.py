@@ -90,13 +90,26 @@ def test_what_is_not_the_managers_is_left_alone(root, tmp_path, capsys):
     distckpt.save(state(9), root / "step_00000009")  # of this name, but no manager saved it
     distckpt.save(state(9), tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", root / "step_00000008")
-    shutil.copytree(root / "step_00000001", root / "step_00000007")  # its marker says that it is step 1
-    others = ["notes.txt", "step_1", ".step_00000001.damaged-0123456789abcdef", ".step_00000001.tmp-short"]
+    shutil.copytree(
+        root / "step_00000001", root / "step_00000007"
+    )  # its marker says that it is step 1
+    others = [
+        "notes.txt",
+        "step_1",
+        ".step_00000001.damaged-0123456789abcdef",
+        ".step_00000001.tmp-short",
+    ]
     for name in others:
         (root / name).mkdir()
     call(capsys, "prune", root, "--keep-last", 1, "--abandoned-after", 1)
     left = set(os.listdir(root))
-    assert {*others, "step_00000000_copy", "step_00000009", "step_00000008", "step_00000007"} <= left
+    assert {
+        *others,
+        "step_00000000_copy",
+        "step_00000009",
+        "step_00000008",
+        "step_00000007",
+    } <= left
     assert {"step_00000002", "step_00000004"} <= left
     assert not {"step_00000000", "step_00000001", "step_00000003"} & left
     assert distckpt.verify(tmp_path / "elsewhere").is_whole
@@ -104,7 +117,11 @@ def test_what_is_not_the_managers_is_left_alone(root, tmp_path, capsys):
 
 def test_leftovers_of_dead_saves_go_and_live_ones_stay(root, capsys):
     nonce = "0123456789abcdef"
-    dead, live, trash = f".step_00000005.tmp-{nonce}", f".step_00000006.tmp-{nonce}", f".step_00000001.trash-{nonce}"
+    dead, live, trash = (
+        f".step_00000005.tmp-{nonce}",
+        f".step_00000006.tmp-{nonce}",
+        f".step_00000001.trash-{nonce}",
+    )
     leave(root, dead, age=2 * 3600)
     leave(root, live, age=0)
     leave(root, trash, age=0)

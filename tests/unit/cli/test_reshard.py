@@ -62,7 +62,9 @@ def assert_holds_everything(location):
     for key, value in expected.items():
         assert (loaded[key].dtype, bits(loaded[key])) == (value.dtype, bits(value)), key
     assert distckpt.load_common_state_dict(location) == {"step": 7, "args": {"lr": 0.5}}
-    state = distckpt.load({"rng": [ShardedObject("rng", None, (3,), (i,)) for i in range(3)]}, location)
+    state = distckpt.load(
+        {"rng": [ShardedObject("rng", None, (3,), (i,)) for i in range(3)]}, location
+    )
     assert state["rng"] == [{"seed": i} for i in range(3)]
 
 
@@ -100,10 +102,15 @@ def test_grids_say_which_rank_holds_what(checkpoint, tmp_path, capsys):
     assert_holds_everything(tmp_path / "r")
     found = chunks(tmp_path / "r")
     assert found["model.up"] == {
-        (40 * row, 45 * column): ((40, 45), (2 * row + column) % 4) for row in range(3) for column in range(2)
+        (40 * row, 45 * column): ((40, 45), (2 * row + column) % 4)
+        for row in range(3)
+        for column in range(2)
     }
     # Two parts and four ranks: ranks 0 and 2 share the first, 1 and 3 the second.
-    assert {(place[1], rank % 2) for place, (_, rank) in found["model.down"].items()} == {(0, 0), (150, 1)}
+    assert {(place[1], rank % 2) for place, (_, rank) in found["model.down"].items()} == {
+        (0, 0),
+        (150, 1),
+    }
     call(capsys, "reshard", tmp_path / "r", tmp_path / "back", "--ranks", 2)
     assert_holds_everything(tmp_path / "back")
 
@@ -137,7 +144,9 @@ def test_damage_is_found_and_nothing_appears(checkpoint, tmp_path, capsys):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert "Checksum mismatch" in call_error(capsys, "reshard", checkpoint, tmp_path / "r", "--ranks", 2)
+    assert "Checksum mismatch" in call_error(
+        capsys, "reshard", checkpoint, tmp_path / "r", "--ranks", 2
+    )
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
@@ -168,9 +177,16 @@ def test_import_of_a_hugging_face_directory(tmp_path, capsys):
     (tmp_path / "hf").mkdir()
     values = {key: value for key, value in tensors().items() if key.startswith("model.")}
     for number, key in enumerate(values, start=1):
-        safetensors.torch.save_file({key: values[key]}, tmp_path / "hf" / f"model-{number:05d}-of-00005.safetensors")
-    weight_map = {key: f"model-{number:05d}-of-00005.safetensors" for number, key in enumerate(values, start=1)}
-    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        safetensors.torch.save_file(
+            {key: values[key]}, tmp_path / "hf" / f"model-{number:05d}-of-00005.safetensors"
+        )
+    weight_map = {
+        key: f"model-{number:05d}-of-00005.safetensors"
+        for number, key in enumerate(values, start=1)
+    }
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     arguments = ["--rename", "model.=net.", "--dtype", "*.up=bf16", "--ranks", 3]
     report = call_json(capsys, "import", tmp_path / "hf", tmp_path / "c", *arguments)
     assert (report["num_tensors"], report["overflows"]) == (5, {})
@@ -185,7 +201,9 @@ def test_import_of_a_hugging_face_directory(tmp_path, capsys):
 
 
 def test_conversions_that_lose_values_are_told(tmp_path, capsys):
-    safetensors.numpy.save_file({"w": torch.tensor([1.0, 1e30, -1e30]).numpy()}, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(
+        {"w": torch.tensor([1.0, 1e30, -1e30]).numpy()}, tmp_path / "model.safetensors"
+    )
     call(capsys, "import", tmp_path, tmp_path / "c", "--dtype", "fp16")
     main(["import", str(tmp_path), str(tmp_path / "c"), "--dtype", "fp16", "--overwrite"])
     assert "warning: 2 values of 'w' did not fit" in capsys.readouterr().err
@@ -208,12 +226,27 @@ def test_memory_is_bounded(tmp_path):
     limit = 64 << 20
 
     def rewrite():
-        distckpt.reshard(tmp_path / "c", tmp_path / "r", num_ranks=2, grids={"w": (1, 2)}, max_inflight_bytes=limit)
+        distckpt.reshard(
+            tmp_path / "c",
+            tmp_path / "r",
+            num_ranks=2,
+            grids={"w": (1, 2)},
+            max_inflight_bytes=limit,
+        )
 
     assert peak_memory_bytes(rewrite) < 4 * limit
 
 
 def test_in_memory_of_an_object_store(checkpoint, capsys):
-    call(capsys, "reshard", checkpoint, "memory://test_cli_reshard/a", "--ranks", 3, "--grid", "model.up=2x2")
+    call(
+        capsys,
+        "reshard",
+        checkpoint,
+        "memory://test_cli_reshard/a",
+        "--ranks",
+        3,
+        "--grid",
+        "model.up=2x2",
+    )
     call(capsys, "reshard", "memory://test_cli_reshard/a", "memory://test_cli_reshard/b")
     assert_holds_everything("memory://test_cli_reshard/b")

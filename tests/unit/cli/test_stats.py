@@ -10,7 +10,7 @@ import torch
 
 import distckpt
 from distckpt import ShardedTensor
-from distckpt._foreign.opening import open_checkpoint
+from distckpt._checkpoint.opening import open_checkpoint
 from distckpt._operations import stats, windows
 from tests.support.cli_command import call, call_error, call_json
 
@@ -41,7 +41,8 @@ if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
 @pytest.fixture
 def checkpoint(tmp_path):
     distckpt.save(
-        {**{key: ShardedTensor.from_rank_offsets(key, v) for key, v in VALUES.items()}, "s": 1}, tmp_path / "c"
+        {**{key: ShardedTensor.from_rank_offsets(key, v) for key, v in VALUES.items()}, "s": 1},
+        tmp_path / "c",
     )
     return tmp_path / "c"
 
@@ -50,7 +51,9 @@ def checkpoint(tmp_path):
 def test_statistics_are_those_of_numpy(checkpoint, capsys, monkeypatch, window, block):
     monkeypatch.setattr(windows, "WINDOW_ELEMENTS", window)
     monkeypatch.setattr(windows, "_BLOCK_ELEMENTS", block)
-    found = {item["key"]: item for item in call_json(capsys, "stats", checkpoint, code=1)["tensors"]}
+    found = {
+        item["key"]: item for item in call_json(capsys, "stats", checkpoint, code=1)["tensors"]
+    }
     assert list(found) == sorted(VALUES)
     for key, value in VALUES.items():
         flat = torch.view_as_real(value) if value.is_complex() else value
@@ -61,7 +64,9 @@ def test_statistics_are_those_of_numpy(checkpoint, capsys, monkeypatch, window, 
         assert item["num_infinite"] == np.isinf(numbers).sum()
         assert item["num_zero"] == (finite == 0).sum()
         assert item["norm"] == pytest.approx(math.hypot(*finite), rel=1e-6, abs=0)
-        assert sum(item["histogram"]) == (len(finite) if len(finite) < 2000 else sum(item["histogram"]))
+        assert sum(item["histogram"]) == (
+            len(finite) if len(finite) < 2000 else sum(item["histogram"])
+        )
         if len(finite):
             assert (item["min"], item["max"]) == (finite.min(), finite.max())
             assert item["mean"] == pytest.approx(finite.mean(), rel=1e-6, abs=1e-7)
@@ -72,7 +77,11 @@ def test_a_histogram_has_bins_of_equal_width(tmp_path, capsys):
     values = torch.cat([torch.zeros(7), torch.ones(2), torch.tensor([8.0])])
     distckpt.save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
     (found,) = call_json(capsys, "stats", tmp_path / "c")["tensors"]
-    assert found["histogram"] == np.histogram(values.numpy(), 8)[0].tolist() == [7, 2, 0, 0, 0, 0, 0, 1]
+    assert (
+        found["histogram"]
+        == np.histogram(values.numpy(), 8)[0].tolist()
+        == [7, 2, 0, 0, 0, 0, 0, 1]
+    )
 
 
 def test_the_exit_code_tells_of_nan(checkpoint, capsys):
@@ -81,12 +90,16 @@ def test_the_exit_code_tells_of_nan(checkpoint, capsys):
     assert f"{len(VALUES)} tensors, {len(with_nan)} with NaN; " in text
     without = [word for key in with_nan for word in ("--keys", f"!{key}")]
     assert "15 tensors, 0 with NaN" in call(capsys, "stats", checkpoint, *without)
-    assert "matches 'v'; there are 'codes'" in call_error(capsys, "stats", checkpoint, "--keys", "v", code=2)
+    assert "matches 'v'; there are 'codes'" in call_error(
+        capsys, "stats", checkpoint, "--keys", "v", code=2
+    )
 
 
 def test_a_checkpoint_without_tensors(tmp_path, capsys):
     distckpt.save({"step": 1}, tmp_path / "c")
-    assert "has no tensors, only common state" in call_error(capsys, "stats", tmp_path / "c", code=2)
+    assert "has no tensors, only common state" in call_error(
+        capsys, "stats", tmp_path / "c", code=2
+    )
 
 
 def test_numbers_beyond_the_squares_of_float32(checkpoint):
@@ -96,12 +109,16 @@ def test_numbers_beyond_the_squares_of_float32(checkpoint):
 
 
 def test_tied_tensors_have_statistics_under_each_name(tmp_path, capsys):
-    model = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 3, bias=False), "head": torch.nn.Linear(2, 3, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Linear(2, 3, bias=False), "head": torch.nn.Linear(2, 3, bias=False)}
+    )
     model["head"].weight = model["embed"].weight
     distckpt.save({"model": model}, tmp_path / "tied")
     for arguments in ((), ("--keys", "head.*")):
         found = call_json(capsys, "stats", tmp_path / "tied", *arguments)["tensors"]
         norms = {each["key"]: each["norm"] for each in found}
-        assert norms["head.weight"] == pytest.approx(float(model["embed"].weight.detach().norm()), rel=1e-6)
+        assert norms["head.weight"] == pytest.approx(
+            float(model["embed"].weight.detach().norm()), rel=1e-6
+        )
     names = {each["key"] for each in call_json(capsys, "stats", tmp_path / "tied")["tensors"]}
     assert names == {"embed.weight", "head.weight"}

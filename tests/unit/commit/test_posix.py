@@ -15,12 +15,15 @@ import torch
 
 import distckpt
 from distckpt import CheckpointExistsError, CheckpointNotFoundError, ShardedTensor
-from distckpt.serialization import get_default_save_sharded_strategy
+from distckpt.megatron.serialization import get_default_save_sharded_strategy
 from distckpt.strategies.base import SaveShardedStrategy
 
 
 def state(value=1.0, size=4):
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((size,), float(value))), "step": value}
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((size,), float(value))),
+        "step": value,
+    }
 
 
 def loaded_value(path, size=4):
@@ -67,7 +70,9 @@ def test_missing_parents_are_made(tmp_path):
 def test_an_existing_checkpoint_is_refused_and_stays(tmp_path):
     distckpt.save(state(1.0), tmp_path / "c")
     before = {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")}
-    with pytest.raises(CheckpointExistsError, match=r"'.*/c' already holds a complete checkpoint.*overwrite=True"):
+    with pytest.raises(
+        CheckpointExistsError, match=r"'.*/c' already holds a complete checkpoint.*overwrite=True"
+    ):
         distckpt.save(state(2.0), tmp_path / "c")
     assert {path: path.stat().st_mtime_ns for path in Path(tmp_path, "c").rglob("*")} == before
     assert names(tmp_path) == ["c"]
@@ -75,7 +80,9 @@ def test_an_existing_checkpoint_is_refused_and_stays(tmp_path):
 
 
 def test_an_overwritten_checkpoint_is_gone_entirely(tmp_path):
-    columns = {str(i): ShardedTensor.from_rank_offsets("w", torch.zeros(4, 1), (1, i, 3)) for i in range(3)}
+    columns = {
+        str(i): ShardedTensor.from_rank_offsets("w", torch.zeros(4, 1), (1, i, 3)) for i in range(3)
+    }
     distckpt.save({**columns, "old": 1}, tmp_path / "c")
     assert len(names(tmp_path / "c" / "tensors")) == 3
     distckpt.save(state(2.0), tmp_path / "c", overwrite=True)
@@ -119,7 +126,9 @@ def test_an_overwritten_checkpoint_is_never_absent(tmp_path):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_unfinished_save_is_moved_aside_and_never_mixed_in(tmp_path, overwrite, caplog):
-    columns = {str(i): ShardedTensor.from_rank_offsets("w", torch.zeros(4, 1), (1, i, 3)) for i in range(3)}
+    columns = {
+        str(i): ShardedTensor.from_rank_offsets("w", torch.zeros(4, 1), (1, i, 3)) for i in range(3)
+    }
     distckpt.save(columns, tmp_path / "c")
     (tmp_path / "c" / "metadata.json").unlink()
     left = sorted(str(path.relative_to(tmp_path / "c")) for path in Path(tmp_path, "c").rglob("*"))
@@ -128,7 +137,10 @@ def test_an_unfinished_save_is_moved_aside_and_never_mixed_in(tmp_path, overwrit
     (aside,) = [name for name in names(tmp_path) if name != "c"]
     assert aside.startswith(".c.incomplete-")
     assert str(tmp_path / aside) in caplog.text
-    assert sorted(str(path.relative_to(tmp_path / aside)) for path in Path(tmp_path, aside).rglob("*")) == left
+    assert (
+        sorted(str(path.relative_to(tmp_path / aside)) for path in Path(tmp_path, aside).rglob("*"))
+        == left
+    )
     assert loaded_value(tmp_path / "c") == 2.0
     assert len(names(tmp_path / "c" / "tensors")) == 1
     with pytest.raises(CheckpointNotFoundError):
@@ -191,7 +203,12 @@ def test_relative_paths_and_path_objects(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     distckpt.save(state(1.0), Location())
     assert names(tmp_path) == ["c"]
-    assert loaded_value("c") == loaded_value(Path("c")) == loaded_value("../" + tmp_path.name + "/c") == 1.0
+    assert (
+        loaded_value("c")
+        == loaded_value(Path("c"))
+        == loaded_value("../" + tmp_path.name + "/c")
+        == 1.0
+    )
     (tmp_path / "below" / "this").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "below" / "this")
     distckpt.save(state(2.0), "../here/.")
@@ -244,11 +261,16 @@ def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path, size,
     # Nothing of an error may be lost in the threads that write.
     tensors = torch.ones(size // 4).view(-1, 5)
     parts = enumerate(tensors.chunk(5, 1)) if columns else [(0, tensors)]
-    shards = {i: ShardedTensor.from_rank_offsets("w", part, (1, i, 5 if columns else 1)) for i, part in parts}
+    shards = {
+        i: ShardedTensor.from_rank_offsets("w", part, (1, i, 5 if columns else 1))
+        for i, part in parts
+    }
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OSError, match=r"File too large: '.*tensors/shard-00001-model-.*\.safetensors'"):
+        with pytest.raises(
+            OSError, match=r"File too large: '.*tensors/shard-00001-model-.*\.safetensors'"
+        ):
             distckpt.save(shards, tmp_path / "c")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -275,7 +297,8 @@ def test_no_file_stays_open(tmp_path):
 
 def test_many_files_need_few_descriptors(tmp_path):
     columns = {
-        str(i): ShardedTensor.from_rank_offsets("w", torch.full((2, 1), float(i)), (1, i, 200)) for i in range(200)
+        str(i): ShardedTensor.from_rank_offsets("w", torch.full((2, 1), float(i)), (1, i, 200))
+        for i in range(200)
     }
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
@@ -294,7 +317,10 @@ def test_many_files_need_few_descriptors(tmp_path):
 def test_a_save_to_an_object_store_and_back(memory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wide = torch.randn(40, 50_000)
-    shards = {i: ShardedTensor.from_rank_offsets("wide", part, (1, i, 2)) for i, part in enumerate(wide.chunk(2, 1))}
+    shards = {
+        i: ShardedTensor.from_rank_offsets("wide", part, (1, i, 2))
+        for i, part in enumerate(wide.chunk(2, 1))
+    }
     distckpt.save({**shards, **state(2.0)}, f"{memory}/run/c/")
     assert loaded_value(f"{memory}/run/c") == 2.0
     rows = ShardedTensor.from_rank_offsets("wide", torch.zeros(10, 50_000), (0, 2, 4))
@@ -312,7 +338,9 @@ def test_a_checkpoint_keeps_its_meaning_when_copied_to_a_disk(memory, tmp_path):
 
 def test_a_checkpoint_on_an_object_store_is_refused_and_stays(memory):
     distckpt.save(state(1.0), f"{memory}/c")
-    with pytest.raises(CheckpointExistsError, match=r"already holds a complete checkpoint.*overwrite=True"):
+    with pytest.raises(
+        CheckpointExistsError, match=r"already holds a complete checkpoint.*overwrite=True"
+    ):
         distckpt.save(state(2.0), f"{memory}/c")
     assert loaded_value(f"{memory}/c") == 1.0
 

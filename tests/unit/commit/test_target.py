@@ -136,7 +136,7 @@ def test_a_checkpoint_of_torch_is_moved_aside_when_asked(tmp_path, caplog):
     assert sorted(os.listdir(aside)) == [".metadata", "__0_0.distcp"]
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- What is refused ------------------------------------------------------------------------------
 
 
 def check_refused(path, reason, **options):
@@ -156,7 +156,11 @@ def make_root(path):
 def test_a_directory_of_checkpoints_is_none(overwrite, tmp_path):
     """As when `run` is given for `run/step_3`."""
     make_root(tmp_path / "run")
-    check_refused(tmp_path / "run", "holds other checkpoints .'step_00000001'.*run/step_1'", overwrite=overwrite)
+    check_refused(
+        tmp_path / "run",
+        "holds other checkpoints .'step_00000001'.*run/step_1'",
+        overwrite=overwrite,
+    )
     (tmp_path / "busy" / ".step_2.tmp-0123456789abcdef").mkdir(parents=True)
     check_refused(tmp_path / "busy", "holds other checkpoints", overwrite=overwrite)
 
@@ -175,7 +179,12 @@ def test_the_current_directory_stays_the_same_one(tmp_path, monkeypatch):
     """A process whose directory was replaced finds no relative path any more."""
     distckpt.save(state_of(1), tmp_path / "source")
     (tmp_path / "empty").mkdir()
-    for current, verb in [("empty", overwrite), ("empty", export), ("empty", stream), ("source", overwrite)]:
+    for current, verb in [
+        ("empty", overwrite),
+        ("empty", export),
+        ("empty", stream),
+        ("source", overwrite),
+    ]:
         monkeypatch.chdir(tmp_path / current)
         with pytest.raises(CheckpointExistsError, match="it is the current directory"):
             verb(tmp_path, Path("."))
@@ -189,7 +198,9 @@ def test_files_of_others_in_our_folders_are_not_overwritten(tmp_path):
     check_refused(tmp_path / "c", "'tensors' in it holds what no save has written", overwrite=True)
     distckpt.save(state_of(2), tmp_path / "d")
     distckpt.save(state_of(3), tmp_path / "d" / "objects" / "nested")
-    check_refused(tmp_path / "d", "'objects' in it holds what no save has written .'nested'", overwrite=True)
+    check_refused(
+        tmp_path / "d", "'objects' in it holds what no save has written .'nested'", overwrite=True
+    )
 
 
 @pytest.mark.parametrize("verb", ["export", "stream"])
@@ -266,7 +277,9 @@ def test_a_directory_of_a_lower_layer_is_refused_before_data_is_written(verb, tm
         distckpt.save(state_of(1), tmp_path / "lower" / name)
     with overlay(tmp_path) as merged:
         before = tree_of(merged)
-        with pytest.raises(CheckpointExistsError, match="it comes from a lower layer of an overlay file system"):
+        with pytest.raises(
+            CheckpointExistsError, match="it comes from a lower layer of an overlay file system"
+        ):
             verb(merged, merged / "checkpoint")
         assert tree_of(merged) == before
         shutil.copytree(merged / "checkpoint", merged / "copy")
@@ -275,7 +288,7 @@ def test_a_directory_of_a_lower_layer_is_refused_before_data_is_written(verb, tm
     assert tree_of(tmp_path / "lower") == before
 
 
-# --- Access -----------------------------------------------------------------------------------------------------------
+# --- Access ---------------------------------------------------------------------------------------
 
 
 class LooksAtAccess(SafetensorsSave):
@@ -331,7 +344,9 @@ def test_a_directory_of_another_user_is_not_taken_for_an_earlier_checkpoint(tmp_
 def test_empty_directories_of_earlier_saves_are_removed(tmp_path):
     """As network file systems leave them when a reader had a file open."""
     path = tmp_path / "c"
-    empty, full, running_now = (tmp_path / f".c.tmp-{running.new_nonce(str(path))}" for _ in range(3))
+    empty, full, running_now = (
+        tmp_path / f".c.tmp-{running.new_nonce(str(path))}" for _ in range(3)
+    )
     for directory in (empty, full, running_now):
         (directory / "tensors").mkdir(parents=True)
     (full / "tensors" / "x").write_bytes(b"mine")

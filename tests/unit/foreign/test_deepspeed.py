@@ -1,4 +1,6 @@
-"""DeepSpeed's directories: those in `tests/data/deepspeed_0_19.zip` were written by DeepSpeed itself."""
+"""DeepSpeed's directories: those in `tests/data/deepspeed_0_19.zip` were written by DeepSpeed
+itself.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 import distckpt
-from distckpt.core import CheckpointingException
-from distckpt.interop import torch_dist
+from distckpt import torch_dist
+from distckpt.megatron.core import CheckpointingException
 from tests.data.make_deepspeed import make_model
 from tests.support.cli_command import call
 from tests.support.read_counts import counted_reads
@@ -47,7 +49,9 @@ def expected_of(path):
 
 def same(found, expected):
     """DeepSpeed gives all weights in 32 bits, also those it keeps in 16."""
-    weights = all(torch.equal(found[key].float(), tensor.float()) for key, tensor in expected.items())
+    weights = all(
+        torch.equal(found[key].float(), tensor.float()) for key, tensor in expected.items()
+    )
     return weights and not set(expected) - set(found)
 
 
@@ -73,14 +77,23 @@ def test_training_goes_on_in_pytorch(made, name):
     request = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
     loaded = distckpt.load(request, made / name, allow_dtype_cast=True)
     expected = expected_of(made / name)
-    assert all(torch.equal(param, expected[key]) for key, param in model.named_parameters() if key in expected)
+    assert all(
+        torch.equal(param, expected[key])
+        for key, param in model.named_parameters()
+        if key in expected
+    )
     assert model.head.weight is model.embed.weight
     assert model.frozen.weight.any()
     for key, param in model.named_parameters():
         for state in ("exp_avg", "exp_avg_sq") if param.requires_grad else ():
-            assert torch.equal(optimizer.state[param][state], expected[f"optimizer.state.{state}.{key}"])
+            assert torch.equal(
+                optimizer.state[param][state], expected[f"optimizer.state.{state}.{key}"]
+            )
         assert not param.requires_grad or optimizer.state[param]["step"] == 3
-    assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [(0.1, 0.001), (0.0, 0.001)]
+    assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [
+        (0.1, 0.001),
+        (0.0, 0.001),
+    ]
     assert (scheduler.last_epoch, scheduler.step_size) == (3, 2)
     assert model.count == loaded["iteration"] == loaded["global_steps"] == 3
     assert torch.equal(loaded["rng"], torch.arange(4).byte())
@@ -94,7 +107,11 @@ def test_weights_become_a_hugging_face_checkpoint(made, tmp_path, name):
     weights = load_file(tmp_path / "export/model.safetensors")
     expected = expected_of(made / name)
     assert "head.weight" not in weights  # Tied.
-    assert all(torch.equal(weights[k].float(), expected[k].bfloat16().float()) for k in weights if k in expected)
+    assert all(
+        torch.equal(weights[k].float(), expected[k].bfloat16().float())
+        for k in weights
+        if k in expected
+    )
     assert {"up.weight", "scale", "count"} <= weights.keys()
 
 
@@ -292,7 +309,10 @@ def test_damage_is_named(copied, damage):
 
 
 def test_classes_of_others_are_refused_where_they_are_asked_for(copied):
-    edit(copied / ZERO_2 / MODEL, lambda content: content.update(sampler=random.Random(1), call=Call(copied / "ran")))
+    edit(
+        copied / ZERO_2 / MODEL,
+        lambda content: content.update(sampler=random.Random(1), call=Call(copied / "ran")),
+    )
     # Tensors are there.
     assert same(distckpt.load_plain_tensors(copied / "zero2"), expected_of(copied / "zero2"))
     with pytest.raises(distckpt.UnsupportedObjectError, match=r"'sampler' in .*random\.Random"):
@@ -310,7 +330,9 @@ class Call:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 2000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 2000), marks=pytest.mark.slow)]
+)
 def test_flipped_bytes_are_errors_of_ours_or_change_values_only(copied, seeds):
     for seed in seeds:
         generator = random.Random(seed)
@@ -339,7 +361,13 @@ def save_zero(path, module, groups, flat, states, options, **fields):
     """Write a ZeRO-2 directory as DeepSpeed does, given each rank's part of each group."""
     path.mkdir(parents=True)
     shapes = [OrderedDict((name, module[name].shape) for name in names) for names in groups]
-    model = {"module": module, "buffer_names": [], "optimizer": None, "param_shapes": shapes, "shared_params": {}}
+    model = {
+        "module": module,
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "shared_params": {},
+    }
     torch.save(model, path / MODEL)
     for rank, (weights, state) in enumerate(zip(flat, states, strict=True)):
         numbered = [{**given, "params": [i]} for i, given in enumerate(options)]
@@ -350,21 +378,44 @@ def save_zero(path, module, groups, flat, states, options, **fields):
             "partition_count": [len(flat)],
         }
         zero |= {"group_paddings": [0] * len(groups), **fields}
-        torch.save({"optimizer_state_dict": zero}, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {"optimizer_state_dict": zero}, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        )
 
 
 def test_the_optimizer_of_deepspeed(tmp_path):
-    """FusedAdam counts steps in its groups; paddings stand between parameters and at the end; tensors are views."""
+    """FusedAdam counts steps in its groups; paddings stand between parameters and at the end;
+    tensors are views.
+    """
     wide = torch.arange(60.0).view(6, 10)
-    module = OrderedDict(w=torch.zeros(3, 5), b=torch.zeros(()), frozen=wide.T, view=wide[1:, 2:4], _extra_state=3)
+    module = OrderedDict(
+        w=torch.zeros(3, 5), b=torch.zeros(()), frozen=wide.T, view=wide[1:, 2:4], _extra_state=3
+    )
     flat = torch.arange(20.0)
-    options = [{"lr": 0.5, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0, "step": 7}]
+    options = [
+        {
+            "lr": 0.5,
+            "bias_correction": True,
+            "betas": (0.9, 0.95),
+            "eps": 1e-6,
+            "weight_decay": 0.0,
+            "step": 7,
+        }
+    ]
     states = [
         [{"exp_avg": flat[:10] + 1, "exp_avg_sq": flat[:10] + 2}],
         [{"exp_avg": flat[10:] + 1, "exp_avg_sq": flat[10:] + 2}],
     ]
     weights = [[flat[:10]], [flat[10:]]]
-    save_zero(tmp_path / "c", module, [["w", "b"]], weights, states, options, param_alignment_paddings=[[2, 2]])
+    save_zero(
+        tmp_path / "c",
+        module,
+        [["w", "b"]],
+        weights,
+        states,
+        options,
+        param_alignment_paddings=[[2, 2]],
+    )
     found = distckpt.load_plain_tensors(tmp_path / "c")
     expected = {"w": flat[:15].view(3, 5), "b": flat[17], "frozen": wide.T, "view": wide[1:, 2:4]}
     assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
@@ -373,7 +424,10 @@ def test_the_optimizer_of_deepspeed(tmp_path):
     request = {"model": model, "optimizer": optimizer}
     distckpt.load(request, tmp_path / "c", strict="raise_unexpected")
     assert torch.equal(optimizer.state[model["w"]]["exp_avg_sq"], flat[:15].view(3, 5) + 2)
-    assert (optimizer.state[model["b"]]["step"], optimizer.param_groups[0]["betas"]) == (7, (0.9, 0.95))
+    assert (optimizer.state[model["b"]]["step"], optimizer.param_groups[0]["betas"]) == (
+        7,
+        (0.9, 0.95),
+    )
 
 
 def test_numbers_besides_the_step_are_kept(tmp_path):
@@ -385,7 +439,14 @@ def test_numbers_besides_the_step_are_kept(tmp_path):
     [state] = theirs.state.values()
     state = {name: value.flatten() if value.ndim else value for name, value in state.items()}
     options = [{name: value for name, value in theirs.param_groups[0].items() if name != "params"}]
-    save_zero(tmp_path / "c", OrderedDict(weight=trained.weight.data), [["weight"]], [[flat]], [[state]], options)
+    save_zero(
+        tmp_path / "c",
+        OrderedDict(weight=trained.weight.data),
+        [["weight"]],
+        [[flat]],
+        [[state]],
+        options,
+    )
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.5)
     distckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "c")
@@ -398,7 +459,14 @@ def test_a_slice_of_a_large_parameter_reads_that_slice(tmp_path):
     size = 1 << 20
     flat = torch.arange(float(size))
     module = OrderedDict(w=torch.zeros(1024, 1024, dtype=torch.bfloat16))
-    save_zero(tmp_path / "c", module, [["w"]], [[flat[: size // 2]], [flat[size // 2 :]]], [[{}], [{}]], [{"lr": 1.0}])
+    save_zero(
+        tmp_path / "c",
+        module,
+        [["w"]],
+        [[flat[: size // 2]], [flat[size // 2 :]]],
+        [[{}], [{}]],
+        [{"lr": 1.0}],
+    )
     row = distckpt.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 1024), (0, 200, 256))
     with counted_reads() as counts:
         distckpt.load({"w": row}, tmp_path / "c")

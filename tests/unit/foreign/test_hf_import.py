@@ -1,4 +1,6 @@
-"""Training that starts from a Hugging Face directory: any layout, other names and shapes, and the way back."""
+"""Training that starts from a Hugging Face directory: any layout, other names and shapes, and the
+way back.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.support.states import numbered
 
 
 def part_of(key, tensor, *cuts, dtype=None, data=True):
-    """Ask for a part of a tensor: `cuts` are `(axis, index, count)`. Returns the shard and what it should hold."""
+    """Ask for a part of a tensor: `cuts` are `(axis, index, count)`. Returns the shard and what it
+    should hold.
+    """
     expected = tensor
     for axis, index, count in cuts:
         expected = expected.chunk(count, axis)[index]
@@ -29,8 +33,12 @@ def part_of(key, tensor, *cuts, dtype=None, data=True):
 
 def assert_loads(asked, directory, **options):
     """Load `{name: (shard, expected)}` and compare."""
-    loaded = distckpt.load({name: shard for name, (shard, _) in asked.items()}, directory, **options)
-    assert same_bytes(loaded, {name: expected.contiguous() for name, (_, expected) in asked.items()})
+    loaded = distckpt.load(
+        {name: shard for name, (shard, _) in asked.items()}, directory, **options
+    )
+    assert same_bytes(
+        loaded, {name: expected.contiguous() for name, (_, expected) in asked.items()}
+    )
 
 
 # ---- plain directories
@@ -40,16 +48,28 @@ def assert_loads(asked, directory, **options):
 def directory(tmp_path):
     """An indexed directory of two files; `tensors` are what it holds."""
     files = {
-        "model-00001-of-00002.safetensors": {"embed": numbered(12, 6), "layers.0.w": numbered(8, 4).bfloat16()},
-        "model-00002-of-00002.safetensors": {"layers.1.w": -numbered(8, 4).bfloat16(), "step": torch.tensor(3)},
+        "model-00001-of-00002.safetensors": {
+            "embed": numbered(12, 6),
+            "layers.0.w": numbered(8, 4).bfloat16(),
+        },
+        "model-00002-of-00002.safetensors": {
+            "layers.1.w": -numbered(8, 4).bfloat16(),
+            "step": torch.tensor(3),
+        },
     }
-    return write_indexed(tmp_path / "hf", files), {key: t for tensors in files.values() for key, t in tensors.items()}
+    return write_indexed(tmp_path / "hf", files), {
+        key: t for tensors in files.values() for key, t in tensors.items()
+    }
 
 
 def test_tensor_parallel_slices_and_pipeline_layers(directory):
     path, tensors = directory
     for stage in range(2):
-        asked = {f"row{i}": part_of("embed", tensors["embed"], (0, i, 3)) for i in range(3)} if stage == 0 else {}
+        asked = (
+            {f"row{i}": part_of("embed", tensors["embed"], (0, i, 3)) for i in range(3)}
+            if stage == 0
+            else {}
+        )
         for tp in range(2):
             key = f"layers.{stage}.w"
             asked[f"w{tp}"] = part_of(key, tensors[key], (1, tp, 2))
@@ -58,7 +78,11 @@ def test_tensor_parallel_slices_and_pipeline_layers(directory):
 
 def test_a_grid_a_whole_tensor_a_scalar_and_no_data(directory):
     path, tensors = directory
-    asked = {f"{i}{j}": part_of("embed", tensors["embed"], (0, i, 4), (1, j, 2)) for i in range(4) for j in range(2)}
+    asked = {
+        f"{i}{j}": part_of("embed", tensors["embed"], (0, i, 4), (1, j, 2))
+        for i in range(4)
+        for j in range(2)
+    }
     asked |= {key: part_of(key, tensor, data=False) for key, tensor in tensors.items()}
     assert_loads(asked, path)
 
@@ -76,8 +100,13 @@ def test_dtypes_are_widened_and_narrowed_only_when_told(directory):
 
 def test_keys_that_the_directory_does_not_have(directory):
     path, _ = directory
-    shards = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(8, 4)) for key in ("layers.0.w", "layers.2.w")}
-    with pytest.raises(LoadMismatchError, match=r"'layers\.2\.w' \(the checkpoint has such keys with other") as caught:
+    shards = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(8, 4))
+        for key in ("layers.0.w", "layers.2.w")
+    }
+    with pytest.raises(
+        LoadMismatchError, match=r"'layers\.2\.w' \(the checkpoint has such keys with other"
+    ) as caught:
         distckpt.load(shards, path)
     assert caught.value.unexpected == {"layers.2.w"}
     with pytest.raises(LoadMismatchError, match=r"'layers\.9\.x'.*did you mean"):
@@ -114,7 +143,12 @@ def both_forms():
     """Make the tensors of a training program, and those of the directory it starts from."""
     gate, up = numbered(3, 4, 5), -numbered(3, 4, 5)
     words, out = numbered(11, 3), numbered(6, 7)
-    trained = {"layers.fc1_gate": gate, "layers.fc1_up": up, "out": out, "words": torch.cat([words, torch.zeros(5, 3)])}
+    trained = {
+        "layers.fc1_gate": gate,
+        "layers.fc1_up": up,
+        "out": out,
+        "words": torch.cat([words, torch.zeros(5, 3)]),
+    }
     stored = {"embed": words, "out.T": out.T.contiguous()}
     for layer in range(3):
         stored |= {f"l.{layer}.gate": gate[layer].clone(), f"l.{layer}.up": up[layer].clone()}
@@ -129,7 +163,9 @@ def test_any_layout_is_filled_through_rules_and_exported_again(data):
     for key, tensor in trained.items():
         for offset, extent in data.draw(tilings(tuple(tensor.shape)), key):
             target = torch.full(extent, torch.nan)
-            shard = ShardedTensor(key, target, torch.float32, extent, tuple(tensor.shape), offset, None)
+            shard = ShardedTensor(
+                key, target, torch.float32, extent, tuple(tensor.shape), offset, None
+            )
             state[f"{key}{offset}"] = shard
     with tempfile.TemporaryDirectory() as directory:
         write_plain(Path(directory) / "hf" / "model.safetensors", stored)

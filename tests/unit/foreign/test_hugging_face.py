@@ -1,4 +1,6 @@
-"""Folders of safetensors files that others wrote: what is read, and what is refused, naming file and key."""
+"""Folders of safetensors files that others wrote: what is read, and what is refused, naming file
+and key.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from hypothesis import strategies as st
 
 import distckpt
 from distckpt import CheckpointNotFoundError, CorruptCheckpointError, ShardedTensor
-from distckpt.core import CheckpointingException
 from distckpt.hf import consolidate_safetensors_files
+from distckpt.megatron.core import CheckpointingException
 from tests.support.hf_folders import (
     INDEX,
     same_bytes,
@@ -65,7 +67,9 @@ DOORS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three ranks: `rows` is cut along axis 0, `columns` along axis 1; `norm` and `step` lie with ranks 1 and 2."""
+    """Three ranks: `rows` is cut along axis 0, `columns` along axis 1; `norm` and `step` lie with
+    ranks 1 and 2.
+    """
     path = tmp_path / "sharded"
     for rank in range(3):
         pieces = {
@@ -83,7 +87,8 @@ def folder(tmp_path):
 
 def test_a_folder_of_shards_reads_as_whole_tensors(folder):
     assert same_bytes(
-        distckpt.load_plain_tensors(folder), {"rows": ROWS, "columns": COLUMNS, "norm": NORM, "step": STEP}
+        distckpt.load_plain_tensors(folder),
+        {"rows": ROWS, "columns": COLUMNS, "norm": NORM, "step": STEP},
     )
     described = distckpt.load_tensors_metadata(folder)
     assert {key: (shard.dtype, shard.global_shape) for key, shard in described.items()} == {
@@ -128,7 +133,9 @@ def test_a_plain_directory_with_an_index_and_one_with_a_single_file(tmp_path):
         "model-00002-of-00002.safetensors": {"b": NORM, "c": STEP},
     }
     tensors = {"a": ROWS, "b": NORM, "c": STEP}
-    assert same_bytes(distckpt.load_plain_tensors(write_indexed(tmp_path / "several", files)), tensors)
+    assert same_bytes(
+        distckpt.load_plain_tensors(write_indexed(tmp_path / "several", files)), tensors
+    )
     write_plain(tmp_path / "one" / "model.safetensors", tensors)
     assert same_bytes(distckpt.load_plain_tensors(tmp_path / "one"), tensors)
 
@@ -143,7 +150,9 @@ def test_what_the_index_does_not_name_is_left_out_with_a_warning(tmp_path, caplo
 
 
 def test_a_header_longer_than_what_is_read_at_first(tmp_path):
-    tensors = {f"model.layers.{i}.{'long.' * 300}weight": torch.full((2,), float(i)) for i in range(1500)}
+    tensors = {
+        f"model.layers.{i}.{'long.' * 300}weight": torch.full((2,), float(i)) for i in range(1500)
+    }
     (path,) = write_folder(tmp_path, tensors, 0, 1)
     assert struct.unpack("<Q", path.read_bytes()[:8])[0] > 2 << 20
     assert same_bytes(distckpt.load_plain_tensors(tmp_path), tensors)
@@ -168,7 +177,9 @@ def left_by_another_mapping(folder):
 
 
 def other_dtype(folder):
-    write_shard(folder, 3, {"rows": ((8, 0), ROWS[8:].double()), "columns": ((0, 4), COLUMNS[:, 4:])})
+    write_shard(
+        folder, 3, {"rows": ((8, 0), ROWS[8:].double()), "columns": ((0, 4), COLUMNS[:, 4:])}
+    )
 
 
 def other_number_of_axes(folder):
@@ -176,15 +187,27 @@ def other_number_of_axes(folder):
 
 
 def gap(folder):
-    write_shard(folder, 2, {"rows": ((5, 0), ROWS[5:8]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)})
+    write_shard(
+        folder,
+        2,
+        {"rows": ((5, 0), ROWS[5:8]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)},
+    )
 
 
 def narrower(folder):
-    write_shard(folder, 2, {"rows": ((4, 0), ROWS[4:8, :4]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)})
+    write_shard(
+        folder,
+        2,
+        {"rows": ((4, 0), ROWS[4:8, :4]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)},
+    )
 
 
 def overlap(folder):
-    write_shard(folder, 2, {"rows": ((3, 0), ROWS[3:8]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)})
+    write_shard(
+        folder,
+        2,
+        {"rows": ((3, 0), ROWS[3:8]), "columns": ((0, 2), COLUMNS[:, 2:4]), "step": ((), STEP)},
+    )
 
 
 def whole_beside_its_parts(folder):
@@ -192,7 +215,11 @@ def whole_beside_its_parts(folder):
 
 
 def twice_without_axes(folder):
-    write_shard(folder, 3, {"rows": ((8, 0), ROWS[8:]), "columns": ((0, 4), COLUMNS[:, 4:]), "step": ((), STEP)})
+    write_shard(
+        folder,
+        3,
+        {"rows": ((8, 0), ROWS[8:]), "columns": ((0, 4), COLUMNS[:, 4:]), "step": ((), STEP)},
+    )
 
 
 def no_sharding_info(folder):
@@ -247,7 +274,9 @@ def test_under_torchs_name_a_folder_without_sharding_info_is_a_value_error(tmp_p
 def own_folder(tmp_path):
     """Three shard files of ours: they know the global shape."""
     for rank in range(3):
-        path = write_shard(tmp_path / "own", rank + 1, {"rows": ((4 * rank, 0), ROWS[4 * rank : 4 * rank + 4])})
+        path = write_shard(
+            tmp_path / "own", rank + 1, {"rows": ((4 * rank, 0), ROWS[4 * rank : 4 * rank + 4])}
+        )
         add_metadata(path, {"distckpt_global_shapes": '{"rows": [12, 5]}'})
     return tmp_path / "own"
 
@@ -264,14 +293,19 @@ def test_our_shard_files_carry_the_global_shape(tmp_path):
 def test_any_of_our_shard_files_that_is_missing_is_noticed(own_folder, missing, door, error):
     assert same_bytes(distckpt.load_plain_tensors(own_folder), {"rows": ROWS})
     (own_folder / shard_name(missing)).unlink()
-    with pytest.raises(error, match=rf"'rows' \(global shape \(12, 5\)\).*element \({4 * missing - 4}, 0\) is in no"):
+    with pytest.raises(
+        error,
+        match=rf"'rows' \(global shape \(12, 5\)\).*element \({4 * missing - 4}, 0\) is in no",
+    ):
         door(own_folder)
 
 
 @pytest.mark.parametrize(("door", "error"), DOORS)
 @pytest.mark.parametrize("shape", [[16, 5], [11, 5], [12], "12"])
 def test_our_shard_files_of_different_saves(own_folder, shape, door, error):
-    add_metadata(own_folder / shard_name(3), {"distckpt_global_shapes": json.dumps({"rows": shape})})
+    add_metadata(
+        own_folder / shard_name(3), {"distckpt_global_shapes": json.dumps({"rows": shape})}
+    )
     with pytest.raises(error, match="rows") as caught:
         door(own_folder)
     assert shard_name(3) in str(caught.value)
@@ -367,10 +401,18 @@ def test_a_damaged_file_is_named(folder, damage, door, error):
         door(folder)
 
 
-# Reading the folder never fails with anything that is not an error of ours, whatever stands in the headers.
+# Reading the folder never fails with anything that is not an error of ours, whatever stands in the
+# headers.
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.sampled_from(["F32", "rows", "1", ""]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rows", "saved_offsets"]), inner),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.sampled_from(["F32", "rows", "1", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["rows", "saved_offsets"]), inner)
+    ),
     max_leaves=4,
 )
 
@@ -384,7 +426,9 @@ def test_no_header_makes_reading_fail_in_an_unknown_way(data):
         header, content = split_file(path)
         info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
         value = data.draw(json_values, "value")
-        place = data.draw(st.sampled_from(["entry", "field", "info", "offsets", "metadata", "bytes"]), "place")
+        place = data.draw(
+            st.sampled_from(["entry", "field", "info", "offsets", "metadata", "bytes"]), "place"
+        )
         if place == "entry":
             header["rows"] = value
         elif place == "field":
@@ -399,7 +443,9 @@ def test_no_header_makes_reading_fail_in_an_unknown_way(data):
         join_file(path, header, content)
         if place == "bytes":
             damaged = bytearray(path.read_bytes())
-            damaged[data.draw(st.integers(0, len(damaged) - len(content) - 1))] = data.draw(st.integers(0, 255))
+            damaged[data.draw(st.integers(0, len(damaged) - len(content) - 1))] = data.draw(
+                st.integers(0, 255)
+            )
             path.write_bytes(damaged)
         with contextlib.suppress(CheckpointingException):
             distckpt.load_plain_tensors(directory)
@@ -414,10 +460,15 @@ def test_a_numbered_file_is_missing(tmp_path):
     (tmp_path / INDEX).unlink()
     assert len(distckpt.load_plain_tensors(tmp_path)) == 3
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    assert "holds 2 of the 3 files 'model-*-of-00003.safetensors'" in distckpt.verify(tmp_path).problems[0].message
+    assert (
+        "holds 2 of the 3 files 'model-*-of-00003.safetensors'"
+        in distckpt.verify(tmp_path).problems[0].message
+    )
     with pytest.raises(CorruptCheckpointError, match="copy the others"):
         distckpt.load_plain_tensors(tmp_path)
-    assert set(distckpt.load_plain_tensors(tmp_path / "model-00003-of-00003.safetensors")) == {"layers.3"}
+    assert set(distckpt.load_plain_tensors(tmp_path / "model-00003-of-00003.safetensors")) == {
+        "layers.3"
+    }
 
 
 def test_an_index_beside_a_single_file(tmp_path):
@@ -433,13 +484,19 @@ def test_an_index_beside_a_single_file(tmp_path):
 INDEXES = {
     "no JSON": ("{", "damaged"),
     "a list": ("[]", "damaged"),
-    "a key twice": ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "damaged.*a name twice"),
+    "a key twice": (
+        '{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}',
+        "damaged.*a name twice",
+    ),
     "no weight map": ("{}", "damaged.*weight_map"),
     "a weight map of numbers": ('{"weight_map": {"a": 1}}', INDEX),
     "a weight map that is a list": ('{"weight_map": ["a"]}', INDEX),
     "a file elsewhere": ('{"weight_map": {"a": "../one.safetensors"}}', r"\.\./one\.safetensors"),
     "a pickle": ('{"weight_map": {"a": "pytorch_model.bin"}}', r"pytorch_model\.bin"),
-    "a file that is missing": ('{"weight_map": {"a": "two.safetensors"}}', r"two\.safetensors' is missing"),
+    "a file that is missing": (
+        '{"weight_map": {"a": "two.safetensors"}}',
+        r"two\.safetensors' is missing",
+    ),
     "a key that is missing": (
         '{"weight_map": {"a": "one.safetensors", "layers.1.c": "one.safetensors"}}',
         r"'one\.safetensors' holds 'layers\.1\.c'.*did you mean 'layers\.1\.b'",
@@ -457,7 +514,9 @@ def test_an_index_that_does_not_fit(tmp_path, text, match, door, error):
         door(tmp_path)
 
 
-@pytest.mark.parametrize("door", [distckpt.load_plain_tensors, consolidated, consolidated_as_torch_does])
+@pytest.mark.parametrize(
+    "door", [distckpt.load_plain_tensors, consolidated, consolidated_as_torch_does]
+)
 def test_a_folder_without_safetensors_files(tmp_path, door):
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "absent"):
@@ -468,8 +527,12 @@ def test_a_folder_without_safetensors_files(tmp_path, door):
 # ---- places
 
 
-@pytest.mark.parametrize("name", ["with [brackets] and *", "with  spaces", "ünïcödé-模型", "a%20b#c?d", "-rf", "{x}"])
+@pytest.mark.parametrize(
+    "name", ["with [brackets] and *", "with  spaces", "ünïcödé-模型", "a%20b#c?d", "-rf", "{x}"]
+)
 def test_unusual_paths(tmp_path, name):
     write_folder(tmp_path / name / "in", {"w": ROWS, "n": NORM}, 0, 3)
     assert same_bytes(distckpt.load_plain_tensors(tmp_path / name / "in"), {"w": ROWS, "n": NORM})
-    assert same_bytes(distckpt.load_plain_tensors(f"file://{tmp_path / name / 'in'}"), {"w": ROWS, "n": NORM})
+    assert same_bytes(
+        distckpt.load_plain_tensors(f"file://{tmp_path / name / 'in'}"), {"w": ROWS, "n": NORM}
+    )

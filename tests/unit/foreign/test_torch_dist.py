@@ -1,4 +1,6 @@
-"""Checkpoints of torch.distributed.checkpoint: read by any layout, consolidated, converted, and never run."""
+"""Checkpoints of torch.distributed.checkpoint: read by any layout, consolidated, converted, and
+never run.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,18 @@ from distckpt import (
     ShardedObject,
     ShardedTensor,
     UnsupportedObjectError,
+    torch_dist,
 )
 from distckpt.cli import main
-from distckpt.interop import torch_dist
 from tests.support.reference import skip_where_safetensors_lacks
 
 TENSORS = {
     "rows": torch.arange(12.0).view(4, 3),
     "transposed": torch.arange(30.0, dtype=torch.float64).view(5, 6).t(),
     "permuted": torch.arange(24, dtype=torch.int32).view(2, 3, 4).permute(2, 0, 1),
-    "channels.last": torch.arange(48.0).view(2, 3, 2, 4).contiguous(memory_format=torch.channels_last),
+    "channels.last": torch.arange(48.0)
+    .view(2, 3, 2, 4)
+    .contiguous(memory_format=torch.channels_last),
     "narrowed": torch.arange(20.0).view(4, 5)[:, 1:3],
     "expanded": torch.arange(3.0).view(1, 3).expand(2, 3),
     "bf16": torch.arange(6).to(torch.bfloat16),
@@ -56,7 +60,11 @@ TENSORS = {
     "empty": torch.zeros(0, 3),
     "one": torch.tensor([[7]]),
 }
-VALUES = {"step": 5, "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16, betas=(0.9, 0.95)), "nothing": None}
+VALUES = {
+    "step": 5,
+    "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16, betas=(0.9, 0.95)),
+    "nothing": None,
+}
 STATE = {
     "model": TENSORS,
     "optimizer": {
@@ -106,14 +114,18 @@ def whole(key, like):
 
 
 def test_every_kind_of_tensor_loads(saved):
-    loaded = distckpt.load({key: whole(key, tensor) for key, tensor in KEYS.items()}, saved, strict="raise_all")
+    loaded = distckpt.load(
+        {key: whole(key, tensor) for key, tensor in KEYS.items()}, saved, strict="raise_all"
+    )
     assert [key for key, tensor in KEYS.items() if not same(loaded[key], tensor)] == []
 
 
 def test_nested_state_dict_gets_its_values_back(saved):
     asked = {
         "model": {"rows": whole("model.rows", TENSORS["rows"])},
-        "optimizer": {"groups": [{}, {"exp_avg": whole("optimizer.groups.1.exp_avg", torch.ones(2))}]},
+        "optimizer": {
+            "groups": [{}, {"exp_avg": whole("optimizer.groups.1.exp_avg", torch.ones(2))}]
+        },
         "mixed": [whole("mixed.0", torch.ones(2))],
     }
     loaded = distckpt.load(asked, saved)
@@ -129,14 +141,16 @@ def test_nested_state_dict_gets_its_values_back(saved):
 def test_parts_load(saved, name):
     tensor, key = TENSORS[name], f"model.{name}"
     for index in range(tensor.shape[0]):
-        part = ShardedTensor.from_rank_offsets(key, torch.zeros_like(tensor[:1]), (0, index, tensor.shape[0]))
+        part = ShardedTensor.from_rank_offsets(
+            key, torch.zeros_like(tensor[:1]), (0, index, tensor.shape[0])
+        )
         assert torch.equal(distckpt.load({"part": part}, saved)["part"], tensor[index : index + 1])
 
 
 def test_questions_about_a_dcp_directory(saved):
-    assert {key: shard.global_shape for key, shard in distckpt.load_sharded_metadata(saved).items()} == {
-        key: tuple(tensor.shape) for key, tensor in KEYS.items()
-    }
+    assert {
+        key: shard.global_shape for key, shard in distckpt.load_sharded_metadata(saved).items()
+    } == {key: tuple(tensor.shape) for key, tensor in KEYS.items()}
     assert distckpt.load_common_state_dict(saved) == {
         **VALUES, "optimizer": {"groups": [{"lr": 0.1}, {"lr": 0.2}]}, "mixed": [8],
     }  # fmt: skip
@@ -168,7 +182,10 @@ def test_conversion(saved, tmp_path):
     torch_dist.convert(saved, target)
     assert distckpt.check_is_distributed_checkpoint(target)
     loaded = distckpt.load(
-        {key: whole(key, tensor) for key, tensor in KEYS.items()}, target, strict="raise_all", verify="full"
+        {key: whole(key, tensor) for key, tensor in KEYS.items()},
+        target,
+        strict="raise_all",
+        verify="full",
     )
     assert [key for key, tensor in KEYS.items() if not same(loaded[key], tensor)] == []
     assert distckpt.load_common_state_dict(target) == distckpt.load_common_state_dict(saved)
@@ -194,7 +211,14 @@ def test_conversion_from_the_command_line(saved, tmp_path, capsys):
     assert str(tmp_path / "converted") in capsys.readouterr().out
     assert distckpt.load_tensors_metadata(tmp_path / "converted").keys() == KEYS.keys()
     assert distckpt.load_common_state_dict(tmp_path / "converted")["step"] == 5
-    arguments = ["convert", saved, str(tmp_path / "converted"), "--overwrite", "--without-common-state", "--json"]
+    arguments = [
+        "convert",
+        saved,
+        str(tmp_path / "converted"),
+        "--overwrite",
+        "--without-common-state",
+        "--json",
+    ]
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["location"] == str(tmp_path / "converted")
     assert distckpt.load_common_state_dict(tmp_path / "converted") == {}
@@ -238,8 +262,17 @@ PLAIN = {
     "texts": ["", "a", "ä\ud800", "x" * 300],
     "bytes": [b"", b"a\xff", bytearray(b"ab")],
     "sets": [set(), {1, 2}, frozenset({"a"})],
-    "others": [slice(1, None), range(3), torch.Size([1, 2]), torch.float8_e5m2, torch.device("cuda", 1)],
-    "times": [datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.timezone.utc)],
+    "others": [
+        slice(1, None),
+        range(3),
+        torch.Size([1, 2]),
+        torch.float8_e5m2,
+        torch.device("cuda", 1),
+    ],
+    "times": [
+        datetime.date(2024, 1, 2),
+        datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.timezone.utc),
+    ],
     "delta": datetime.timedelta(1, 2),
     "path": pathlib.PurePosixPath("/a/b"),
     "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
@@ -259,7 +292,9 @@ def archive_of(obj, **kwargs):
 
 
 def megatron_folder(path, objects=None, common=None):
-    """Write a directory as Megatron lays it out, with objects (by unique key) and common state given as bytes."""
+    """Write a directory as Megatron lays it out, with objects (by unique key) and common state
+    given as bytes.
+    """
     os.makedirs(path, exist_ok=True)
     blobs = objects or {}
     data = dcp.metadata.Metadata({}, storage_data={})
@@ -272,7 +307,9 @@ def megatron_folder(path, objects=None, common=None):
     if common is not None:
         pathlib.Path(path, "common.pt").write_bytes(common)
     pathlib.Path(path, ".metadata").write_bytes(pickle.dumps(data))
-    pathlib.Path(path, "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    pathlib.Path(path, "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     return str(path)
 
 
@@ -285,10 +322,21 @@ def test_plain_objects_come_back(tmp_path, protocol):
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_what_several_places_share_comes_back_in_all_of_them(tmp_path, protocol):
     array, file = np.arange(6, dtype=">i4"), io.BytesIO(b"abc")
-    obj = {"first": array, "again": array, "other": array[:3], "dtype": array.dtype, "file": file, "the same": file}
+    obj = {
+        "first": array,
+        "again": array,
+        "other": array[:3],
+        "dtype": array.dtype,
+        "file": file,
+        "the same": file,
+    }
     folder = megatron_folder(tmp_path / "c", common=archive_of(obj, pickle_protocol=protocol))
     loaded = distckpt.load_common_state_dict(folder)
-    assert [loaded[name].tolist() for name in ("first", "again", "other")] == [[*range(6)], [*range(6)], [0, 1, 2]]
+    assert [loaded[name].tolist() for name in ("first", "again", "other")] == [
+        [*range(6)],
+        [*range(6)],
+        [0, 1, 2],
+    ]
     assert loaded["dtype"] == array.dtype
     assert loaded["file"].getvalue() == loaded["the same"].getvalue() == b"abc"
 
@@ -314,7 +362,9 @@ def test_arrays_tensors_and_files_in_memory_come_back(tmp_path, protocol):
     loaded = distckpt.load_common_state_dict(folder)
     for name, array in arrays.items():
         assert (loaded[name].dtype, loaded[name].tolist()) == (array.dtype, array.tolist())
-    assert [(type(value), value) for value in loaded["scalars"]] == [(type(value), value) for value in scalars]
+    assert [(type(value), value) for value in loaded["scalars"]] == [
+        (type(value), value) for value in scalars
+    ]
     assert torch.equal(loaded["weight"], weight)
     assert torch.equal(loaded["view"], weight[1:3])
     assert loaded["file"].read() == b"abc"
@@ -344,8 +394,15 @@ def test_a_checkpoint_of_nothing(tmp_path):
 
 def test_objects_of_megatron(tmp_path):
     cells = {f"rng/shard_{i}.{j}_2.3": [{"cell": (i, j)}] for i in range(2) for j in range(3)}
-    objects = {**cells, "with/slash/shard_0_1": [[1, 2]], "old/shard_0.0_2": ["a"], "old/shard_0.1_2": ["b"]}
-    folder = megatron_folder(tmp_path / "c", {name: archive_of(value) for name, value in objects.items()})
+    objects = {
+        **cells,
+        "with/slash/shard_0_1": [[1, 2]],
+        "old/shard_0.0_2": ["a"],
+        "old/shard_0.1_2": ["b"],
+    }
+    folder = megatron_folder(
+        tmp_path / "c", {name: archive_of(value) for name, value in objects.items()}
+    )
     assert distckpt.load(
         {
             "rng": ShardedObject("rng", None, (2, 3), (1, 2)),
@@ -359,7 +416,9 @@ def test_objects_of_megatron(tmp_path):
 
 
 def test_common_state_of_later_megatron(tmp_path):
-    folder = megatron_folder(tmp_path / "c", {"common_state/shard_0_1": archive_of([{"iteration": 3}])})
+    folder = megatron_folder(
+        tmp_path / "c", {"common_state/shard_0_1": archive_of([{"iteration": 3}])}
+    )
     assert distckpt.load_common_state_dict(folder) == {"iteration": 3}
     assert distckpt.load_sharded_metadata(folder) == {}
 
@@ -382,7 +441,9 @@ def test_flattened_tensors_load_in_other_layouts(tmp_path, cuts):
                 offset = torch.Size([*cell, start])
                 blob = archive_of(part)
                 index = dcp.metadata.MetadataIndex("exp_avg", offset)
-                data.storage_data[index] = dcp.filesystem._StorageInfo("__0_0.distcp", file.tell(), len(blob))
+                data.storage_data[index] = dcp.filesystem._StorageInfo(
+                    "__0_0.distcp", file.tell(), len(blob)
+                )
                 chunks.append(dcp.metadata.ChunkStorageMetadata(offset, part.shape))
                 file.write(blob)
     properties = dcp.metadata.TensorProperties(torch.float32)
@@ -394,7 +455,9 @@ def test_flattened_tensors_load_in_other_layouts(tmp_path, cuts):
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     loaded = distckpt.load({"x": whole("exp_avg", full)}, tmp_path)
     assert torch.equal(loaded["x"], full)
-    column = ShardedTensor.from_rank_offsets("exp_avg", torch.zeros(12, 4), (0, 1, 2), (2, 3, 4), prepend_axis_num=1)
+    column = ShardedTensor.from_rank_offsets(
+        "exp_avg", torch.zeros(12, 4), (0, 1, 2), (2, 3, 4), prepend_axis_num=1
+    )
     assert torch.equal(distckpt.load({"x": column}, tmp_path)["x"], full[1, :, 12:])
     flat = ShardedTensor.from_rank_offsets_flat(
         "exp_avg", torch.zeros(50), (2, 4, 16), (1, 2, 3), flattened_range=slice(30, 80)
@@ -403,9 +466,13 @@ def test_flattened_tensors_load_in_other_layouts(tmp_path, cuts):
 
 
 def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
-    """Two ranks wrote it: flattened pieces of `exp_avg` (layers as a prepended axis, two parts along its last axis)
-    and of `bias` (two parts), which each rank held a part of; rows of `w`; an object for each rank."""
-    with zipfile.ZipFile(pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip") as archive:
+    """Two ranks wrote it: flattened pieces of `exp_avg` (layers as a prepended axis, two parts
+    along its last axis) and of `bias` (two parts), which each rank held a part of; rows of `w`; an
+    object for each rank.
+    """
+    with zipfile.ZipFile(
+        pathlib.Path(__file__).parents[2] / "data" / "megatron_core_0_14.zip"
+    ) as archive:
         archive.extractall(tmp_path / "c")
     full = {
         "exp_avg": torch.arange(96.0).view(2, 6, 8),
@@ -418,9 +485,17 @@ def test_a_checkpoint_that_megatron_core_0_14_wrote(tmp_path):
     assert [key for key, tensor in full.items() if not torch.equal(loaded[key], tensor)] == []
     assert (loaded["o"], loaded["it"]) == ({"r": 1}, 3)
     flat = ShardedTensor.from_rank_offsets_flat(
-        "exp_avg", torch.zeros(20), (3, 8), (0, 1, 2), (1, 1, 2), prepend_axis_num=1, flattened_range=slice(3, 23)
+        "exp_avg",
+        torch.zeros(20),
+        (3, 8),
+        (0, 1, 2),
+        (1, 1, 2),
+        prepend_axis_num=1,
+        flattened_range=slice(3, 23),
     )
-    assert torch.equal(distckpt.load({"x": flat}, tmp_path / "c")["x"], full["exp_avg"][1, 3:].flatten()[3:23])
+    assert torch.equal(
+        distckpt.load({"x": flat}, tmp_path / "c")["x"], full["exp_avg"][1, 3:].flatten()[3:23]
+    )
     torch_dist.convert(tmp_path / "c", tmp_path / "converted")
     plain = distckpt.load_plain_tensors(tmp_path / "converted")
     assert [key for key, tensor in full.items() if not torch.equal(plain[key], tensor)] == []
@@ -472,11 +547,15 @@ def test_every_cut_and_every_changed_byte_of_metadata_gives_an_error_of_ours_or_
             bytes(damaged[: rng.integers(len(damaged))] if rng.random() < 0.3 else damaged)
         )
         error = error_of(distckpt.load_tensors_metadata, copy)
-        assert error is None or (isinstance(error, CheckpointingException) and str(copy) in str(error)), error
+        assert error is None or (
+            isinstance(error, CheckpointingException) and str(copy) in str(error)
+        ), error
 
 
 def test_changed_archives_give_an_error_of_ours_or_a_checkpoint(tmp_path):
-    path = pathlib.Path(save_with_torch({"w": torch.arange(6.0), "value": {"a": [1, 2]}}, tmp_path / "c"))
+    path = pathlib.Path(
+        save_with_torch({"w": torch.arange(6.0), "value": {"a": [1, 2]}}, tmp_path / "c")
+    )
     content = (path / "__0_0.distcp").read_bytes()
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -485,7 +564,9 @@ def test_changed_archives_give_an_error_of_ours_or_a_checkpoint(tmp_path):
             damaged[rng.integers(len(damaged))] = rng.integers(256)
         (path / "__0_0.distcp").write_bytes(bytes(damaged))
         error = error_of(distckpt.load, {"w": whole("w", torch.zeros(6))}, path)
-        assert error is None or (isinstance(error, CheckpointingException) and "__0_0.distcp" in str(error)), error
+        assert error is None or (
+            isinstance(error, CheckpointingException) and "__0_0.distcp" in str(error)
+        ), error
 
 
 def change_metadata(path, change):
@@ -625,16 +706,25 @@ def archive_with(data, name="data.pkl", compression=zipfile.ZIP_STORED):
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("name", [name for name in HOSTILE if name != "a memo that takes all memory"])
+@pytest.mark.parametrize(
+    "name", [name for name in HOSTILE if name != "a memo that takes all memory"]
+)
 def test_hostile_common_state_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.delenv("DISTCKPT_HOSTILE", raising=False)
     payload, named_there = HOSTILE[name]
     if named_there == "holds no Metadata":
         named_there = "256 levels"
     folder = megatron_folder(tmp_path / "c", common=archive_with(payload))
-    if "Metadata" in name or "record" in name or "class that is admitted" in name or name == "state for a class":
+    if (
+        "Metadata" in name
+        or "record" in name
+        or "class that is admitted" in name
+        or name == "state for a class"
+    ):
         named_there = "torch.distributed.checkpoint.metadata"
-    with pytest.raises((CorruptCheckpointError, UnsupportedObjectError), match=f"common.pt.*{named_there}"):
+    with pytest.raises(
+        (CorruptCheckpointError, UnsupportedObjectError), match=f"common.pt.*{named_there}"
+    ):
         distckpt.load_common_state_dict(folder)
     assert "DISTCKPT_HOSTILE" not in os.environ
 
@@ -642,7 +732,11 @@ def test_hostile_common_state_is_refused(name, tmp_path, monkeypatch):
 def of_one_storage(count, num_bytes):
     """Return an archive of many tensors whose storages are entries for the same bytes."""
     whole, buffer = (
-        zipfile.ZipFile(io.BytesIO(archive_of([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(count)]))),
+        zipfile.ZipFile(
+            io.BytesIO(
+                archive_of([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(count)])
+            )
+        ),
         io.BytesIO(),
     )
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -683,17 +777,23 @@ def test_small_pickles_of_large_objects_are_refused(name, tmp_path):
 @pytest.mark.parametrize("name", ARCHIVE_BOMBS)
 def test_small_archives_of_large_objects_are_refused(name, tmp_path):
     folder = megatron_folder(tmp_path / "c", common=ARCHIVE_BOMBS[name])
-    with pytest.raises(CorruptCheckpointError, match=r"common\.pt.*(amounts to more than|take more room)"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"common\.pt.*(amounts to more than|take more room)"
+    ):
         distckpt.load_common_state_dict(folder)
 
 
 def one_list_for_many_keys(metadata):
     entry = metadata.state_dict_metadata["model.rows"]
-    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == "model.rows"][:1]
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == "model.rows"][
+        :1
+    ]
     entry.chunks = entry.chunks[:1] * 1000
     for number in range(1000):
         metadata.state_dict_metadata[f"k{number}"] = entry
-        metadata.storage_data[dcp.metadata.MetadataIndex(f"k{number}", entry.chunks[0].offsets)] = info
+        metadata.storage_data[dcp.metadata.MetadataIndex(f"k{number}", entry.chunks[0].offsets)] = (
+            info
+        )
 
 
 def one_item_for_many_keys(metadata):
@@ -765,4 +865,6 @@ def test_what_the_tests_call_hostile_is_hostile():
     with pytest.raises(Ran):
         pickle.loads(HOSTILE["our own function"][0])
     assert os.environ.pop("DISTCKPT_HOSTILE") == "ran"
-    assert any(code.name == "STACK_GLOBAL" for code, _, _ in pickletools.genops(HOSTILE["torch.load"][0]))
+    assert any(
+        code.name == "STACK_GLOBAL" for code, _, _ in pickletools.genops(HOSTILE["torch.load"][0])
+    )

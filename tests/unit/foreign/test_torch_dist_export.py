@@ -1,4 +1,6 @@
-"""Checkpoints written as `torch_dist`: read by torch, and by distckpt; by Megatron Core in tests/distributed."""
+"""Checkpoints written as `torch_dist`: read by torch, and by distckpt; by Megatron Core in
+tests/distributed.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
-from distckpt import CheckpointExistsError, CheckpointingException, ShardedObject, ShardedTensor, UnsupportedObjectError
+from distckpt import (
+    CheckpointExistsError,
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    UnsupportedObjectError,
+    torch_dist,
+)
 from distckpt.cli import main
-from distckpt.interop import torch_dist
 
 
 @distckpt.register_object_type
@@ -55,7 +63,11 @@ VALUES = {
     "times": [datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3, 4, 5, 6), datetime.timedelta(1, 2, 3),
               datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=1)))],
 }  # fmt: skip
-ARRAYS = {"rng": np.arange(6, dtype=np.uint32).reshape(2, 3), "big": np.array([1.5], ">f8"), "scalar": np.float32(2)}
+ARRAYS = {
+    "rng": np.arange(6, dtype=np.uint32).reshape(2, 3),
+    "big": np.array([1.5], ">f8"),
+    "scalar": np.float32(2),
+}
 TENSORS = {
     "long": torch.arange(3),
     "bf16": torch.randn(2, 2).bfloat16(),
@@ -73,11 +85,22 @@ def source(tmp_path_factory):
         ShardedTensor("w", weight[2:].clone(), weight.dtype, (4, 4), (6, 4), (2, 0), None),
     ]
     layers = [
-        ShardedTensor.from_rank_offsets("layers.w", torch.full((3,), float(i)), (0, i, 2), prepend_axis_num=1)
+        ShardedTensor.from_rank_offsets(
+            "layers.w", torch.full((3,), float(i)), (0, i, 2), prepend_axis_num=1
+        )
         for i in range(2)
     ]
-    objects = [ShardedObject("a/rng", {"state": ARRAYS["rng"], "rank": i}, (2,), (i,)) for i in range(2)]
-    dtypes = [torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.complex64]
+    objects = [
+        ShardedObject("a/rng", {"state": ARRAYS["rng"], "rank": i}, (2,), (i,)) for i in range(2)
+    ]
+    dtypes = [
+        torch.float64,
+        torch.int8,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.uint16,
+        torch.complex64,
+    ]
     others = {str(d): torch.ones(2, 3).to(d) for d in dtypes}
     state = {
         "w": parts, "layers": layers, "objects": objects,
@@ -94,7 +117,10 @@ def source(tmp_path_factory):
 def exported(source, tmp_path_factory):
     path = tmp_path_factory.mktemp("exported") / "c"
     seen = []
-    assert torch_dist.export(source[0], path, progress=lambda done, total: seen.append((done, total))) is None
+    assert (
+        torch_dist.export(source[0], path, progress=lambda done, total: seen.append((done, total)))
+        is None
+    )
     assert seen[-1][0] == seen[-1][1] > 100
     return path
 
@@ -105,13 +131,18 @@ def bits(tensor):
 
 def check_values(found):
     assert {name: found[name] for name in VALUES} == VALUES
-    assert {name: type(found[name]) for name in VALUES} == {name: type(value) for name, value in VALUES.items()}
+    assert {name: type(found[name]) for name in VALUES} == {
+        name: type(value) for name, value in VALUES.items()
+    }
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(found["arrays"][name], array)
         # numpy's own pickles bring the byte order of the machine.
         assert found["arrays"][name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
     for name, tensor in TENSORS.items():
-        assert (found["tensors"][name].dtype, found["tensors"][name].shape) == (tensor.dtype, tensor.shape)
+        assert (found["tensors"][name].dtype, found["tensors"][name].shape) == (
+            tensor.dtype,
+            tensor.shape,
+        )
         assert torch.equal(found["tensors"][name], tensor)
     assert found["memory"].getvalue() == b"abc"
     assert found["content_metadata"] == {"layout": "plain"}
@@ -133,7 +164,9 @@ def test_torch_loads_tensors_and_objects(source, exported):
     assert state["layers.w"].tolist() == [[0, 0, 0], [1, 1, 1]]
     assert state["scalar"] == 7
     assert [
-        key for key, value in others.items() if not torch.equal(state[key].view(torch.uint8), value.view(torch.uint8))
+        key
+        for key, value in others.items()
+        if not torch.equal(state[key].view(torch.uint8), value.view(torch.uint8))
     ] == []
     for i in range(2):
         (value,) = state[f"a/rng/shard_{i}_2"]
@@ -145,10 +178,16 @@ def test_distckpt_reads_it_back(source, exported, tmp_path):
     original = distckpt.load_plain_tensors(source[0])
     found = distckpt.load_plain_tensors(exported)
     assert found.keys() == original.keys()
-    assert {key: bits(value) for key, value in found.items()} == {key: bits(value) for key, value in original.items()}
+    assert {key: bits(value) for key, value in found.items()} == {
+        key: bits(value) for key, value in original.items()
+    }
     check_values(distckpt.load_common_state_dict(exported))
     torch_dist.convert(exported, tmp_path / "again")
-    assert distckpt.load_sharded_metadata(tmp_path / "again").keys() >= {"w", "a/rng/shard_0_2", "a/rng/shard_1_2"}
+    assert distckpt.load_sharded_metadata(tmp_path / "again").keys() >= {
+        "w",
+        "a/rng/shard_0_2",
+        "a/rng/shard_1_2",
+    }
 
 
 def test_targets_and_values_that_are_refused(source, exported, tmp_path):
@@ -165,8 +204,27 @@ def test_targets_and_values_that_are_refused(source, exported, tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    distckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 3}, tmp_path / "c")
+    distckpt.save(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 3}, tmp_path / "c"
+    )
     assert main(["convert", str(tmp_path / "c"), str(tmp_path / "d"), "--to", "torch_dist"]) == 0
     assert torch.load(tmp_path / "d" / "common.pt") == {"step": 3}
-    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "d"), "--to", "torch_dist", "--overwrite"]) == 0
-    assert sorted(os.listdir(tmp_path / "d")) == [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "c"),
+                str(tmp_path / "d"),
+                "--to",
+                "torch_dist",
+                "--overwrite",
+            ]
+        )
+        == 0
+    )
+    assert sorted(os.listdir(tmp_path / "d")) == [
+        ".metadata",
+        "__0_0.distcp",
+        "common.pt",
+        "metadata.json",
+    ]

@@ -26,11 +26,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from distckpt._format.codec import HOLE, UnknownObject, decode, encode, fingerprints, register_object_type
+from distckpt._format.codec import (
+    HOLE,
+    UnknownObject,
+    decode,
+    encode,
+    fingerprints,
+    register_object_type,
+)
 from distckpt._format.codec.decode import DECODERS, ENTRY_DECODERS
-from distckpt.core import CorruptCheckpointError, UnsupportedObjectError
+from distckpt.megatron.core import CorruptCheckpointError, UnsupportedObjectError
 
-# --- Classes that the tests register --------------------------------------------------------------------------------
+# --- Classes that the tests register --------------------------------------------------------------
 
 
 @register_object_type
@@ -69,7 +76,9 @@ class Box:
         self.content = content
 
 
-register_object_type(Box, "tests.Box", to_state=lambda box: [box.content], from_state=lambda state: Box(*state))
+register_object_type(
+    Box, "tests.Box", to_state=lambda box: [box.content], from_state=lambda state: Box(*state)
+)
 
 
 class Text(str):
@@ -84,7 +93,7 @@ class UnknownColor(enum.IntEnum):
     RED = 1
 
 
-# --- Oracle: the same types and values, bit for bit -----------------------------------------------------------------
+# --- Oracle: the same types and values, bit for bit -----------------------------------------------
 
 
 def same(a: Any, b: Any) -> bool:
@@ -102,7 +111,10 @@ def bare(obj: Any) -> Any:
     elif isinstance(obj, float | complex):
         parts = struct.pack("2d", obj.real, obj.imag)
     elif isinstance(obj, dict):
-        parts = (getattr(obj, "default_factory", None), [(bare(key), bare(value)) for key, value in obj.items()])
+        parts = (
+            getattr(obj, "default_factory", None),
+            [(bare(key), bare(value)) for key, value in obj.items()],
+        )
     elif isinstance(obj, collections.deque):
         parts = (obj.maxlen, [bare(item) for item in obj])
     elif isinstance(obj, list | tuple):
@@ -121,13 +133,15 @@ def bare(obj: Any) -> Any:
 
 
 def reference_blob(tree: object, entries: dict[str, bytes] | None = None, **metadata: str) -> bytes:
-    """Make a blob with the reference library, so that what is read does not come from the code under test."""
+    """Make a blob with the reference library, so that what is read does not come from the code
+    under test.
+    """
     arrays = {name: np.frombuffer(raw, np.uint8) for name, raw in (entries or {}).items()}
     text = tree if isinstance(tree, str) else json.dumps(tree)
     return safetensors.numpy.save(arrays, {"tree": text, "codec_version": "1", **metadata})
 
 
-# --- Round trips ----------------------------------------------------------------------------------------------------
+# --- Round trips ----------------------------------------------------------------------------------
 
 hashable_leaves = (
     st.none()
@@ -145,13 +159,28 @@ hashable_leaves = (
     | st.timedeltas()
     | st.builds(range, st.integers(), st.integers(), st.integers(1))
     | st.sampled_from([*Color, *Level, Access.READ, Access.READ | Access.WRITE, Access(0)])
-    | st.sampled_from([torch.float32, torch.bfloat16, torch.quint8, torch.device("cuda:1"), torch.Size([2, 0])])
-    | st.sampled_from([np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("a"), np.bytes_(b"a\0"), np.uint8(1)])
-    | st.sampled_from([pathlib.Path("/a/b"), pathlib.PureWindowsPath("c:\\a"), pathlib.PurePosixPath("")])
+    | st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.quint8, torch.device("cuda:1"), torch.Size([2, 0])]
+    )
+    | st.sampled_from(
+        [
+            np.float32(0.1),
+            np.int64(-3),
+            np.bool_(True),
+            np.str_("a"),
+            np.bytes_(b"a\0"),
+            np.uint8(1),
+        ]
+    )
+    | st.sampled_from(
+        [pathlib.Path("/a/b"), pathlib.PureWindowsPath("c:\\a"), pathlib.PurePosixPath("")]
+    )
 )
 keys = st.recursive(
     hashable_leaves,
-    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3) | inner.map(Pair),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3) | inner.map(Pair)
+    ),
     max_leaves=4,
 )
 array_dtypes = (
@@ -170,14 +199,18 @@ leaves = (
     | st.binary(min_size=250, max_size=600)
     | st.binary(max_size=300).map(bytearray)
     | hnp.arrays(array_dtypes, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
-    | hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, min_side=0, max_side=3)).map(torch.from_numpy)
+    | hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, min_side=0, max_side=3)).map(
+        torch.from_numpy
+    )
 )
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     dicts = st.dictionaries(keys, inner, max_size=3)
     # No class lets its `__dict__` be set to just anything.
-    attributes = st.dictionaries(st.text().filter(lambda name: name != "__dict__"), inner, max_size=3)
+    attributes = st.dictionaries(
+        st.text().filter(lambda name: name != "__dict__"), inner, max_size=3
+    )
     return (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
@@ -211,7 +244,14 @@ TENSOR_DTYPES = [
     for name in (
         *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
         *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *(
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "float8_e4m3fnuz",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+            "float4_e2m1fn_x2",
+        ),
     )
     if hasattr(torch, name)
 ]
@@ -220,9 +260,19 @@ TENSOR_DTYPES = [
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
 def test_tensors_of_every_dtype_keep_their_bits(dtype: torch.dtype) -> None:
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (4, 6 * dtype.itemsize), dtype=torch.uint8)
+    bits = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (4, 6 * dtype.itemsize), dtype=torch.uint8
+    )
     tensor = bits.view(dtype)
-    views = [tensor, tensor.t(), tensor[1:3, 2:4], tensor[0, 0], tensor[:0], tensor[:, :0], tensor[::2, ::3]]
+    views = [
+        tensor,
+        tensor.t(),
+        tensor[1:3, 2:4],
+        tensor[0, 0],
+        tensor[:0],
+        tensor[:, :0],
+        tensor[::2, ::3],
+    ]
     restored = decode(encode(views))
     assert isinstance(restored, list)
     for view, copied in zip(views, restored, strict=True):
@@ -294,7 +344,15 @@ def test_random_states_can_be_restored() -> None:
         collections.defaultdict(collections.Counter, a=collections.Counter("abab")),
         collections.Counter({"a": -1.5, None: 0}),
         [collections.deque([torch.ones(1), 2], maxlen=3), collections.deque()],
-        datetime.datetime(2020, 10, 25, 1, 30, fold=1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),
+        datetime.datetime(
+            2020,
+            10,
+            25,
+            1,
+            30,
+            fold=1,
+            tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET"),
+        ),
         datetime.timezone(datetime.timedelta(seconds=-1)),
         np.array("2020-01-01", "M8[D]"),
         np.datetime64("NaT", "s"),
@@ -335,12 +393,16 @@ def test_hole_is_one_object() -> None:
     assert repr(HOLE) == "<hole>"
 
 
-# --- The outer format -----------------------------------------------------------------------------------------------
+# --- The outer format -----------------------------------------------------------------------------
 
 
 def test_the_reference_library_reads_the_blob(tmp_path: pathlib.Path) -> None:
     tensor = torch.arange(4, dtype=torch.bfloat16).reshape(2, 2)
-    obj = {"é": [tensor, '\x00"\\', b"x" * 1000], "n": np.arange(3, dtype="<i4"), "none": torch.zeros(0)}
+    obj = {
+        "é": [tensor, '\x00"\\', b"x" * 1000],
+        "n": np.arange(3, dtype="<i4"),
+        "none": torch.zeros(0),
+    }
     path = tmp_path / "object.safetensors"
     path.write_bytes(encode(obj))
     with safetensors.safe_open(path, "np") as file:
@@ -355,7 +417,12 @@ def test_the_reference_library_reads_the_blob(tmp_path: pathlib.Path) -> None:
         "n": {"$ndarray": ["<i4", [3], 2]},
         "none": {"$tensor": ["float32", [0], 3]},
     }
-    assert entries == [tensor.view(torch.uint8).numpy().tobytes(), b"x" * 1000, struct.pack("<3i", 0, 1, 2), b""]
+    assert entries == [
+        tensor.view(torch.uint8).numpy().tobytes(),
+        b"x" * 1000,
+        struct.pack("<3i", 0, 1, 2),
+        b"",
+    ]
 
 
 def test_a_blob_written_by_the_reference_library_is_read() -> None:
@@ -384,7 +451,7 @@ def test_the_bytes_of_a_tensor_are_copied_once() -> None:
     assert len(blob) <= peak < 1.1 * len(blob)
 
 
-# --- What cannot be stored ------------------------------------------------------------------------------------------
+# --- What cannot be stored ------------------------------------------------------------------------
 
 cyclic: list[object] = [0]
 cyclic.append({"back": cyclic})
@@ -398,11 +465,17 @@ for _ in range(1000):
 @pytest.mark.parametrize(
     ("obj", "parts"),
     [
-        ({"args": types.SimpleNamespace(optimizer=[0, 1, 2, Unknown()])}, ["['args'].optimizer[3]", "Unknown"]),
+        (
+            {"args": types.SimpleNamespace(optimizer=[0, 1, 2, Unknown()])},
+            ["['args'].optimizer[3]", "Unknown"],
+        ),
         ([Unknown()], ["register_object_type(Unknown, to_state=..., from_state=...)"]),
         (Unknown(), ["the object of type"]),
         ([Text("a")], ["[0]", "Text", "convert it to str"]),
-        ({"c": UnknownColor.RED}, ["['c']", "UnknownColor", "register_object_type(UnknownColor)", "convert it to int"]),
+        (
+            {"c": UnknownColor.RED},
+            ["['c']", "UnknownColor", "register_object_type(UnknownColor)", "convert it to int"],
+        ),
         (Point([Unknown()]), [".x[0]"]),
         (Box(Unknown()), ["[0]"]),
         ({Text("key"): 1}, ["<key>", "Text"]),
@@ -410,11 +483,17 @@ for _ in range(1000):
         ({"s": {1, Unknown}}, ["['s']<element>", "classes, functions and modules"]),
         ([len], ["[0]", "classes, functions and modules"]),
         ({"t": {torch.ones(1)}}, ["['t']<element>", "Tensor", "set"]),
-        (collections.defaultdict(lambda: 0), ["defaultdict", "default_factory", "Convert it to a dict"]),
+        (
+            collections.defaultdict(lambda: 0),
+            ["defaultdict", "default_factory", "Convert it to a dict"],
+        ),
         (type("Bag", (dict,), {})(), ["Bag", "convert it to dict"]),
         ([torch.ones(2).to_sparse()], ["[0]", "torch.sparse_coo"]),
         ([torch.ones(2, device="meta")], ["[0]", "meta"]),
-        ([torch.nn.parameter.UninitializedParameter()], ["UninitializedParameter", "ShardedTensor"]),
+        (
+            [torch.nn.parameter.UninitializedParameter()],
+            ["UninitializedParameter", "ShardedTensor"],
+        ),
         ([np.array([None])], ["[0]", "object", "lists"]),
         ([np.zeros(2, [("a", "i4")])], ["[0]", "structured"]),
         ([np.ma.masked_array([1])], ["MaskedArray", "convert it to ndarray"]),
@@ -458,7 +537,7 @@ def test_what_is_too_deep_to_be_read_is_not_written(wrap: Callable[[object], obj
     assert encode(decode(deepest)) == deepest
 
 
-# --- Registering ----------------------------------------------------------------------------------------------------
+# --- Registering ----------------------------------------------------------------------------------
 
 
 def test_registering_the_same_class_again_is_fine() -> None:
@@ -488,7 +567,8 @@ def test_registering_refuses_what_is_ambiguous() -> None:
 
 def test_a_class_unknown_to_the_reader_is_named() -> None:
     with pytest.raises(
-        UnsupportedObjectError, match=r"at \[0\].*'my\.Thing'.*register_object_type\(cls, name='my\.Thing'\)"
+        UnsupportedObjectError,
+        match=r"at \[0\].*'my\.Thing'.*register_object_type\(cls, name='my\.Thing'\)",
     ):
         decode(reference_blob([{"$object": ["my.Thing", {}]}]))
 
@@ -500,11 +580,21 @@ def unknown(state: object, name: str = "my.Thing") -> dict[str, object]:
 def test_a_placeholder_is_stored_again_as_it_was_and_used_for_nothing_else() -> None:
     keyed = {"$dict": [unknown("RED", "my.Color"), 1, unknown("BLUE", "my.Color"), 2]}
     tensor = {"$tensor": ["uint8", [2], 0]}
-    in_known = {"$object": [f"{__name__}.Point", {"$SimpleNamespace": {"x": unknown({"t": tensor}), "y": []}}]}
+    in_known = {
+        "$object": [
+            f"{__name__}.Point",
+            {"$SimpleNamespace": {"x": unknown({"t": tensor}), "y": []}},
+        ]
+    }
     tree = ["before", in_known, keyed, {"$set": [unknown("RED", "my.Color")]}]
     obj: Any = decode(reference_blob(tree, {"00000000": b"\x01\x02"}), placeholders=True)
     blob = encode(obj)
-    assert json.loads(json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]["tree"]) == tree
+    assert (
+        json.loads(
+            json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]["tree"]
+        )
+        == tree
+    )
     assert blob.endswith(b"\x01\x02")
     assert encode(copy.deepcopy(obj)) == blob
     assert encode(pickle.loads(pickle.dumps(obj))) == blob
@@ -517,12 +607,22 @@ def test_a_placeholder_is_stored_again_as_it_was_and_used_for_nothing_else() -> 
     assert not hasattr(point, "x")
     with pytest.raises(AttributeError, match=r"'x'.*'my\.Thing'"):
         point.x  # noqa: B018
-    for use in (bool, int, len, iter, lambda red: red == "RED", lambda red: red + 1, lambda red: red[0]):
+    for use in (
+        bool,
+        int,
+        len,
+        iter,
+        lambda red: red == "RED",
+        lambda red: red + 1,
+        lambda red: red[0],
+    ):
         with pytest.raises(UnsupportedObjectError, match=r"my\.Color"):
             use(red)
 
 
-def test_a_class_of_the_main_program_is_registered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_of_the_main_program_is_registered_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cls = dataclasses.make_dataclass("Schedule", ["lr"])
     cls.__module__ = "__main__"
     register_object_type(cls)
@@ -550,15 +650,33 @@ def test_fields_of_other_versions_of_a_class() -> None:
         decode(reference_blob({"$object": [f"{__name__}.Color", "GREEN"]}))
 
 
-# --- Hostile blobs --------------------------------------------------------------------------------------------------
+# --- Hostile blobs --------------------------------------------------------------------------------
 
 SAMPLE = {
     "t": torch.arange(6).reshape(2, 3),
     "n": [np.ones(3), np.float32(1), np.array(["ab"]), np.datetime64(1, "s")],
     "b": [b"x" * 300, bytearray(b"y"), "\ud800", 1 << 80, float("inf"), 1j, slice(1), range(3)],
-    "d": {1: {2, 3}, None: (1,), "o": collections.OrderedDict(a=1), "dd": collections.defaultdict(int, a=1)},
-    "x": [argparse.Namespace(a=1), datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), pathlib.Path("a")],
-    "y": [torch.float32, torch.device("cpu"), torch.Size([1]), Color.RED, Point(1), Pair(1), Box(1), HOLE],
+    "d": {
+        1: {2, 3},
+        None: (1,),
+        "o": collections.OrderedDict(a=1),
+        "dd": collections.defaultdict(int, a=1),
+    },
+    "x": [
+        argparse.Namespace(a=1),
+        datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
+        pathlib.Path("a"),
+    ],
+    "y": [
+        torch.float32,
+        torch.device("cpu"),
+        torch.Size([1]),
+        Color.RED,
+        Point(1),
+        Pair(1),
+        Box(1),
+        HOLE,
+    ],
 }
 
 
@@ -587,7 +705,10 @@ SAMPLE = {
         reference_blob("1", {"00000000": b"unused"}),
         reference_blob('{"$bytes":0}', {"0": b"x"}),
         reference_blob('[{"$bytes":0},{"$bytes":0}]', {"00000000": b"twice"}),
-        *(reference_blob(text) for text in ("", "[", "NaN", "[Infinity]", '{"a":1,"a":2}', "[" * 100_000, "9" * 5000)),
+        *(
+            reference_blob(text)
+            for text in ("", "[", "NaN", "[Infinity]", '{"a":1,"a":2}', "[" * 100_000, "9" * 5000)
+        ),
         reference_blob("[" * 900 + "]" * 900),
         reference_blob('{"$tuple":[' * 450 + "]}" * 450),
     ],
@@ -599,7 +720,9 @@ def test_a_malformed_blob_is_reported(blob: bytes) -> None:
 
 
 def test_a_blob_of_a_newer_release_says_what_to_install() -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"codec version 2; .* Install a newer release"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"codec version 2; .* Install a newer release"
+    ):
         decode(reference_blob("[1]", codec_version="2"))
 
 
@@ -689,7 +812,8 @@ RAW = bytes(range(24))
 )
 def test_a_malformed_tree_is_reported(tree: object) -> None:
     entry_name = "00000000"
-    # An entry that nothing refers to is an error of its own: leave it out where the tree does not use it.
+    # An entry that nothing refers to is an error of its own: leave it out where the tree does not
+    # use it.
     entries = {entry_name: RAW} if json.dumps(tree).endswith("0]}") or "tensor" in str(tree) else {}
     with pytest.raises(CorruptCheckpointError, match="damaged"):
         decode(reference_blob(tree, entries))
@@ -718,12 +842,28 @@ json_values = st.recursive(
     | st.booleans()
     | st.integers(-3, 2**70)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from(["float32", "<f4", "<U3", "|V1", "str_", "list", "PosixPath", "AAAA", "0x1", "cpu", "tests.Box"])
+    | st.sampled_from(
+        [
+            "float32",
+            "<f4",
+            "<U3",
+            "|V1",
+            "str_",
+            "list",
+            "PosixPath",
+            "AAAA",
+            "0x1",
+            "cpu",
+            "tests.Box",
+        ]
+    )
     | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.text(max_size=3), inner, max_size=2)
-        | st.tuples(st.sampled_from(sorted({*DECODERS, *ENTRY_DECODERS})), inner).map(lambda i: dict([i]))
+        | st.tuples(st.sampled_from(sorted({*DECODERS, *ENTRY_DECODERS})), inner).map(
+            lambda i: dict([i])
+        )
     ),
     max_leaves=10,
 )
@@ -736,13 +876,29 @@ def test_an_arbitrary_tree_raises_nothing_unexpected(tree: object) -> None:
         decode(reference_blob(tree, {"00000000": RAW, "00000001": b""}))
 
 
-# --- Fingerprints ---------------------------------------------------------------------------------------------------
+# --- Fingerprints ---------------------------------------------------------------------------------
 
 
 def test_fingerprints_name_the_leaves() -> None:
-    obj = {"args": {"lr": 0.1, "a.b": 1, "0": 2, "": 3}, "rng": [1, (2, 3)], 0: {None: 1}, "empty": {}, "t": {1: []}}
+    obj = {
+        "args": {"lr": 0.1, "a.b": 1, "0": 2, "": 3},
+        "rng": [1, (2, 3)],
+        0: {None: 1},
+        "empty": {},
+        "t": {1: []},
+    }
     assert fingerprints(obj).keys() == {
-        *("args.lr", 'args["a.b"]', 'args["0"]', 'args[""]', "rng[0]", "rng[1]", "0[null]", "empty", "t.1")
+        *(
+            "args.lr",
+            'args["a.b"]',
+            'args["0"]',
+            'args[""]',
+            "rng[0]",
+            "rng[1]",
+            "0[null]",
+            "empty",
+            "t.1",
+        )
     }
     assert fingerprints([]).keys() == fingerprints(3).keys() == {""}
     assert all(len(digest) == 16 and int(digest, 16) >= 0 for digest in fingerprints(obj).values())
@@ -758,7 +914,13 @@ def test_fingerprints_agree_exactly_for_equal_objects(a: object, b: object) -> N
 
 def test_fingerprints_tell_which_entries_differ() -> None:
     def state(**changed: object) -> dict[str, object]:
-        return {"step": 1, "w": [torch.ones(3), np.zeros(2)], "big": b"x" * 1000, "i": {"x": [1]}, **changed}
+        return {
+            "step": 1,
+            "w": [torch.ones(3), np.zeros(2)],
+            "big": b"x" * 1000,
+            "i": {"x": [1]},
+            **changed,
+        }
 
     def differing(other: dict[str, object]) -> list[str]:
         a, b = fingerprints(state()), fingerprints(other)

@@ -1,4 +1,6 @@
-"""Checkpoints written when a format was released stay readable; those of newer formats are refused, with advice."""
+"""Checkpoints written when a format was released stay readable; those of newer formats are refused,
+with advice.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,35 @@ import distckpt
 from distckpt import CheckpointManager, CorruptCheckpointError, ShardedObject, ShardedTensor
 from distckpt._format.codec import decode, encode
 from distckpt.cli import main
-from distckpt.core import read_marker, write_marker
-from distckpt.validation import READER_VERSION
+from distckpt.megatron.core import read_marker, write_marker
+from distckpt.megatron.validation import READER_VERSION
 from tests.data import make_golden
 from tests.data.make_golden import CELLS, COMMON, DTYPES, NEW_DTYPES
 
 DATA = Path(__file__).parents[2] / "data"
-CHECKPOINTS = ["grid", "flat", "odd", "objects", "dtypes", "new_dtypes", *(f"run/step_000000{i}0" for i in (1, 2, 3))]
+CHECKPOINTS = [
+    "grid",
+    "flat",
+    "odd",
+    "objects",
+    "dtypes",
+    "new_dtypes",
+    *(f"run/step_000000{i}0" for i in (1, 2, 3)),
+]
 
 
 def expected_in(name):
     """Return the bits of the tensors of a checkpoint, by key."""
     with np.load(DATA / "format-1" / "expected.npz") as arrays:
-        return {key.partition("/")[2]: arrays[key] for key in arrays.files if key.startswith(f"{name}/")}
+        return {
+            key.partition("/")[2]: arrays[key] for key in arrays.files if key.startswith(f"{name}/")
+        }
 
 
 def bits_of(tensor):
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    )
 
 
 def assert_bits(tensor, expected):
@@ -90,7 +104,11 @@ def test_tensors_of_odd_shapes_keep_their_bits(golden):
 
 
 def test_a_tied_tensor_is_stored_once(golden):
-    (file,) = [file for file in (golden / "odd" / "tensors").iterdir() if b'"tied"' in file.read_bytes()[:4096]]
+    (file,) = [
+        file
+        for file in (golden / "odd" / "tensors").iterdir()
+        if b'"tied"' in file.read_bytes()[:4096]
+    ]
     assert "alias" not in load_file(file)
     assert_bits(load_file(file)["tied"], expected_in("odd")["tied"])
 
@@ -102,7 +120,9 @@ def test_another_layout_is_filled(golden, verify):
     asked = {
         "columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(2, 8), (0, 2, 3)),
         "rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(8, 1), (1, 3, 5)),
-        "layer": ShardedTensor.from_rank_offsets("stack", torch.zeros(2, 3), (0, 2, 4), prepend_axis_num=1),
+        "layer": ShardedTensor.from_rank_offsets(
+            "stack", torch.zeros(2, 3), (0, 2, 4), prepend_axis_num=1
+        ),
     }
     loaded = distckpt.load(asked, golden / "grid", verify=verify)
     assert_bits(loaded["columns"], expected["columns"][4:])
@@ -114,17 +134,25 @@ def test_another_layout_is_filled(golden, verify):
 
 def test_a_part_of_a_flattened_tensor_is_filled(golden):
     bits = expected_in("flat")["weight"].reshape(-1)
-    part = ShardedTensor.from_rank_offsets_flat("weight", torch.zeros(9), (7, 5), flattened_range=slice(13, 22))
+    part = ShardedTensor.from_rank_offsets_flat(
+        "weight", torch.zeros(9), (7, 5), flattened_range=slice(13, 22)
+    )
     assert_bits(distckpt.load({"w": part}, golden / "flat")["w"], bits[13:22])
 
 
 def described(value):
-    """Return a value in a form that compares as it should: types count, and so do the contents of tensors."""
+    """Return a value in a form that compares as it should: types count, and so do the contents of
+    tensors.
+    """
     if isinstance(value, torch.Tensor | np.ndarray):
         return type(value), str(value.dtype), tuple(value.shape), value.tolist()
     if isinstance(value, dict):
         factory = value.default_factory if isinstance(value, collections.defaultdict) else None
-        return type(value), factory, [(described(key), described(item)) for key, item in value.items()]
+        return (
+            type(value),
+            factory,
+            [(described(key), described(item)) for key, item in value.items()],
+        )
     if isinstance(value, list | tuple):
         return type(value), [described(item) for item in value]
     return type(value), value if isinstance(value, set | frozenset) else repr(value)
@@ -152,10 +180,14 @@ def test_a_run_is_resumed(golden, tmp_path):
         loaded = manager.load({"w": target}, step=step)
         assert_bits(loaded["w"], expected_in("run")[f"step {step}"])
         assert loaded["step"] == step
-    manager.save(40, make_golden.run_state(0, 30) | {"w": target}, metrics={"loss": 4.0}).result(200)
+    manager.save(40, make_golden.run_state(0, 30) | {"w": target}, metrics={"loss": 4.0}).result(
+        200
+    )
     manager.close()
     steps = sorted(path.name for path in (tmp_path / "run").glob("step_*"))
-    assert steps == ["step_00000010", "step_00000030", "step_00000040"], "what was saved then counts as a manager's own"
+    assert steps == ["step_00000010", "step_00000030", "step_00000040"], (
+        "what was saved then counts as a manager's own"
+    )
 
 
 def test_it_is_consolidated(golden, tmp_path):
@@ -166,7 +198,9 @@ def test_it_is_consolidated(golden, tmp_path):
 
 
 def test_other_readers_open_the_files(golden):
-    """The shards are safetensors files that say where their pieces belong: numpy can put them together."""
+    """The shards are safetensors files that say where their pieces belong: numpy can put them
+    together.
+    """
     found = {key: np.zeros_like(bits) for key, bits in expected_in("grid").items()}
     for file in (golden / "grid" / "tensors").iterdir():
         raw = file.read_bytes()
@@ -182,7 +216,9 @@ def test_other_readers_open_the_files(golden):
 
 def test_all_dtypes_and_kinds_are_there(golden):
     """What the format page lists is what these checkpoints hold."""
-    stored = {str(shard.dtype) for shard in distckpt.load_tensors_metadata(golden / "dtypes").values()}
+    stored = {
+        str(shard.dtype) for shard in distckpt.load_tensors_metadata(golden / "dtypes").values()
+    }
     assert stored == {f"torch.{name}" for name in DTYPES}
 
 
@@ -194,7 +230,9 @@ def change_marker(path, **fields):
 
 
 READERS = {
-    "load": lambda path: distckpt.load({"b": ShardedTensor.from_rank_offsets("bias", torch.zeros(4, 3))}, path),
+    "load": lambda path: distckpt.load(
+        {"b": ShardedTensor.from_rank_offsets("bias", torch.zeros(4, 3))}, path
+    ),
     "load_plain_tensors": distckpt.load_plain_tensors,
     "load_common_state_dict": distckpt.load_common_state_dict,
     "load_tensors_metadata": distckpt.load_tensors_metadata,
@@ -202,9 +240,7 @@ READERS = {
     "remove_sharded_tensors": lambda path: distckpt.remove_sharded_tensors(path, "bias"),
     "consolidate": lambda path: distckpt.consolidate(path, path.parent / "export"),
 }
-REFUSAL = (
-    rf"needs a reader of format version {READER_VERSION + 1}; .* reads up to {READER_VERSION}. Install a newer release"
-)
+REFUSAL = rf"needs a reader of format version {READER_VERSION + 1}; .* reads up to {READER_VERSION}. Install a newer release"
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -251,7 +287,9 @@ def test_a_version_that_is_none_is_refused(golden, value, tmp_path):
 
 
 def test_a_newer_format_that_this_reader_may_read_is_read(golden, tmp_path):
-    """A writer that changes nothing that a reader of format 1 must know raises `format_version` alone."""
+    """A writer that changes nothing that a reader of format 1 must know raises `format_version`
+    alone.
+    """
     path = copy_of(golden / "grid", tmp_path)
     change_marker(path, format_version=READER_VERSION + 5, new_field={"a": [1]}, another="x")
     assert distckpt.verify(path).is_whole

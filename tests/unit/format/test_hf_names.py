@@ -24,10 +24,16 @@ from distckpt.hf import (
 
 def test_names_as_hugging_face_writes_them():
     assert shard_filename("/x/model", 1, 4) == "/x/model-00001-of-00004.safetensors"
-    assert shard_filename("s3://bucket/run/model", 12, 123456) == "s3://bucket/run/model-00012-of-123456.safetensors"
+    assert (
+        shard_filename("s3://bucket/run/model", 12, 123456)
+        == "s3://bucket/run/model-00012-of-123456.safetensors"
+    )
     assert index_filename("/x/model") == "/x/model.safetensors.index.json"
     assert output_filenames("model", 1) == ["model.safetensors"]
-    assert output_filenames("model", 2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert output_filenames("model", 2) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
 
 
 @pytest.mark.parametrize(("idx", "total"), [(0, 3), (4, 3), (-1, 3), (1, 0)])
@@ -70,7 +76,9 @@ SIZES = st.lists(st.integers(0, 50), max_size=20)
 @given(SIZES, st.integers(1, 60))
 def test_groups_keep_the_order_and_the_limit(sizes, limit):
     num_bytes = {f"t{i}": size for i, size in enumerate(sizes)}
-    state = {key: torch.empty(size, dtype=torch.uint8, device="meta") for key, size in num_bytes.items()}
+    state = {
+        key: torch.empty(size, dtype=torch.uint8, device="meta") for key, size in num_bytes.items()
+    }
     groups = group_keys_by_shard_size(state, limit)
     assert list(itertools.chain(*groups)) == list(num_bytes)
     for group, following in itertools.zip_longest(groups, groups[1:]):
@@ -131,9 +139,15 @@ def test_layers_stay_together_in_natural_order():
 def test_a_layer_larger_than_a_file_is_divided_between_its_experts():
     groups = optimize_shard_layout(transformer(2, num_experts=11), 9)
     for layer, expert in itertools.product(range(2), range(11)):
-        holders = [group for group in groups if any(f"layers.{layer}.mlp.experts.{expert}." in key for key in group)]
+        holders = [
+            group
+            for group in groups
+            if any(f"layers.{layer}.mlp.experts.{expert}." in key for key in group)
+        ]
         assert len(holders) == 1
-    experts = [re.findall(r"layers\.0\.mlp\.experts\.(\d+)", key) for group in groups for key in group]
+    experts = [
+        re.findall(r"layers\.0\.mlp\.experts\.(\d+)", key) for group in groups for key in group
+    ]
     assert [int(found[0]) for found in experts if found] == [n for n in range(11) for _ in range(2)]
 
 
@@ -155,7 +169,11 @@ def test_keys_without_modules_can_be_laid_out():
 
 
 def test_index_is_written_as_hugging_face_does():
-    weight_map = {"b.10": "model-00002-of-00002.safetensors", "b.2": "model-00001-of-00002.safetensors", "ä": "x"}
+    weight_map = {
+        "b.10": "model-00002-of-00002.safetensors",
+        "b.2": "model-00001-of-00002.safetensors",
+        "ä": "x",
+    }
     expected = (
         '{\n  "metadata": {\n    "total_parameters": 7,\n    "total_size": 28\n  },\n  "weight_map": {\n'
         '    "b.10": "model-00002-of-00002.safetensors",\n    "b.2": "model-00001-of-00002.safetensors",\n'

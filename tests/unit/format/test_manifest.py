@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distckpt._format.manifest import ChunkTable, Manifest, ShardFile
 from distckpt._geometry.region import Region
-from distckpt.core import CorruptCheckpointError
+from distckpt.megatron.core import CorruptCheckpointError
 
 
 def example():
@@ -21,7 +21,12 @@ def example():
         global_shapes=[(4, 6), (), (2,)],
         chunks=ChunkTable.empty()._replace(
             files=[
-                ShardFile("tensors/shard-00001-model-00001-of-00001.safetensors", 4096 + 98, 4096, 2**64 - 1),
+                ShardFile(
+                    "tensors/shard-00001-model-00001-of-00001.safetensors",
+                    4096 + 98,
+                    4096,
+                    2**64 - 1,
+                ),
                 ShardFile("objects/rank-00001.safetensors", 5000, 4096, 5),
             ],
             key_ids=np.array([0, 0, 1, 2, 2]),
@@ -48,7 +53,9 @@ def with_changes(fields=None, columns=None):
 
 def encode(fields, columns):
     columns = {name: np.ascontiguousarray(column) for name, column in columns.items()}
-    return safetensors.numpy.save({**columns, "json": np.frombuffer(json.dumps(fields).encode(), np.uint8)})
+    return safetensors.numpy.save(
+        {**columns, "json": np.frombuffer(json.dumps(fields).encode(), np.uint8)}
+    )
 
 
 def test_manifest_is_the_same_after_writing_and_reading():
@@ -56,7 +63,15 @@ def test_manifest_is_the_same_after_writing_and_reading():
     after = Manifest.from_bytes(before.to_bytes(), "here")
     for name in ("keys", "dtypes", "global_shapes", "files", "aliases", "block_bytes"):
         assert getattr(after, name) == getattr(before, name)
-    for name in ("key_ids", "file_ids", "first_bytes", "num_bytes", "offsets", "shapes", "block_checksums"):
+    for name in (
+        "key_ids",
+        "file_ids",
+        "first_bytes",
+        "num_bytes",
+        "offsets",
+        "shapes",
+        "block_checksums",
+    ):
         assert np.array_equal(getattr(after, name), getattr(before, name))
     assert after.to_bytes() == before.to_bytes()
 
@@ -81,11 +96,15 @@ def test_manifest_is_a_safetensors_file_of_plain_arrays():
 
 
 def test_tables_of_ranks_are_joined_in_the_order_of_keys_and_offsets():
-    """What a rank knows only when it has written comes in a second table: its objects, and all its checksums."""
+    """What a rank knows only when it has written comes in a second table: its objects, and all its
+    checksums.
+    """
     whole, none = example().chunks, ChunkTable.empty()
     first = none._replace(files=[whole.files[1]], **rows_of(whole, [4]))
     second = none._replace(files=[whole.files[0]], **rows_of(whole, [1, 2]))
-    third = none._replace(files=whole.files, **{**rows_of(whole, [0, 3]), "file_ids": np.array([0, 1])})
+    third = none._replace(
+        files=whole.files, **{**rows_of(whole, [0, 3]), "file_ids": np.array([0, 1])}
+    )
     checksums = [np.array(ids, np.uint64) for ids in ([4], [1, 2], [0, 3])]
     tables = []
     for planned, known_later in zip((first, second, third), checksums, strict=True):
@@ -100,7 +119,9 @@ def test_tables_of_ranks_are_joined_in_the_order_of_keys_and_offsets():
 
 
 def rows_of(table, rows):
-    columns = {name: column[rows] for name, column in table.columns().items() if name != "block_checksums"}
+    columns = {
+        name: column[rows] for name, column in table.columns().items() if name != "block_checksums"
+    }
     return {**columns, "file_ids": np.zeros(len(rows), np.int64)}
 
 
@@ -227,7 +248,10 @@ def open_hostile(data):
     # What is accepted can be used.
     for row in range(len(manifest.key_ids)):
         manifest.chunk_region(row)
-    assert all(manifest.keys[i] in (key, manifest.aliases.get(key)) for key, i in manifest.key_index.items())
+    assert all(
+        manifest.keys[i] in (key, manifest.aliases.get(key))
+        for key, i in manifest.key_index.items()
+    )
 
 
 @given(st.binary(max_size=200))
@@ -253,7 +277,9 @@ def test_a_flipped_bit_is_found_or_leaves_a_usable_manifest(bit):
 NASTY_INTEGERS = st.sampled_from([0, 1, -1, 2, 7, 2**31, 2**53, 2**62, 2**63 - 1, -(2**63)])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -268,17 +294,21 @@ def test_mutated_columns_are_found_or_leave_a_usable_manifest(data):
         column = columns[name].copy()
         change = data.draw(st.sampled_from(["item", "shorter", "longer", "reshaped", "converted"]))
         if change == "item" and column.size:
-            column.reshape(-1)[data.draw(st.integers(0, column.size - 1))] = np.array(data.draw(NASTY_INTEGERS)).astype(
-                column.dtype
-            )
+            column.reshape(-1)[data.draw(st.integers(0, column.size - 1))] = np.array(
+                data.draw(NASTY_INTEGERS)
+            ).astype(column.dtype)
         elif change == "shorter":
             column = column[:-1]
         elif change == "longer":
             column = np.concatenate([column, column[-1:]])
         elif change == "reshaped":
-            column = column.reshape(data.draw(st.sampled_from([(-1,), (-1, 1), (1, -1), (1, -1, 1)])))
+            column = column.reshape(
+                data.draw(st.sampled_from([(-1,), (-1, 1), (1, -1), (1, -1, 1)]))
+            )
         elif change == "converted":
-            column = column.astype(data.draw(st.sampled_from([np.uint64, np.int64, np.int8, np.float32, np.bool_])))
+            column = column.astype(
+                data.draw(st.sampled_from([np.uint64, np.int64, np.int8, np.float32, np.bool_]))
+            )
         columns[name] = column if column.ndim else columns[name]
     if data.draw(st.booleans()):
         fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(JSON)

@@ -1,4 +1,6 @@
-"""Shard files are plain safetensors: the reference library and torch's own readers of sharded files read them."""
+"""Shard files are plain safetensors: the reference library and torch's own readers of sharded files
+read them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from hypothesis import strategies as st
 
 import distckpt
 from distckpt import InvalidShardingError, ShardedObject, ShardedTensor
-from distckpt._format.safetensors_file import DATA_ALIGNMENT, Entry, build_header, layout_order, stored_shape
+from distckpt._format.safetensors_file import (
+    DATA_ALIGNMENT,
+    Entry,
+    build_header,
+    layout_order,
+    stored_shape,
+)
 from tests.support.reference import needs_torchs_hugging_face
 
 
@@ -35,15 +43,24 @@ def several_chunks(path):
     }
     state = {}
     for i in range(3):
-        state["rows", i] = ShardedTensor.from_rank_offsets("rows", tensors["rows"].chunk(3)[i], (0, i, 3))
-        state["columns", i] = ShardedTensor.from_rank_offsets("columns", tensors["columns"].chunk(3, 1)[i], (1, i, 3))
+        state["rows", i] = ShardedTensor.from_rank_offsets(
+            "rows", tensors["rows"].chunk(3)[i], (0, i, 3)
+        )
+        state["columns", i] = ShardedTensor.from_rank_offsets(
+            "columns", tensors["columns"].chunk(3, 1)[i], (1, i, 3)
+        )
     for i in range(2):
         for j in range(3):
             part = tensors["blocks"].chunk(2, 0)[i].chunk(3, 2)[j]
-            state["blocks", i, j] = ShardedTensor.from_rank_offsets("blocks", part, (0, i, 2), (2, j, 3))
+            state["blocks", i, j] = ShardedTensor.from_rank_offsets(
+                "blocks", part, (0, i, 2), (2, j, 3)
+            )
     for first, last in ((0, 20), (20, 41), (41, 63)):
         state["flat", first] = ShardedTensor.from_rank_offsets_flat(
-            "flat", tensors["flat"].flatten()[first:last], (7, 9), flattened_range=slice(first, last)
+            "flat",
+            tensors["flat"].flatten()[first:last],
+            (7, 9),
+            flattened_range=slice(first, last),
         )
     state["whole"] = ShardedTensor.from_rank_offsets("whole", tensors["whole"])
     state["scalar"] = ShardedTensor.from_rank_offsets("scalar", tensors["scalar"])
@@ -111,8 +128,13 @@ def test_data_begin_at_a_page_and_follow_one_another_aligned_to_their_items(tmp_
 
 
 def test_one_file_is_enough_when_no_key_repeats(tmp_path):
-    state = {str(i): ShardedTensor.from_rank_offsets(f"w{i}", torch.randn(4, i + 1)) for i in range(20)}
-    rows = {("rows", i): ShardedTensor.from_rank_offsets("rows", torch.randn(2, 3), (0, i, 5)) for i in range(5)}
+    state = {
+        str(i): ShardedTensor.from_rank_offsets(f"w{i}", torch.randn(4, i + 1)) for i in range(20)
+    }
+    rows = {
+        ("rows", i): ShardedTensor.from_rank_offsets("rows", torch.randn(2, 3), (0, i, 5))
+        for i in range(5)
+    }
     distckpt.save({**state, **rows}, tmp_path / "c")
     (file,) = shard_files(tmp_path / "c")
     assert safetensors.torch.load_file(file)["rows"].shape == (10, 3)
@@ -147,7 +169,11 @@ def test_a_state_without_tensors_has_no_shard_file(tmp_path):
 def test_torchs_hugging_face_reader_loads_any_part(tmp_path):
     tensors = several_chunks(tmp_path / "c")
     targets = {key: torch.full_like(tensor, math.nan) for key, tensor in tensors.items()}
-    dcp.load(targets, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")), no_dist=True)
+    dcp.load(
+        targets,
+        storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")),
+        no_dist=True,
+    )
     assert all(torch.equal(targets[key], tensor) for key, tensor in tensors.items())
 
 
@@ -157,7 +183,9 @@ def test_torchs_consolidation_merges_the_shards(tmp_path):
     tensors = {key: tensor for key, tensor in several_chunks(tmp_path / "c").items() if tensor.ndim}
     (tmp_path / "merged").mkdir()
     mapping = {key: 1 + number % 2 for number, key in enumerate(tensors)}
-    theirs.consolidate_safetensors_files(str(tmp_path / "c" / "tensors"), str(tmp_path / "merged"), mapping)
+    theirs.consolidate_safetensors_files(
+        str(tmp_path / "c" / "tensors"), str(tmp_path / "merged"), mapping
+    )
     merged = {}
     for file in Path(tmp_path, "merged").glob("*.safetensors"):
         merged |= safetensors.torch.load_file(file)
@@ -170,12 +198,28 @@ def test_torchs_consolidation_merges_the_shards(tmp_path):
 
 @pytest.mark.parametrize(
     "key",
-    ["", "a/b", "a.b", "ключ", "a\nb", "a\0b", '"\\', "🤗", "x" * 5000, "shard-00001", "DCP_SHARDING_INFO", "json"],
+    [
+        "",
+        "a/b",
+        "a.b",
+        "ключ",
+        "a\nb",
+        "a\0b",
+        '"\\',
+        "🤗",
+        "x" * 5000,
+        "shard-00001",
+        "DCP_SHARDING_INFO",
+        "json",
+    ],
     ids=lambda key: ascii(key[:20]),
 )
 def test_any_text_is_a_key(tmp_path, key):
     tensor = torch.arange(6.0)
-    state = {str(i): ShardedTensor.from_rank_offsets(key, part, (0, i, 2)) for i, part in enumerate(tensor.chunk(2))}
+    state = {
+        str(i): ShardedTensor.from_rank_offsets(key, part, (0, i, 2))
+        for i, part in enumerate(tensor.chunk(2))
+    }
     state["object"] = ShardedObject(key + "o", "value", (1,), (0,))
     distckpt.save(state, tmp_path / "c")
     (file,) = shard_files(tmp_path / "c")
@@ -214,7 +258,11 @@ def entry(name, dtype, shape):
         max_size=6,
         unique_by=lambda item: item[0],
     ),
-    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), st.text('abc"\\é'), max_size=3),
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+        st.text('abc"\\é'),
+        max_size=3,
+    ),
 )
 def test_headers_are_what_the_reference_library_reads(items, metadata):
     entries = [entry(*item) for item in items if item[0] != "__metadata__"]
@@ -223,7 +271,9 @@ def test_headers_are_what_the_reference_library_reads(items, metadata):
     assert len(header) % DATA_ALIGNMENT == 0
     contents = [bytes([number + 1]) * e.num_bytes for number, e in enumerate(entries)]
     blob = header + b"".join(contents)
-    assert [blob[first : first + len(c)] for first, c in zip(first_bytes, contents, strict=True)] == contents
+    assert [
+        blob[first : first + len(c)] for first, c in zip(first_bytes, contents, strict=True)
+    ] == contents
     read = dict(safetensors.deserialize(blob))
     assert read.keys() == {e.name for e in entries}
     for e, content in zip(entries, contents, strict=True):
@@ -233,7 +283,12 @@ def test_headers_are_what_the_reference_library_reads(items, metadata):
 
 
 def test_larger_items_come_first_and_otherwise_the_order_stays():
-    entries = [entry("a", "U8", (3,)), entry("b", "F32", (1,)), entry("c", "C64", (1,)), entry("d", "F32", (1,))]
+    entries = [
+        entry("a", "U8", (3,)),
+        entry("b", "F32", (1,)),
+        entry("c", "C64", (1,)),
+        entry("d", "F32", (1,)),
+    ]
     assert layout_order(entries) == [2, 1, 3, 0]
 
 

@@ -34,7 +34,9 @@ def regions_in(draw, shape, min_size=0):
 
 
 def shapes(min_side=0, max_side=4, max_ndim=4, min_ndim=0):
-    return st.lists(st.integers(min_side, max_side), min_size=min_ndim, max_size=max_ndim).map(tuple)
+    return st.lists(st.integers(min_side, max_side), min_size=min_ndim, max_size=max_ndim).map(
+        tuple
+    )
 
 
 def mask(shape, region):
@@ -74,7 +76,9 @@ def test_intersecting_with_many_agrees_with_intersecting_with_each(data):
     rows, hit_offsets, hit_shapes = intersect_many(offsets, extents, *region)
     found = {
         row: Region(tuple(offset), tuple(extent))
-        for row, offset, extent in zip(rows.tolist(), hit_offsets.tolist(), hit_shapes.tolist(), strict=True)
+        for row, offset, extent in zip(
+            rows.tolist(), hit_offsets.tolist(), hit_shapes.tolist(), strict=True
+        )
     }
     expected = {row: intersect(region, other) for row, other in enumerate(others)}
     assert found == {row: common for row, common in expected.items() if common is not None}
@@ -155,7 +159,10 @@ def test_stepping_over_axes_gives_one_piece_for_each_index(data):
     pieces = list(step_over(region, num_axes))
     assert len(pieces) == math.prod(region.shape[:num_axes])
     assert all(piece.shape == (1,) * num_axes + region.shape[num_axes:] for piece in pieces)
-    assert np.array_equal(sum((mask(shape, piece) for piece in pieces), np.zeros(shape, np.int64)), mask(shape, region))
+    assert np.array_equal(
+        sum((mask(shape, piece) for piece in pieces), np.zeros(shape, np.int64)),
+        mask(shape, region),
+    )
     assert [piece.offset for piece in pieces] == sorted(piece.offset for piece in pieces)
 
 
@@ -178,7 +185,9 @@ def test_runs_below_the_outer_axes_are_contiguous_and_as_long_as_possible(data):
 
 @st.composite
 def nearly_tiled(draw, shape):
-    """Draw regions that mostly tile a tensor: a random grid, from which some cells are missing, doubled or moved."""
+    """Draw regions that mostly tile a tensor: a random grid, from which some cells are missing,
+    doubled or moved.
+    """
     cuts = [sorted(draw(st.lists(st.integers(0, n), max_size=3))) for n in shape]
     edges = [[0, *inner, n] for inner, n in zip(cuts, shape, strict=True)]
     cells = [
@@ -194,7 +203,9 @@ def nearly_tiled(draw, shape):
 @given(st.data())
 def test_tiling_faults_are_those_that_counting_finds(data):
     ndim = data.draw(st.integers(0, 4))
-    global_shapes = data.draw(st.lists(shapes(max_ndim=ndim, min_ndim=ndim), min_size=1, max_size=3))
+    global_shapes = data.draw(
+        st.lists(shapes(max_ndim=ndim, min_ndim=ndim), min_size=1, max_size=3)
+    )
     regions, tensor_ids, counts = [], [], []
     for tensor, shape in enumerate(global_shapes):
         pieces = data.draw(nearly_tiled(shape))
@@ -208,7 +219,9 @@ def test_tiling_faults_are_those_that_counting_finds(data):
         np.array([regions[i].shape for i in order], np.int64).reshape(len(regions), ndim),
         np.array(global_shapes, np.int64).reshape(len(global_shapes), ndim),
     )
-    assert [fault.tensor for fault in faults] == [t for t, count in enumerate(counts) if (count != 1).any()]
+    assert [fault.tensor for fault in faults] == [
+        t for t, count in enumerate(counts) if (count != 1).any()
+    ]
     for fault in faults:
         # The first wrong element in row-major order.
         count = counts[fault.tensor]

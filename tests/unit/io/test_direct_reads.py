@@ -1,4 +1,6 @@
-"""Reads past the page cache, of large files that nobody has read yet. Expected values are those of numpy."""
+"""Reads past the page cache, of large files that nobody has read yet. Expected values are those of
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ NUM_BYTES = sum(value.nbytes for value in VALUES.values())
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("direct")
     need_direct_reads(folder)
-    shards = {key: ShardedTensor.from_rank_offsets(key, torch.from_numpy(value)) for key, value in VALUES.items()}
+    shards = {
+        key: ShardedTensor.from_rank_offsets(key, torch.from_numpy(value))
+        for key, value in VALUES.items()
+    }
     distckpt.save(shards, folder / "checkpoint")
     return folder / "checkpoint"
 
@@ -52,12 +57,16 @@ def file_of(folder):
 
 
 def part(key, dtype, shape, offset):
-    return ShardedTensor(key, torch.zeros(shape, dtype=dtype), dtype, shape, VALUES[key].shape, offset, None)
+    return ShardedTensor(
+        key, torch.zeros(shape, dtype=dtype), dtype, shape, VALUES[key].shape, offset, None
+    )
 
 
 def load(folder, **options):
     empty = {
-        key: ShardedTensor.from_rank_offsets(key, torch.zeros(v.shape).to(torch.from_numpy(v[:0]).dtype))
+        key: ShardedTensor.from_rank_offsets(
+            key, torch.zeros(v.shape).to(torch.from_numpy(v[:0]).dtype)
+        )
         for key, v in VALUES.items()
     }
     loaded = distckpt.load(empty, folder, **options)
@@ -136,7 +145,9 @@ def test_a_file_that_becomes_shorter_while_it_is_read(to_change):
     def cut(num_bytes):
         os.truncate(file, size)
 
-    with pytest.raises(CorruptCheckpointError, match=f"safetensors' ends at byte {size}, .* goes on after it"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"safetensors' ends at byte {size}, .* goes on after it"
+    ):
         load(to_change, progress=cut, max_inflight_bytes=1)
 
 
@@ -161,5 +172,7 @@ def test_an_export_reads_each_byte_once(folder, tmp_path):
         distckpt.consolidate(folder, tmp_path / "exported")
     assert NUM_BYTES <= reads.num_bytes < 1.1 * NUM_BYTES
     assert not is_in_memory(file_of(folder), NUM_BYTES // 5)
-    with pytest.importorskip("safetensors").safe_open(tmp_path / "exported" / "model.safetensors", "np") as exported:
+    with pytest.importorskip("safetensors").safe_open(
+        tmp_path / "exported" / "model.safetensors", "np"
+    ) as exported:
         check({key: exported.get_tensor(key) for key in VALUES})

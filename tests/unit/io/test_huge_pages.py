@@ -1,4 +1,6 @@
-"""Memory that a load allocates is in huge pages, as far as the system has them. Asked of the kernel, by address."""
+"""Memory that a load allocates is in huge pages, as far as the system has them. Asked of the
+kernel, by address.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import distckpt
 from distckpt import ShardedTensor
 
 pytestmark = pytest.mark.skipif(
-    not (hasattr(mmap, "MADV_HUGEPAGE") and Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()),
+    not (
+        hasattr(mmap, "MADV_HUGEPAGE")
+        and Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+    ),
     reason="the system has no transparent huge pages",
 )
 ROWS = 4096

@@ -1,4 +1,6 @@
-"""Slices with gaps: only their bytes are read, whatever the layout of file and target; and what may go wrong then."""
+"""Slices with gaps: only their bytes are read, whatever the layout of file and target; and what may
+go wrong then.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def loaded_before(tmp_path_factory):
     """Load something: modules that are imported then are not to be counted."""
     path = tmp_path_factory.mktemp("first")
     write_plain(path / "model.safetensors", {"w": numbered(96, 4096, dtype=torch.int32)})
-    distckpt.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(48, 4096).int(), (0, 1, 2))}, path)
+    distckpt.load(
+        {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(48, 4096).int(), (0, 1, 2))}, path
+    )
 
 
 def asked_for(key, tensor, spans, target):
@@ -49,7 +53,9 @@ def strided(draw, extent, dtype):
     if kind == "contiguous":
         return torch.full(extent, -1).to(dtype)
     if kind == "gaps":
-        return torch.full([n + 3 for n in extent], -1).to(dtype)[tuple(slice(1, 1 + n) for n in extent)]
+        return torch.full([n + 3 for n in extent], -1).to(dtype)[
+            tuple(slice(1, 1 + n) for n in extent)
+        ]
     return torch.full(extent[::-1], -1).to(dtype).permute(tuple(range(len(extent)))[::-1])
 
 
@@ -57,12 +63,18 @@ def strided(draw, extent, dtype):
 @given(st.data())
 def test_any_region_into_any_memory(data):
     tensor = numbered(*data.draw(st.sampled_from(SHAPES), "shape"), dtype=torch.int32)
-    spans = [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in tensor.shape]
+    spans = [
+        tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))))
+        for n in tensor.shape
+    ]
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]), "dtype")
     target = strided(data.draw, [high - low for low, high in spans], dtype)
     surroundings = target._base.clone() if target._base is not None else None
     with tempfile.TemporaryDirectory() as directory:
-        write_plain(Path(directory) / "model.safetensors", {"other": numbered(5, dtype=torch.int32), "w": tensor})
+        write_plain(
+            Path(directory) / "model.safetensors",
+            {"other": numbered(5, dtype=torch.int32), "w": tensor},
+        )
         distckpt.load({"w": asked_for("w", tensor, spans, target)}, directory)
     assert np.array_equal(target.numpy(), tensor.numpy()[tuple(slice(*span) for span in spans)])
     if surroundings is not None and target._base.shape != target.shape[::-1]:
@@ -79,7 +91,9 @@ LLAMA = {
     "model.layers.0.mlp.down_proj.weight": (1, (2 * ROWS, FFN)),
     "model.layers.0.experts.down_proj": (2, (3, ROWS, 2 * HIDDEN)),
 }
-"""Name -> the axis that tensor parallelism cuts, and a shape: runs are 4, 8 and 21.5 KiB long, gaps as long."""
+"""Name -> the axis that tensor parallelism cuts, and a shape: runs are 4, 8 and 21.5 KiB long, gaps
+as long.
+"""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -87,12 +101,17 @@ LLAMA = {
 def test_a_rank_reads_its_bytes_of_a_model_and_hardly_more(tmp_path, rank, options):
     tensors = {key: numbered(*shape, dtype=torch.int32) for key, (_, shape) in LLAMA.items()}
     names = list(tensors)
-    files = {f"model-{i + 1:05d}-of-00002.safetensors": {k: tensors[k] for k in names[i::2]} for i in range(2)}
+    files = {
+        f"model-{i + 1:05d}-of-00002.safetensors": {k: tensors[k] for k in names[i::2]}
+        for i in range(2)
+    }
     write_indexed(tmp_path, files)
     state, expected = {}, {}
     for key, (axis, _) in LLAMA.items():
         expected[key] = tensors[key].chunk(2, axis)[rank]
-        state[key] = ShardedTensor.from_rank_offsets(key, torch.zeros_like(expected[key]), (axis, rank, 2))
+        state[key] = ShardedTensor.from_rank_offsets(
+            key, torch.zeros_like(expected[key]), (axis, rank, 2)
+        )
     with counted_reads() as counts:
         distckpt.load(state, tmp_path, **options)
     for key, shard in state.items():
@@ -160,7 +179,9 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, cut_before_readi
     size = path.stat().st_size - missing
     cut_before_reading(path, size)
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(96, 2048, dtype=torch.int32), (1, 1, 2))
-    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors' ends at byte \d+, .*'w' goes on") as caught:
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model\.safetensors' ends at byte \d+, .*'w' goes on"
+    ) as caught:
         distckpt.load({"w": part}, tmp_path)
     # Where the file ends in a gap, the next run is what is found missing.
     end = int(str(caught.value).split("ends at byte ")[1].split(",")[0])

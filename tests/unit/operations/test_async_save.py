@@ -1,4 +1,6 @@
-"""Asynchronous saves in one process: what was there when the call returned is what is saved, whatever happens then."""
+"""Asynchronous saves in one process: what was there when the call returned is what is saved,
+whatever happens then.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +64,12 @@ def stored(path):
 
 
 def bits(tensor):
-    return np.ascontiguousarray(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()).tobytes()
+    return np.ascontiguousarray(
+        tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+    ).tobytes()
 
 
-# --- Mutation right after return: each function makes tensors, and what changes them --------------------------------
+# --- Mutation right after return: each function makes tensors, and what changes them --------------
 
 
 def add_in_place():
@@ -95,7 +99,11 @@ def zero_dimensional():
 
 def views_of_one_storage():
     base = torch.arange(4000.0)
-    return {"a": base[:1500], "b": base[1000:3000], "c": base.view(40, 100).t()}, lambda: base.zero_()
+    return {
+        "a": base[:1500],
+        "b": base[1000:3000],
+        "c": base.view(40, 100).t(),
+    }, lambda: base.zero_()
 
 
 def memory_shared_with_numpy():
@@ -115,7 +123,11 @@ def strided_and_conjugated():
 
 
 def small_types():
-    tensors = {"b": torch.arange(999).bfloat16(), "f": torch.arange(99).to(torch.float8_e4m3fn), "o": torch.ones(9) > 0}
+    tensors = {
+        "b": torch.arange(999).bfloat16(),
+        "f": torch.arange(99).to(torch.float8_e4m3fn),
+        "o": torch.ones(9) > 0,
+    }
     return tensors, lambda: [t.view(torch.uint8).zero_() for t in tensors.values()]
 
 
@@ -143,18 +155,23 @@ MUTATIONS = [
 def test_what_happens_to_tensors_after_the_call_is_not_saved(make, tmp_path, gate):
     tensors, mutate = make()
     skip_where_safetensors_lacks(*(tensor.dtype for tensor in tensors.values()))
-    expected = {key: (bits(tensor.clone()), tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+    expected = {
+        key: (bits(tensor.clone()), tensor.dtype, tensor.shape) for key, tensor in tensors.items()
+    }
     # The first save fills new memory, the second one memory that holds something else.
     first = distckpt.async_save(
         {key: whole(key, torch.zeros_like(t)) for key, t in tensors.items()}, tmp_path / "first"
     )
     first.result(PATIENCE)
-    handle = distckpt.async_save({k: whole(k, t) for k, t in tensors.items()}, tmp_path / "c", progress=gate.progress)
+    handle = distckpt.async_save(
+        {k: whole(k, t) for k, t in tensors.items()}, tmp_path / "c", progress=gate.progress
+    )
     assert handle.staged.is_set()
     assert not handle.done()
     mutate()
     assert not all(
-        tensor.untyped_storage().size() and bits(tensor) == expected[key][0] for key, tensor in tensors.items()
+        tensor.untyped_storage().size() and bits(tensor) == expected[key][0]
+        for key, tensor in tensors.items()
     )
     gate.open()
     report = handle.result(PATIENCE)
@@ -172,14 +189,23 @@ def test_freed_tensors(tmp_path, gate):
     others = [torch.full((50_000,), -1.0) for _ in range(8)]
     gate.open()
     handle.result(PATIENCE)
-    assert {key: t.unique().tolist() for key, t in stored(tmp_path / "c").items()} == {str(i): [i] for i in range(4)}
+    assert {key: t.unique().tolist() for key, t in stored(tmp_path / "c").items()} == {
+        str(i): [i] for i in range(4)
+    }
     assert len(others) == 8
 
 
 def test_objects_and_common_state_are_copied(tmp_path, gate):
     rng, lists, array, tensor = {"seed": [1, 2]}, [1, [2]], np.arange(5), torch.arange(4)
-    state = {"rng": ShardedObject("rng", rng, (1,), (0,)), "lists": lists, "array": array, "tensor": tensor}
-    handle = distckpt.async_save(state, tmp_path / "c", content_metadata={"lists": lists}, progress=gate.progress)
+    state = {
+        "rng": ShardedObject("rng", rng, (1,), (0,)),
+        "lists": lists,
+        "array": array,
+        "tensor": tensor,
+    }
+    handle = distckpt.async_save(
+        state, tmp_path / "c", content_metadata={"lists": lists}, progress=gate.progress
+    )
     rng["seed"].append(3)
     lists[1].append(3)
     array += 1
@@ -195,13 +221,17 @@ def test_objects_and_common_state_are_copied(tmp_path, gate):
 
 
 def test_the_same_bytes_as_a_blocking_save(tmp_path):
-    state = {"a": whole("a", torch.randn(100, 7)), "b": whole("b", torch.arange(9)), "c": [1, {"d": None}]}
+    state = {
+        "a": whole("a", torch.randn(100, 7)),
+        "b": whole("b", torch.arange(9)),
+        "c": [1, {"d": None}],
+    }
     distckpt.save(state, tmp_path / "blocking")
     distckpt.async_save(state, tmp_path / "async").result(PATIENCE)
     assert tree_of(tmp_path / "async") == tree_of(tmp_path / "blocking")
 
 
-# --- Several saves --------------------------------------------------------------------------------------------------
+# --- Several saves --------------------------------------------------------------------------------
 
 
 def test_saves_in_flight_follow_each_other(tmp_path, gate):
@@ -209,7 +239,11 @@ def test_saves_in_flight_follow_each_other(tmp_path, gate):
     handles = []
     for step in range(2):
         value.fill_(step)
-        handles.append(distckpt.async_save({"v": whole("v", value)}, tmp_path / str(step), progress=gate.progress))
+        handles.append(
+            distckpt.async_save(
+                {"v": whole("v", value)}, tmp_path / str(step), progress=gate.progress
+            )
+        )
     value.fill_(-1)
     assert [handle.done() for handle in handles] == [False, False]
     assert gate.reached.wait(PATIENCE)
@@ -225,12 +259,16 @@ def test_saves_in_flight_follow_each_other(tmp_path, gate):
 def test_a_third_save_waits_for_memory(tmp_path, gate):
     value = torch.zeros(1000)
     state = {"v": whole("v", value)}
-    handles = [distckpt.async_save(state, tmp_path / str(i), progress=gate.progress) for i in range(2)]
+    handles = [
+        distckpt.async_save(state, tmp_path / str(i), progress=gate.progress) for i in range(2)
+    ]
     assert gate.reached.wait(PATIENCE)
     with pytest.raises(CheckpointingException, match="neither was done within"):
         distckpt.async_save(state, tmp_path / "impatient", timeout=0.05)
     third: list[distckpt.SaveHandle] = []
-    thread = threading.Thread(target=lambda: third.append(distckpt.async_save(state, tmp_path / "2")))
+    thread = threading.Thread(
+        target=lambda: third.append(distckpt.async_save(state, tmp_path / "2"))
+    )
     thread.start()
     gate.open()
     thread.join(PATIENCE)
@@ -240,10 +278,16 @@ def test_a_third_save_waits_for_memory(tmp_path, gate):
 
 
 @pytest.mark.parametrize(
-    "read", [lambda path: distckpt.load({"v": whole("v", torch.zeros(3))}, path), distckpt.load_plain_tensors]
+    "read",
+    [
+        lambda path: distckpt.load({"v": whole("v", torch.zeros(3))}, path),
+        distckpt.load_plain_tensors,
+    ],
 )
 def test_loading_waits_for_the_save_of_that_path(read, tmp_path, gate):
-    handle = distckpt.async_save({"v": whole("v", torch.ones(3))}, tmp_path / "c", progress=gate.progress)
+    handle = distckpt.async_save(
+        {"v": whole("v", torch.ones(3))}, tmp_path / "c", progress=gate.progress
+    )
     opener = threading.Timer(0.05, gate.open)
     opener.start()
     loaded = read(f"{tmp_path}/x/../c")
@@ -253,7 +297,9 @@ def test_loading_waits_for_the_save_of_that_path(read, tmp_path, gate):
 
 
 def test_blocking_saves_and_background_saves_side_by_side(tmp_path, gate):
-    handle = distckpt.async_save({"v": whole("v", torch.ones(3))}, tmp_path / "a", progress=gate.progress)
+    handle = distckpt.async_save(
+        {"v": whole("v", torch.ones(3))}, tmp_path / "a", progress=gate.progress
+    )
     distckpt.save({"v": whole("v", torch.zeros(3))}, tmp_path / "b")
     assert distckpt.check_is_distributed_checkpoint(tmp_path / "b")
     assert not handle.done()
@@ -261,14 +307,16 @@ def test_blocking_saves_and_background_saves_side_by_side(tmp_path, gate):
     handle.result(PATIENCE)
 
 
-# --- Memory ---------------------------------------------------------------------------------------------------------
+# --- Memory ---------------------------------------------------------------------------------------
 
 
 def test_limited_memory_stages_in_waves(tmp_path, gate):
     """What does not fit is copied while files are written; no tensor may change before `staged`."""
     rows = torch.arange(6 << 20, dtype=torch.int64).view(12, -1)
     state = {str(i): whole(str(i), row) for i, row in enumerate(rows)}
-    handle = distckpt.async_save(state, tmp_path / "c", max_inflight_bytes=16 << 20, progress=gate.progress)
+    handle = distckpt.async_save(
+        state, tmp_path / "c", max_inflight_bytes=16 << 20, progress=gate.progress
+    )
     assert gate.reached.wait(PATIENCE)
     assert not handle.staged.is_set()
     gate.open()
@@ -283,7 +331,9 @@ def test_limited_memory_stages_in_waves(tmp_path, gate):
 
 def test_a_limit_that_is_large_enough_stages_at_once(tmp_path, gate):
     state = {"v": whole("v", torch.ones(1000))}
-    handle = distckpt.async_save(state, tmp_path / "c", max_inflight_bytes=64 << 20, progress=gate.progress)
+    handle = distckpt.async_save(
+        state, tmp_path / "c", max_inflight_bytes=64 << 20, progress=gate.progress
+    )
     assert handle.staged.is_set()
 
 
@@ -292,7 +342,9 @@ def test_staged_is_set_when_a_save_fails(tmp_path):
         raise ValueError("no more of this")
 
     state = {"v": whole("v", torch.ones(8 << 20))}
-    handle = distckpt.async_save(state, tmp_path / "c", max_inflight_bytes=16 << 20, progress=progress)
+    handle = distckpt.async_save(
+        state, tmp_path / "c", max_inflight_bytes=16 << 20, progress=progress
+    )
     assert handle.staged.wait(PATIENCE)
     with pytest.raises(ValueError, match="no more of this"):
         handle.result(PATIENCE)
@@ -309,7 +361,9 @@ def test_tensors_on_a_device_are_copied_into_pinned_memory(tmp_path, gate, monke
     with monkeypatch.context() as patch:
         patch.setattr(base_device, "layer_of", lambda tensor: device)
         state = {"big": whole("big", big), "column": whole("column", column[:, 3])}
-        handle = distckpt.async_save({**state, "scalar": whole("scalar", torch.tensor(3.5))}, tmp_path / "c")
+        handle = distckpt.async_save(
+            {**state, "scalar": whole("scalar", torch.tensor(3.5))}, tmp_path / "c"
+        )
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     assert device.num_copied_bytes == num_bytes == sum(high - low for low, high, _ in device.pinned)
     big.zero_()
@@ -324,7 +378,11 @@ def test_tensors_on_a_device_are_copied_into_pinned_memory(tmp_path, gate, monke
 
 def open_things():
     process = psutil.Process()
-    return process.num_fds(), {thread.name for thread in threading.enumerate()}, sorted(os.listdir("/dev/shm"))
+    return (
+        process.num_fds(),
+        {thread.name for thread in threading.enumerate()},
+        sorted(os.listdir("/dev/shm")),
+    )
 
 
 def test_many_saves_leave_nothing_behind(tmp_path):
@@ -333,7 +391,9 @@ def test_many_saves_leave_nothing_behind(tmp_path):
     seen = []
     for number in range(100):
         value.fill_(number)
-        handle = distckpt.async_save({"v": whole("v", value)}, tmp_path / "c", overwrite=True, durable=False)
+        handle = distckpt.async_save(
+            {"v": whole("v", value)}, tmp_path / "c", overwrite=True, durable=False
+        )
         if number in (30, 99):
             handle.result(PATIENCE)
             gc.collect()
@@ -344,16 +404,20 @@ def test_many_saves_leave_nothing_behind(tmp_path):
     assert stored(tmp_path / "c")["v"].unique().tolist() == [99]
 
 
-# --- Memory that is there before the first save ---------------------------------------------------------------------
+# --- Memory that is there before the first save ---------------------------------------------------
 
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("limit", [None, 16 << 20])
 def test_a_save_into_reserved_memory_saves_the_same_bytes(limit, waits, tmp_path):
     tensors = {"a": torch.arange(6_000_000.0), "b": torch.arange(20.0).view(4, 5)[:, 1:3]}
-    reserved = distckpt.reserve_staging_memory({k: whole(k, t) for k, t in tensors.items()}, max_inflight_bytes=limit)
+    reserved = distckpt.reserve_staging_memory(
+        {k: whole(k, t) for k, t in tensors.items()}, max_inflight_bytes=limit
+    )
     if waits:
-        assert reserved.result(PATIENCE) == (sum(t.nbytes for t in tensors.values()) if limit is None else 32)
+        assert reserved.result(PATIENCE) == (
+            sum(t.nbytes for t in tensors.values()) if limit is None else 32
+        )
     for attempt in range(2):
         state = {key: whole(key, tensor + attempt) for key, tensor in tensors.items()}
         handle = distckpt.async_save(state, tmp_path / f"{attempt}", max_inflight_bytes=limit)
@@ -362,7 +426,9 @@ def test_a_save_into_reserved_memory_saves_the_same_bytes(limit, waits, tmp_path
             shard.data.zero_()
         assert handle.result(PATIENCE).plan_reused
         found = stored(tmp_path / f"{attempt}")
-        assert {key: bits(t) for key, t in found.items()} == {k: bits(t + attempt) for k, t in tensors.items()}
+        assert {key: bits(t) for key, t in found.items()} == {
+            k: bits(t + attempt) for k, t in tensors.items()
+        }
 
 
 def test_what_changes_after_memory_was_reserved_is_saved_as_it_is(tmp_path):
@@ -370,7 +436,11 @@ def test_what_changes_after_memory_was_reserved_is_saved_as_it_is(tmp_path):
     state = {"t": whole("t", tensor), "step": 1}
     for size in (3000, 7, 5000):
         distckpt.reserve_staging_memory(state)
-        state = {"t": whole("t", torch.arange(size) + 0.5), "more": whole("more", torch.ones(size)), "step": size}
+        state = {
+            "t": whole("t", torch.arange(size) + 0.5),
+            "more": whole("more", torch.ones(size)),
+            "step": size,
+        }
         distckpt.async_save(state, tmp_path / "c", overwrite=True).result(PATIENCE)
         assert torch.equal(stored(tmp_path / "c")["t"], torch.arange(size) + 0.5)
         assert distckpt.load({}, tmp_path / "c", strict="ignore_all")["step"] == size
@@ -389,7 +459,10 @@ def test_page_locked_memory_is_reserved_or_else_taken_by_the_save(tmp_path, monk
         assert "memory for background saves cannot be reserved: ZeroDivisionError" in caplog.text
         patch.undo()
         patch.setattr(base_device, "layer_of", lambda tensor: device)
-        assert distckpt.reserve_staging_memory({"t": whole("t", tensor)}).result(PATIENCE) == tensor.nbytes
+        assert (
+            distckpt.reserve_staging_memory({"t": whole("t", tensor)}).result(PATIENCE)
+            == tensor.nbytes
+        )
         assert len(device.pinned) == 1
         assert device.num_copied_bytes == 0
         handle = distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "c")
@@ -403,11 +476,18 @@ def test_page_locked_memory_is_in_blocks_that_torch_need_not_round_up_much(tmp_p
     """torch takes a power of two for each."""
     device = SlowDevice()
     big = torch.arange(70 << 20, dtype=torch.uint8).view(-1, 1024)
-    tensors = {"big": big, "columns": big[:, 3:7], "small": torch.arange(5.0), "empty": torch.ones(0)}
+    tensors = {
+        "big": big,
+        "columns": big[:, 3:7],
+        "small": torch.arange(5.0),
+        "empty": torch.ones(0),
+    }
     expected = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
     with monkeypatch.context() as patch:
         patch.setattr(base_device, "layer_of", lambda tensor: device)
-        handle = distckpt.async_save({key: whole(key, tensor) for key, tensor in tensors.items()}, tmp_path / "c")
+        handle = distckpt.async_save(
+            {key: whole(key, tensor) for key, tensor in tensors.items()}, tmp_path / "c"
+        )
     big.zero_()
     handle.result(PATIENCE)
     sizes = [high - low for low, high, _ in device.pinned]
@@ -418,11 +498,17 @@ def test_page_locked_memory_is_in_blocks_that_torch_need_not_round_up_much(tmp_p
 
 
 @pytest.mark.parametrize("is_on_device", [True, False])
-def test_copies_of_some_tensors_are_written_in_other_units_than_they_were_made_in(tmp_path, monkeypatch, is_on_device):
-    """What fits is copied from the end; what is before it shifts where units begin when the file is written."""
+def test_copies_of_some_tensors_are_written_in_other_units_than_they_were_made_in(
+    tmp_path, monkeypatch, is_on_device
+):
+    """What fits is copied from the end; what is before it shifts where units begin when the file is
+    written.
+    """
     draw = np.random.default_rng(0)
     sizes = {"a": 43_000_003, "b": 21_000_001, "c": 5, "d": 37_000_007}
-    tensors = {key: torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for key, size in sizes.items()}
+    tensors = {
+        key: torch.from_numpy(draw.integers(0, 256, size, np.uint8)) for key, size in sizes.items()
+    }
     expected = {key: tensor.clone() for key, tensor in tensors.items()}
     with monkeypatch.context() as patch:
         if is_on_device:
@@ -445,32 +531,43 @@ def test_memory_of_a_save_from_the_host_is_not_used_for_tensors_on_a_device(tmp_
     with monkeypatch.context() as patch:
         patch.setattr(base_device, "layer_of", lambda tensor: device)
         distckpt.async_save({"t": whole("t", tensor)}, tmp_path / "d").result(PATIENCE)
-    assert tensor.nbytes in [high - low for low, high, _ in device.pinned], "beside the windows for writing objects"
+    assert tensor.nbytes in [high - low for low, high, _ in device.pinned], (
+        "beside the windows for writing objects"
+    )
     assert torch.equal(stored(tmp_path / "d")["t"], tensor)
 
 
-@pytest.mark.parametrize("verb", [distckpt.reserve_staging_memory, lambda state: distckpt.async_save(state, "unused")])
+@pytest.mark.parametrize(
+    "verb", [distckpt.reserve_staging_memory, lambda state: distckpt.async_save(state, "unused")]
+)
 @pytest.mark.parametrize(
     ("state", "error"),
     [
         ({"t": whole("t", torch.ones(4, device="meta"))}, "meta"),
-        ({"t": ShardedTensor.from_rank_offsets("t", torch.ones(4), (0, 1, 2))}, "no rank holds element"),
+        (
+            {"t": ShardedTensor.from_rank_offsets("t", torch.ones(4), (0, 1, 2))},
+            "no rank holds element",
+        ),
         ({"o": object()}, "cannot be saved"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_when_memory_is_reserved(state, error, verb, tmp_path, monkeypatch):
+def test_what_cannot_be_saved_is_refused_when_memory_is_reserved(
+    state, error, verb, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointingException, match=error):
         verb(state)
     assert os.listdir() == []
 
 
-# --- Errors ---------------------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 def test_what_is_wrong_with_the_state_dict_is_raised_at_once(tmp_path):
     with pytest.raises(distckpt.InvalidShardingError):
-        distckpt.async_save({"v": ShardedTensor.from_rank_offsets("v", torch.ones(3), (0, 0, 2))}, tmp_path / "c")
+        distckpt.async_save(
+            {"v": ShardedTensor.from_rank_offsets("v", torch.ones(3), (0, 0, 2))}, tmp_path / "c"
+        )
     with pytest.raises(distckpt.UnsupportedObjectError):
         distckpt.async_save({"v": object()}, tmp_path / "c")
     distckpt.save({"v": 1}, tmp_path / "there")
@@ -498,7 +595,9 @@ def test_result_raises_and_then_nothing_else_does(tmp_path, caplog):
 
 
 def test_a_handle_is_a_future_that_cannot_be_cancelled(gate, tmp_path):
-    handle = distckpt.async_save({"v": whole("v", torch.ones(3))}, tmp_path / "c", progress=gate.progress)
+    handle = distckpt.async_save(
+        {"v": whole("v", torch.ones(3))}, tmp_path / "c", progress=gate.progress
+    )
     assert not handle.cancel()
     assert concurrent.futures.wait([handle], timeout=0).not_done == {handle}
     gate.open()
@@ -526,7 +625,9 @@ def test_whatever_ends_the_work_in_the_background_is_raised(error, tmp_path):
     def progress(num_bytes):
         raise error
 
-    handle = distckpt.async_save({"v": whole("v", torch.ones(3))}, tmp_path / "c", progress=progress)
+    handle = distckpt.async_save(
+        {"v": whole("v", torch.ones(3))}, tmp_path / "c", progress=progress
+    )
     with pytest.raises(error):
         handle.result(PATIENCE)
     assert os.listdir(tmp_path) == []
@@ -539,7 +640,9 @@ class OwnFormat(SaveShardedStrategy):
     backend, version = "own", 1
 
     def save(self, sharded_state_dict, checkpoint_dir):
-        values = sorted(float(s.data.sum()) for s in sharded_state_dict.values() if isinstance(s, ShardedTensor))
+        values = sorted(
+            float(s.data.sum()) for s in sharded_state_dict.values() if isinstance(s, ShardedTensor)
+        )
         Path(checkpoint_dir, "sums.txt").write_text(repr(values))
 
 
@@ -554,7 +657,9 @@ def test_a_strategy_that_cannot_stage_is_done_on_return(tmp_path, caplog):
 
 def test_an_object_store(gate):
     value = torch.arange(100.0)
-    handle = distckpt.async_save({"v": whole("v", value)}, "memory://async/c", progress=gate.progress)
+    handle = distckpt.async_save(
+        {"v": whole("v", value)}, "memory://async/c", progress=gate.progress
+    )
     value.zero_()
     gate.open()
     handle.result(PATIENCE)

@@ -1,4 +1,6 @@
-"""Consolidation in one process: what is exported, under which names, in which files, and what stays when it fails."""
+"""Consolidation in one process: what is exported, under which names, in which files, and what stays
+when it fails.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import distckpt
-from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatchError, ShardedObject, ShardedTensor
-from distckpt.core import CheckpointingException
+from distckpt import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    ShardedObject,
+    ShardedTensor,
+)
 from distckpt.hf import HuggingFaceConsolidationStrategy, consolidate_safetensors_files
+from distckpt.megatron.core import CheckpointingException
 from distckpt.rules import Drop, Rename, Split, Trim, Unstack
 from tests.support.disk import header_of, tree_of
 from tests.support.hf_folders import (
@@ -36,7 +44,9 @@ from tests.support.hf_folders import (
 from tests.support.hooked_store import hooked_reads
 from tests.support.states import save_checkpoint
 
-NEW_DTYPES = [getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)]
+NEW_DTYPES = [
+    getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
+]
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
     torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
@@ -48,14 +58,20 @@ def random_tensor(shape, dtype, seed=0):
     """Make a tensor of random bytes."""
     high = 2 if dtype == torch.bool else 256
     content = np.random.default_rng(seed).integers(0, high, (*shape, dtype.itemsize), np.uint8)
-    return torch.from_numpy(content).view(dtype).reshape(shape) if content.size else torch.empty(shape, dtype=dtype)
+    return (
+        torch.from_numpy(content).view(dtype).reshape(shape)
+        if content.size
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def model(num_layers=3):
     """Make the weights of a small model."""
     tensors = {"model.embed.weight": random_tensor((10, 6), torch.float32)}
     for layer in range(num_layers):
-        tensors[f"model.layers.{layer}.w"] = torch.randn(8, 6, generator=torch.Generator().manual_seed(layer))
+        tensors[f"model.layers.{layer}.w"] = torch.randn(
+            8, 6, generator=torch.Generator().manual_seed(layer)
+        )
         tensors[f"model.layers.{layer}.norm"] = torch.arange(6.0) + layer
     return tensors
 
@@ -65,7 +81,9 @@ def save_folder(path, tensors, axis=0, num_parts=2):
     return path
 
 
-SOURCES = pytest.mark.parametrize("save", [save_checkpoint, save_folder], ids=["checkpoint", "folder"])
+SOURCES = pytest.mark.parametrize(
+    "save", [save_checkpoint, save_folder], ids=["checkpoint", "folder"]
+)
 
 
 # ---- content
@@ -76,8 +94,12 @@ SOURCES = pytest.mark.parametrize("save", [save_checkpoint, save_folder], ids=["
 def test_every_dtype_and_any_number_of_axes(tmp_path, save, axis):
     tensors = {}
     for dtype in DTYPES:
-        for shape in [(4,), (3, 5), (2, 3, 4), (4, 0), (0,), (1, 1, 1, 3)] + [()] * (dtype != DTYPES[-1]):
-            tensors[f"{dtype}.{'x'.join(map(str, shape))}"] = random_tensor(shape, dtype, seed=len(tensors))
+        for shape in [(4,), (3, 5), (2, 3, 4), (4, 0), (0,), (1, 1, 1, 3)] + [()] * (
+            dtype != DTYPES[-1]
+        ):
+            tensors[f"{dtype}.{'x'.join(map(str, shape))}"] = random_tensor(
+                shape, dtype, seed=len(tensors)
+            )
     if save is save_folder:
         tensors = {key: tensor for key, tensor in tensors.items() if tensor.numel()}
     save(tmp_path / "in", tensors, axis, 2)
@@ -88,7 +110,9 @@ def test_every_dtype_and_any_number_of_axes(tmp_path, save, axis):
     assert report.num_parameters == sum(tensor.numel() for tensor in tensors.values())
     assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert sum(report.dtypes.values()) == len(tensors)
-    assert report.dtypes["BF16"] == sum(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    assert report.dtypes["BF16"] == sum(
+        tensor.dtype == torch.bfloat16 for tensor in tensors.values()
+    )
     assert report.overflows == {}
 
 
@@ -97,8 +121,13 @@ def test_every_dtype_and_any_number_of_axes(tmp_path, save, axis):
 def test_any_grid(data):
     tensors, chunks = {}, {}
     for key in "ab":
-        shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4), f"shape of {key}"))
-        dtype = data.draw(st.sampled_from([torch.int64, torch.int16, torch.uint8, torch.bfloat16]), f"dtype of {key}")
+        shape = tuple(
+            data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4), f"shape of {key}")
+        )
+        dtype = data.draw(
+            st.sampled_from([torch.int64, torch.int16, torch.uint8, torch.bfloat16]),
+            f"dtype of {key}",
+        )
         tensors[key] = random_tensor(shape, dtype, seed=ord(key))
         chunks[key] = data.draw(tilings(shape), f"chunks of {key}")
     is_ours = data.draw(st.booleans(), "a distckpt checkpoint")
@@ -109,7 +138,9 @@ def test_any_grid(data):
                 rank += 1
                 part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
                 if is_ours:
-                    shard = ShardedTensor(key, part, part.dtype, extent, tuple(tensor.shape), offset, None)
+                    shard = ShardedTensor(
+                        key, part, part.dtype, extent, tuple(tensor.shape), offset, None
+                    )
                     state[f"{key}.{offset}"] = shard
                 else:
                     write_shard(Path(directory) / "in", rank, {key: (offset, part)})
@@ -120,12 +151,20 @@ def test_any_grid(data):
         assert same_bytes(read_export(f"{directory}/out"), tensors)
 
 
-LARGE = {"columns": (37, 1100, 129), "rows": (2503, 2201), "flat": (5_250_001,), "narrow": (1_000_003, 5)}
+LARGE = {
+    "columns": (37, 1100, 129),
+    "rows": (2503, 2201),
+    "flat": (5_250_001,),
+    "narrow": (1_000_003, 5),
+}
 
 
 @pytest.fixture(scope="module")
 def large():
-    return {key: torch.arange(np.prod(shape), dtype=torch.int32).view(shape) for key, shape in LARGE.items()}
+    return {
+        key: torch.arange(np.prod(shape), dtype=torch.int32).view(shape)
+        for key, shape in LARGE.items()
+    }
 
 
 @SOURCES
@@ -143,12 +182,16 @@ def test_tensors_larger_than_a_window_are_converted(tmp_path, large):
     save_folder(tmp_path / "in", tensors, 1, 2)
     for dtype in (torch.bfloat16, torch.float64):
         distckpt.consolidate(tmp_path / "in", tmp_path / str(dtype), dtype=dtype)
-        assert same_bytes(read_export(tmp_path / str(dtype)), {key: t.to(dtype) for key, t in tensors.items()})
+        assert same_bytes(
+            read_export(tmp_path / str(dtype)), {key: t.to(dtype) for key, t in tensors.items()}
+        )
 
 
 def test_consolidation_as_a_strategy(tmp_path):
     tensors = model()
-    distckpt.save({key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items()}, tmp_path / "c")
+    distckpt.save(
+        {key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items()}, tmp_path / "c"
+    )
     strategy = HuggingFaceConsolidationStrategy(keys="model.layers.", max_file_bytes=500)
     report = strategy.consolidate(str(tmp_path / "c"), str(tmp_path / "out"))
     found = read_export(tmp_path / "out")
@@ -165,22 +208,32 @@ def test_integers_become_numbers_of_64_bits(tmp_path):
 
 
 def test_the_header_is_aligned_and_entries_are_ordered_by_size_of_items(tmp_path):
-    tensors = {"a": random_tensor((3,), torch.uint8), "b": random_tensor((5,), torch.float64), "c": torch.ones(2, 2)}
+    tensors = {
+        "a": random_tensor((3,), torch.uint8),
+        "b": random_tensor((5,), torch.float64),
+        "c": torch.ones(2, 2),
+    }
     distckpt.consolidate(save_folder(tmp_path / "in", tensors), tmp_path / "out")
     start, header = header_of(tmp_path / "out" / "model.safetensors")
     assert start % 8 == 0
-    first = {key: entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
+    first = {
+        key: entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"
+    }
     assert sorted(first, key=first.get) == ["b", "c", "a"]
 
 
 def test_objects_and_common_state_are_not_exported(tmp_path):
-    save_checkpoint(tmp_path / "in", model(), rng=ShardedObject("rng", {"seed": 1}, (1,), (0,)), step=7)
+    save_checkpoint(
+        tmp_path / "in", model(), rng=ShardedObject("rng", {"seed": 1}, (1,), (0,)), step=7
+    )
     distckpt.consolidate(tmp_path / "in", tmp_path / "out")
     assert same_bytes(read_export(tmp_path / "out"), model())
 
 
 def test_an_export_can_be_consolidated_again(tmp_path):
-    distckpt.consolidate(save_folder(tmp_path / "in", model()), tmp_path / "many", max_file_bytes=200)
+    distckpt.consolidate(
+        save_folder(tmp_path / "in", model()), tmp_path / "many", max_file_bytes=200
+    )
     distckpt.consolidate(tmp_path / "many", tmp_path / "one")
     assert (tmp_path / "one" / "model.safetensors").exists()
     assert same_bytes(read_export(tmp_path / "one"), model())
@@ -207,7 +260,9 @@ def test_keys_are_chosen_by_beginnings_and_patterns(tmp_path, keys, expected):
 
 def test_no_key_matches(tmp_path):
     source = save_checkpoint(tmp_path / "in", model())
-    with pytest.raises(LoadMismatchError, match=r"'modle\.'.*'model\.layers\.\{0\.\.2\}\.norm' \(3 keys\)"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'modle\.'.*'model\.layers\.\{0\.\.2\}\.norm' \(3 keys\)"
+    ):
         distckpt.consolidate(source, tmp_path / "out", keys="modle.")
     assert os.listdir(tmp_path) == ["in"]
 
@@ -221,13 +276,23 @@ def test_names_are_changed_by_their_beginnings_in_order(tmp_path):
     assert set(read_export(tmp_path / "out2")) == {f"m.{key}" for key in model(1)}
 
 
-@pytest.mark.parametrize("wrong", [{"keys": ["model.embed", "zzz"]}, {"rename": {"model.": "", "zzz": "y"}}])
-@pytest.mark.parametrize("door", [distckpt.consolidate, distckpt.reshard, distckpt.merge, distckpt.diff])
+@pytest.mark.parametrize(
+    "wrong", [{"keys": ["model.embed", "zzz"]}, {"rename": {"model.": "", "zzz": "y"}}]
+)
+@pytest.mark.parametrize(
+    "door", [distckpt.consolidate, distckpt.reshard, distckpt.merge, distckpt.diff]
+)
 def test_each_name_must_match_something(tmp_path, door, wrong, caplog):
     source = save_checkpoint(tmp_path / "in", model(1))
-    other = save_checkpoint(tmp_path / "other", model(1)) if door in (distckpt.merge, distckpt.diff) else None
+    other = (
+        save_checkpoint(tmp_path / "other", model(1))
+        if door in (distckpt.merge, distckpt.diff)
+        else None
+    )
     given = {distckpt.merge: ([source, other], tmp_path / "out"), distckpt.diff: (source, other)}
-    with pytest.raises(LoadMismatchError, match=r"No tensor.* matches 'zzz'; there are 'model\.embed"):
+    with pytest.raises(
+        LoadMismatchError, match=r"No tensor.* matches 'zzz'; there are 'model\.embed"
+    ):
         door(*given.get(door, (source, tmp_path / "out")), **wrong)
     assert not (tmp_path / "out").exists()
     distckpt.consolidate(source, tmp_path / "out", keys="!zzz")
@@ -255,7 +320,9 @@ def test_options_that_make_no_export(tmp_path, options, match):
 
 @pytest.mark.parametrize("door", [distckpt.consolidate, distckpt.reshard])
 def test_a_tied_name_can_be_renamed(tmp_path, door):
-    tied = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)})
+    tied = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)}
+    )
     tied["head"].weight = tied["embed"].weight
     distckpt.save({"model": tied}, tmp_path / "in")
     door(tmp_path / "in", tmp_path / "out", rename={"embed.": "wte.", "head.": "lm_head."})
@@ -266,7 +333,9 @@ def test_a_tied_name_can_be_renamed(tmp_path, door):
 def test_two_tensors_cannot_get_one_name(tmp_path):
     source = save_folder(tmp_path / "in", model(2))
     with pytest.raises(CheckpointingException, match=r"'x\.norm'"):
-        distckpt.consolidate(source, tmp_path / "out", rename={"model.layers.0": "x", "model.layers.1": "x"})
+        distckpt.consolidate(
+            source, tmp_path / "out", rename={"model.layers.0": "x", "model.layers.1": "x"}
+        )
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -282,13 +351,22 @@ def test_rules_change_shapes_and_take_padding_away(tmp_path):
     distckpt.consolidate(source, tmp_path / "out", rules=rules, dtype={"words": torch.float64})
     expected = {"words": words[:13].double()}
     for layer in range(2):
-        expected |= {f"layers.{layer}.gate": fused[layer, :3], f"layers.{layer}.up": fused[layer, 3:]}
+        expected |= {
+            f"layers.{layer}.gate": fused[layer, :3],
+            f"layers.{layer}.up": fused[layer, 3:],
+        }
     assert same_bytes(read_export(tmp_path / "out"), expected)
 
 
 def test_a_tensor_that_no_rule_matches(tmp_path):
-    """Nobody notices foreign keys in a Hugging Face checkpoint, so they must not get there unasked."""
-    tensors = {f"module.layers.{i}.{name}": torch.full((2,), float(i)) for i in range(3) for name in ("w", "extra")}
+    """Nobody notices foreign keys in a Hugging Face checkpoint, so they must not get there
+    unasked.
+    """
+    tensors = {
+        f"module.layers.{i}.{name}": torch.full((2,), float(i))
+        for i in range(3)
+        for name in ("w", "extra")
+    }
     tensors |= {f"optimizer.{key}": -tensor for key, tensor in tensors.items()}
     source = save_checkpoint(tmp_path / "in", tensors)
     rules = [Rename("module.layers.*.w", "model.layers.{0}.weight")]
@@ -301,7 +379,10 @@ def test_a_tensor_that_no_rule_matches(tmp_path):
     assert os.listdir(tmp_path) == ["in"]
 
     distckpt.consolidate(source, tmp_path / "kept", rules=rules, unmatched="keep")
-    renamed = {key.replace("module", "model").replace(".w", ".weight"): tensors[key] for key in list(tensors)[::2][:3]}
+    renamed = {
+        key.replace("module", "model").replace(".w", ".weight"): tensors[key]
+        for key in list(tensors)[::2][:3]
+    }
     others = {key: tensor for key, tensor in tensors.items() if key not in list(tensors)[::2][:3]}
     assert same_bytes(read_export(tmp_path / "kept"), renamed | others)
     distckpt.consolidate(source, tmp_path / "out", rules=[*rules, Drop("**.extra")], keys="module.")
@@ -364,31 +445,52 @@ OVERFLOWS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "expected"), OVERFLOWS, ids=[str(dtype) for dtype, _ in OVERFLOWS])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), OVERFLOWS, ids=[str(dtype) for dtype, _ in OVERFLOWS]
+)
 def test_values_that_overflow_are_counted(tmp_path, caplog, dtype, expected):
     source = save_folder(tmp_path / "in", MIXED)
     with caplog.at_level(logging.WARNING, "distckpt"):
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
-        names = [name for name, tensor in MIXED.items() if tensor.is_floating_point() and tensor.itemsize > 1]
+        names = [
+            name
+            for name, tensor in MIXED.items()
+            if tensor.is_floating_point() and tensor.itemsize > 1
+        ]
         dtypes = dict.fromkeys(names, dtype) if is_integer else dtype
         report = distckpt.consolidate(source, tmp_path / "out", dtype=dtypes)
     assert report.overflows == expected
     assert "'w'" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str
+)
 def test_what_is_rounded_to_the_largest_number_is_no_overflow(tmp_path, dtype):
     largest = torch.finfo(dtype).max
     unit = 2.0 ** (np.floor(np.log2(largest))) * torch.finfo(dtype).eps
-    inside = torch.tensor([largest, largest + unit * 0.49, -largest - unit * 0.49, 0.0, torch.nan]).double()
+    inside = torch.tensor(
+        [largest, largest + unit * 0.49, -largest - unit * 0.49, 0.0, torch.nan]
+    ).double()
     outside = torch.tensor([largest + unit * 0.51, -2 * largest]).double()
     source = save_folder(tmp_path / "in", {"inside": inside, "outside": outside})
     report = distckpt.consolidate(source, tmp_path / "out", dtype=dtype)
     assert report.overflows == {"outside": 2}
-    assert same_bytes(read_export(tmp_path / "out"), {"inside": inside.to(dtype), "outside": outside.to(dtype)})
+    assert same_bytes(
+        read_export(tmp_path / "out"), {"inside": inside.to(dtype), "outside": outside.to(dtype)}
+    )
 
 
-INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64]
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+    torch.int64,
+]
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -398,7 +500,9 @@ def test_integers_that_do_not_fit_are_counted(data):
     low, high = torch.iinfo(stored).min, torch.iinfo(stored).max
     edges = [torch.iinfo(wanted).min, torch.iinfo(wanted).max]
     near = st.sampled_from([edge + step for edge in edges for step in (-1, 0, 1)])
-    values = data.draw(st.lists((near | st.integers(low, high)).filter(lambda n: low <= n <= high), min_size=1))
+    values = data.draw(
+        st.lists((near | st.integers(low, high)).filter(lambda n: low <= n <= high), min_size=1)
+    )
     with tempfile.TemporaryDirectory() as directory:
         tensor = torch.from_numpy(np.array(values, str(stored).removeprefix("torch.")))
         write_folder(Path(directory) / "in", {"ids": tensor}, 0, 1)
@@ -455,7 +559,9 @@ def test_of_tied_tensors_one_is_written_or_all(tmp_path):
 def test_a_tied_tensor_that_is_chosen_without_the_other_is_written(tmp_path, key):
     source, tensors = tied_state(tmp_path / "in")
     distckpt.consolidate(source, tmp_path / "out", keys=[key, "norm"])
-    assert same_bytes(read_export(tmp_path / "out"), {name: tensors[name] for name in (key, "norm")})
+    assert same_bytes(
+        read_export(tmp_path / "out"), {name: tensors[name] for name in (key, "norm")}
+    )
 
 
 # ---- files
@@ -464,14 +570,22 @@ def test_a_tied_tensor_that_is_chosen_without_the_other_is_written(tmp_path, key
 def files_of(folder):
     """Return the names of the tensors in each file."""
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    return {name: {key for key in weight_map if weight_map[key] == name} for name in sorted(set(weight_map.values()))}
+    return {
+        name: {key for key in weight_map if weight_map[key] == name}
+        for name in sorted(set(weight_map.values()))
+    }
 
 
 def test_files_are_filled_up_to_a_size_in_natural_order(tmp_path):
-    tensors = {f"layers.{i}.w": torch.full((25,), float(i)) for i in range(12)} | {"large": torch.ones(100)}
+    tensors = {f"layers.{i}.w": torch.full((25,), float(i)) for i in range(12)} | {
+        "large": torch.ones(100)
+    }
     source = save_folder(tmp_path / "in", tensors)
     report = distckpt.consolidate(source, tmp_path / "out", max_file_bytes=350)
-    groups = [{"large"}, *({f"layers.{i}.w" for i in range(first, first + 3)} for first in (0, 3, 6, 9))]
+    groups = [
+        {"large"},
+        *({f"layers.{i}.w" for i in range(first, first + 3)} for first in (0, 3, 6, 9)),
+    ]
     names = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
     assert files_of(tmp_path / "out") == dict(zip(names, groups, strict=True))
     assert report.files == tuple(names)
@@ -484,7 +598,9 @@ def test_files_are_filled_as_a_mapping_says(tmp_path):
     source = save_folder(tmp_path / "in", tensors)
     distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping=mapping)
     assert files_of(tmp_path / "out") == {
-        f"model-0000{number}-of-00002.safetensors": {key for key in tensors if mapping[key] == number}
+        f"model-0000{number}-of-00002.safetensors": {
+            key for key in tensors if mapping[key] == number
+        }
         for number in (1, 2)
     }
     assert same_bytes(read_export(tmp_path / "out"), tensors)
@@ -494,7 +610,9 @@ def test_a_tensor_that_the_mapping_does_not_name(tmp_path):
     tensors = model(2)
     source = save_folder(tmp_path / "in", tensors)
     mapping = {key: 1 for key in tensors if key != "model.layers.1.w"}
-    with pytest.raises(CheckpointingException, match=r"'model\.layers\.1\.w'.*did you mean 'model\.layers\.0\.w'"):
+    with pytest.raises(
+        CheckpointingException, match=r"'model\.layers\.1\.w'.*did you mean 'model\.layers\.0\.w'"
+    ):
         distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping=mapping)
     assert os.listdir(tmp_path) == ["in"]
 
@@ -504,7 +622,9 @@ def test_files_are_numbered_from_1(tmp_path, numbers):
     tensors = {"a": torch.ones(2), "b": torch.ones(2)}
     source = save_folder(tmp_path / "in", tensors)
     with pytest.raises(CheckpointingException, match="numbered from 1"):
-        distckpt.consolidate(source, tmp_path / "out", fqn_to_index_mapping=dict(zip("ab", numbers, strict=True)))
+        distckpt.consolidate(
+            source, tmp_path / "out", fqn_to_index_mapping=dict(zip("ab", numbers, strict=True))
+        )
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -523,7 +643,9 @@ def test_files_are_divided_like_those_of_a_reference_directory(tmp_path):
 
 def test_a_reference_directory_tells_that_the_last_shard_is_missing(tmp_path):
     write_folder(tmp_path / "in", {"model.w": torch.ones(8, 3)}, 0, 4)[-1].unlink()
-    write_indexed(tmp_path / "like", {"model-00001-of-00001.safetensors": {"model.w": torch.ones(8, 3)}})
+    write_indexed(
+        tmp_path / "like", {"model-00001-of-00001.safetensors": {"model.w": torch.ones(8, 3)}}
+    )
     with pytest.raises(CheckpointingException, match=r"'model\.w'.*\(6, 3\).*\(8, 3\)"):
         distckpt.consolidate(tmp_path / "in", tmp_path / "out", like=tmp_path / "like")
     assert sorted(os.listdir(tmp_path)) == ["in", "like"]
@@ -542,8 +664,16 @@ def test_a_reference_directory_tells_that_whole_tensors_are_missing(tmp_path, ca
 
 
 def test_extra_files_are_copied_and_weights_are_not(tmp_path):
-    reference = write_indexed(tmp_path / "ref", {"model-00001-of-00001.safetensors": {"other": torch.ones(3)}})
-    for name in ("config.json", "tokenizer.json", "modeling_x.py", "pytorch_model.bin", ".gitattributes"):
+    reference = write_indexed(
+        tmp_path / "ref", {"model-00001-of-00001.safetensors": {"other": torch.ones(3)}}
+    )
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "modeling_x.py",
+        "pytorch_model.bin",
+        ".gitattributes",
+    ):
         (reference / name).write_text(name)
     (reference / "pytorch_model.bin.index.json").write_text("{}")
     (reference / "onnx").mkdir()
@@ -561,7 +691,9 @@ def test_extra_files_are_copied_and_weights_are_not(tmp_path):
 def test_code_is_copied_on_request_only(tmp_path, caplog):
     (tmp_path / "ref").mkdir()
     (tmp_path / "ref" / "modeling_x.py").touch()
-    distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "out", extra_files_from=tmp_path / "ref")
+    distckpt.consolidate(
+        save_folder(tmp_path / "in", model(1)), tmp_path / "out", extra_files_from=tmp_path / "ref"
+    )
     assert os.listdir(tmp_path / "out") == ["model.safetensors"]
     assert "left out, as extra_code is not set: 'modeling_x.py'" in caplog.text
 
@@ -572,7 +704,9 @@ def test_links_of_a_hub_cache_are_followed(tmp_path):
     (tmp_path / "models--x" / "blobs").mkdir()
     (tmp_path / "models--x" / "blobs" / "0123").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/0123")
-    distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "out", extra_files_from=snapshot)
+    distckpt.consolidate(
+        save_folder(tmp_path / "in", model(1)), tmp_path / "out", extra_files_from=snapshot
+    )
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
     assert not (tmp_path / "out" / "config.json").is_symlink()
 
@@ -604,7 +738,9 @@ def test_extra_files_that_are_not_copied(tmp_path, make):
 
 
 @pytest.mark.parametrize(
-    "option", [{"tied": "keep"}, {"unmatched": "drop"}, {"verify": "all"}, {"max_file_bytes": 0}], ids=str
+    "option",
+    [{"tied": "keep"}, {"unmatched": "drop"}, {"verify": "all"}, {"max_file_bytes": 0}],
+    ids=str,
 )
 def test_an_option_that_does_not_exist(tmp_path, option):
     source = save_folder(tmp_path / "in", model(1))
@@ -626,14 +762,20 @@ def test_a_reference_directory_that_is_not_there(tmp_path, option):
 
 @pytest.fixture
 def exported(tmp_path):
-    """An export in three files, beside other things; returns its directory and a source of other values."""
-    distckpt.consolidate(save_folder(tmp_path / "old", model(2)), tmp_path / "out", max_file_bytes=400)
+    """An export in three files, beside other things; returns its directory and a source of other
+    values.
+    """
+    distckpt.consolidate(
+        save_folder(tmp_path / "old", model(2)), tmp_path / "out", max_file_bytes=400
+    )
     (tmp_path / "out" / "config.json").write_text("{}")
     (tmp_path / "out" / "README.md").write_text("about")
     (tmp_path / "out" / "runs" / "deep").mkdir(parents=True)
     (tmp_path / "out" / "runs" / "deep" / "log").write_text("log")
     (tmp_path / "out" / "link").symlink_to("runs")
-    source = save_checkpoint(tmp_path / "new", {key: tensor + 1 for key, tensor in model(1).items()})
+    source = save_checkpoint(
+        tmp_path / "new", {key: tensor + 1 for key, tensor in model(1).items()}
+    )
     return tmp_path / "out", source
 
 
@@ -643,7 +785,9 @@ OTHERS = ["README.md", "config.json", "link", "runs", "runs/deep", "runs/deep/lo
 def test_it_is_not_replaced_unasked(exported):
     out, source = exported
     before = tree_of(out)
-    with pytest.raises(CheckpointExistsError, match=r"model-00001-of-0000\d\.safetensors.*overwrite=True"):
+    with pytest.raises(
+        CheckpointExistsError, match=r"model-00001-of-0000\d\.safetensors.*overwrite=True"
+    ):
         distckpt.consolidate(source, out)
     assert tree_of(out) == before
 
@@ -679,7 +823,9 @@ def test_a_failure_leaves_it_untouched(exported, tmp_path):
     content = bytearray(shard_file.read_bytes())
     content[-5] ^= 4
     shard_file.write_bytes(content)
-    key = max(entries := header_of(shard_file)[1], key=lambda k: entries[k].get("data_offsets", [0])[0])
+    key = max(
+        entries := header_of(shard_file)[1], key=lambda k: entries[k].get("data_offsets", [0])[0]
+    )
     with pytest.raises(CorruptCheckpointError, match=f"Checksum.*{shard_file.name}.*'{key}'"):
         distckpt.consolidate(source, out, overwrite=True)
     assert tree_of(out) == before
@@ -718,7 +864,9 @@ def test_a_shard_that_vanishes_or_is_cut_off_is_named(tmp_path):
 # ---- places
 
 
-@pytest.mark.parametrize("name", ["with [brackets] and *", "with  spaces", "ünïcödé-模型", "a%20b#c?d"])
+@pytest.mark.parametrize(
+    "name", ["with [brackets] and *", "with  spaces", "ünïcödé-模型", "a%20b#c?d"]
+)
 def test_unusual_paths(tmp_path, name):
     source = save_folder(tmp_path / name / "in", model(1))
     for out in (tmp_path / name / "out", tmp_path / "plain"):
@@ -757,18 +905,24 @@ def test_the_checkpoint_cannot_be_replaced_by_its_own_export(tmp_path, place):
 
 
 def test_a_checkpoint_stays_whole_when_something_is_exported_into_its_directory(tmp_path):
-    source, other = (save_checkpoint(tmp_path / name, model(number)) for number, name in enumerate("ab", 1))
+    source, other = (
+        save_checkpoint(tmp_path / name, model(number)) for number, name in enumerate("ab", 1)
+    )
     before = tree_of(other)
     distckpt.consolidate(source, other)
     distckpt.consolidate(source, other, overwrite=True)
-    assert {name: content for name, content in tree_of(other).items() if name != "model.safetensors"} == before
+    assert {
+        name: content for name, content in tree_of(other).items() if name != "model.safetensors"
+    } == before
     assert same_bytes(distckpt.load_plain_tensors(other), model(2))
 
 
 def test_a_file_is_in_the_place_of_the_output_directory(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="is a file"):
-        distckpt.consolidate(save_folder(tmp_path / "in", model(1)), tmp_path / "out", overwrite=True)
+        distckpt.consolidate(
+            save_folder(tmp_path / "in", model(1)), tmp_path / "out", overwrite=True
+        )
     assert (tmp_path / "out").read_text() == "mine"
 
 
@@ -783,7 +937,9 @@ def test_a_link_as_output_directory_is_followed(tmp_path):
 
 @pytest.fixture
 def memory_url(tmp_path):
-    """A place in fsspec's memory file system, named by a path with characters that patterns are made of."""
+    """A place in fsspec's memory file system, named by a path with characters that patterns are
+    made of.
+    """
     url = f"memory://{tmp_path.name} [a]/x"
     yield url
     store = fsspec.filesystem("memory").store
@@ -806,7 +962,8 @@ def test_urls(tmp_path, memory_url, save):
     for name in source.rglob("*"):
         if name.is_file():
             fsspec.filesystem("memory").pipe_file(
-                f"{memory_url}/in/{name.relative_to(source)}".removeprefix("memory:/"), name.read_bytes()
+                f"{memory_url}/in/{name.relative_to(source)}".removeprefix("memory:/"),
+                name.read_bytes(),
             )
     for number, (origin, target) in enumerate(
         [
@@ -874,7 +1031,9 @@ def test_torchs_function_by_its_name(tmp_path):
 
 def test_torchs_function_reads_the_tensors_of_our_checkpoints(tmp_path):
     source = save_checkpoint(tmp_path / "in", model(), axis=1, num_parts=3)
-    consolidate_safetensors_files(str(source / "tensors"), str(tmp_path / "out"), dict.fromkeys(model(), 1))
+    consolidate_safetensors_files(
+        str(source / "tensors"), str(tmp_path / "out"), dict.fromkeys(model(), 1)
+    )
     assert same_bytes(read_export(tmp_path / "out"), model())
 
 

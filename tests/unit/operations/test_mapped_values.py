@@ -1,4 +1,6 @@
-"""Rules under which elements lie apart, or get a number added: saved, exported, and loaded again in parts."""
+"""Rules under which elements lie apart, or get a number added: saved, exported, and loaded again in
+parts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def exported(tensors, tmp_path):
     whole = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
     distckpt.save(whole, tmp_path / "checkpoint")
     for dtype in (None, torch.float64, torch.bfloat16):
-        distckpt.consolidate(tmp_path / "checkpoint", tmp_path / str(dtype), rules=RULES, dtype=dtype)
+        distckpt.consolidate(
+            tmp_path / "checkpoint", tmp_path / str(dtype), rules=RULES, dtype=dtype
+        )
     return tmp_path
 
 
@@ -47,7 +51,9 @@ def test_exports_compute_before_they_convert(exported, tensors, dtype):
         "k": k.reshape(6, 5),
         "q_and_v": in_turns,
     }
-    found = load_file(exported / (str(dtype) if dtype != torch.float32 else "None") / "model.safetensors")
+    found = load_file(
+        exported / (str(dtype) if dtype != torch.float32 else "None") / "model.safetensors"
+    )
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.to(dtype)), name
@@ -56,7 +62,10 @@ def test_exports_compute_before_they_convert(exported, tensors, dtype):
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_a_rank_loads_its_part_and_gets_what_was_saved(exported, tensors, parts):
     for rank in range(parts):
-        slices = {key: torch.zeros_like(tensor).tensor_split(parts, -1)[rank] for key, tensor in tensors.items()}
+        slices = {
+            key: torch.zeros_like(tensor).tensor_split(parts, -1)[rank]
+            for key, tensor in tensors.items()
+        }
         asked = {}
         for key, data in slices.items():
             width = sum(t.shape[-1] for t in tensors[key].tensor_split(parts, -1)[:rank])
@@ -73,7 +82,9 @@ def test_a_rank_loads_its_part_and_gets_what_was_saved(exported, tensors, parts)
         distckpt.load(asked, exported / "None", rules=RULES, validate_access_integrity=False)
         assert torch.equal(part, rows[rank])
         for key, data in slices.items():
-            torch.testing.assert_close(data, tensors[key].tensor_split(parts, -1)[rank], rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                data, tensors[key].tensor_split(parts, -1)[rank], rtol=0, atol=1e-6
+            )
 
 
 def test_a_number_is_added_once_to_memory_that_two_names_share(exported, tensors):

@@ -1,4 +1,6 @@
-"""Merging checkpoints: sums by an oracle that rounds once, other formats and layouts, and what is refused."""
+"""Merging checkpoints: sums by an oracle that rounds once, other formats and layouts, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import distckpt
-from distckpt import CheckpointExistsError, CorruptCheckpointError, LoadMismatchError, ShardedTensor, cli
-from distckpt.core import CheckpointingException
+from distckpt import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    ShardedTensor,
+    cli,
+)
+from distckpt.megatron.core import CheckpointingException
 from distckpt.rules import Split, Transpose
 from tests.support.cli_command import call_json
 from tests.support.hf_folders import read_export, same_bytes, write_plain
@@ -25,7 +33,13 @@ from tests.support.quantized_models import fp8_block
 from tests.support.states import save_checkpoint
 
 CODES = getattr(torch, "float8_e8m0fnu", torch.float8_e5m2fnuz)  # torch 2.7
-PRECISION = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
+PRECISION = {
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 3,
+}
 
 
 def rounded(values, dtype):
@@ -36,12 +50,16 @@ def rounded(values, dtype):
     exponents = np.frexp(np.where(np.isfinite(values), values, 0))[1]
     units = np.ldexp(1.0, np.maximum(exponents, math.frexp(info.tiny)[1]) - PRECISION[dtype])
     nearest = np.rint(values / units) * units
-    exact = torch.from_numpy(np.where(np.abs(nearest) > info.max, np.copysign(np.inf, nearest), nearest)).float()
+    exact = torch.from_numpy(
+        np.where(np.abs(nearest) > info.max, np.copysign(np.inf, nearest), nearest)
+    ).float()
     return exact.to(dtype)
 
 
 def expected(tensors, weights, dtype=None):
-    total = sum(tensor.double().numpy() * weight for tensor, weight in zip(tensors, weights, strict=True))
+    total = sum(
+        tensor.double().numpy() * weight for tensor, weight in zip(tensors, weights, strict=True)
+    )
     return rounded(np.asarray(total), dtype or tensors[0].dtype)
 
 
@@ -86,7 +104,9 @@ def test_sums_of_all_formats_are_rounded_once(three, tmp_path, options):
     if "ema" in options:
         weights = (0.9 * 0.9, 0.9 * (1 - 0.9), 1 - 0.9)
     sums = {
-        key: expected([each[key] for each in models], weights) if tensor.is_floating_point() else tensor
+        key: expected([each[key] for each in models], weights)
+        if tensor.is_floating_point()
+        else tensor
         for key, tensor in models[0].items()
     }
     assert same_bytes(read_export(tmp_path / "out"), sums)
@@ -96,7 +116,8 @@ def test_sums_of_all_formats_are_rounded_once(three, tmp_path, options):
 def test_a_moving_average_from_the_oldest_to_the_newest(tmp_path, capsys):
     tensors = torch.randn(6, 40, dtype=torch.float64)
     paths = [
-        write_plain(tmp_path / f"{i}" / "model.safetensors", {"w": tensor}).parent for i, tensor in enumerate(tensors)
+        write_plain(tmp_path / f"{i}" / "model.safetensors", {"w": tensor}).parent
+        for i, tensor in enumerate(tensors)
     ]
     average = tensors[0]
     for tensor in tensors[1:]:
@@ -104,7 +125,19 @@ def test_a_moving_average_from_the_oldest_to_the_newest(tmp_path, capsys):
     report = call_json(capsys, "merge", *paths, tmp_path / "out", "--ema", "0.75")
     assert report["num_tensors"] == 1
     assert torch.allclose(read_export(tmp_path / "out")["w"], average, rtol=1e-14, atol=1e-15)
-    call_json(capsys, "merge", *paths[:2], tmp_path / "sum", "--weights", "1", "-1", "--keys", "w", "--dtype", "fp32")
+    call_json(
+        capsys,
+        "merge",
+        *paths[:2],
+        tmp_path / "sum",
+        "--weights",
+        "1",
+        "-1",
+        "--keys",
+        "w",
+        "--dtype",
+        "fp32",
+    )
     assert torch.equal(read_export(tmp_path / "sum")["w"], (tensors[0] - tensors[1]).float())
 
 
@@ -114,7 +147,9 @@ def test_conversions_come_after_the_sum(three, tmp_path):
     distckpt.merge(paths, tmp_path / "out", keys=["m.b", "m.float"], dtype=torch.float32)
     found = read_export(tmp_path / "out")
     for key in ("m.bfloat16", "m.float16", "m.float32"):
-        assert torch.equal(found[key], expected([each[key] for each in models], (1 / 3,) * 3, torch.float32))
+        assert torch.equal(
+            found[key], expected([each[key] for each in models], (1 / 3,) * 3, torch.float32)
+        )
     distckpt.merge(paths, tmp_path / "narrow", keys="m.float32", dtype=torch.bfloat16)
     narrow = expected([each["m.float32"] for each in models], (1 / 3,) * 3, torch.bfloat16)
     assert torch.equal(read_export(tmp_path / "narrow")["m.float32"], narrow)
@@ -134,41 +169,60 @@ def test_no_sum_is_rounded_twice(tmp_path):
             assert torch.equal(read_export(out)["w"], nearest.float().to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str
+)
 def test_every_number_and_every_middle_between_two(tmp_path, dtype):
-    """And the float64 numbers next to these, subnormal ones and those beyond the largest included."""
-    codes = torch.arange(1 << 8 * dtype.itemsize).to(torch.uint16 if dtype.itemsize == 2 else torch.uint8)
+    """And the float64 numbers next to these, subnormal ones and those beyond the largest
+    included.
+    """
+    codes = torch.arange(1 << 8 * dtype.itemsize).to(
+        torch.uint16 if dtype.itemsize == 2 else torch.uint8
+    )
     numbers = codes.view(dtype).double()
     finite = numbers[numbers.isfinite()].unique()
     ends = finite[-1] * torch.tensor(
         [1 + torch.finfo(dtype).eps / 4, 1 + torch.finfo(dtype).eps, 2], dtype=torch.float64
     )
     exact = torch.cat([finite, (finite[1:] + finite[:-1]) / 2, ends, -ends]).numpy()
-    values = torch.from_numpy(np.concatenate([exact, np.nextafter(exact, np.inf), np.nextafter(exact, -np.inf)]))
+    values = torch.from_numpy(
+        np.concatenate([exact, np.nextafter(exact, np.inf), np.nextafter(exact, -np.inf)])
+    )
     for name, tensor in (("a", values), ("b", torch.zeros_like(values))):
         write_plain(tmp_path / name / "model.safetensors", {"w": tensor})
     paths = [tmp_path / "a", tmp_path / "b"]
     distckpt.merge(paths, tmp_path / "out", weights=(1, 1), dtype={"w": dtype})
-    assert same_bytes(read_export(tmp_path / "out"), {"w": expected([values, torch.zeros_like(values)], (1, 1), dtype)})
+    assert same_bytes(
+        read_export(tmp_path / "out"),
+        {"w": expected([values, torch.zeros_like(values)], (1, 1), dtype)},
+    )
 
 
 def test_sums_of_any_size_and_of_many_tensors(tmp_path):
-    """More than is read, and summed, at a time; tensors that lie in another order in the export; and small ones."""
+    """More than is read, and summed, at a time; tensors that lie in another order in the export;
+    and small ones.
+    """
     draw = torch.Generator().manual_seed(0)
     models = [{} for _ in range(3)]
     for tensors in models:
-        values = torch.randn(1300, 1200, generator=draw) * 10.0 ** torch.randint(-40, 30, (1200,), generator=draw)
+        values = torch.randn(1300, 1200, generator=draw) * 10.0 ** torch.randint(
+            -40, 30, (1200,), generator=draw
+        )
         tensors["large"] = values
         tensors["turned"] = values[:300, :400].bfloat16()
         tensors["half"] = torch.randn(70, 1001, generator=draw).half()
         for index in range(60):
             dtype = (torch.bfloat16, torch.float32, torch.float64)[index % 3]
-            tensors[f"small.{index:02}"] = torch.randn(index % 7, index % 4 + 1, generator=draw).to(dtype)
+            tensors[f"small.{index:02}"] = torch.randn(index % 7, index % 4 + 1, generator=draw).to(
+                dtype
+            )
         tensors["n"] = torch.tensor(7)
     # Ties and what lies next to them, sums that cancel, and the ends of the range.
     for tensors, value in zip(models, (1.0, 2.0**-8, 2.0**-133), strict=True):
         tensors["large"][0, :8] = value * torch.tensor([1, -1, 1, -1, 2, 3, 0, 5])
-        tensors["large"][1, :3] = torch.tensor([torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).tiny, 0.0])
+        tensors["large"][1, :3] = torch.tensor(
+            [torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).tiny, 0.0]
+        )
     for name, tensors in zip("abc", models, strict=True):
         write_plain(tmp_path / name / "model.safetensors", tensors)
     paths = [tmp_path / name for name in "abc"]
@@ -184,16 +238,23 @@ def test_sums_of_any_size_and_of_many_tensors(tmp_path):
 
 def test_complex_numbers_are_summed_part_by_part(tmp_path):
     big, nan = torch.finfo(torch.float32).max, math.nan
-    a = torch.tensor([1 + 2j, complex(big, 1), complex(big, -big), complex(math.inf, 1), complex(nan, 0)])
+    a = torch.tensor(
+        [1 + 2j, complex(big, 1), complex(big, -big), complex(math.inf, 1), complex(nan, 0)]
+    )
     b = torch.tensor([3 - 1j, complex(big, 0), complex(big, -big), complex(1, 1), complex(0, 0)])
-    paths = [write_plain(tmp_path / name / "model.safetensors", {"w": w}).parent for name, w in (("a", a), ("b", b))]
+    paths = [
+        write_plain(tmp_path / name / "model.safetensors", {"w": w}).parent
+        for name, w in (("a", a), ("b", b))
+    ]
     report = distckpt.merge(paths, tmp_path / "out", weights=(1, 0.5))
     sums = expected([torch.view_as_real(each) for each in (a, b)], (1, 0.5))
     found = torch.view_as_real(read_export(tmp_path / "out")["w"])
     assert torch.equal(found.nan_to_num(0.5), sums.nan_to_num(0.5))
     assert torch.equal(found.isnan(), sums.isnan())
     assert report.overflows == {"w": 2}
-    double = write_plain(tmp_path / "c" / "model.safetensors", {"w": torch.ones(5, dtype=torch.float64)}).parent
+    double = write_plain(
+        tmp_path / "c" / "model.safetensors", {"w": torch.ones(5, dtype=torch.float64)}
+    ).parent
     with pytest.raises(CheckpointingException, match=r"'w' has dtypes .* no sum"):
         distckpt.merge([*paths, double], tmp_path / "mixed")
 
@@ -213,7 +274,9 @@ def test_what_is_not_a_number_stays_so_and_overflows_are_counted(tmp_path):
 
 def test_sums_that_overflow_float64_are_counted(tmp_path):
     big = torch.tensor([1.7e308, 1.7e308, math.inf, math.nan, 1.0], dtype=torch.float64)
-    paths = [write_plain(tmp_path / name / "model.safetensors", {"w": big}).parent for name in "abc"]
+    paths = [
+        write_plain(tmp_path / name / "model.safetensors", {"w": big}).parent for name in "abc"
+    ]
     assert distckpt.merge(paths, tmp_path / "out", weights=(1, 1, 1e300)).overflows == {"w": 2}
     assert distckpt.merge(paths, tmp_path / "mean").overflows == {}
     report = distckpt.merge(paths, tmp_path / "short", weights=(1, 1, -2), dtype=torch.float16)
@@ -222,11 +285,16 @@ def test_sums_that_overflow_float64_are_counted(tmp_path):
 
 
 def test_the_config_has_the_dtype_of_the_sum(tmp_path):
-    paths = [write_plain(tmp_path / name / "model.safetensors", {"w": torch.ones(4)}).parent for name in "ab"]
+    paths = [
+        write_plain(tmp_path / name / "model.safetensors", {"w": torch.ones(4)}).parent
+        for name in "ab"
+    ]
     mixed = write_plain(
         tmp_path / "c" / "model.safetensors", {"w": torch.ones(4).bfloat16(), "n": torch.ones(2)}
     ).parent
-    (paths[0] / "config.json").write_text('{"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}')
+    (paths[0] / "config.json").write_text(
+        '{"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}'
+    )
     distckpt.merge(paths, tmp_path / "out", extra_files_from=paths[0])
     distckpt.consolidate(mixed, tmp_path / "kept", extra_files_from=paths[0])
     for name, dtype in (("out", "float32"), ("kept", "bfloat16")):
@@ -241,14 +309,19 @@ def test_different_dtypes_get_one_that_holds_all(tmp_path):
     for name, tensor in zip(kinds, tensors, strict=True):
         write_plain(tmp_path / name / "model.safetensors", {"w": tensor})
     distckpt.merge([tmp_path / name for name in "abc"], tmp_path / "abc")
-    assert torch.equal(read_export(tmp_path / "abc")["w"], expected(tensors, (1 / 3,) * 3, torch.float32))
-    write_plain(tmp_path / "d" / "model.safetensors", {"w": (other := draw[0].to(torch.float8_e4m3fn))})
+    assert torch.equal(
+        read_export(tmp_path / "abc")["w"], expected(tensors, (1 / 3,) * 3, torch.float32)
+    )
+    write_plain(
+        tmp_path / "d" / "model.safetensors", {"w": (other := draw[0].to(torch.float8_e4m3fn))}
+    )
     distckpt.merge([tmp_path / name for name in "cd"], tmp_path / "cd")
     eighths = expected([tensors[2], other], (0.5, 0.5), torch.float16)
     assert same_bytes(read_export(tmp_path / "cd"), {"w": eighths})
     distckpt.merge([tmp_path / name for name in "ca"], tmp_path / "ca")
     assert torch.equal(
-        read_export(tmp_path / "ca")["w"], expected([tensors[2], tensors[0]], (0.5, 0.5), torch.bfloat16)
+        read_export(tmp_path / "ca")["w"],
+        expected([tensors[2], tensors[0]], (0.5, 0.5), torch.bfloat16),
     )
 
 
@@ -265,10 +338,15 @@ def test_rules_and_formats_apply_to_the_sum(tmp_path):
     tensors = [torch.randn(64, 32).bfloat16() for _ in range(2)]
     for name, tensor in zip("ab", tensors, strict=True):
         save_checkpoint(tmp_path / name, {"fc1.weight": tensor}, axis=1)
-    paths, rules = [tmp_path / "a", tmp_path / "b"], [Split("fc1.weight", ("gate.weight", "up.weight"))]
+    paths, rules = (
+        [tmp_path / "a", tmp_path / "b"],
+        [Split("fc1.weight", ("gate.weight", "up.weight"))],
+    )
     distckpt.merge(paths, tmp_path / "out", rules=rules, rename={"up": "mlp.up"})
     total = expected(tensors, (0.5, 0.5))
-    assert same_bytes(read_export(tmp_path / "out"), {"gate.weight": total[:32], "mlp.up.weight": total[32:]})
+    assert same_bytes(
+        read_export(tmp_path / "out"), {"gate.weight": total[:32], "mlp.up.weight": total[32:]}
+    )
     distckpt.merge(paths, tmp_path / "float32", rules=rules, dtype=torch.float32)
     distckpt.merge(paths, tmp_path / "codes", rules=rules, quantize="int8-channel")
     distckpt.consolidate(tmp_path / "float32", tmp_path / "from float32", quantize="int8-channel")
@@ -280,7 +358,10 @@ def test_rules_and_formats_apply_to_the_sum(tmp_path):
 def test_quantised_tensors_become_values_first(tmp_path):
     quantized = fp8_block()
     other = {key: torch.randn_like(tensor) for key, tensor in quantized.values.items()}
-    paths = [quantized.write(tmp_path / "a"), write_plain(tmp_path / "b" / "model.safetensors", other).parent]
+    paths = [
+        quantized.write(tmp_path / "a"),
+        write_plain(tmp_path / "b" / "model.safetensors", other).parent,
+    ]
     distckpt.merge(paths, tmp_path / "out", weights=(1, 1))
     found = read_export(tmp_path / "out")
     assert found.keys() == other.keys()
@@ -295,7 +376,10 @@ def test_quantised_tensors_become_values_first(tmp_path):
 
 def test_tied_names_and_names_that_are_left_out_since_they_are_tied(tmp_path):
     embed, head = torch.randn(6, 4), torch.randn(6, 4)
-    distckpt.save({name: ShardedTensor.from_rank_offsets(name, embed) for name in ("embed", "head")}, tmp_path / "tied")
+    distckpt.save(
+        {name: ShardedTensor.from_rank_offsets(name, embed) for name in ("embed", "head")},
+        tmp_path / "tied",
+    )
     write_plain(tmp_path / "hf" / "model.safetensors", {"embed": head})
     write_plain(tmp_path / "untied" / "model.safetensors", {"embed": embed, "head": head})
     mean = expected([embed, head], (0.5, 0.5))
@@ -322,14 +406,46 @@ def test_what_does_not_agree_is_named(tmp_path):
     tensors = {"w": torch.ones(4, 2), "n": torch.tensor(3), "mask": torch.ones(3, dtype=torch.bool)}
     same = change(tensors, tmp_path / "same")
     cases = {
-        "missing": ({"n": None}, LoadMismatchError, r"'n' of '.*same' cannot be found in '.*missing'"),
-        "more": ({"v": torch.ones(2)}, LoadMismatchError, r"'v' of '.*more' cannot be found in '.*same'"),
-        "shape": ({"w": torch.ones(2, 4)}, LoadMismatchError, r"'w' has different shapes: .*\(2, 4\)"),
-        "kind": ({"w": torch.ones(4, 2, dtype=torch.int32)}, CheckpointingException, r"'w' has dtypes .* no sum"),
-        "bools": ({"w": torch.ones(4, 2, dtype=torch.bool)}, CheckpointingException, r"'w' has dtypes .* no sum"),
-        "counter": ({"n": torch.tensor(3).int()}, CheckpointingException, r"'n' has dtypes .* no sum"),
-        "number": ({"n": torch.tensor(4)}, CheckpointingException, r"'n' is I64.*number.* differ .*same"),
-        "mask": ({"mask": torch.zeros(3, dtype=torch.bool)}, CheckpointingException, r"'mask' is BOOL"),
+        "missing": (
+            {"n": None},
+            LoadMismatchError,
+            r"'n' of '.*same' cannot be found in '.*missing'",
+        ),
+        "more": (
+            {"v": torch.ones(2)},
+            LoadMismatchError,
+            r"'v' of '.*more' cannot be found in '.*same'",
+        ),
+        "shape": (
+            {"w": torch.ones(2, 4)},
+            LoadMismatchError,
+            r"'w' has different shapes: .*\(2, 4\)",
+        ),
+        "kind": (
+            {"w": torch.ones(4, 2, dtype=torch.int32)},
+            CheckpointingException,
+            r"'w' has dtypes .* no sum",
+        ),
+        "bools": (
+            {"w": torch.ones(4, 2, dtype=torch.bool)},
+            CheckpointingException,
+            r"'w' has dtypes .* no sum",
+        ),
+        "counter": (
+            {"n": torch.tensor(3).int()},
+            CheckpointingException,
+            r"'n' has dtypes .* no sum",
+        ),
+        "number": (
+            {"n": torch.tensor(4)},
+            CheckpointingException,
+            r"'n' is I64.*number.* differ .*same",
+        ),
+        "mask": (
+            {"mask": torch.zeros(3, dtype=torch.bool)},
+            CheckpointingException,
+            r"'mask' is BOOL",
+        ),
     }
     for name, (changed, error, message) in cases.items():
         other = change(tensors, tmp_path / name, **changed)
@@ -372,28 +488,41 @@ def test_the_same_checkpoint_twice_and_an_output_in_its_place(tmp_path):
     other = save_checkpoint(tmp_path / "b", {"w": torch.randn(4, 6)})
     distckpt.merge([path, path, path], tmp_path / "out")
     assert torch.equal(read_export(tmp_path / "out")["w"], distckpt.load_plain_tensors(path)["w"])
-    for place in (other, other / "tensors", other / "out", tmp_path / "b" / ".." / "a" / "x" / "out"):
+    for place in (
+        other,
+        other / "tensors",
+        other / "out",
+        tmp_path / "b" / ".." / "a" / "x" / "out",
+    ):
         with pytest.raises(CheckpointingException, match="cannot replace its own source"):
             distckpt.merge([path, other], place, overwrite=True)
 
 
 def test_an_output_that_was_forgotten(tmp_path, capsys):
-    """Then the last checkpoint is in its place; an export is replaced only where an option names it."""
+    """Then the last checkpoint is in its place; an export is replaced only where an option names
+    it.
+    """
     paths = [str(save_checkpoint(tmp_path / name, {"w": torch.randn(4, 6)})) for name in "abc"]
     exports = [
-        str(write_plain(tmp_path / f"hf_{i}" / "model.safetensors", {"w": torch.ones(4, 6)}).parent) for i in "12"
+        str(write_plain(tmp_path / f"hf_{i}" / "model.safetensors", {"w": torch.ones(4, 6)}).parent)
+        for i in "12"
     ]
     torch_dist, deepspeed = tmp_path / "dcp", tmp_path / "zero2"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"w": torch.ones(4)}, checkpoint_id=torch_dist)
     with zipfile.ZipFile(Path(__file__).parents[2] / "data" / "deepspeed_0_19.zip") as archive:
-        archive.extractall(tmp_path, [name for name in archive.namelist() if name.startswith("zero2/")])
+        archive.extractall(
+            tmp_path, [name for name in archive.namelist() if name.startswith("zero2/")]
+        )
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     for arguments in (paths, [*paths, *exports]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(["merge", *arguments, "--overwrite"])
-        assert f"--output must name the output directory: '{arguments[-1]}' could be" in capsys.readouterr().err
+        assert (
+            f"--output must name the output directory: '{arguments[-1]}' could be"
+            in capsys.readouterr().err
+        )
     assert cli.main(["merge", *paths, *exports]) == 1
     assert "already holds an export" in capsys.readouterr().err
     for place in (paths[2], torch_dist, deepspeed):
@@ -413,8 +542,14 @@ def test_an_output_that_was_forgotten(tmp_path, capsys):
         (["a", "b"], "two checkpoints or more, and an output"),
         (["a", "-o", "out"], "two checkpoints or more, and an output"),
         (["a", "b", "out", "--weights", "1"], "--weights has 1 numbers for 2 checkpoints"),
-        (["a", "b", "-o", "out", "--weights", "1", "2", "3"], "--weights has 3 numbers for 2 checkpoints"),
-        (["--weights", "1", "2", "a", "b", "out"], "'a' is not a finite number; --weights comes behind all paths"),
+        (
+            ["a", "b", "-o", "out", "--weights", "1", "2", "3"],
+            "--weights has 3 numbers for 2 checkpoints",
+        ),
+        (
+            ["--weights", "1", "2", "a", "b", "out"],
+            "'a' is not a finite number; --weights comes behind all paths",
+        ),
         (["a", "b", "out", "--ema", "2"], "'2' is not a number from 0 to 1"),
         (["a", "b", "out", "--ema", "nan"], "'nan' is not a number from 0 to 1"),
     ],
@@ -428,17 +563,29 @@ def test_arguments_that_contradict_each_other(words, message, capsys):
 
 def test_the_settings_of_consolidate_are_those_of_merge():
     """With the same types and defaults."""
-    of_merge, others = (inspect.signature(function).parameters for function in (distckpt.merge, distckpt.consolidate))
-    own = [of_merge[name] for name in of_merge if name not in ("checkpoints", "output_dir", "weights", "ema")]
+    of_merge, others = (
+        inspect.signature(function).parameters
+        for function in (distckpt.merge, distckpt.consolidate)
+    )
+    own = [
+        of_merge[name]
+        for name in of_merge
+        if name not in ("checkpoints", "output_dir", "weights", "ema")
+    ]
     assert own == [others[name] for name in others if name not in ("checkpoint", "output_dir")]
 
 
 def test_load_reads_the_average(tmp_path):
     tensors = [torch.randn(8, 6) for _ in range(2)]
-    paths = [save_checkpoint(tmp_path / f"step_{i}", {"model.w": tensor}) for i, tensor in enumerate(tensors)]
+    paths = [
+        save_checkpoint(tmp_path / f"step_{i}", {"model.w": tensor})
+        for i, tensor in enumerate(tensors)
+    ]
     distckpt.merge(paths, tmp_path / "average")
     half = torch.empty(8, 3)
-    distckpt.load({"w": ShardedTensor.from_rank_offsets("model.w", half, (1, 1, 2))}, tmp_path / "average")
+    distckpt.load(
+        {"w": ShardedTensor.from_rank_offsets("model.w", half, (1, 1, 2))}, tmp_path / "average"
+    )
     assert torch.equal(half, expected(tensors, (0.5, 0.5))[:, 3:])
     distckpt.reshard(tmp_path / "average", tmp_path / "checkpoint")
     assert distckpt.verify(tmp_path / "checkpoint").is_whole
@@ -456,16 +603,24 @@ def test_damage_in_any_of_them(tmp_path):
 
 
 def test_one_that_is_overwritten_meanwhile(tmp_path):
-    paths = [write_plain(tmp_path / name / "model.safetensors", {"w": torch.ones(4)}).parent for name in "ab"]
+    paths = [
+        write_plain(tmp_path / name / "model.safetensors", {"w": torch.ones(4)}).parent
+        for name in "ab"
+    ]
     changed = []
 
     def overwrite(path, start, stop):
         if start and not changed:
             changed.append(
-                write_plain(tmp_path / "b" / "model.safetensors", {"w": torch.ones(4), "new": torch.ones(4)})
+                write_plain(
+                    tmp_path / "b" / "model.safetensors", {"w": torch.ones(4), "new": torch.ones(4)}
+                )
             )
 
-    with hooked_reads(overwrite), pytest.raises(CheckpointingException, match=r"overwritten|replaced"):
+    with (
+        hooked_reads(overwrite),
+        pytest.raises(CheckpointingException, match=r"overwritten|replaced"),
+    ):
         distckpt.merge([paths[0], f"hooked://{paths[1]}"], tmp_path / "out")
     assert changed
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,6 @@
-"""Adapters of PEFT merged into an export: by numpy's products, and by PEFT itself where it is installed."""
+"""Adapters of PEFT merged into an export: by numpy's products, and by PEFT itself where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 
 import distckpt
 from distckpt import CheckpointNotFoundError, LoadMismatchError
-from distckpt.core import CheckpointingException
+from distckpt.megatron.core import CheckpointingException
 from distckpt.rules import Split
 from tests.support.cli_command import call_error, call_json
 from tests.support.hf_folders import read_export, same_bytes, write_plain
@@ -55,35 +57,53 @@ def test_products_by_region_with_the_scaling_of_each_module(tmp_path):
     adapter = {}
     for name, tensor in base.items():
         if tensor.ndim == 2:
-            adapter |= matrices(name.removesuffix(".weight"), tensor.shape, 2 if ".q." in name else 4)
+            adapter |= matrices(
+                name.removesuffix(".weight"), tensor.shape, 2 if ".q." in name else 4
+            )
     config = {"alpha_pattern": {"1.q": 5, "up": 7}, "rank_pattern": {"q": 2}}
     write_adapter(tmp_path / "plain", adapter, **config)
     write_adapter(tmp_path / "roots", adapter, **config, use_rslora=True)
     for name, power in (("plain", 1), ("roots", 0.5)):
-        report = distckpt.consolidate(tmp_path / "base", tmp_path / f"{name} out", merge_adapter=tmp_path / name)
+        report = distckpt.consolidate(
+            tmp_path / "base", tmp_path / f"{name} out", merge_adapter=tmp_path / name
+        )
         assert report.num_tensors == len(base)
         found = read_export(tmp_path / f"{name} out")
         for module, alpha, rank in (("0.up", 7, 4), ("0.q", 6, 2), ("1.q", 5, 2), ("1.up", 7, 4)):
             before = base[f"model.{module}.weight"]
             total = before.double() + added(adapter, f"model.{module}", alpha / rank**power)
-            tolerance = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}[before.dtype]
+            tolerance = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}[
+                before.dtype
+            ]
             assert found[f"model.{module}.weight"].dtype == before.dtype
-            assert torch.allclose(found[f"model.{module}.weight"].double(), total, rtol=tolerance, atol=tolerance)
+            assert torch.allclose(
+                found[f"model.{module}.weight"].double(), total, rtol=tolerance, atol=tolerance
+            )
         assert torch.equal(found["model.norm.weight"], base["model.norm.weight"])
 
 
 def test_embeddings_transposed_layers_and_modules_that_were_saved(tmp_path):
-    base = {"embed.weight": torch.randn(10, 6), "conv.weight": torch.randn(6, 9), "head.weight": torch.randn(10, 6)}
+    base = {
+        "embed.weight": torch.randn(10, 6),
+        "conv.weight": torch.randn(6, 9),
+        "head.weight": torch.randn(10, 6),
+    }
     base["head.bias"] = torch.randn(10)
     write_plain(tmp_path / "base" / "model.safetensors", base)
     conv = matrices("conv", (9, 6))
     a, b, other = torch.randn(4, 10), torch.randn(6, 4), torch.randn(10, 6)
-    embedding = {"embed.lora_embedding_A": a, "embed.lora_embedding_B": b, "embed.base_layer.weight": other}
+    embedding = {
+        "embed.lora_embedding_A": a,
+        "embed.lora_embedding_B": b,
+        "embed.base_layer.weight": other,
+    }
     head = {"head.weight": torch.randn(10, 6), "head.bias": torch.randn(10)}
     write_adapter(tmp_path / "adapter", conv | embedding | head, fan_in_fan_out=True)
     distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
     found = read_export(tmp_path / "out")
-    assert torch.allclose(found["conv.weight"], base["conv.weight"] + added(conv, "conv", 1.5).T.float(), atol=1e-5)
+    assert torch.allclose(
+        found["conv.weight"], base["conv.weight"] + added(conv, "conv", 1.5).T.float(), atol=1e-5
+    )
     assert torch.allclose(found["embed.weight"], other + 1.5 * (b @ a).T, atol=1e-5)
     assert same_bytes({key: found[key] for key in head}, head)
 
@@ -106,9 +126,17 @@ def test_the_adapter_has_the_names_of_the_export(tmp_path, capsys):
     codes, others = read_export(tmp_path / "codes"), read_export(tmp_path / "of values")
     assert torch.equal(codes["m.up.weight"], others["m.up.weight"])
     distckpt.merge([tmp_path / "base"] * 2, tmp_path / "merged", dtype=torch.float32, **options)
-    assert torch.allclose(read_export(tmp_path / "merged")["m.up.weight"].double(), total, rtol=1e-6)
+    assert torch.allclose(
+        read_export(tmp_path / "merged")["m.up.weight"].double(), total, rtol=1e-6
+    )
     write_adapter(tmp_path / "whole", matrices("fc1", (12, 5)))
-    command = ("consolidate", tmp_path / "base", tmp_path / "by command", "--merge-adapter", tmp_path / "whole")
+    command = (
+        "consolidate",
+        tmp_path / "base",
+        tmp_path / "by command",
+        "--merge-adapter",
+        tmp_path / "whole",
+    )
     (planned,) = call_json(capsys, *command, "--dry-run")["tensors"]
     assert planned["sources"][0].startswith("fc1.weight ")
     keys = [f"base_model.model.fc1.lora_{letter}.weight of the adapter" for letter in "AB"]
@@ -129,8 +157,12 @@ def test_products_that_overflow_are_counted(tmp_path):
     base = torch.full((6, 8), torch.finfo(torch.float64).max, dtype=torch.float64)
     base[0, 0] = torch.inf
     write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": base})
-    write_adapter(tmp_path / "adapter", {name: 1e150 * tensor.double() for name, tensor in ones.items()})
-    report = distckpt.consolidate(tmp_path / "base", tmp_path / "out64", merge_adapter=tmp_path / "adapter")
+    write_adapter(
+        tmp_path / "adapter", {name: 1e150 * tensor.double() for name, tensor in ones.items()}
+    )
+    report = distckpt.consolidate(
+        tmp_path / "base", tmp_path / "out64", merge_adapter=tmp_path / "adapter"
+    )
     assert report.overflows == {"up.weight": 47}
 
 
@@ -158,21 +190,33 @@ SHAPES = {
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_lora_of_megatron_becomes_that_of_peft(tmp_path, stacked):
-    """Both ways lead to the same export: products added to Megatron's weights, and by way of an adapter of PEFT."""
+    """Both ways lead to the same export: products added to Megatron's weights, and by way of an
+    adapter of PEFT.
+    """
     base, merged, lora = {}, {}, {}
     for layer in range(2):
         for name, (rows, columns) in SHAPES.items():
             weight, a, b = torch.randn(rows, columns), torch.randn(4, columns), torch.randn(rows, 4)
-            base[f"{layer}.{name}.weight"], merged[f"{layer}.{name}.weight"] = weight, weight + 1.5 * b @ a
+            base[f"{layer}.{name}.weight"], merged[f"{layer}.{name}.weight"] = (
+                weight,
+                weight + 1.5 * b @ a,
+            )
             lora[f"{layer}.{name}.adapter.linear_in.weight"] = a
             lora[f"{layer}.{name}.adapter.linear_out.weight"] = b
         for norm in ("self_attention.linear_qkv", "mlp.linear_fc1"):
-            base[f"{layer}.{norm}.layer_norm_weight"] = merged[f"{layer}.{norm}.layer_norm_weight"] = torch.ones(16)
-    others = {"embedding.word_embeddings.weight": torch.randn(8, 16), "output_layer.weight": torch.randn(8, 16)}
+            base[f"{layer}.{norm}.layer_norm_weight"] = merged[
+                f"{layer}.{norm}.layer_norm_weight"
+            ] = torch.ones(16)
+    others = {
+        "embedding.word_embeddings.weight": torch.randn(8, 16),
+        "output_layer.weight": torch.randn(8, 16),
+    }
     others["decoder.final_layernorm.weight"] = torch.randn(16)
     for name, layers in (("base", base), ("merged", merged), ("lora", lora)):
         if stacked:
-            layers = {key[2:]: torch.stack([layers[f"{i}.{key[2:]}"] for i in range(2)]) for key in layers}
+            layers = {
+                key[2:]: torch.stack([layers[f"{i}.{key[2:]}"] for i in range(2)]) for key in layers
+            }
         tensors = {f"decoder.layers.{key}": tensor for key, tensor in layers.items()}
         save_checkpoint(tmp_path / name, tensors | others, axis=1)
     family = tmp_path / "config.json"
@@ -180,8 +224,14 @@ def test_lora_of_megatron_becomes_that_of_peft(tmp_path, stacked):
     distckpt.consolidate(tmp_path / "merged", tmp_path / "expected", family=family)
     distckpt.consolidate(tmp_path / "lora", tmp_path / "adapter", family=family, keys="*.adapter.*")
     adapter = read_export(tmp_path / "adapter")
-    modules = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    layers = [f"base_model.model.model.layers.{layer}.{module}" for layer in range(2) for module in modules]
+    modules = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    layers = [
+        f"base_model.model.model.layers.{layer}.{module}"
+        for layer in range(2)
+        for module in modules
+    ]
     assert adapter.keys() == {f"{name}.lora_{letter}.weight" for name in layers for letter in "AB"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(LORA))
     options = {"family": family, "merge_adapter": tmp_path / "adapter"}
@@ -191,11 +241,18 @@ def test_lora_of_megatron_becomes_that_of_peft(tmp_path, stacked):
     for key, tensor in expected.items():
         assert torch.allclose(found[key], tensor, rtol=1e-5, atol=1e-5), key
     lora["0.mlp.linear_fc1.adapter.linear_in.weight"] = torch.ones(3, 16)
-    save_checkpoint(tmp_path / "ranks", {f"decoder.layers.{key}": tensor for key, tensor in lora.items()})
-    with pytest.raises(LoadMismatchError, match=r"ranks of .*layers\.0\.mlp\.linear_fc1\.adapter\.linear_out\.weight"):
+    save_checkpoint(
+        tmp_path / "ranks", {f"decoder.layers.{key}": tensor for key, tensor in lora.items()}
+    )
+    with pytest.raises(
+        LoadMismatchError,
+        match=r"ranks of .*layers\.0\.mlp\.linear_fc1\.adapter\.linear_out\.weight",
+    ):
         distckpt.consolidate(tmp_path / "ranks", tmp_path / "half", family=family)
     with pytest.raises(LoadMismatchError):
-        distckpt.consolidate(tmp_path / "lora", tmp_path / "half", family=family, keys="*.linear_out.*")
+        distckpt.consolidate(
+            tmp_path / "lora", tmp_path / "half", family=family, keys="*.linear_out.*"
+        )
     keys = ["*.adapter.*", "!*linear_fc2.adapter.linear_in.*"]
     with pytest.raises(LoadMismatchError, match=r"linear_fc2\.adapter\.linear_out\.weight"):
         distckpt.consolidate(tmp_path / "lora", tmp_path / "half", family=family, keys=keys)
@@ -203,41 +260,114 @@ def test_lora_of_megatron_becomes_that_of_peft(tmp_path, stacked):
 
 def test_nothing_is_added_to_codes(tmp_path):
     codes = torch.randn(6, 8).to(torch.float8_e4m3fn)
-    write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": codes, "up.weight_scales": torch.ones(3, 5)})
+    write_plain(
+        tmp_path / "base" / "model.safetensors",
+        {"up.weight": codes, "up.weight_scales": torch.ones(3, 5)},
+    )
     write_adapter(tmp_path / "adapter", matrices("up", (6, 8)))
     with pytest.raises(LoadMismatchError, match=r"'up\.weight'.* codes"):
-        distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
+        distckpt.consolidate(
+            tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter"
+        )
 
 
 def test_what_cannot_be_merged_is_named(tmp_path):
-    write_plain(tmp_path / "base" / "model.safetensors", {"up.weight": torch.randn(6, 8), "ids": torch.arange(3)})
+    write_plain(
+        tmp_path / "base" / "model.safetensors",
+        {"up.weight": torch.randn(6, 8), "ids": torch.arange(3)},
+    )
     plain = matrices("up", (6, 8))
     one = dict([*plain.items()][:1])
     magnitude = {"up.lora_magnitude_vector": torch.ones(6)}
     cases = {
-        "elsewhere": (matrices("q", (6, 8)), {}, LoadMismatchError, r"changes 'q.weight', not tensors of the export"),
+        "elsewhere": (
+            matrices("q", (6, 8)),
+            {},
+            LoadMismatchError,
+            r"changes 'q.weight', not tensors of the export",
+        ),
         "one of two": (one, {}, LoadMismatchError, r"'up.lora_A.weight', not tensors"),
         "unknown matrix": (plain | magnitude, {}, LoadMismatchError, "lora_magnitude_vector"),
-        "shape": (matrices("up", (8, 6)), {}, CheckpointingException, r"'up.weight' of shape \(8, 6\).*\(6, 8\)"),
-        "ranks": (one | dict([*matrices("up", (6, 8), 3).items()][1:]), {}, CheckpointingException, r"\(6, 3, 4, 8\)"),
+        "shape": (
+            matrices("up", (8, 6)),
+            {},
+            CheckpointingException,
+            r"'up.weight' of shape \(8, 6\).*\(6, 8\)",
+        ),
+        "ranks": (
+            one | dict([*matrices("up", (6, 8), 3).items()][1:]),
+            {},
+            CheckpointingException,
+            r"\(6, 3, 4, 8\)",
+        ),
         "integers": ({"ids": torch.arange(3)}, {}, CheckpointingException, "I64"),
         "DoRA": (plain, {"use_dora": True}, CheckpointingException, r"\{'use_dora': True\}"),
         "PiSSA": (plain, {"init_lora_weights": "pissa"}, CheckpointingException, "pissa"),
-        "rank": (plain, {"r": 8}, CheckpointingException, "contradicts its matrices of rank 4 for 'up'"),
-        "rank of a pattern": (plain, {"rank_pattern": {"up": 7}}, CheckpointingException, "rank 4 for 'up'"),
+        "rank": (
+            plain,
+            {"r": 8},
+            CheckpointingException,
+            "contradicts its matrices of rank 4 for 'up'",
+        ),
+        "rank of a pattern": (
+            plain,
+            {"rank_pattern": {"up": 7}},
+            CheckpointingException,
+            "rank 4 for 'up'",
+        ),
         "no rank": (plain, {"r": None}, CheckpointingException, "'up'.*'r': None"),
         "empty": ({}, {}, CheckpointingException, "no tensors for target_modules=None"),
-        "targets": (plain, {"target_modules": ["p", "down"]}, CheckpointingException, r"target_modules=\['p', 'down"),
-        "saved": (plain, {"modules_to_save": ["norm"]}, CheckpointingException, r"modules_to_save=\['norm'\]"),
+        "targets": (
+            plain,
+            {"target_modules": ["p", "down"]},
+            CheckpointingException,
+            r"target_modules=\['p', 'down",
+        ),
+        "saved": (
+            plain,
+            {"modules_to_save": ["norm"]},
+            CheckpointingException,
+            r"modules_to_save=\['norm'\]",
+        ),
         "bias": (plain, {"lora_bias": True}, CheckpointingException, r"\{'lora_bias': True\}"),
-        "tokens": (plain, {"trainable_token_indices": [1]}, CheckpointingException, "trainable_token_indices"),
-        "NaN": (plain, {"lora_alpha": float("nan")}, CheckpointingException, "'up'.*'lora_alpha': nan"),
-        "no alpha": (plain, {"lora_alpha": None}, CheckpointingException, "'up'.*'lora_alpha': None"),
+        "tokens": (
+            plain,
+            {"trainable_token_indices": [1]},
+            CheckpointingException,
+            "trainable_token_indices",
+        ),
+        "NaN": (
+            plain,
+            {"lora_alpha": float("nan")},
+            CheckpointingException,
+            "'up'.*'lora_alpha': nan",
+        ),
+        "no alpha": (
+            plain,
+            {"lora_alpha": None},
+            CheckpointingException,
+            "'up'.*'lora_alpha': None",
+        ),
         "text": (plain, {"lora_alpha": "4"}, CheckpointingException, "'up'.*'lora_alpha': '4'"),
-        "regex": (plain, {"alpha_pattern": {"(": 3}}, CheckpointingException, r"'alpha_pattern': \{'\('"),
+        "regex": (
+            plain,
+            {"alpha_pattern": {"(": 3}},
+            CheckpointingException,
+            r"'alpha_pattern': \{'\('",
+        ),
         "list": (plain, {"alpha_pattern": [1]}, CheckpointingException, r"'alpha_pattern': \[1\]"),
-        "text for true": (plain, {"use_rslora": "false"}, CheckpointingException, "use_rslora='false'"),
-        "text for false": (plain, {"fan_in_fan_out": "no"}, CheckpointingException, "fan_in_fan_out='no'"),
+        "text for true": (
+            plain,
+            {"use_rslora": "false"},
+            CheckpointingException,
+            "use_rslora='false'",
+        ),
+        "text for false": (
+            plain,
+            {"fan_in_fan_out": "no"},
+            CheckpointingException,
+            "fan_in_fan_out='no'",
+        ),
         "IA3": (plain, {"peft_type": "IA3"}, CheckpointingException, "IA3"),
     }
     for name, (tensors, config, error, message) in cases.items():
@@ -267,7 +397,8 @@ EVERY_Q = layered(modules=ATTENTION[:1])
 QV, QVD = ["q_proj", "v_proj"], ["q_proj", "v_proj", "down_proj"]
 INCOMPLETE, OTHERS = r"has no matrices for .*{}", r"matrices for .*{}.* PEFT would leave them out"
 CONFIGURED = {
-    # name: the model, what the adapter has, its configuration, and what the message says (None: it is merged)
+    # name: the model, what the adapter has, its configuration, and what the message says (None: it
+    # is merged)
     "complete": (LAYERS, HELD, {"target_modules": QV}, None),
     "a layer is missing": (LAYERS, HELD[:6], {"target_modules": QV}, INCOMPLETE.format(r"layers\.3\.self_attn")),
     "a module of one layer": (LAYERS, HELD[:-1], {"target_modules": QV}, INCOMPLETE.format(r"'model\.layers\.3.*v_p")),
@@ -315,13 +446,17 @@ def test_the_matrices_are_those_of_the_configuration(tmp_path, case):
     modules, adapted, config, message = CONFIGURED[case]
     base = {f"{module}.weight": torch.randn(3, 5) for module in modules}
     write_plain(tmp_path / "base" / "model.safetensors", base)
-    tensors = {name: tensor for module in adapted for name, tensor in matrices(module, (3, 5)).items()}
+    tensors = {
+        name: tensor for module in adapted for name, tensor in matrices(module, (3, 5)).items()
+    }
     write_adapter(tmp_path / "adapter", tensors, **config)
     options = {"merge_adapter": tmp_path / "adapter"}
     if message is None:
         distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
         found = read_export(tmp_path / "out")
-        assert {name for name in base if not torch.equal(found[name], base[name])} == {f"{a}.weight" for a in adapted}
+        assert {name for name in base if not torch.equal(found[name], base[name])} == {
+            f"{a}.weight" for a in adapted
+        }
     else:
         with pytest.raises(CheckpointingException, match=message):
             distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
@@ -329,18 +464,30 @@ def test_the_matrices_are_those_of_the_configuration(tmp_path, case):
 
 def test_shared_keys_and_values_have_no_matrices(tmp_path):
     """Published files hold them, and no model that is trained."""
-    write_plain(tmp_path / "base" / "model.safetensors", {f"{module}.weight": torch.randn(3, 5) for module in LAYERS})
-    adapted = [module for module in HELD if module not in ("model.layers.2.self_attn.v_proj", HELD[-1])]
-    tensors = {name: tensor for module in adapted for name, tensor in matrices(module, (3, 5)).items()}
+    write_plain(
+        tmp_path / "base" / "model.safetensors",
+        {f"{module}.weight": torch.randn(3, 5) for module in LAYERS},
+    )
+    adapted = [
+        module for module in HELD if module not in ("model.layers.2.self_attn.v_proj", HELD[-1])
+    ]
+    tensors = {
+        name: tensor for module in adapted for name, tensor in matrices(module, (3, 5)).items()
+    }
     write_adapter(tmp_path / "adapter", tensors, target_modules=QV)
     for shared in (2, 1):
-        config = {"model_type": "gemma3n", "text_config": {"num_hidden_layers": 4, "num_kv_shared_layers": shared}}
+        config = {
+            "model_type": "gemma3n",
+            "text_config": {"num_hidden_layers": 4, "num_kv_shared_layers": shared},
+        }
         (tmp_path / "base" / "config.json").write_text(json.dumps(config))
         options = {"merge_adapter": tmp_path / "adapter"}
         if shared == 2:
             distckpt.consolidate(tmp_path / "base", tmp_path / "out", **options)
             continue
-        with pytest.raises(LoadMismatchError, match=r"no matrices for 'model\.layers\.2\.self_attn\.v_proj', which"):
+        with pytest.raises(
+            LoadMismatchError, match=r"no matrices for 'model\.layers\.2\.self_attn\.v_proj', which"
+        ):
             distckpt.consolidate(tmp_path / "base", tmp_path / "out2", **options)
 
 
@@ -351,8 +498,12 @@ def test_modules_that_were_to_be_saved_and_are_not_there(tmp_path):
     write_adapter(tmp_path / "adapter", tensors, modules_to_save=["classifier", "score"])
     distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=tmp_path / "adapter")
     write_adapter(tmp_path / "adapter", tensors, modules_to_save=["lm_head", "score"])
-    with pytest.raises(CheckpointingException, match=r"no tensors for modules_to_save=\['lm_head'\]"):
-        distckpt.consolidate(tmp_path / "base", tmp_path / "out2", merge_adapter=tmp_path / "adapter")
+    with pytest.raises(
+        CheckpointingException, match=r"no tensors for modules_to_save=\['lm_head'\]"
+    ):
+        distckpt.consolidate(
+            tmp_path / "base", tmp_path / "out2", merge_adapter=tmp_path / "adapter"
+        )
 
 
 def test_directories_that_are_no_adapters(tmp_path):
@@ -365,12 +516,19 @@ def test_directories_that_are_no_adapters(tmp_path):
             distckpt.consolidate(tmp_path / "base", tmp_path / "out", merge_adapter=location)
         return str(caught.value)
 
-    assert "no adapter_model.safetensors and no adapter_config.json: give the directory that save_pre" in refusal()
+    assert (
+        "no adapter_model.safetensors and no adapter_config.json: give the directory that save_pre"
+        in refusal()
+    )
     write_adapter(folder / "reviewer", matrices("up", (6, 8)))
     assert "give one of the adapters in it, 'reviewer'" in refusal()
     assert "give the directory" in refusal(folder / "reviewer" / "adapter_model.safetensors")
-    (folder / "reviewer" / "adapter_model.safetensors").rename(folder / "reviewer" / "adapter_model.bin")
-    assert "no adapter_model.safetensors: adapter_model.bin is a pickle" in refusal(folder / "reviewer")
+    (folder / "reviewer" / "adapter_model.safetensors").rename(
+        folder / "reviewer" / "adapter_model.bin"
+    )
+    assert "no adapter_model.safetensors: adapter_model.bin is a pickle" in refusal(
+        folder / "reviewer"
+    )
     assert "does not exist" in refusal(folder / "other")
 
 
@@ -382,7 +540,14 @@ def test_the_rule_is_that_of_peft():
     from distckpt._plan.adapter_targets import is_target
 
     choose = random.Random(0)
-    modules = [*EXPERTS, *TOWER, "lm_head", "layers.0.q_proj", "h.1.layers.2.c.q_proj", "model.layers.1.q_proj"]
+    modules = [
+        *EXPERTS,
+        *TOWER,
+        "lm_head",
+        "layers.0.q_proj",
+        "h.1.layers.2.c.q_proj",
+        "model.layers.1.q_proj",
+    ]
     names = [*QVD, "self_attn.q_proj", "model.layers.1.q_proj", "lm_head", r"layers", "proj"]
     patterns = [r".*\.[qv]_proj", r"model\.layers\.[12]\..*", "lm_head", r".*visual.*"]
 
@@ -394,7 +559,9 @@ def test_the_rule_is_that_of_peft():
         config = {
             "target_modules": choose.choice([choose.choice(patterns), some(names)]),
             "exclude_modules": choose.choice([None, None, choose.choice(patterns), some(names)]),
-            "modules_to_save": choose.choice([None, None, some(["lm_head", "self_attn", "visual", "layers.1"])]),
+            "modules_to_save": choose.choice(
+                [None, None, some(["lm_head", "self_attn", "visual", "layers.1"])]
+            ),
         }
         if isinstance(config["target_modules"], list):
             config["layers_to_transform"] = choose.choice([None, [], 1, [0, 2]])
@@ -429,9 +596,16 @@ def test_as_peft_merges_and_unloads(tmp_path, kind, dtype):
     from peft import LoraConfig, get_peft_model
 
     if kind == "GPT-2":
-        config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+        config = transformers.GPT2Config(
+            vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4
+        )
     else:
-        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        sizes = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+        }
         config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     base = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     base.save_pretrained(tmp_path / "base")
@@ -446,4 +620,6 @@ def test_as_peft_merges_and_unloads(tmp_path, kind, dtype):
     assert found.keys() == expected.keys()
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7
     for key, tensor in expected.items():
-        np.testing.assert_allclose(found[key].float(), tensor.float(), rtol=tolerance, atol=tolerance, err_msg=key)
+        np.testing.assert_allclose(
+            found[key].float(), tensor.float(), rtol=tolerance, atol=tolerance, err_msg=key
+        )

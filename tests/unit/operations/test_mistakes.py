@@ -10,7 +10,13 @@ import safetensors.torch
 import torch
 
 import distckpt
-from distckpt import CheckpointManager, CheckpointNotFoundError, LoadMismatchError, ShardedObject, ShardedTensor
+from distckpt import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    LoadMismatchError,
+    ShardedObject,
+    ShardedTensor,
+)
 from tests.support.cli_command import call, call_error, call_json
 
 
@@ -18,7 +24,9 @@ def shards(*keys, value=0.0):
     return {key: ShardedTensor.from_rank_offsets(key, torch.full((4,), value)) for key in keys}
 
 
-MODEL = [f"{part}.{name}" for part in ("embed", "layers.0", "layers.1") for name in ("weight", "bias")]
+MODEL = [
+    f"{part}.{name}" for part in ("embed", "layers.0", "layers.1") for name in ("weight", "bias")
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,9 @@ def root(tmp_path_factory):
             manager.save(step, {**shards(*(f"model.{key}" for key in MODEL)), "step": step})
     distckpt.save(shards(*MODEL), root / "bare")
     (root / "hf").mkdir()
-    safetensors.torch.save_file({"model.embed_tokens.weight": torch.ones(4)}, root / "hf/model.safetensors")
+    safetensors.torch.save_file(
+        {"model.embed_tokens.weight": torch.ones(4)}, root / "hf/model.safetensors"
+    )
     (root / "pickles").mkdir()
     torch.save(torch.ones(4), root / "pickles/pytorch_model.bin")
     (root / "unfinished/tensors").mkdir(parents=True)
@@ -69,7 +79,11 @@ def test_a_single_safetensors_file_is_opened(tmp_path, capsys):
     loaded = distckpt.load_plain_tensors(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[key], value) for key, value in values.items())
     assert call_json(capsys, "inspect", tmp_path / "x.safetensors")["num_elements"] == 8
-    assert call_json(capsys, "cat", tmp_path / "x.safetensors", "a.weight[1]")["values"] == [3, 4, 5]
+    assert call_json(capsys, "cat", tmp_path / "x.safetensors", "a.weight[1]")["values"] == [
+        3,
+        4,
+        5,
+    ]
     assert distckpt.verify(tmp_path / "x.safetensors").is_whole
     distckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "out")
     assert call(capsys, "diff", tmp_path / "x.safetensors", tmp_path / "out").startswith("SAME")
@@ -77,11 +91,17 @@ def test_a_single_safetensors_file_is_opened(tmp_path, capsys):
 
 def test_a_step_that_is_not_there(root):
     manager = CheckpointManager(root / "run")
-    with pytest.raises(CheckpointNotFoundError, match="Beside it: 'step_00000100', 'step_00000200'"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="Beside it: 'step_00000100', 'step_00000200'"
+    ):
         manager.load(shards("w"), step=150)
-    with pytest.raises(ValueError, match=r"got a dict: it is save\(step, state\) and load\(state, step\)"):
+    with pytest.raises(
+        ValueError, match=r"got a dict: it is save\(step, state\) and load\(state, step\)"
+    ):
         manager.save(shards("w"), 300)
-    with pytest.raises(ValueError, match=r"got a dict: it is save\(step, state\) and load\(state, step\)"):
+    with pytest.raises(
+        ValueError, match=r"got a dict: it is save\(step, state\) and load\(state, step\)"
+    ):
         manager.load(100, shards("w"))
     with pytest.raises(CheckpointNotFoundError, match=r"runs' does not exist \(did you mean 'run'"):
         CheckpointManager(root / "runs").load(shards("w"))
@@ -96,7 +116,8 @@ def test_swapped_arguments(root, call):
 def test_a_state_dict_that_is_none(root, tmp_path):
     for value in (None, [1], "model"):
         with pytest.raises(
-            distckpt.CheckpointingException, match=r"is a dict, such as \{'model': model, 'step': 100\}"
+            distckpt.CheckpointingException,
+            match=r"is a dict, such as \{'model': model, 'step': 100\}",
         ):
             distckpt.save(value, tmp_path / "c")
 
@@ -104,20 +125,27 @@ def test_a_state_dict_that_is_none(root, tmp_path):
 def test_a_module_in_the_place_of_a_state_dict(tmp_path):
     model = torch.nn.Linear(2, 2)
     distckpt.save({"model": model, "step": 1}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match=r"holds more than the Linear: 'step'\. .*load\(\{'model': model\}, "):
+    with pytest.raises(
+        LoadMismatchError,
+        match=r"holds more than the Linear: 'step'\. .*load\(\{'model': model\}, ",
+    ):
         distckpt.load(model, tmp_path / "c")
 
 
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(distckpt.CheckpointExistsError, match=r"is a file: .* Choose another path\."):
+    with pytest.raises(
+        distckpt.CheckpointExistsError, match=r"is a file: .* Choose another path\."
+    ):
         distckpt.save(shards("w"), tmp_path / "file")
     with pytest.raises(NotADirectoryError, match=r"directory beside its target: '.*file/c'$"):
         distckpt.save(shards("w"), tmp_path / "file" / "c")
 
 
 def test_the_key_of_a_sharded_tensor_comes_first():
-    with pytest.raises(distckpt.InvalidShardingError, match=r"^The key comes first, then the tensor: got a Tensor"):
+    with pytest.raises(
+        distckpt.InvalidShardingError, match=r"^The key comes first, then the tensor: got a Tensor"
+    ):
         ShardedTensor.from_rank_offsets(torch.ones(2), "w")
 
 
@@ -125,15 +153,23 @@ def test_sizes_and_grids_that_are_none(tmp_path):
     distckpt.save(shards("w"), tmp_path / "c")
     for verb in (distckpt.save, distckpt.load, distckpt.async_save):
         with pytest.raises(TypeError, match="max_inflight_bytes is a number of bytes, got '1GB'"):
-            verb(shards("w"), tmp_path / ("c" if verb is distckpt.load else "new"), max_inflight_bytes="1GB")
+            verb(
+                shards("w"),
+                tmp_path / ("c" if verb is distckpt.load else "new"),
+                max_inflight_bytes="1GB",
+            )
     for place in (0, (0,), (2, 2), (-1, 2), ("0", 2)):
-        with pytest.raises(ValueError, match=r"'dp' of a PerRank is \(position, number of positions\), got "):
+        with pytest.raises(
+            ValueError, match=r"'dp' of a PerRank is \(position, number of positions\), got "
+        ):
             distckpt.PerRank(1, {"dp": place})
 
 
 def test_more_layers_than_were_saved(root):
     request = shards(*MODEL, "layers.2.weight", "layers.2.bias")
-    with pytest.raises(LoadMismatchError, match=r"'layers\.2\.weight' \(the checkpoint has such keys with other"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'layers\.2\.weight' \(the checkpoint has such keys with other"
+    ):
         distckpt.load(request, root / "bare")
 
 
@@ -144,7 +180,9 @@ PREFIXES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "prefix", "message"), PREFIXES, ids=[prefix for _, prefix, _ in PREFIXES])
+@pytest.mark.parametrize(
+    ("place", "prefix", "message"), PREFIXES, ids=[prefix for _, prefix, _ in PREFIXES]
+)
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_all"])
 def test_a_prefix_that_is_off(root, place, prefix, message, strict):
     request = shards(*(prefix + key for key in MODEL))
@@ -155,7 +193,10 @@ def test_a_prefix_that_is_off(root, place, prefix, message, strict):
 
 
 def test_where_a_prefix_comes_from(root):
-    with pytest.raises(LoadMismatchError, match=r"without 'net\.'\)\. Correct the prefix: a module at 'model' of the"):
+    with pytest.raises(
+        LoadMismatchError,
+        match=r"without 'net\.'\)\. Correct the prefix: a module at 'model' of the",
+    ):
         distckpt.load(shards(*(f"net.{key}" for key in MODEL)), root / "bare")
 
 
@@ -182,7 +223,10 @@ def test_a_hugging_face_directory_under_the_names_of_another_program(root):
 
 def test_no_main_replica_may_be_about_pipelines(tmp_path):
     copy = ShardedTensor.from_rank_offsets("w", torch.ones(4), replica_id=1)
-    with pytest.raises(distckpt.InvalidShardingError, match="replica_id 0, also of one that several pipeline stages"):
+    with pytest.raises(
+        distckpt.InvalidShardingError,
+        match="replica_id 0, also of one that several pipeline stages",
+    ):
         distckpt.save({"w": copy}, tmp_path / "c")
 
 
@@ -190,14 +234,20 @@ def test_internal_names_are_not_shown(root, tmp_path, capsys):
     class Args:
         pass
 
-    with pytest.raises(distckpt.UnsupportedObjectError, match=r"^Common state cannot be saved: .*\['args'\]"):
+    with pytest.raises(
+        distckpt.UnsupportedObjectError, match=r"^Common state cannot be saved: .*\['args'\]"
+    ):
         distckpt.save({"args": Args()}, tmp_path / "c")
-    with pytest.raises(distckpt.UnsupportedObjectError, match=r"^The object 'args' cannot be saved"):
+    with pytest.raises(
+        distckpt.UnsupportedObjectError, match=r"^The object 'args' cannot be saved"
+    ):
         distckpt.save({"args": ShardedObject("args", Args(), (1,), (0,))}, tmp_path / "c")
     assert "common state: step: 100 -> 200\n" in call(
         capsys, "diff", root / "run/step_00000100", root / "run/step_00000200", code=1
     )
-    assert "there are 'embed.bias'" in call_error(capsys, "export", root / "bare", tmp_path / "out", "--keys", "modle.")
+    assert "there are 'embed.bias'" in call_error(
+        capsys, "export", root / "bare", tmp_path / "out", "--keys", "modle."
+    )
     distckpt.save({"step": 1}, tmp_path / "c")
     (file,) = (tmp_path / "c/objects").iterdir()
     content = bytearray(file.read_bytes())
@@ -206,7 +256,9 @@ def test_internal_names_are_not_shown(root, tmp_path, capsys):
     with pytest.raises(distckpt.CorruptCheckpointError, match="of common state was damaged"):
         distckpt.load({}, tmp_path / "c")
     assert "; common state\n" in call(capsys, "verify", tmp_path / "c", code=1)
-    assert json.loads(call(capsys, "verify", tmp_path / "c", "--json", code=1))["problems"][0]["key"]
+    assert json.loads(call(capsys, "verify", tmp_path / "c", "--json", code=1))["problems"][0][
+        "key"
+    ]
 
 
 PATTERNS = {"a number": 3, "a list of numbers": [3], "bytes": b"model."}
@@ -229,9 +281,13 @@ def test_keys_that_are_no_patterns(root, tmp_path, keys):
 def test_names_that_are_none(root, tmp_path, verb):
     source, out = root / "bare", tmp_path / "out"
     key = sorted(distckpt.load_tensors_metadata(source))[0]
-    with pytest.raises(distckpt.CheckpointingException, match=rf"new name of '{re.escape(key)}' would be empty"):
+    with pytest.raises(
+        distckpt.CheckpointingException, match=rf"new name of '{re.escape(key)}' would be empty"
+    ):
         verb(source, out, rename={key: ""})
     for rename in ({key: 3}, [key]):
-        with pytest.raises(TypeError, match="rename is a dict of old beginnings of names -> new ones, got "):
+        with pytest.raises(
+            TypeError, match="rename is a dict of old beginnings of names -> new ones, got "
+        ):
             verb(source, out, rename=rename)
     assert not out.exists()

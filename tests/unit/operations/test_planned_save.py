@@ -1,4 +1,6 @@
-"""The settings of a save have one name and one default, and reach the strategy from each function that takes them."""
+"""The settings of a save have one name and one default, and reach the strategy from each function
+that takes them.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,36 @@ def state():
 
 @pytest.mark.parametrize(
     ("function", "renamed"),
-    [(distckpt.save, {}), (distckpt.async_save, RENAMED), (CheckpointManager, RENAMED), (CheckpointManager.save, {})],
+    [
+        (distckpt.save, {}),
+        (distckpt.async_save, RENAMED),
+        (CheckpointManager, RENAMED),
+        (CheckpointManager.save, {}),
+    ],
     ids=["save", "async_save", "manager", "manager_save"],
 )
 def test_defaults_are_those_of_the_settings(function, renamed):
     known = {field.name: field.default for field in dataclasses.fields(SaveSettings)}
     parameters = inspect.signature(function).parameters
-    defaults = {renamed.get(name, name): parameter.default for name, parameter in parameters.items()}
+    defaults = {
+        renamed.get(name, name): parameter.default for name, parameter in parameters.items()
+    }
     shared = known.keys() & defaults.keys()
     assert "overwrite" in shared or "durable" in shared
     assert {name: defaults[name] for name in shared} == {name: known[name] for name in shared}
 
 
-OPTIONS = {"durable": False, "validate_replicas": True, "validate_access_integrity": False, "overwrite": True}
+OPTIONS = {
+    "durable": False,
+    "validate_replicas": True,
+    "validate_access_integrity": False,
+    "overwrite": True,
+}
 CASES = {
-    "save": (lambda path, **kwargs: distckpt.save(state(), path, **kwargs), OPTIONS | {"max_inflight_bytes": 9 << 20}),
+    "save": (
+        lambda path, **kwargs: distckpt.save(state(), path, **kwargs),
+        OPTIONS | {"max_inflight_bytes": 9 << 20},
+    ),
     "async_save": (
         lambda path, **kwargs: distckpt.async_save(state(), path, **kwargs).result(100),
         OPTIONS | {"timeout": 50.0, "exit_timeout": 40.0},
@@ -75,6 +92,9 @@ def test_half_of_the_memory_of_a_background_save_is_for_writing(name, given, tmp
 def test_a_checkpoint_whose_manifest_no_reader_would_accept_is_refused(tmp_path):
     """A tensor of 256 TiB, which takes no memory, has 2**30 blocks."""
     huge = torch.zeros(1).expand(1 << 46)
-    with pytest.raises(CheckpointingException, match=r"at least 8589934\d{3} bytes .* 1073741824 blocks .* 4294967296"):
+    with pytest.raises(
+        CheckpointingException,
+        match=r"at least 8589934\d{3} bytes .* 1073741824 blocks .* 4294967296",
+    ):
         distckpt.save({"w": ShardedTensor.from_rank_offsets("w", huge)}, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []

@@ -43,7 +43,9 @@ CALLS = {
     "load_plain_tensors": lambda folder: distckpt.load_plain_tensors(f"{folder}/there"),
     "verify": lambda folder: distckpt.verify(f"{folder}/there"),
     # Through a function of this package.
-    "consolidate": lambda folder: HuggingFaceConsolidationStrategy().consolidate(f"{folder}/there", f"{folder}/other"),
+    "consolidate": lambda folder: HuggingFaceConsolidationStrategy().consolidate(
+        f"{folder}/there", f"{folder}/other"
+    ),
     "CheckpointManager.save": lambda folder: CheckpointManager(f"{folder}/other").save(1, state(7)),
 }
 
@@ -59,7 +61,9 @@ def test_a_call_by_a_signal_handler_is_refused(name, folder):
     errors = []
 
     def handle(number, frame):
-        with pytest.raises(CheckpointingException, match=f"{name} was called in the middle of save, in the same") as e:
+        with pytest.raises(
+            CheckpointingException, match=f"{name} was called in the middle of save, in the same"
+        ) as e:
             CALLS[name](folder)
         errors.append(e.value)
 
@@ -69,7 +73,9 @@ def test_a_call_by_a_signal_handler_is_refused(name, folder):
 
     with handling(signal.SIGUSR1, handle):
         distckpt.save(state(), folder / "c", preprocess_common_before_consistancy_check=preprocess)
-        distckpt.save(state(), folder / "d", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1))
+        distckpt.save(
+            state(), folder / "d", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1)
+        )
     assert len(errors) >= 2
     assert sorted(os.listdir(folder)) == ["c", "d", "there"]
     assert torch.equal(distckpt.load_plain_tensors(folder / "d")["numbers"], NUMBERS.t())
@@ -79,9 +85,15 @@ def test_a_call_by_a_signal_handler_is_refused(name, folder):
 def test_a_callback_in_another_thread_is_refused(name, folder):
     large = {"large": ShardedTensor.from_rank_offsets("large", torch.ones(12 << 20))}
     with pytest.raises(CheckpointingException, match=f"^{name} was called in the middle of save"):
-        distckpt.save(large, folder / "c", progress=lambda num_bytes: CALLS[name](folder), durable=False)
-    handle = distckpt.async_save(large, folder / "c", progress=lambda num_bytes: CALLS[name](folder))
-    with pytest.raises(CheckpointingException, match=f"{name} was called in the middle of the background save to"):
+        distckpt.save(
+            large, folder / "c", progress=lambda num_bytes: CALLS[name](folder), durable=False
+        )
+    handle = distckpt.async_save(
+        large, folder / "c", progress=lambda num_bytes: CALLS[name](folder)
+    )
+    with pytest.raises(
+        CheckpointingException, match=f"{name} was called in the middle of the background save to"
+    ):
         handle.result()
     with pytest.raises(CheckpointingException, match=f"^{name} was called in the middle of load"):
         distckpt.load(state(0), folder / "there", progress=lambda num_bytes: CALLS[name](folder))
@@ -92,8 +104,13 @@ def test_what_a_handler_raises_ends_the_save_cleanly(folder):
     def handle(number, frame):
         distckpt.save(state(7), folder / "other")
 
-    with handling(signal.SIGUSR1, handle), pytest.raises(CheckpointingException, match="Let it set a flag"):
-        distckpt.save(state(), folder / "c", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1))
+    with (
+        handling(signal.SIGUSR1, handle),
+        pytest.raises(CheckpointingException, match="Let it set a flag"),
+    ):
+        distckpt.save(
+            state(), folder / "c", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1)
+        )
     assert os.listdir(folder) == ["there"]
 
 
@@ -117,12 +134,16 @@ def test_handlers_that_try_to_save_all_the_time(tmp_path):
             loaded = distckpt.load(state(0), tmp_path / str(attempt))
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert torch.equal(loaded["numbers"], NUMBERS.t())
-            assert torch.equal(distckpt.load_plain_tensors(tmp_path / str(attempt))["numbers"], NUMBERS.t())
+            assert torch.equal(
+                distckpt.load_plain_tensors(tmp_path / str(attempt))["numbers"], NUMBERS.t()
+            )
     assert num_refused
 
 
 def test_a_handler_may_come_just_before_and_just_after_a_call(tmp_path):
-    """Wherever it interrupts what surrounds a call, its own call is refused or made, and the other one goes on."""
+    """Wherever it interrupts what surrounds a call, its own call is refused or made, and the other
+    one goes on.
+    """
     distckpt.save({"x": ShardedTensor.from_rank_offsets("x", torch.ones(3))}, tmp_path / "there")
     came = {"made": 0, "refused": 0}
     line = 0
@@ -160,5 +181,7 @@ def test_a_handler_may_come_just_before_and_just_after_a_call(tmp_path):
 
 def test_a_preemption_guard_notes_a_signal_during_a_save(folder):
     with PreemptionGuard([signal.SIGUSR1]) as guard:
-        distckpt.save(state(), folder / "c", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1))
+        distckpt.save(
+            state(), folder / "c", progress=lambda num_bytes: signal.raise_signal(signal.SIGUSR1)
+        )
         assert guard.should_stop()

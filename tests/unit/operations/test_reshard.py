@@ -1,4 +1,6 @@
-"""One process plays all ranks: saves the shards of any layout, loads those of any other; numpy says what is right."""
+"""One process plays all ranks: saves the shards of any layout, loads those of any other; numpy says
+what is right.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.states import numbered
 
 @dataclass(frozen=True)
 class Piece:
-    """A region of the global tensor, and which of its elements in row-major order (None for all)."""
+    """A region of the global tensor, and which of its elements in row-major order (None for
+    all).
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,8 +35,12 @@ class Piece:
     replica_id: int | tuple[int, ...] = 0
 
     def cut(self, tensor):
-        region = tensor[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
-        return region.reshape(self.local_shape) if self.flat is None else region.reshape(-1)[self.flat]
+        region = tensor[
+            tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+        ]
+        return (
+            region.reshape(self.local_shape) if self.flat is None else region.reshape(-1)[self.flat]
+        )
 
     @property
     def local_shape(self):
@@ -56,7 +64,9 @@ class Piece:
 
 @st.composite
 def tilings(draw, shape):
-    """Draw regions that tile a tensor: a grid with any cuts, empty cells included, or halves of halves."""
+    """Draw regions that tile a tensor: a grid with any cuts, empty cells included, or halves of
+    halves.
+    """
     if draw(st.booleans()):
         cuts = [sorted(draw(st.lists(st.integers(0, n), max_size=2))) for n in shape]
         edges = [[0, *inner, n] for inner, n in zip(cuts, shape, strict=True)]
@@ -91,7 +101,9 @@ def layouts(draw, shape, replicas=True):
         if draw(st.booleans()):
             total = math.prod(extent)
             cuts = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=2))), total]
-            pieces += [Piece(offset, extent, prepended, slice(*span)) for span in itertools.pairwise(cuts)]
+            pieces += [
+                Piece(offset, extent, prepended, slice(*span)) for span in itertools.pairwise(cuts)
+            ]
         else:
             pieces.append(Piece(offset, extent, prepended))
     for piece in list(pieces) if replicas else ():
@@ -105,7 +117,13 @@ def global_shapes(max_side=5):
     return st.lists(st.integers(0, max_side), max_size=4).map(tuple)
 
 
-STRIDES = ("contiguous", "transposed", "every second", "inside a larger tensor", "backwards in memory")
+STRIDES = (
+    "contiguous",
+    "transposed",
+    "every second",
+    "inside a larger tensor",
+    "backwards in memory",
+)
 
 
 def place(shape, dtype, strides, fill=-7):
@@ -146,7 +164,11 @@ def check_any_layout_loads_into_any_other(data):
     shapes = {key: data.draw(global_shapes(), f"shape of {key}") for key in "ab"}
     tensors = {key: numbered(*shape, dtype=torch.int32).numpy() for key, shape in shapes.items()}
     stored = {
-        key: (tensor, data.draw(layouts(tensor.shape), f"stored {key}"), data.draw(st.sampled_from(STRIDES)))
+        key: (
+            tensor,
+            data.draw(layouts(tensor.shape), f"stored {key}"),
+            data.draw(st.sampled_from(STRIDES)),
+        )
         for key, tensor in tensors.items()
     }
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64, torch.float64]), "asked for")
@@ -160,7 +182,9 @@ def check_any_layout_loads_into_any_other(data):
             expected[f"{key}.{number}"] = values, target, base, untouched
     with tempfile.TemporaryDirectory() as directory:
         save(f"{directory}/ckpt", stored)
-        loaded = distckpt.load(state, f"{directory}/ckpt", verify=data.draw(st.sampled_from(["none", "read", "full"])))
+        loaded = distckpt.load(
+            state, f"{directory}/ckpt", verify=data.draw(st.sampled_from(["none", "read", "full"]))
+        )
         whole = distckpt.load_plain_tensors(f"{directory}/ckpt")
     assert loaded.keys() == expected.keys()
     for name, (values, target, base, untouched) in expected.items():
@@ -186,7 +210,9 @@ def test_any_layout_loads_into_any_other_at_length(data):
 
 
 def regular_grids(shape):
-    return list(itertools.product(*([n for n in range(1, size + 1) if size % n == 0] for size in shape)))
+    return list(
+        itertools.product(*([n for n in range(1, size + 1) if size % n == 0] for size in shape))
+    )
 
 
 def regular_shards(key, tensor, grid, make=lambda part: part):
@@ -195,7 +221,9 @@ def regular_shards(key, tensor, grid, make=lambda part: part):
         part = tensor
         for axis, (position, count) in enumerate(zip(cell, grid, strict=True)):
             part = part.chunk(count, dim=axis)[position]
-        offsets = [(axis, position, n) for axis, (position, n) in enumerate(zip(cell, grid, strict=True))]
+        offsets = [
+            (axis, position, n) for axis, (position, n) in enumerate(zip(cell, grid, strict=True))
+        ]
         yield part, ShardedTensor.from_rank_offsets(key, make(part), *offsets)
 
 
@@ -204,15 +232,20 @@ def test_every_regular_grid_loads_into_every_other(tmp_path, shape):
     tensor = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     for grid in regular_grids(shape):
         path = tmp_path / "x".join(map(str, grid))
-        distckpt.save({str(i): s for i, (_, s) in enumerate(regular_shards("w", tensor, grid))}, path)
+        distckpt.save(
+            {str(i): s for i, (_, s) in enumerate(regular_shards("w", tensor, grid))}, path
+        )
         for other in regular_grids(shape):
             parts, shards = zip(*regular_shards("w", tensor, other, torch.zeros_like), strict=True)
             distckpt.load(dict(enumerate(shards)), path)
-            assert all(torch.equal(shard.data, part) for part, shard in zip(parts, shards, strict=True))
+            assert all(
+                torch.equal(shard.data, part) for part, shard in zip(parts, shards, strict=True)
+            )
 
 
 def test_flat_optimizer_shards_that_cross_rows_load_under_other_numbers_of_ranks(tmp_path):
-    # ZeRO-1: each data-parallel rank holds an equal run of the flattened tensor-parallel shard, padding aside.
+    # ZeRO-1: each data-parallel rank holds an equal run of the flattened tensor-parallel shard,
+    # padding aside.
     tensor = torch.arange(12 * 10, dtype=torch.float32).view(12, 10)
 
     def state(tp, dp, axis, make):
@@ -221,10 +254,16 @@ def test_flat_optimizer_shards_that_cross_rows_load_under_other_numbers_of_ranks
             local = tensor.chunk(tp, dim=axis)[tp_rank]
             share = -(-local.numel() // dp)
             for dp_rank in range(dp):
-                bounds = slice(min(dp_rank * share, local.numel()), min((dp_rank + 1) * share, local.numel()))
+                bounds = slice(
+                    min(dp_rank * share, local.numel()), min((dp_rank + 1) * share, local.numel())
+                )
                 values = local.flatten()[bounds]
                 shard = ShardedTensor.from_rank_offsets_flat(
-                    "exp_avg", make(values), tuple(local.shape), (axis, tp_rank, tp), flattened_range=bounds
+                    "exp_avg",
+                    make(values),
+                    tuple(local.shape),
+                    (axis, tp_rank, tp),
+                    flattened_range=bounds,
                 )
                 parts[tp_rank, dp_rank] = shard, values
         return parts
@@ -244,14 +283,20 @@ def test_flat_optimizer_shards_that_cross_rows_load_under_other_numbers_of_ranks
 def test_layers_stacked_on_a_prepended_axis_load_as_one_tensor_and_back(tmp_path):
     layers = [torch.full((3, 2), float(i)) for i in range(4)]
     state = {
-        f"layers.{i}": ShardedTensor.from_rank_offsets("layers", layer, (0, i, 4), prepend_axis_num=1)
+        f"layers.{i}": ShardedTensor.from_rank_offsets(
+            "layers", layer, (0, i, 4), prepend_axis_num=1
+        )
         for i, layer in enumerate(layers)
     }
     distckpt.save(state, tmp_path / "a")
-    stacked = distckpt.load({"w": ShardedTensor.from_rank_offsets("layers", torch.zeros(4, 3, 2))}, tmp_path / "a")["w"]
+    stacked = distckpt.load(
+        {"w": ShardedTensor.from_rank_offsets("layers", torch.zeros(4, 3, 2))}, tmp_path / "a"
+    )["w"]
     assert torch.equal(stacked, torch.stack(layers))
     distckpt.save({"w": ShardedTensor.from_rank_offsets("layers", stacked)}, tmp_path / "b")
-    one = ShardedTensor.from_rank_offsets("layers", torch.zeros(3, 2), (0, 2, 4), prepend_axis_num=1)
+    one = ShardedTensor.from_rank_offsets(
+        "layers", torch.zeros(3, 2), (0, 2, 4), prepend_axis_num=1
+    )
     assert torch.equal(distckpt.load({"w": one}, tmp_path / "b")["w"], layers[2])
 
 
@@ -281,13 +326,18 @@ def check_other_shapes(data):
     expected = padded[tuple(slice(n) for n in wanted)]
     pieces = data.draw(layouts(wanted), "asked for")
     dtype = data.draw(st.sampled_from([torch.int32, torch.float64]))
-    targets = [place(piece.cut(expected).shape, dtype, data.draw(st.sampled_from(STRIDES)))[0] for piece in pieces]
+    targets = [
+        place(piece.cut(expected).shape, dtype, data.draw(st.sampled_from(STRIDES)))[0]
+        for piece in pieces
+    ]
     state = {
         str(number): piece.shard("w", target, wanted, allow_shape_mismatch=True)
         for number, (piece, target) in enumerate(zip(pieces, targets, strict=True))
     }
     with tempfile.TemporaryDirectory() as directory:
-        save(f"{directory}/ckpt", {"w": (tensor, data.draw(layouts(stored), "stored"), "contiguous")})
+        save(
+            f"{directory}/ckpt", {"w": (tensor, data.draw(layouts(stored), "stored"), "contiguous")}
+        )
         distckpt.load(state, f"{directory}/ckpt")
     for piece, target in zip(pieces, targets, strict=True):
         assert np.array_equal(target.numpy(), piece.cut(expected))
@@ -311,13 +361,17 @@ def test_a_padded_vocabulary_loads_under_another_padding(tmp_path):
     words = torch.arange(1.0, 11.0).view(10, 1).expand(10, 3)
     padded = torch.cat([words, torch.zeros(2, 3)])
     state = {
-        str(i): ShardedTensor.from_rank_offsets("embedding", part, (0, i, 4), allow_shape_mismatch=True)
+        str(i): ShardedTensor.from_rank_offsets(
+            "embedding", part, (0, i, 4), allow_shape_mismatch=True
+        )
         for i, part in enumerate(padded.chunk(4))
     }
     distckpt.save(state, tmp_path / "c")
     targets = [torch.full((8, 3), -1.0) for _ in range(2)]
     state = {
-        str(i): ShardedTensor.from_rank_offsets("embedding", part, (0, i, 2), allow_shape_mismatch=True)
+        str(i): ShardedTensor.from_rank_offsets(
+            "embedding", part, (0, i, 2), allow_shape_mismatch=True
+        )
         for i, part in enumerate(targets)
     }
     distckpt.load(state, tmp_path / "c")
@@ -347,7 +401,11 @@ def test_what_was_saved_with_gaps_loads_and_the_gaps_are_errors(data):
         flat = numbered(*shape, dtype=torch.int32).numpy() - 1
         is_stored.reshape(-1)[piece.cut(flat).reshape(-1)] = True
     with tempfile.TemporaryDirectory() as directory:
-        save(f"{directory}/ckpt", {"w": (tensor, kept, "contiguous")}, validate_access_integrity=False)
+        save(
+            f"{directory}/ckpt",
+            {"w": (tensor, kept, "contiguous")},
+            validate_access_integrity=False,
+        )
         for piece in data.draw(layouts(shape, replicas=False), "asked for"):
             target = torch.full(piece.cut(tensor).shape, -1, dtype=torch.int32)
             state = {"w": piece.shard("w", target, shape)}
@@ -370,7 +428,9 @@ LARGE_SHAPES = [(37, 1100, 129), (2500, 2200), (5_250_001,), (1, 5, 1_048_576), 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Save one float32 tensor of about 20 MB per shape, in thirds along its longest axis; returns path and tensors."""
+    """Save one float32 tensor of about 20 MB per shape, in thirds along its longest axis; returns
+    path and tensors.
+    """
     path = tmp_path_factory.mktemp("large") / "ckpt"
     tensors, state = {}, {}
     for shape in LARGE_SHAPES:
@@ -399,7 +459,9 @@ def test_parts_of_large_tensors(large, shape, verify):
         for extent in {max(1, size // 100), max(1, size - size // 10)}:
             at = int(random.integers(0, size - extent + 1))
             offset = tuple(at if i == axis else 0 for i in range(len(shape)))
-            pieces.append(Piece(offset, tuple(extent if i == axis else n for i, n in enumerate(shape))))
+            pieces.append(
+                Piece(offset, tuple(extent if i == axis else n for i, n in enumerate(shape)))
+            )
     total = math.prod(shape)
     for _ in range(2):
         start, stop = sorted(random.integers(0, total + 1, 2).tolist())
@@ -408,7 +470,9 @@ def test_parts_of_large_tensors(large, shape, verify):
     for number, piece in enumerate(pieces):
         values = piece.cut(tensor)
         # Half of the targets have other strides, so that they cannot be read into directly.
-        target, _ = place(values.shape, torch.float32, "inside a larger tensor" if number % 2 else "contiguous")
+        target, _ = place(
+            values.shape, torch.float32, "inside a larger tensor" if number % 2 else "contiguous"
+        )
         state[number] = piece.shard(str(shape), target, shape)
         expected.append((target, values))
     distckpt.load(state, path, verify=verify)

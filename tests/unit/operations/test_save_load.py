@@ -17,8 +17,11 @@ from distckpt import (
     ShardedTensor,
     StrictHandling,
 )
-from distckpt.core import RankFailedError
-from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
+from distckpt.megatron.core import RankFailedError
+from distckpt.megatron.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from tests.benchmarks.measure import peak_memory_bytes
 from tests.support.read_counts import counted_reads
 
@@ -50,7 +53,9 @@ def test_tensors_are_filled_in_place_or_allocated(tmp_path):
 def test_a_part_may_be_asked_for(tmp_path):
     state = {name: tensor(name, number) for number, name in enumerate("abcdef")}
     distckpt.save({**state, "o": obj("o", [1]), "step": 3}, tmp_path / "c")
-    loaded = distckpt.load({"only": ShardedTensor.from_rank_offsets("d", torch.zeros(2), (0, 1, 2))}, tmp_path / "c")
+    loaded = distckpt.load(
+        {"only": ShardedTensor.from_rank_offsets("d", torch.zeros(2), (0, 1, 2))}, tmp_path / "c"
+    )
     assert loaded.keys() == {"step", "only"}
     assert loaded["only"].tolist() == [3, 3]
 
@@ -69,7 +74,9 @@ def test_an_empty_state_dict(tmp_path):
 
 def test_only_scalars(tmp_path):
     distckpt.save({"t": ShardedTensor.from_rank_offsets("t", torch.tensor(2.5))}, tmp_path / "c")
-    loaded = distckpt.load({"t": ShardedTensor.from_rank_offsets("t", torch.tensor(0.0))}, tmp_path / "c")
+    loaded = distckpt.load(
+        {"t": ShardedTensor.from_rank_offsets("t", torch.tensor(0.0))}, tmp_path / "c"
+    )
     assert loaded["t"].item() == 2.5
 
 
@@ -100,8 +107,13 @@ def test_a_checkpoint_without_its_marker_is_none(tmp_path):
 def test_a_tensor_that_is_not_stored_is_an_error_with_the_nearest_name(tmp_path):
     distckpt.save({"a": tensor("decoder.layers.0.weight")}, tmp_path / "c")
     target = torch.full((4,), 7.0)
-    asked = {"a": ShardedTensor.from_rank_offsets("decoder.layer.0.weight", target), "b": tensor("x")}
-    with pytest.raises(LoadMismatchError, match=r"did you mean 'decoder\.layers\.0\.weight'") as caught:
+    asked = {
+        "a": ShardedTensor.from_rank_offsets("decoder.layer.0.weight", target),
+        "b": tensor("x"),
+    }
+    with pytest.raises(
+        LoadMismatchError, match=r"did you mean 'decoder\.layers\.0\.weight'"
+    ) as caught:
         distckpt.load(asked, tmp_path / "c")
     assert caught.value.unexpected == {"decoder.layer.0.weight", "x"}
     assert target.tolist() == [7] * 4
@@ -109,9 +121,13 @@ def test_a_tensor_that_is_not_stored_is_an_error_with_the_nearest_name(tmp_path)
 
 def test_a_tensor_is_no_object_and_an_object_no_tensor(tmp_path):
     distckpt.save({"t": tensor("t"), "o": obj("o", 1)}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match=r"'o' is an object in .* and was requested as a tensor"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'o' is an object in .* and was requested as a tensor"
+    ):
         distckpt.load({"x": tensor("o")}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match=r"'t' is a tensor in .* and was requested as an object"):
+    with pytest.raises(
+        LoadMismatchError, match=r"'t' is a tensor in .* and was requested as an object"
+    ):
         distckpt.load({"x": obj("t")}, tmp_path / "c")
 
 
@@ -119,7 +135,9 @@ def test_metadata_are_read_anew_when_a_checkpoint_was_replaced(tmp_path):
     distckpt.save({"a": tensor("a", 1), "step": 1}, tmp_path / "c")
     assert distckpt.load_tensors_metadata(tmp_path / "c")["a"].global_shape == (4,)
     assert distckpt.load({"a": tensor("a", 0)}, tmp_path / "c")["a"].tolist() == [1] * 4
-    distckpt.save({"a": tensor("a", 2, (5,)), "b": tensor("b"), "step": 2}, tmp_path / "c", overwrite=True)
+    distckpt.save(
+        {"a": tensor("a", 2, (5,)), "b": tensor("b"), "step": 2}, tmp_path / "c", overwrite=True
+    )
     assert distckpt.load_tensors_metadata(tmp_path / "c")["a"].global_shape == (5,)
     assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {"a", "b"}
     assert distckpt.load({"a": tensor("a", 0, (5,))}, tmp_path / "c")["a"].tolist() == [2] * 5
@@ -144,16 +162,23 @@ def test_objects_come_back_each_to_its_place(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_another_number_of_objects_is_an_error_that_says_so(tmp_path, count):
     distckpt.save({i: obj("rng", i, 3, i) for i in range(3)}, tmp_path / "c")
-    with pytest.raises(LoadMismatchError, match=rf"'rng' was saved in \(3,\) parts and is requested in \({count},\)"):
+    with pytest.raises(
+        LoadMismatchError,
+        match=rf"'rng' was saved in \(3,\) parts and is requested in \({count},\)",
+    ):
         distckpt.load({"mine": obj("rng", None, count, 0)}, tmp_path / "c")
 
 
 @pytest.mark.parametrize("shape", [(), (2, 2)])
 def test_objects_lie_in_grids_of_any_number_of_axes(tmp_path, shape):
     cells = [()] if not shape else [(i, j) for i in range(2) for j in range(2)]
-    distckpt.save({cell: ShardedObject("o", list(cell), shape, cell) for cell in cells}, tmp_path / "c")
+    distckpt.save(
+        {cell: ShardedObject("o", list(cell), shape, cell) for cell in cells}, tmp_path / "c"
+    )
     for cell in cells:
-        assert distckpt.load({"o": ShardedObject("o", None, shape, cell)}, tmp_path / "c") == {"o": list(cell)}
+        assert distckpt.load({"o": ShardedObject("o", None, shape, cell)}, tmp_path / "c") == {
+            "o": list(cell)
+        }
 
 
 def test_a_part_of_an_object_that_was_not_saved_is_an_error(tmp_path):
@@ -174,7 +199,13 @@ def test_copies_of_objects_may_differ_and_the_main_one_is_saved(tmp_path):
 @pytest.fixture
 def stored(tmp_path):
     """A checkpoint with tensors `a` and `left`, objects `o` and `left/o`."""
-    state = {"a": tensor("a"), "left": tensor("left"), "o": obj("o", 1), "lo": obj("left/o", 2), "step": 3}
+    state = {
+        "a": tensor("a"),
+        "left": tensor("left"),
+        "o": obj("o", 1),
+        "lo": obj("left/o", 2),
+        "step": 3,
+    }
     distckpt.save(state, tmp_path / "c")
     return tmp_path / "c"
 
@@ -191,7 +222,8 @@ def asked_for():
 MISSING = {"left", "left/o"}
 UNEXPECTED = {"new", "new/o", "new.2"}
 MODES = {
-    # mode: (raises with missing, raises with unexpected, warns of missing, warns of unexpected, returns)
+    # mode: (raises with missing, raises with unexpected, warns of missing, warns of unexpected,
+    # returns)
     "assume_ok_unexpected": (None, UNEXPECTED, None, None, None),
     "log_unexpected": (None, None, set(), UNEXPECTED, None),
     "log_all": (None, None, MISSING, UNEXPECTED, None),
@@ -214,7 +246,9 @@ def test_every_mode_does_with_differing_keys_what_it_says(stored, mode, as_enum,
             distckpt.load(asked_for(), stored, strict=strict)
         named = caught.value.unexpected
         # Without a comparison of keys, tensors or objects that are not there are found first.
-        assert named == raises_unexpected or (mode == "assume_ok_unexpected" and named and named < raises_unexpected)
+        assert named == raises_unexpected or (
+            mode == "assume_ok_unexpected" and named and named < raises_unexpected
+        )
         assert caught.value.missing == (raises_missing or set())
         assert all(repr(key) in str(caught.value) for key in named | (raises_missing or set()))
         return
@@ -241,7 +275,9 @@ def test_every_mode_accepts_equal_keys(stored, mode, caplog):
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("mode", ["log_unexpected", "raise_unexpected", "return_unexpected", "assume_ok_unexpected"])
+@pytest.mark.parametrize(
+    "mode", ["log_unexpected", "raise_unexpected", "return_unexpected", "assume_ok_unexpected"]
+)
 def test_missing_keys_are_ignored_where_only_unexpected_ones_count(stored, mode, caplog):
     caplog.set_level(logging.WARNING)
     result = distckpt.load({"a": tensor("a", 0)}, stored, strict=mode)
@@ -269,16 +305,24 @@ def test_hundreds_of_keys_are_named_in_one_line(stored):
 
 def test_metadata_describe_what_is_stored(tmp_path):
     state = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 2)),
-        "v": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 0, 2)),
-        "stack": ShardedTensor.from_rank_offsets("stack", torch.zeros(3), (0, 0, 1), prepend_axis_num=1),
+        "w": ShardedTensor.from_rank_offsets(
+            "w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 1, 2)
+        ),
+        "v": ShardedTensor.from_rank_offsets(
+            "w", torch.zeros(2, 3, dtype=torch.bfloat16), (0, 0, 2)
+        ),
+        "stack": ShardedTensor.from_rank_offsets(
+            "stack", torch.zeros(3), (0, 0, 1), prepend_axis_num=1
+        ),
         "o": obj("o", 1, 2, 0),
         "p": obj("o", 2, 2, 1),
         "step": 1,
     }
     distckpt.save(state, tmp_path / "c")
     tensors = distckpt.load_tensors_metadata(tmp_path / "c")
-    assert {key: (t.dtype, t.global_shape, t.local_shape, t.data) for key, t in tensors.items()} == {
+    assert {
+        key: (t.dtype, t.global_shape, t.local_shape, t.data) for key, t in tensors.items()
+    } == {
         "w": (torch.bfloat16, (4, 3), (4, 3), None),
         "stack": (torch.float32, (1, 3), (1, 3), None),
     }
@@ -294,15 +338,23 @@ def test_metadata_describe_what_is_stored(tmp_path):
 
 
 def test_plain_tensors_are_all_tensors_and_nothing_else(tmp_path):
-    parts = {i: ShardedTensor.from_rank_offsets("w", torch.full((2,), float(i)), (0, i, 3)) for i in range(3)}
+    parts = {
+        i: ShardedTensor.from_rank_offsets("w", torch.full((2,), float(i)), (0, i, 3))
+        for i in range(3)
+    }
     distckpt.save({**parts, "s": tensor("s", 5, ()), "o": obj("o", 1), "step": 2}, tmp_path / "c")
     loaded = distckpt.load_plain_tensors(tmp_path / "c")
-    assert {key: value.tolist() for key, value in loaded.items()} == {"w": [0, 0, 1, 1, 2, 2], "s": 5.0}
+    assert {key: value.tolist() for key, value in loaded.items()} == {
+        "w": [0, 0, 1, 1, 2, 2],
+        "s": 5.0,
+    }
 
 
 def test_content_metadata_are_kept_apart(tmp_path):
     metadata = {"distrib_optim_sharding_type": "fully", "dp_cp_group": object(), "n": [1]}
-    distckpt.save({"step": 1}, tmp_path / "c", content_metadata=metadata, validate_access_integrity=False)
+    distckpt.save(
+        {"step": 1}, tmp_path / "c", content_metadata=metadata, validate_access_integrity=False
+    )
     kept = {"distrib_optim_sharding_type": "fully", "n": [1]}
     assert "dp_cp_group" in metadata
     assert distckpt.load_content_metadata(tmp_path / "c") == kept
@@ -315,7 +367,9 @@ def test_content_metadata_are_kept_apart(tmp_path):
 
 
 def test_an_entry_of_that_name_is_not_overwritten(tmp_path):
-    with pytest.raises(CheckpointingException, match="entry 'content_metadata' and content_metadata was given"):
+    with pytest.raises(
+        CheckpointingException, match="entry 'content_metadata' and content_metadata was given"
+    ):
         distckpt.save({"content_metadata": 1}, tmp_path / "c", content_metadata={"a": 2})
     assert not (tmp_path / "c").exists()
 
@@ -325,9 +379,14 @@ def test_an_entry_of_that_name_is_not_overwritten(tmp_path):
 
 def test_tensors_of_other_item_sizes_stay_where_the_manifest_says_when_one_is_removed(tmp_path):
     # In a file larger items come first, whatever the order of the keys.
-    tensors = {f"t{i}": torch.arange(5 + i).to(dtype) for i, dtype in enumerate((torch.int8, torch.int64, torch.int16))}
+    tensors = {
+        f"t{i}": torch.arange(5 + i).to(dtype)
+        for i, dtype in enumerate((torch.int8, torch.int64, torch.int16))
+    }
     state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
-    distckpt.save({**state, "gone": ShardedTensor.from_rank_offsets("gone", torch.zeros(3))}, tmp_path / "c")
+    distckpt.save(
+        {**state, "gone": ShardedTensor.from_rank_offsets("gone", torch.zeros(3))}, tmp_path / "c"
+    )
     distckpt.remove_sharded_tensors(tmp_path / "c", "gone")
     loaded = distckpt.load_plain_tensors(tmp_path / "c")
     assert loaded.keys() == tensors.keys()
@@ -338,7 +397,9 @@ def test_tensors_of_other_item_sizes_stay_where_the_manifest_says_when_one_is_re
 def test_removed_tensors_are_gone_and_the_others_whole(tmp_path):
     weight = torch.randn(1000, 20)
     moments = {
-        ("exp", i): ShardedTensor.from_rank_offsets("optimizer.exp", weight[:, i : i + 1], (1, i, 20))
+        ("exp", i): ShardedTensor.from_rank_offsets(
+            "optimizer.exp", weight[:, i : i + 1], (1, i, 20)
+        )
         for i in range(20)
     }
     state = {
@@ -352,16 +413,24 @@ def test_removed_tensors_are_gone_and_the_others_whole(tmp_path):
     distckpt.remove_sharded_tensors(tmp_path / "c", "optimizer.")
     after = sum(file.stat().st_size for file in Path(tmp_path, "c").rglob("*.*"))
     assert before - after >= 2 * weight.nbytes
-    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {"model.w", "optimizer.o/shard_0_1"}
+    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {
+        "model.w",
+        "optimizer.o/shard_0_1",
+    }
     loaded = distckpt.load(
-        {"w": ShardedTensor.from_rank_offsets("model.w", torch.zeros(1000, 20)), "o": obj("optimizer.o")},
+        {
+            "w": ShardedTensor.from_rank_offsets("model.w", torch.zeros(1000, 20)),
+            "o": obj("optimizer.o"),
+        },
         tmp_path / "c",
         strict="raise_all",
         verify="full",
     )
     assert torch.equal(loaded["w"], weight)
     assert (loaded["o"], loaded["step"]) == (1, 3)
-    stored = [safetensors.numpy.load_file(file) for file in Path(tmp_path, "c", "tensors").iterdir()]
+    stored = [
+        safetensors.numpy.load_file(file) for file in Path(tmp_path, "c", "tensors").iterdir()
+    ]
     assert [list(entries) for entries in stored] == [["model.w"]]
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
@@ -380,7 +449,10 @@ def test_a_tied_tensor_stays_under_its_other_name(tmp_path):
 @pytest.mark.parametrize("shape", [(300, 500), (500, 300), ()])
 def test_targets_that_share_memory_get_the_last_value_with_a_warning(tmp_path, caplog, shape):
     values = {key: torch.full(shape, float(number)) for number, key in enumerate("abc")}
-    distckpt.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}, tmp_path / "c")
+    distckpt.save(
+        {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()},
+        tmp_path / "c",
+    )
     shared = torch.zeros(300, 500).t() if shape == (500, 300) else torch.zeros(shape)
     request = {key: ShardedTensor.from_rank_offsets(key, shared) for key in "ab"}
     request["c"] = ShardedTensor.from_rank_offsets("c", torch.zeros(shape))
@@ -388,7 +460,9 @@ def test_targets_that_share_memory_get_the_last_value_with_a_warning(tmp_path, c
     assert loaded["a"] is loaded["b"] is shared
     assert torch.equal(shared, values["b"])
     assert torch.equal(loaded["c"], values["c"])
-    (warned,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (warned,) = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert "'a' and 'b'" in warned
 
 
@@ -424,7 +498,9 @@ def test_tied_targets_with_equal_values_are_no_reason_to_warn(tmp_path, caplog):
     for name, state in (("apart", apart), ("tied", tied)):
         distckpt.save(state, tmp_path / name)
         shared = torch.zeros(300, 500)
-        distckpt.load({key: ShardedTensor.from_rank_offsets(key, shared) for key in "ab"}, tmp_path / name)
+        distckpt.load(
+            {key: ShardedTensor.from_rank_offsets(key, shared) for key in "ab"}, tmp_path / name
+        )
         assert torch.equal(shared, value)
     assert caplog.text == ""
 
@@ -442,7 +518,9 @@ def test_removing_nothing_leaves_the_checkpoint_alone(tmp_path, caplog):
 
 def test_arguments_have_megatrons_order(tmp_path):
     distckpt.save({"a": tensor("a")}, str(tmp_path / "c"), None, True, False, None, {"m": 1})
-    result = distckpt.load({"a": tensor("a", 0)}, str(tmp_path / "c"), None, True, "return_all", True)
+    result = distckpt.load(
+        {"a": tensor("a", 0)}, str(tmp_path / "c"), None, True, "return_all", True
+    )
     assert result[0]["a"].tolist() == [1] * 4
     assert result[0]["content_metadata"] == {"m": 1}
 
@@ -450,22 +528,36 @@ def test_arguments_have_megatrons_order(tmp_path):
 @pytest.mark.parametrize("common_strategy", [None, ("torch", 1)])
 def test_arguments_have_the_order_of_megatron_up_to_0_18_too(tmp_path, common_strategy):
     state = {"a": tensor("a")}
-    distckpt.save(state, tmp_path / "c", ("torch_dist", 1), common_strategy, True, False, None, {"m": 1})
+    distckpt.save(
+        state, tmp_path / "c", ("torch_dist", 1), common_strategy, True, False, None, {"m": 1}
+    )
     result = distckpt.load(
-        {"a": tensor("a", 0)}, tmp_path / "c", ("torch_dist", 1), common_strategy, True, "return_all"
+        {"a": tensor("a", 0)},
+        tmp_path / "c",
+        ("torch_dist", 1),
+        common_strategy,
+        True,
+        "return_all",
     )
     assert result[0]["a"].tolist() == [1] * 4
     assert result[0]["content_metadata"] == {"m": 1}
-    assert distckpt.core.maybe_load_config(str(tmp_path / "c")).sharded_backend == "safetensors"
+    assert (
+        distckpt.megatron.core.maybe_load_config(str(tmp_path / "c")).sharded_backend
+        == "safetensors"
+    )
     gap = ShardedTensor.from_rank_offsets("a", torch.ones(4), (0, 0, 2))
     with pytest.raises(distckpt.InvalidShardingError):
-        distckpt.save({"a": gap}, tmp_path / "d", None, common_strategy, validate_access_integrity=True)
+        distckpt.save(
+            {"a": gap}, tmp_path / "d", None, common_strategy, validate_access_integrity=True
+        )
 
 
 def test_what_is_not_available_is_refused(tmp_path):
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
         distckpt.save({}, tmp_path / "c", common_strategy=("zarr", 1))
-    distckpt.save({}, tmp_path / "c", common_strategy=None, async_strategy="nvrx", verify_integrity=True)
+    distckpt.save(
+        {}, tmp_path / "c", common_strategy=None, async_strategy="nvrx", verify_integrity=True
+    )
     with pytest.raises(CheckpointingException, match="common_strategy must be None"):
         distckpt.load({}, tmp_path / "c", common_strategy=("zarr", 1))
 
@@ -504,13 +596,18 @@ def test_containers_that_were_saved_empty_come_back_empty(tmp_path):
 def test_a_save_stays_within_its_memory(tmp_path, budget):
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(32 << 20))}
     distckpt.save(state, tmp_path / "first")
-    grown = peak_memory_bytes(lambda: distckpt.save(state, tmp_path / "c", max_inflight_bytes=budget))
+    grown = peak_memory_bytes(
+        lambda: distckpt.save(state, tmp_path / "c", max_inflight_bytes=budget)
+    )
     assert grown < min(budget, 64 << 20) + (8 << 20)
 
 
 def test_plain_tensors_that_are_not_named_are_not_read(tmp_path):
     state = {"large": torch.zeros(1 << 21), "small": torch.arange(5)}
-    distckpt.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in state.items()}, tmp_path / "c")
+    distckpt.save(
+        {key: ShardedTensor.from_rank_offsets(key, value) for key, value in state.items()},
+        tmp_path / "c",
+    )
     with counted_reads() as counts:
         loaded = distckpt.load_plain_tensors(tmp_path / "c", keys=["small"])
     assert list(loaded) == ["small"]
@@ -524,19 +621,25 @@ def test_plain_tensors_that_are_not_named_are_not_read(tmp_path):
 
 SCHEDULERS = {
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.9),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(
+        optimizer, lambda epoch: 0.9
+    ),
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
     "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
     "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
     "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.2),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10),
-    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(
+        optimizer, 3
+    ),
     "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
     "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
         [lr_scheduler.PolynomialLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [5])]
     ),
     "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [make(optimizer) for make in (lr_scheduler.ConstantLR, lr_scheduler.LinearLR)], [2]
+        optimizer,
+        [make(optimizer) for make in (lr_scheduler.ConstantLR, lr_scheduler.LinearLR)],
+        [2],
     ),
     "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
     "SWALR": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05),
@@ -544,7 +647,9 @@ SCHEDULERS = {
 NOT_BY_NAME = {"LRScheduler", "PolynomialLR", "ConstantLR", "LinearLR"}
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # of SequentialLR in torch 2.6 itself
+@pytest.mark.filterwarnings(
+    "ignore:The epoch parameter:UserWarning"
+)  # of SequentialLR in torch 2.6 itself
 def test_every_scheduler_of_torch_resumes(tmp_path):
     """Goes on with the learning rates of one that was never stopped."""
     assert set(lr_scheduler.__all__) - set(SCHEDULERS) == NOT_BY_NAME
@@ -567,7 +672,9 @@ def test_every_scheduler_of_torch_resumes(tmp_path):
     for name, (_, (optimizer, scheduler)) in made.items():
         optimizer.load_state_dict(loaded[name]["optimizer"])
         scheduler.load_state_dict(loaded[name]["scheduler"])
-    assert rates_of(pairs[0] for pairs in made.values()) == rates_of(pairs[1] for pairs in made.values())
+    assert rates_of(pairs[0] for pairs in made.values()) == rates_of(
+        pairs[1] for pairs in made.values()
+    )
 
 
 def rates_of(pairs):

@@ -36,19 +36,27 @@ def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data)
         edges = [[0, *inner, n] for inner, n in zip(cuts, shape, strict=True)]
         for spans in itertools.product(*(itertools.pairwise(e) for e in edges)):
             if data.draw(st.booleans()):
-                pieces.append(Region(tuple(low for low, _ in spans), tuple(high - low for low, high in spans)))
+                pieces.append(
+                    Region(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
+                )
                 shards.append(shard(key, pieces[-1], shape))
     order = np.array(data.draw(st.permutations(range(len(pieces)))), np.int64)
     offsets, extents = regions_to_arrays(pieces)
     ids = np.array(["ab".index(shards[i].key) for i in order.tolist()], np.int64)
-    files, _ = lay_out_files(0, describe(shards), Pieces(ids, order, offsets[order], extents[order]))
+    files, _ = lay_out_files(
+        0, describe(shards), Pieces(ids, order, offsets[order], extents[order])
+    )
     used = []
     for file in files:
         assert len({chunk.key for chunk in file.chunks}) == len(file.chunks) > 0
         for chunk in file.chunks:
             assert "ab"[chunk.key_id] == chunk.key
             assert chunk.num_bytes == 4 * chunk.region.num_elements
-            content = [i for _, region in chunk.pieces for i in index[chunk.key][region.slices()].reshape(-1).tolist()]
+            content = [
+                i
+                for _, region in chunk.pieces
+                for i in index[chunk.key][region.slices()].reshape(-1).tolist()
+            ]
             assert content == index[chunk.key][chunk.region.slices()].reshape(-1).tolist()
             assert all(shards[shard_id].key == chunk.key for shard_id, _ in chunk.pieces)
             used += [(shard_id, region) for shard_id, region in chunk.pieces]
@@ -64,7 +72,10 @@ def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data)
         rows = np.flatnonzero(joined.file_ids == file_id)
         rows = rows[np.lexsort((joined.num_bytes[rows], joined.first_bytes[rows]))]
         ends = joined.first_bytes[rows] + joined.num_bytes[rows]
-        assert [*joined.first_bytes[rows].tolist(), file.num_bytes] == [file.header_bytes, *ends.tolist()]
+        assert [*joined.first_bytes[rows].tolist(), file.num_bytes] == [
+            file.header_bytes,
+            *ends.tolist(),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -78,14 +89,21 @@ def test_files_hold_one_chunk_per_key_and_chunks_are_their_pieces_in_order(data)
     ids=["rows", "parts of one row", "columns", "rows with a gap"],
 )
 def test_pieces_that_follow_one_another_in_memory_become_one_chunk(offsets, extents, num_files):
-    regions = [Region(tuple(offset), tuple(extent)) for offset, extent in zip(offsets, extents, strict=True)]
+    regions = [
+        Region(tuple(offset), tuple(extent))
+        for offset, extent in zip(offsets, extents, strict=True)
+    ]
     assert num_files_of([shard("w", region, (5, 7)) for region in regions]) == num_files
 
 
 def test_a_flat_range_across_rows_needs_a_file_per_region_and_a_whole_shard_none_more():
-    flat = ShardedTensor("w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(3, 18))
+    flat = ShardedTensor(
+        "w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(3, 18)
+    )
     rest = [
-        ShardedTensor("w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(*bounds))
+        ShardedTensor(
+            "w", None, torch.float32, (4, 5), (4, 5), (0, 0), None, flattened_range=slice(*bounds)
+        )
         for bounds in ((0, 3), (18, 20))
     ]
     assert num_files_of([flat, *rest]) == 1

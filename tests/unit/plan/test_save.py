@@ -19,7 +19,9 @@ from distckpt.mapping import ShardedObject, ShardedTensor
 
 
 def shard(key, region, global_shape, replica_id=0, dtype=torch.float32, data=None):
-    return ShardedTensor(key, data, dtype, region.shape, global_shape, region.offset, None, replica_id)
+    return ShardedTensor(
+        key, data, dtype, region.shape, global_shape, region.offset, None, replica_id
+    )
 
 
 def plan(shards_of_ranks, groups=None):
@@ -53,7 +55,9 @@ def imbalance(counted):
 
 @st.composite
 def clusters(draw):
-    """Draw the shards of a few ranks: every cell of a few random grids has a main replica and some copies."""
+    """Draw the shards of a few ranks: every cell of a few random grids has a main replica and some
+    copies.
+    """
     num_ranks = draw(st.integers(1, 4))
     shards_of_ranks = [[] for _ in range(num_ranks)]
     for key in "abc"[: draw(st.integers(1, 3))]:
@@ -62,7 +66,9 @@ def clusters(draw):
         edges = [[0, *inner, n] for inner, n in zip(cuts, shape, strict=True)]
         dtype = draw(st.sampled_from([torch.uint8, torch.float32, torch.complex64]))
         for spans in itertools.product(*(itertools.pairwise(e) for e in edges)):
-            region = Region(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
+            region = Region(
+                tuple(low for low, _ in spans), tuple(high - low for low, high in spans)
+            )
             holders = draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, unique=True))
             for copy, rank in enumerate(holders):
                 shards_of_ranks[rank].append(shard(key, region, shape, copy, dtype))
@@ -74,7 +80,9 @@ def clusters(draw):
 @given(clusters())
 def test_every_byte_has_one_owner_which_holds_it(cluster):
     shards_of_ranks, groups = cluster
-    counts = {s.key: np.zeros(s.global_shape, np.int64) for shards in shards_of_ranks for s in shards}
+    counts = {
+        s.key: np.zeros(s.global_shape, np.int64) for shards in shards_of_ranks for s in shards
+    }
     main_rank = {}
     for rank, shards in enumerate(shards_of_ranks):
         for held in shards:
@@ -88,20 +96,26 @@ def test_every_byte_has_one_owner_which_holds_it(cluster):
             assert low <= first
             assert first + extent <= low + size
         if groups is not None and region.num_elements:
-            assert groups[rank] == groups[main_rank[owned.key, owned.global_offset, owned.local_shape]]
+            assert (
+                groups[rank] == groups[main_rank[owned.key, owned.global_offset, owned.local_shape]]
+            )
     assert all((count == 1).all() for count in counts.values())
 
 
 @given(clusters())
 def test_plans_are_equal_when_made_again_and_when_sent(cluster):
     shards_of_ranks, groups = cluster
-    for first, second in zip(plan(shards_of_ranks, groups), plan(shards_of_ranks, groups), strict=True):
+    for first, second in zip(
+        plan(shards_of_ranks, groups), plan(shards_of_ranks, groups), strict=True
+    ):
         sent = Pieces(**unpack(pack(None, second._asdict()))[1])
         assert all(np.array_equal(a, b) for a, b in zip(first, sent, strict=True))
 
 
 def llama_like(tp, dp, layers=8, hidden=1024, vocab=16000):
-    """Describe bf16 weights and fp32 Adam moments, split over tp and replicated over dp, for each rank."""
+    """Describe bf16 weights and fp32 Adam moments, split over tp and replicated over dp, for each
+    rank.
+    """
     shards_of_ranks = []
     for dp_rank, tp_rank in itertools.product(range(dp), range(tp)):
         shards = []
@@ -114,7 +128,10 @@ def llama_like(tp, dp, layers=8, hidden=1024, vocab=16000):
             region = Region(tuple(offset), tuple(local))
             replica = (0 if axis is not None else tp_rank, dp_rank)
             shards.append(shard(name, region, shape, replica, torch.bfloat16))
-            shards.extend(shard(f"optimizer.{m}.{name}", region, shape, replica) for m in ("exp_avg", "exp_avg_sq"))
+            shards.extend(
+                shard(f"optimizer.{m}.{name}", region, shape, replica)
+                for m in ("exp_avg", "exp_avg_sq")
+            )
 
         add("embedding", (vocab, hidden), 0)
         for layer in range(layers):
@@ -139,7 +156,9 @@ def test_replicas_share_the_bytes_of_a_language_model_evenly(tp, dp):
     assert imbalance(counted) <= 1.05
 
 
-@pytest.mark.parametrize("shape", [(16384, 16384), (1, 2**28), (3, 2**26, 1), (2**28,), (5, 7, 11, 697_000)])
+@pytest.mark.parametrize(
+    "shape", [(16384, 16384), (1, 2**28), (3, 2**26, 1), (2**28,), (5, 7, 11, 697_000)]
+)
 def test_one_large_replicated_tensor_is_sliced_over_its_replicas(shape):
     whole = Region((0,) * len(shape), shape)
     shards_of_ranks = [[shard("w", whole, shape, rank)] for rank in range(8)]
@@ -163,7 +182,9 @@ def test_ranks_with_bytes_of_their_own_take_less_of_what_is_shared():
 
 def test_small_tensors_are_not_cut():
     shape = (10, 10)
-    shards_of_ranks = [[shard(f"w{i}", Region((0, 0), shape), shape, rank) for i in range(8)] for rank in range(4)]
+    shards_of_ranks = [
+        [shard(f"w{i}", Region((0, 0), shape), shape, rank) for i in range(8)] for rank in range(4)
+    ]
     regions = [region for _, _, region in written(shards_of_ranks, plan(shards_of_ranks))]
     assert regions == [Region((0, 0), shape)] * 8
 
@@ -185,7 +206,9 @@ def test_nothing_to_write_is_a_plan_too():
     pieces_of_ranks = plan([[], []])
     assert [len(pieces.shard_ids) for pieces in pieces_of_ranks] == [0, 0]
     # As gaps are allowed, what has no main replica on any rank is in no plan.
-    table = merge_tables([describe([shard("w", Region((0,), (4,)), (4,), replica_id=1)]), describe([])])
+    table = merge_tables(
+        [describe([shard("w", Region((0,), (4,)), (4,), replica_id=1)]), describe([])]
+    )
     assert [len(pieces.shard_ids) for pieces in plan_owners(table, 2, {}, [0, 0])] == [0, 0]
 
 
@@ -195,7 +218,10 @@ def test_nothing_to_write_is_a_plan_too():
 def test_a_key_that_is_the_same_memory_everywhere_is_an_alias():
     weight, other = torch.ones(4, 2), torch.ones(4, 2)
     region = Region((0, 0), (4, 2))
-    shards = [shard(key, region, (4, 2), data=data) for key, data in (("a", weight), ("b", other), ("c", weight))]
+    shards = [
+        shard(key, region, (4, 2), data=data)
+        for key, data in (("a", weight), ("b", other), ("c", weight))
+    ]
     table = merge_tables([describe(shards)])
     assert {table.keys[a]: table.keys[b] for a, b in find_aliases(table).items()} == {"c": "a"}
 
@@ -223,7 +249,9 @@ def test_views_with_other_contents_are_not_aliases(second):
     view = second(weight)
     shards = [
         shard("a", Region((0, 0), (4, 4)), (4, 4), data=weight),
-        shard("b", Region((0, 0), tuple(view.shape)), tuple(view.shape), dtype=view.dtype, data=view),
+        shard(
+            "b", Region((0, 0), tuple(view.shape)), tuple(view.shape), dtype=view.dtype, data=view
+        ),
     ]
     assert find_aliases(merge_tables([describe(shards)])) == {}
 
@@ -232,7 +260,11 @@ def test_tables_are_equal_when_sent():
     table = describe([shard("a", Region((0,), (4,)), (4,)), ShardedObject("o", None, (1,), (0,))])
     messages = table._replace(exchange_group=3).to_messages()
     first, sent = ShardTable.all_from_messages(*([message, bytes(message)] for message in messages))
-    assert (first.keys, first.dtypes, first.global_shapes) == (sent.keys, sent.dtypes, sent.global_shapes)
+    assert (first.keys, first.dtypes, first.global_shapes) == (
+        sent.keys,
+        sent.dtypes,
+        sent.global_shapes,
+    )
     assert (sent.keys, sent.dtypes, sent.global_shapes, sent.exchange_group) == (
         ["a", "o"],
         ["F32", "OBJECT"],

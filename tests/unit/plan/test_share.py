@@ -30,7 +30,12 @@ MIB = 1 << 20
 
 def table_of(names, group=0, place=0, num_bytes=100):
     """Make a table whose units are named by numbers."""
-    return UnitTable(np.array(names, np.int64).reshape(-1, 1), np.full(len(names), num_bytes, np.int64), group, place)
+    return UnitTable(
+        np.array(names, np.int64).reshape(-1, 1),
+        np.full(len(names), num_bytes, np.int64),
+        group,
+        place,
+    )
 
 
 def plan(tables):
@@ -115,7 +120,11 @@ def test_readers_go_through_their_units_side_by_side():
 
 
 def test_nothing_to_share():
-    for tables in ([table_of([])], [table_of([1]), table_of([2], place=1)], [table_of([]), table_of([], place=1)]):
+    for tables in (
+        [table_of([])],
+        [table_of([1]), table_of([2], place=1)],
+        [table_of([]), table_of([], place=1)],
+    ):
         for mine in plan(tables):
             assert mine.num_waves == 0
             assert (mine.readers == -1).all()
@@ -124,7 +133,13 @@ def test_nothing_to_share():
 
 @pytest.mark.parametrize(
     ("shape", "num_units"),
-    [((4096, 1024), 16), ((3 * MIB,), 12), ((1, 8, 512, 1024), 16), ((1000, 1001), 1), ((2500, 1536), 20)],
+    [
+        ((4096, 1024), 16),
+        ((3 * MIB,), 12),
+        ((1, 8, 512, 1024), 16),
+        ((1000, 1001), 1),
+        ((2500, 1536), 20),
+    ],
 )
 def test_large_copies_are_divided_between_checksum_blocks(shape, num_units):
     manifest = manifest_of({"w": (shape, [whole(shape)])})
@@ -154,7 +169,9 @@ def test_units_of_a_strided_copy_keep_their_place_in_the_target():
 
 
 def test_units_are_equal_when_chunk_region_and_dtype_are():
-    manifest = manifest_of({"a": ((6, 4), [whole((6, 4))]), "b": ((6, 4), [whole((6, 4))]), "c": ((), [whole(())])})
+    manifest = manifest_of(
+        {"a": ((6, 4), [whole((6, 4))]), "b": ((6, 4), [whole((6, 4))]), "c": ((), [whole(())])}
+    )
 
     def rows_of(key, region, dtype):
         request = Request(key, manifest.global_shapes[manifest.key_index[key]], region)

@@ -1,4 +1,6 @@
-"""Quantised directories are loaded as values: whole and by slices, through rules, and as they are stored."""
+"""Quantised directories are loaded as values: whole and by slices, through rules, and as they are
+stored.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +73,20 @@ def check_slices(model, folder, count):
         for index in range(count // 2):
             shape = model.values[key := keys[index % len(keys)]].shape
             offset = tuple(int(chance.integers(0, size)) for size in shape)
-            extent = tuple(int(chance.integers(1, size - at + 1)) for size, at in zip(shape, offset, strict=True))
+            extent = tuple(
+                int(chance.integers(1, size - at + 1))
+                for size, at in zip(shape, offset, strict=True)
+            )
             wanted[str(index)] = part(key, shape, offset, extent, dtype)
         loaded = distckpt.load(dict(wanted), folder)
         for name, shard in wanted.items():
-            where = tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape, strict=True))
-            assert torch.equal(loaded[name], model.values[shard.key][where].to(dtype)), (shard.key, where)
+            where = tuple(
+                slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape, strict=True)
+            )
+            assert torch.equal(loaded[name], model.values[shard.key][where].to(dtype)), (
+                shard.key,
+                where,
+            )
 
 
 def test_random_slices(model, folder):
@@ -127,18 +137,26 @@ def test_rules_of_an_export_apply_to_values(tmp_path):
 def test_tied_keys_of_a_checkpoint_keep_together(tmp_path):
     """The second key of a tied tensor has neither codes nor scales of its own."""
     model = fp8_tensor()
-    state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in model.tensors.items()}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in model.tensors.items()
+    }
     state["tied"] = ShardedTensor.from_rank_offsets("head.weight", model.tensors["l.weight"])
     distckpt.save(state, tmp_path / "checkpoint")
     values = model.values["l.weight"]
-    loaded = distckpt.load({"x": request("head.weight", (60, 90), torch.float32)}, tmp_path / "checkpoint")["x"]
+    loaded = distckpt.load(
+        {"x": request("head.weight", (60, 90), torch.float32)}, tmp_path / "checkpoint"
+    )["x"]
     assert torch.equal(loaded, values)
     loaded = distckpt.load(
-        {"x": request("head.weight", (60, 90), values_dtype := torch.float8_e4m3fn)}, tmp_path / "checkpoint"
+        {"x": request("head.weight", (60, 90), values_dtype := torch.float8_e4m3fn)},
+        tmp_path / "checkpoint",
     )
     assert loaded["x"].dtype == values_dtype
     distckpt.reshard(tmp_path / "checkpoint", tmp_path / "values", dtype=torch.float32)
-    assert same_bytes(distckpt.load_plain_tensors(tmp_path / "values"), {"l.weight": values, "head.weight": values})
+    assert same_bytes(
+        distckpt.load_plain_tensors(tmp_path / "values"),
+        {"l.weight": values, "head.weight": values},
+    )
 
 
 def test_the_interface_of_torch(model, folder):
@@ -152,7 +170,9 @@ def test_strict_loads_miss_neither_scales_nor_codes(model, folder):
     _, missing, unexpected = distckpt.load(dict(state), folder, strict="return_all")
     assert (missing, unexpected) == (set(), set())
     key, _ = state.popitem()
-    _, missing, unexpected = distckpt.load({**state, "x": request("x", (1,))}, folder, strict="return_all")
+    _, missing, unexpected = distckpt.load(
+        {**state, "x": request("x", (1,))}, folder, strict="return_all"
+    )
     assert missing
     assert all(name.startswith(key.removesuffix("weight")) for name in missing)
     assert unexpected == {"x"}
@@ -163,7 +183,11 @@ def test_a_store_is_read_by_slices(model, memory):
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder))
         for file in Path(folder).iterdir():
-            name = "hf_quant_config.json" if "quantization" in model.config and file.suffix == ".json" else file.name
+            name = (
+                "hf_quant_config.json"
+                if "quantization" in model.config and file.suffix == ".json"
+                else file.name
+            )
             locations.write_bytes(f"{memory}model/{name}", file.read_bytes())
     check_slices(model, f"{memory}model", 10)
 
@@ -173,12 +197,16 @@ def test_damage_is_found_in_codes_and_in_scales(tmp_path):
     model.write(tmp_path / "model")
     distckpt.reshard(tmp_path / "model", tmp_path / "checkpoint")
     for key in ("l.up.weight", "l.up.weight_scale_inv"):
-        (found,) = [p for p in (tmp_path / "checkpoint").rglob("shard*") if model.tensors[key].numel()]
+        (found,) = [
+            p for p in (tmp_path / "checkpoint").rglob("shard*") if model.tensors[key].numel()
+        ]
         content = found.read_bytes()
         at = content.find(model.tensors[key].view(torch.uint8).numpy().tobytes())
         found.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(CorruptCheckpointError, match=rf"{key} \(as stored\)'"):
-            distckpt.load({"x": part("l.up.weight", (300, 200), (0, 0), (1, 1))}, tmp_path / "checkpoint")
+            distckpt.load(
+                {"x": part("l.up.weight", (300, 200), (0, 0), (1, 1))}, tmp_path / "checkpoint"
+            )
         found.write_bytes(content)
 
 
@@ -205,7 +233,9 @@ def test_scales_near_the_limits_of_float32(tmp_path, make, ending, scale):
 
 def test_tensors_with_one_axis(tmp_path):
     codes = fp8_tensor().tensors["l.weight"].flatten()[:300].clone()
-    Model({"l.weight": codes, "l.weight_scale": torch.tensor(0.5)}, {}, {}).write(tmp_path / "model")
+    Model({"l.weight": codes, "l.weight_scale": torch.tensor(0.5)}, {}, {}).write(
+        tmp_path / "model"
+    )
     loaded = distckpt.load({"x": part("l.weight", (300,), (7,), (200,))}, tmp_path / "model")["x"]
     assert torch.equal(loaded, codes[7:207].float() * 0.5)
 
@@ -215,7 +245,9 @@ def test_rules_apply_to_values(tmp_path):
     model.write(tmp_path / "model")
     down = model.values["m.experts.down_proj"]
     rules = [Transpose("mine", "m.experts.down_proj", (0, 2, 1))]
-    loaded = distckpt.load({"mine": part("mine", down.shape, (1, 3, 0), (2, 9, 64))}, tmp_path / "model", rules=rules)
+    loaded = distckpt.load(
+        {"mine": part("mine", down.shape, (1, 3, 0), (2, 9, 64))}, tmp_path / "model", rules=rules
+    )
     assert torch.equal(loaded["mine"], down.transpose(1, 2)[1:, 3:12])
 
 
@@ -226,7 +258,9 @@ def test_fused_halves_come_from_two_quantised_tensors(tmp_path):
     first._replace(tensors=tensors).write(tmp_path / "model")
     fused = torch.cat([first.values["l.up.weight"], second.values["l.up.weight"]])
     rules = [Split("fc1", ("a.l.up.weight", "b.l.up.weight"), sizes=(200, 100))]
-    loaded = distckpt.load({"x": part("fc1", (300, 130), (150, 60), (150, 70))}, tmp_path / "model", rules=rules)["x"]
+    loaded = distckpt.load(
+        {"x": part("fc1", (300, 130), (150, 60), (150, 70))}, tmp_path / "model", rules=rules
+    )["x"]
     assert torch.equal(loaded, fused[150:, 60:])
 
 
@@ -268,7 +302,9 @@ def test_forms_that_are_not_known_are_refused(tmp_path, model, changed):
     made.tensors.update(changed)
     made.write(tmp_path / "model")
     codes = next(iter(made.tensors))
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor|Not in the checkpoint"):
+    with pytest.raises(
+        LoadMismatchError, match=r"codes of a quantized tensor|Not in the checkpoint"
+    ):
         distckpt.load({"x": request(key, made.tensors[codes].shape)}, tmp_path / "model")
 
 
@@ -276,10 +312,14 @@ def test_forms_that_are_not_known_are_refused(tmp_path, model, changed):
 def test_codes_without_the_zero_points_of_the_configuration_are_refused(tmp_path, model, bits):
     made = model()
     weights = {"num_bits": bits, "type": "int", "symmetric": False}
-    made = made._replace(config={"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}})
+    made = made._replace(
+        config={"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
+    )
     made.write(tmp_path / "model")
     key = next(iter(made.values))
-    with pytest.raises(LoadMismatchError, match=r"codes of a quantized tensor|Not in the checkpoint"):
+    with pytest.raises(
+        LoadMismatchError, match=r"codes of a quantized tensor|Not in the checkpoint"
+    ):
         distckpt.load({key: request(key, made.values[key].shape)}, tmp_path / "model")
 
 
@@ -292,7 +332,9 @@ def test_blocks_of_the_configuration_that_do_not_fit_the_scales_are_not_passed_o
 
 
 def test_blocks_of_another_size_are_not_guessed(tmp_path):
-    """Blocks of 100 give as many scales of 290 rows as blocks of 128: only the configuration knows."""
+    """Blocks of 100 give as many scales of 290 rows as blocks of 128: only the configuration
+    knows.
+    """
     rows, columns, block = 290, 200, [100, 100]
     codes, scales = fp8_block(rows, columns).tensors["l.up.weight"], torch.rand(3, 2) + 0.1
     tensors = {"l.up.weight": codes, "l.up.weight_scale_inv": scales}
@@ -321,7 +363,9 @@ def test_configurations_that_contradict_each_other_are_refused_where_both_fit(tm
     made.values.pop("l.gate.weight")
     other["quantization"]["weight_block_size"] = [64, 128]
     (tmp_path / "model/hf_quant_config.json").write_text(json.dumps(other))
-    loaded = distckpt.load({"l.up.weight": request("l.up.weight", (130, 130), torch.float32)}, tmp_path / "model")
+    loaded = distckpt.load(
+        {"l.up.weight": request("l.up.weight", (130, 130), torch.float32)}, tmp_path / "model"
+    )
     assert same_bytes(loaded, made.values)
 
 
@@ -336,12 +380,16 @@ def test_the_configuration_of_a_part_of_the_model_counts(tmp_path, field):
         distckpt.load({"x": request("l.up.weight", (130, 130))}, tmp_path / "model")
     made.tensors["l.up.weight_scale_inv"] = torch.ones(3, 3)
     made._replace(config={field: inside}).write(tmp_path / "model")
-    loaded = distckpt.load({"x": request("l.up.weight", (130, 130), torch.float16)}, tmp_path / "model")["x"]
+    loaded = distckpt.load(
+        {"x": request("l.up.weight", (130, 130), torch.float16)}, tmp_path / "model"
+    )["x"]
     assert torch.equal(loaded, made.tensors["l.up.weight"].half())
 
 
 def test_scales_with_fewer_axes_are_for_rows_or_refused(tmp_path):
-    """Of a square matrix, only a configuration says that scales are for channels, which are rows."""
+    """Of a square matrix, only a configuration says that scales are for channels, which are
+    rows.
+    """
     codes = int8_channel().tensors["l.weight"]
     for rows, columns, scale, config, is_known in [
         (60, 90, torch.rand(60), {}, True),
@@ -349,11 +397,19 @@ def test_scales_with_fewer_axes_are_for_rows_or_refused(tmp_path):
         (60, 2, torch.rand(2), {}, False),
         (60, 60, torch.rand(60), {}, False),
         (60, 60, torch.rand(60), {"quantization_config": {"weight_block_size": [128, 128]}}, False),
-        (60, 60, torch.rand(60), {"quantization_config": {"quant_method": "compressed-tensors"}}, True),
+        (
+            60,
+            60,
+            torch.rand(60),
+            {"quantization_config": {"quant_method": "compressed-tensors"}},
+            True,
+        ),
     ]:
         stored = codes[:rows, :columns].contiguous()
         values = {"l.weight": stored.float() * scale[:, None]} if is_known else {}
-        Model({"l.weight": stored, "l.weight_scale": scale}, config, values).write(tmp_path / "model")
+        Model({"l.weight": stored, "l.weight_scale": scale}, config, values).write(
+            tmp_path / "model"
+        )
         state = {"l.weight": request("l.weight", (rows, columns), torch.float32)}
         if is_known:
             assert same_bytes(distckpt.load(state, tmp_path / "model"), values)
@@ -409,7 +465,9 @@ def test_torchs_reader_of_fp8_agrees(tmp_path):
 
 
 def test_every_number_of_mxfp4_with_every_scale(tmp_path):
-    """Torch's reader fills as many columns as there are groups, and knows no scale that is not a number."""
+    """Torch's reader fills as many columns as there are groups, and knows no scale that is not a
+    number.
+    """
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 16)
     powers = torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
@@ -417,7 +475,9 @@ def test_every_number_of_mxfp4_with_every_scale(tmp_path):
     expected[:, 255] = torch.nan
     tensors = {"m.experts.down_proj_blocks": blocks, "m.experts.down_proj_scales": scales}
     folder = indexed(Model(tensors, {}, {}), tmp_path / "model")
-    loaded = distckpt.load({"x": request("m.experts.down_proj", (1, 512, 256), torch.float32)}, folder)["x"]
+    loaded = distckpt.load(
+        {"x": request("m.experts.down_proj", (1, 512, 256), torch.float32)}, folder
+    )["x"]
     assert torch.equal(loaded.transpose(1, 2).nan_to_num(7), expected.nan_to_num(7))
     found = read_with_torch(folder, "m.experts.down_proj_blocks", (1, 256, 512))
     assert torch.equal(found[:, :255, :16], expected[:, :255, :16])

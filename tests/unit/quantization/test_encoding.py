@@ -1,4 +1,6 @@
-"""Exports to quantised formats: codes, scales and config.json, checked against definitions written out here."""
+"""Exports to quantised formats: codes, scales and config.json, checked against definitions written
+out here.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ def source(tmp_path, shape, dtype=torch.float32):
         "l.mlp.gate.weight": torch.randn(8, 64).to(dtype),
     }
     tensors["l.up.weight"][0, :64] = 0
-    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}, tmp_path / "checkpoint")
+    distckpt.save(
+        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()},
+        tmp_path / "checkpoint",
+    )
     return tensors
 
 
 def values_of(folder, tensors, dtype=torch.float32):
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.empty(t.shape, dtype=dtype)) for key, t in tensors.items()}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty(t.shape, dtype=dtype))
+        for key, t in tensors.items()
+    }
     return distckpt.load(state, folder)
 
 
@@ -64,8 +72,14 @@ def test_what_was_quantised_is_near_what_was_saved(tmp_path, name, dtype):
     values = values_of(tmp_path / "export", {"l.up.weight": tensors["l.up.weight"]})["l.up.weight"]
     exact = tensors["l.up.weight"].float()
     largest = repeated(largest_of_blocks(exact, block), block, shape)
-    # Half a step of the number format: of the largest magnitude in the block for integers, else of the value itself.
-    steps = {"int8-channel": 1 / 254, "int4": 1 / 14 + 0.01, "mxfp4-packed": 1 / 4, "nvfp4": 1 / 6 + 0.08}
+    # Half a step of the number format: of the largest magnitude in the block for integers, else of
+    # the value itself.
+    steps = {
+        "int8-channel": 1 / 254,
+        "int4": 1 / 14 + 0.01,
+        "mxfp4-packed": 1 / 4,
+        "nvfp4": 1 / 6 + 0.08,
+    }
     allowed = largest * steps[name] if name in steps else exact.abs() / 16 + largest / 2**14
     assert ((values - exact).abs() <= allowed * 1.00001 + 1e-12).all()
     assert (values[0, :64] == 0).all()
@@ -96,7 +110,9 @@ def test_values_are_quantised_to_the_same_bytes_again(tmp_path, name):
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "first", quantize=name)
     (tmp_path / "names.json").write_text("{}")
     state = values_of(tmp_path / "first", values)
-    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in state.items()}, tmp_path / "values")
+    distckpt.save(
+        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in state.items()}, tmp_path / "values"
+    )
     distckpt.consolidate(tmp_path / "values", tmp_path / "second", quantize=name)
     assert same_bytes(read_export(tmp_path / "second"), read_export(tmp_path / "first"))
     # And straight from the quantised directory.
@@ -105,12 +121,17 @@ def test_values_are_quantised_to_the_same_bytes_again(tmp_path, name):
 
 
 def test_experts_of_gpt_oss(tmp_path):
-    """Stored with the axes of transformers in memory, written with those of the model on the hub."""
+    """Stored with the axes of transformers in memory, written with those of the model on the
+    hub.
+    """
     torch.manual_seed(0)
     key = "model.layers.0.mlp.experts.down_proj"
     stack = torch.randn(3, 64, 64)
     distckpt.save(
-        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in {key: stack, f"{key}_bias": stack[0]}.items()},
+        {
+            k: ShardedTensor.from_rank_offsets(k, t)
+            for k, t in {key: stack, f"{key}_bias": stack[0]}.items()
+        },
         tmp_path / "checkpoint",
     )
     distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "export", quantize="mxfp4")
@@ -118,7 +139,12 @@ def test_experts_of_gpt_oss(tmp_path):
     assert {k: tuple(t.shape) for k, t in found.items()} == {
         f"{key}_blocks": (3, 64, 2, 16), f"{key}_scales": (3, 64, 2), f"{key}_bias": (64, 64),
     }  # fmt: skip
-    assert json.loads((tmp_path / "export/config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    assert (
+        json.loads((tmp_path / "export/config.json").read_text())["quantization_config"][
+            "quant_method"
+        ]
+        == "mxfp4"
+    )
     values = values_of(tmp_path / "export", {key: stack})[key]
     assert (values - stack).norm() < 0.15 * stack.norm()
     assert (values.transpose(1, 2) - stack).norm() > stack.norm()
@@ -147,7 +173,11 @@ def test_powers_of_two_are_rounded_up(tmp_path):
 def test_the_config_names_what_was_kept(tmp_path, name):
     source(tmp_path, CASES[name][0])
     (tmp_path / "model").mkdir()
-    before = {"model_type": "llama", "torch_dtype": "float32", "quantization_config": {"quant_method": "gptq"}}
+    before = {
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "quantization_config": {"quant_method": "gptq"},
+    }
     (tmp_path / "model/config.json").write_text(json.dumps(before))
     (tmp_path / "model/hf_quant_config.json").write_text("{}")
     (tmp_path / "model/tokenizer.json").write_text("{}")
@@ -162,14 +192,20 @@ def test_the_config_names_what_was_kept(tmp_path, name):
     quantization = config["quantization_config"]
     kept = quantization.get("ignore", quantization.get("modules_to_not_convert"))
     assert kept == ["l.mlp.gate", "model.embed_tokens"]
-    assert quantization["quant_method"] == ("fp8" if name.startswith(("fp8-block", "mxfp4")) else "compressed-tensors")
-    assert quantization.get("scale_fmt") == ("ue8m0" if name in ("fp8-block-ue8m0", "mxfp4-packed") else None)
+    assert quantization["quant_method"] == (
+        "fp8" if name.startswith(("fp8-block", "mxfp4")) else "compressed-tensors"
+    )
+    assert quantization.get("scale_fmt") == (
+        "ue8m0" if name in ("fp8-block-ue8m0", "mxfp4-packed") else None
+    )
 
 
 def test_the_config_of_values_says_nothing_of_codes(tmp_path):
     model = MODELS["fp8_block"]()
     vision = {"vision_config": {"dtype": "bfloat16", "depth": 2}}
-    model._replace(config={**model.config, "llm_config": {**model.config, **vision}}).write(tmp_path / "model")
+    model._replace(config={**model.config, "llm_config": {**model.config, **vision}}).write(
+        tmp_path / "model"
+    )
     options = {"extra_files_from": tmp_path / "model", "overwrite": True}
     for dtype in (torch.float32, {"*": torch.float32}):
         distckpt.consolidate(tmp_path / "model", tmp_path / "export", dtype=dtype, **options)
@@ -177,14 +213,20 @@ def test_the_config_of_values_says_nothing_of_codes(tmp_path):
         inside = {"torch_dtype": "float32", "vision_config": {"dtype": "float32", "depth": 2}}
         assert config == {"torch_dtype": "float32", "llm_config": inside}
     distckpt.consolidate(tmp_path / "model", tmp_path / "copy", extra_files_from=tmp_path / "model")
-    assert (tmp_path / "copy/config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
+    assert (tmp_path / "copy/config.json").read_bytes() == (
+        tmp_path / "model/config.json"
+    ).read_bytes()
 
 
 def test_a_model_says_which_weights_are_quantised(tmp_path):
     tensors = source(tmp_path, (300, 200))
-    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "like", quantize={"*.gate.weight": "fp8-block"})
+    distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "like", quantize={"*.gate.weight": "fp8-block"}
+    )
     assert "l.mlp.gate.weight_scale_inv" in read_export(tmp_path / "like")
-    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "export", quantize="fp8-block", like=tmp_path / "like")
+    distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "export", quantize="fp8-block", like=tmp_path / "like"
+    )
     assert same_bytes(read_export(tmp_path / "export"), read_export(tmp_path / "like"))
     assert tensors
 
@@ -199,12 +241,19 @@ def test_shapes_are_compared_as_those_of_values(tmp_path, name):
     distckpt.consolidate(checkpoint, tmp_path / "codes", quantize=options)
     distckpt.consolidate(checkpoint, tmp_path / "again", quantize=options, like=tmp_path / "values")
     distckpt.consolidate(tmp_path / "codes", tmp_path / "copy", like=tmp_path / "codes")
-    distckpt.consolidate(checkpoint, tmp_path / "plain", like=tmp_path / "codes", dtype=torch.float32)
+    distckpt.consolidate(
+        checkpoint, tmp_path / "plain", like=tmp_path / "codes", dtype=torch.float32
+    )
     for result, expected in (("again", "codes"), ("copy", "codes"), ("plain", "values")):
         assert same_bytes(read_export(tmp_path / result), read_export(tmp_path / expected))
     write_plain(tmp_path / "other/model.safetensors", {"l.up.weight": torch.zeros(40, 48)})
     for like in ("values", "codes"):
-        refuse("'l.up.weight' would be exported with shape", tmp_path / "other", tmp_path / "out", like=tmp_path / like)
+        refuse(
+            "'l.up.weight' would be exported with shape",
+            tmp_path / "other",
+            tmp_path / "out",
+            like=tmp_path / like,
+        )
 
 
 @needs_dtypes("float8_e8m0fnu")
@@ -228,8 +277,12 @@ def test_the_command_line(tmp_path, capsys):
     assert same_bytes(read_export(tmp_path / "export"), read_export(tmp_path / "same"))
     patterns = ["--quantize", "*.gate.weight=fp8-block", "--quantize", "l.up.*=fp8-block"]
     call(capsys, "consolidate", tmp_path / "checkpoint", tmp_path / "both", *patterns)
-    assert {"l.mlp.gate.weight_scale_inv", "l.up.weight_scale_inv"} < read_export(tmp_path / "both").keys()
-    assert "'fp9' is no format" in call_usage_error(capsys, "consolidate", "a", "b", "--quantize", "fp9")
+    assert {"l.mlp.gate.weight_scale_inv", "l.up.weight_scale_inv"} < read_export(
+        tmp_path / "both"
+    ).keys()
+    assert "'fp9' is no format" in call_usage_error(
+        capsys, "consolidate", "a", "b", "--quantize", "fp9"
+    )
 
 
 def test_quantised_to_another_format(tmp_path):
@@ -247,7 +300,9 @@ def refuse(match, *arguments, **options):
         distckpt.consolidate(*arguments, **options)
 
 
-@pytest.mark.skipif(hasattr(torch, "float8_e8m0fnu"), reason="torch has every dtype of these formats")
+@pytest.mark.skipif(
+    hasattr(torch, "float8_e8m0fnu"), reason="torch has every dtype of these formats"
+)
 @pytest.mark.parametrize("name", ["fp8-block-ue8m0", "mxfp4-packed"])
 def test_formats_that_torch_cannot_hold(tmp_path, name):
     source(tmp_path, CASES[name][0])
@@ -262,7 +317,11 @@ def test_refusals(tmp_path):
         distckpt.consolidate(*paths, quantize="fp9")
     refuse("No tensor can be quantized to .*mxfp4", *paths, quantize="mxfp4")
     refuse("No tensor can be quantized to .*int4", *paths, quantize={"l.up.weight": "int4"})
-    refuse("No config.json can describe", *paths, quantize={"l.up.*": "fp8-block", "*.gate.weight": "int4"})
+    refuse(
+        "No config.json can describe",
+        *paths,
+        quantize={"l.up.*": "fp8-block", "*.gate.weight": "int4"},
+    )
     assert not (tmp_path / "export").exists()
 
 
@@ -272,5 +331,10 @@ def test_values_that_no_scale_fits_are_named(tmp_path, name, bad):
     tensor = torch.randn(CASES[name][0])
     tensor[3, 5] = bad
     write_plain(tmp_path / "model/model.safetensors", {"l.up.weight": tensor})
-    refuse(r"'l\.up\..*infinite or not a number", tmp_path / "model", tmp_path / "export", quantize=name)
+    refuse(
+        r"'l\.up\..*infinite or not a number",
+        tmp_path / "model",
+        tmp_path / "export",
+        quantize=name,
+    )
     assert not (tmp_path / "export").exists()

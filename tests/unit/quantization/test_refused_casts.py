@@ -1,4 +1,6 @@
-"""Codes of quantised tensors are never converted without their scales: real directories, through every verb."""
+"""Codes of quantised tensors are never converted without their scales: real directories, through
+every verb.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,11 @@ def test_load_refuses(directory, dtype, allow):
 def test_load_through_rules_refuses(directory):
     path, tensors, key, named = directory
     state = request("mine", tensors[key], torch.float32)
-    refused(lambda: distckpt.load(state, path, rules=[distckpt.rules.Rename("mine", key)]), repr(key), named)
+    refused(
+        lambda: distckpt.load(state, path, rules=[distckpt.rules.Rename("mine", key)]),
+        repr(key),
+        named,
+    )
 
 
 def test_loads_into_the_interface_of_torch_refuse(directory):
@@ -111,13 +117,20 @@ def test_loads_into_the_interface_of_torch_refuse(directory):
 def test_exports_and_imports_refuse(directory, tmp_path):
     path, _, key, named = directory
     for verb in (distckpt.consolidate, distckpt.reshard):
-        refused(lambda verb=verb: verb(path, tmp_path / "out", dtype={key: torch.float32}), repr(key), named)
+        refused(
+            lambda verb=verb: verb(path, tmp_path / "out", dtype={key: torch.float32}),
+            repr(key),
+            named,
+        )
         assert not (tmp_path / "out").exists()
 
 
 def test_what_is_stored_can_be_had_as_it_is(directory, tmp_path):
     path, tensors, _, _ = directory
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor)) for key, tensor in tensors.items()}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor))
+        for key, tensor in tensors.items()
+    }
     assert same_bytes(distckpt.load(state, path), tensors)
     distckpt.reshard(path, tmp_path / "imported")
     assert same_bytes(distckpt.load_plain_tensors(tmp_path / "imported"), tensors)
@@ -126,15 +139,25 @@ def test_what_is_stored_can_be_had_as_it_is(directory, tmp_path):
 
 
 def test_scales_beside_codes_are_not_converted_alone(tmp_path):
-    write_plain(tmp_path / "model" / "model.safetensors", {"l.weight": BYTES, "l.SCB": torch.rand(4)})
-    refused(lambda: distckpt.consolidate(tmp_path / "model", tmp_path / "out", dtype=torch.bfloat16), "'l.SCB'")
+    write_plain(
+        tmp_path / "model" / "model.safetensors", {"l.weight": BYTES, "l.SCB": torch.rand(4)}
+    )
+    refused(
+        lambda: distckpt.consolidate(tmp_path / "model", tmp_path / "out", dtype=torch.bfloat16),
+        "'l.SCB'",
+    )
 
 
 def test_a_checkpoint_of_distckpt_with_scales_refuses_too(tmp_path):
     tensors = {"l.weight": BYTES, "l.SCB": torch.rand(4)}
-    distckpt.save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}, tmp_path / "checkpoint")
+    distckpt.save(
+        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()},
+        tmp_path / "checkpoint",
+    )
     refused(
-        lambda: distckpt.load(request("l.weight", BYTES, torch.bfloat16), tmp_path / "checkpoint"), "'l.weight'", "SCB"
+        lambda: distckpt.load(request("l.weight", BYTES, torch.bfloat16), tmp_path / "checkpoint"),
+        "'l.weight'",
+        "SCB",
     )
 
 
@@ -164,29 +187,41 @@ def test_a_damaged_config_is_named(tmp_path):
 @needs_dtypes("float8_e4m3fn")
 @pytest.mark.parametrize("scales", ["l.weight_global_scale", "l.weight_scale"])
 def test_no_kind_of_scales_beside_unknown_codes_is_converted(tmp_path, scales):
-    tensors = {"l.weight_packed": BYTES, "l.weight_scale": torch.ones(4, 3).to(E4M3), scales: torch.rand(7)}
+    tensors = {
+        "l.weight_packed": BYTES,
+        "l.weight_scale": torch.ones(4, 3).to(E4M3),
+        scales: torch.rand(7),
+    }
     write_plain(tmp_path / "model" / "model.safetensors", tensors)
-    refused(lambda: distckpt.consolidate(tmp_path / "model", tmp_path / "out", dtype=torch.bfloat16), repr(scales))
+    refused(
+        lambda: distckpt.consolidate(tmp_path / "model", tmp_path / "out", dtype=torch.bfloat16),
+        repr(scales),
+    )
 
 
 def test_codes_of_a_known_form_are_not_converted_by_their_own_key(tmp_path):
     int4().write(tmp_path / "model")
     state = request("e.0.up_proj.weight_packed", torch.empty(40, 12), torch.int64)
-    refused(lambda: distckpt.load(state, tmp_path / "model"), "weight_packed'", "request its values")
+    refused(
+        lambda: distckpt.load(state, tmp_path / "model"), "weight_packed'", "request its values"
+    )
     state = request("e.0.up_proj.weight_shape", torch.empty(2), torch.int64)
     assert distckpt.load(state, tmp_path / "model")["it"].tolist() == [40, 96]
 
 
 @pytest.mark.parametrize("change", [{"keys": "*.weight"}, {"rename": {"l.weight_": "scales."}}])
 @pytest.mark.parametrize(
-    "scales", [{"l.weight_scale": SCALES}, {"l.weight_scale": SCALES, "l.weight_scale_2": torch.rand(1)}]
+    "scales",
+    [{"l.weight_scale": SCALES}, {"l.weight_scale": SCALES, "l.weight_scale_2": torch.rand(1)}],
 )
 def test_codes_are_not_written_without_their_scales(tmp_path, scales, change):
     tensors = {"l.weight": BYTES, **scales}
     write_plain(tmp_path / "model" / "model.safetensors", tensors)
     for verb in (distckpt.consolidate, distckpt.reshard):
         refused(
-            lambda verb=verb: verb(tmp_path / "model", tmp_path / "out", **change), "'l.weight'", "'l.weight_scale'"
+            lambda verb=verb: verb(tmp_path / "model", tmp_path / "out", **change),
+            "'l.weight'",
+            "'l.weight_scale'",
         )
         assert not (tmp_path / "out").exists()
     distckpt.consolidate(tmp_path / "model", tmp_path / "out", keys="l.", rename={"l.": "m."})
@@ -199,7 +234,10 @@ def packed(**weights):
     return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
 
 
-PACKED = {"l.weight_packed": torch.zeros(4, 8, dtype=torch.int32), "l.weight_scale": torch.rand(4, 2)}
+PACKED = {
+    "l.weight_packed": torch.zeros(4, 8, dtype=torch.int32),
+    "l.weight_scale": torch.rand(4, 2),
+}
 NOT_DECODED = {
     "zero points": (
         {**PACKED, "l.weight_zero_point": WORDS}, packed(symmetric=False),
@@ -216,4 +254,9 @@ def test_values_of_codes_that_are_not_decoded_are_not_just_absent(tmp_path, form
     write_plain(tmp_path / "model" / "model.safetensors", {**tensors, "norm": torch.rand(8)})
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     state = request("l.weight", torch.empty(4, 64), torch.bfloat16)
-    refused(lambda: distckpt.load(state, tmp_path / "model"), "Not in the checkpoint", "'l.weight' is stored", *named)
+    refused(
+        lambda: distckpt.load(state, tmp_path / "model"),
+        "Not in the checkpoint",
+        "'l.weight' is stored",
+        *named,
+    )

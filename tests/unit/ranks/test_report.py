@@ -56,8 +56,17 @@ def test_every_phase_of_every_verb_is_logged(tmp_path, journal):
         "reshard": ["write", "commit"],
         "async_save": ["describe", "plan", "stage", "write", "commit"],
     }
-    assert phases_in(journal) == [(verb, phase) for verb, phases in expected.items() for phase in phases]
-    places = {"save": "c", "load": "c", "verify": "c", "consolidate": "hf", "reshard": "d", "async_save": "e"}
+    assert phases_in(journal) == [
+        (verb, phase) for verb, phases in expected.items() for phase in phases
+    ]
+    places = {
+        "save": "c",
+        "load": "c",
+        "verify": "c",
+        "consolidate": "hf",
+        "reshard": "d",
+        "async_save": "e",
+    }
     events = events_in(journal)
     for event in events:
         assert event["checkpoint"] == str(tmp_path / places[event["verb"]])
@@ -75,7 +84,11 @@ def test_a_phase_that_fails_says_so(tmp_path, journal):
     with pytest.raises(CheckpointExistsError):
         distckpt.save(state(), tmp_path / "c")
     last = events_in(journal)[-1]
-    assert (last["verb"], last["phase"], last["error"]) == ("save", "describe", "CheckpointExistsError")
+    assert (last["verb"], last["phase"], last["error"]) == (
+        "save",
+        "describe",
+        "CheckpointExistsError",
+    )
 
 
 def test_other_loggers_do_not_get_the_journal(tmp_path, journal):
@@ -99,16 +112,24 @@ def test_a_trace_shows_the_phases_of_all_ranks(tmp_path, journal, capsys):
     traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in traced if event["ph"] == "X"]
     assert [(span["pid"], span["name"]) for span in spans] == [
-        (rank, f"save: {phase}") for rank in range(2) for phase in ("describe", "plan", "write", "commit")
+        (rank, f"save: {phase}")
+        for rank in range(2)
+        for phase in ("describe", "plan", "write", "commit")
     ]
     for span, event in zip(spans, events_in(journals[0]) + events_in(journals[1]), strict=True):
-        assert (span["ts"], span["dur"], span["args"]) == (event["start"] * 1e6, event["seconds"] * 1e6, event)
+        assert (span["ts"], span["dur"], span["args"]) == (
+            event["start"] * 1e6,
+            event["seconds"] * 1e6,
+            event,
+        )
     names = {(event["pid"], event["tid"]) for event in traced if event["name"] == "thread_name"}
     assert names == {(span["pid"], span["tid"]) for span in spans}
     assert len(names) == 2
 
 
-@pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"verb": "save", "phase": "plan", "rank": 0}'])
+@pytest.mark.parametrize(
+    "line", ["no JSON", "[]", "{}", '{"verb": "save", "phase": "plan", "rank": 0}']
+)
 def test_a_line_that_is_no_event_is_named(tmp_path, capsys, line):
     journal = tmp_path / "journal"
     journal.write_text(f"\n{line}\n")

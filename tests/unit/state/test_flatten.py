@@ -1,4 +1,6 @@
-"""What a state dict may look like: containers, plain values beside shards, factories, local objects."""
+"""What a state dict may look like: containers, plain values beside shards, factories, local
+objects.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def tensor(key, value, size=3):
 
 
 def equal(loaded, expected):
-    """Compare nested values exactly: types of containers, keys with their types, tensors by value."""
+    """Compare nested values exactly: types of containers, keys with their types, tensors by
+    value.
+    """
     if isinstance(expected, torch.Tensor):
         return isinstance(loaded, torch.Tensor) and torch.equal(loaded, expected)
     if isinstance(expected, dict):
@@ -77,7 +81,14 @@ def there_and_back(path, saved, asked=None):
 def test_shards_and_plain_values_mix_in_every_container(tmp_path):
     def state(value, step):
         return {
-            "list": [tensor("a", value), step, tensor("b", value), "text", [tensor("c", value)], {"d": step}],
+            "list": [
+                tensor("a", value),
+                step,
+                tensor("b", value),
+                "text",
+                [tensor("c", value)],
+                {"d": step},
+            ],
             "tuple": (tensor("e", value), step, (tensor("f", value),)),
             "nested": {"g": {"h": tensor("h", value), "i": [step, step]}, "j": [[], {}, ()]},
             "scalars": [step, None, 2.5],
@@ -112,7 +123,10 @@ def test_shards_inside_tuples_and_named_tuples_are_seen(tmp_path):
     saved = {"pair": Pair(tensor("a", 1), tensor("b", 2)), "tuple": (tensor("c", 3),)}
     asked = {"pair": Pair(tensor("a", 0), tensor("b", 0)), "tuple": (tensor("c", 0),)}
     loaded = there_and_back(tmp_path / "c", saved, asked)
-    assert equal(loaded, {"pair": Pair(torch.ones(3), torch.full((3,), 2.0)), "tuple": (torch.full((3,), 3.0),)})
+    assert equal(
+        loaded,
+        {"pair": Pair(torch.ones(3), torch.full((3,), 2.0)), "tuple": (torch.full((3,), 3.0),)},
+    )
     assert distckpt.load_common_state_dict(tmp_path / "c") == {}
 
 
@@ -135,7 +149,9 @@ def test_state_dict_of_a_module_is_an_ordered_dict(tmp_path):
         asked[name] = ShardedTensor.from_rank_offsets(f"model.{name}", value)
     loaded = distckpt.load({"model": asked}, tmp_path / "c")["model"]
     fresh.load_state_dict(loaded)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True)
+    )
 
 
 def test_plain_state_dict_of_a_module_and_an_optimizer_is_common_state(tmp_path):
@@ -143,7 +159,9 @@ def test_plain_state_dict_of_a_module_and_an_optimizer_is_common_state(tmp_path)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    loaded = there_and_back(tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, {})
+    loaded = there_and_back(
+        tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, {}
+    )
     assert list(loaded["model"]) == ["weight", "bias"]
     assert torch.equal(loaded["model"]["weight"], model.weight)
     assert set(loaded["optimizer"]["state"]) == {0, 1}
@@ -151,10 +169,15 @@ def test_plain_state_dict_of_a_module_and_an_optimizer_is_common_state(tmp_path)
 
 
 def test_subclasses_of_dict_and_list_hold_shards(tmp_path):
-    saved = {"settings": Settings(w=tensor("a", 1), n=3), "lazy": defaultdict(list, x=[tensor("b", 2)])}
+    saved = {
+        "settings": Settings(w=tensor("a", 1), n=3),
+        "lazy": defaultdict(list, x=[tensor("b", 2)]),
+    }
     asked = {"settings": Settings(w=tensor("a", 0)), "lazy": defaultdict(list, x=[tensor("b", 0)])}
     loaded = there_and_back(tmp_path / "c", saved, asked)
-    assert equal(loaded, {"settings": {"w": torch.ones(3), "n": 3}, "lazy": {"x": [torch.full((3,), 2.0)]}})
+    assert equal(
+        loaded, {"settings": {"w": torch.ones(3), "n": 3}, "lazy": {"x": [torch.full((3,), 2.0)]}}
+    )
 
 
 def test_sizes_are_values_and_not_containers(tmp_path):
@@ -237,17 +260,28 @@ def test_integers_and_their_texts_are_different_names(tmp_path):
 
 
 def test_objects_have_keys_with_slashes_and_dots(tmp_path):
-    state = {"a": ShardedObject("x/y.z/shard_0_1", [1], (1,), (0,)), "b": ShardedObject("x/y.z", [2], (1,), (0,))}
+    state = {
+        "a": ShardedObject("x/y.z/shard_0_1", [1], (1,), (0,)),
+        "b": ShardedObject("x/y.z", [2], (1,), (0,)),
+    }
     distckpt.save(state, tmp_path / "c")
     asked = {name: shard.without_data() for name, shard in state.items()}
     loaded, missing, unexpected = distckpt.load(asked, tmp_path / "c", strict="return_all")
     assert (loaded, missing, unexpected) == ({"a": [1], "b": [2]}, set(), set())
-    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {"x/y.z/shard_0_1", "x/y.z/shard_0_1/shard_0_1"}
+    assert distckpt.load_sharded_metadata(tmp_path / "c").keys() == {
+        "x/y.z/shard_0_1",
+        "x/y.z/shard_0_1/shard_0_1",
+    }
 
 
 def test_one_reserved_key_is_refused(tmp_path):
-    for shard in (tensor("distckpt.common_state", 1), ShardedObject("distckpt.common_state", 1, (1,), (0,))):
-        with pytest.raises(distckpt.InvalidShardingError, match=r"'distckpt\.common_state' is reserved"):
+    for shard in (
+        tensor("distckpt.common_state", 1),
+        ShardedObject("distckpt.common_state", 1, (1,), (0,)),
+    ):
+        with pytest.raises(
+            distckpt.InvalidShardingError, match=r"'distckpt\.common_state' is reserved"
+        ):
             distckpt.save({"a": shard}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
@@ -269,7 +303,9 @@ def test_the_callers_dict_is_the_same_afterwards(tmp_path):
             "model": OrderedDict(w=tensor("w", 1), n=3),
             "list": [tensor("a", 1), 2, LocalNonpersistentObject([3])],
             "pair": Pair(tensor("b", 1), 4),
-            "factory": ShardedTensorFactory("built", inner.data, lambda *_: {"x": inner}, lambda built: built["x"]),
+            "factory": ShardedTensorFactory(
+                "built", inner.data, lambda *_: {"x": inner}, lambda built: built["x"]
+            ),
             "object": ShardedObject("o", {"a": 1}, (1,), (0,)),
             "step": 5,
         }
@@ -311,7 +347,9 @@ def test_validation_does_not_change_what_is_saved(tmp_path):
 
 
 def swiglu(key, data, size=4):
-    """Make a factory as for a fused gate and up projection: each half is a tensor of its own in the checkpoint."""
+    """Make a factory as for a fused gate and up projection: each half is a tensor of its own in the
+    checkpoint.
+    """
 
     def build(key, data, replica_id, flattened_range):
         halves = data.chunk(2)
@@ -321,7 +359,9 @@ def swiglu(key, data, size=4):
             for name, half in zip(names, halves, strict=True)
         }
 
-    return ShardedTensorFactory(key, data, build, lambda built: torch.cat([built["gate"], built["up"]]))
+    return ShardedTensorFactory(
+        key, data, build, lambda built: torch.cat([built["gate"], built["up"]])
+    )
 
 
 def test_factories_store_what_they_build_and_merge_what_was_loaded(tmp_path):
@@ -335,13 +375,16 @@ def test_factories_store_what_they_build_and_merge_what_was_loaded(tmp_path):
 
 
 def test_factories_of_two_shards_of_one_key_reshard(tmp_path):
-    # Megatron's layout of a fused projection: the halves of each rank are parts `rank` and `rank + n` of 2 n.
+    # Megatron's layout of a fused projection: the halves of each rank are parts `rank` and `rank +
+    # n` of 2 n.
     whole = torch.arange(32.0).view(16, 2)
 
     def factory(local, rank, num_ranks):
         def build(key, data, replica_id, flattened_range):
             return [
-                ShardedTensor.from_rank_offsets(key, half, (0, part, 2 * num_ranks), replica_id=replica_id)
+                ShardedTensor.from_rank_offsets(
+                    key, half, (0, part, 2 * num_ranks), replica_id=replica_id
+                )
                 for half, part in zip(data.chunk(2), (rank, rank + num_ranks), strict=True)
             ]
 
@@ -353,9 +396,14 @@ def test_factories_of_two_shards_of_one_key_reshard(tmp_path):
 
     distckpt.save({rank: factory(local_of(rank, 4), rank, 4) for rank in range(4)}, tmp_path / "c")
     for num_ranks in (1, 2, 4, 8):
-        asked = {rank: factory(torch.zeros(16 // num_ranks, 2), rank, num_ranks) for rank in range(num_ranks)}
+        asked = {
+            rank: factory(torch.zeros(16 // num_ranks, 2), rank, num_ranks)
+            for rank in range(num_ranks)
+        }
         loaded = distckpt.load(asked, tmp_path / "c")
-        assert all(torch.equal(loaded[rank], local_of(rank, num_ranks)) for rank in range(num_ranks))
+        assert all(
+            torch.equal(loaded[rank], local_of(rank, num_ranks)) for rank in range(num_ranks)
+        )
 
 
 def test_factories_may_build_factories_and_plain_values(tmp_path):
@@ -363,20 +411,34 @@ def test_factories_may_build_factories_and_plain_values(tmp_path):
         def build(key, data, replica_id, flattened_range):
             return {"inner": swiglu(key, data), "scale": 2}
 
-        return ShardedTensorFactory("outer", data, build, lambda built: built["inner"] * built["scale"])
+        return ShardedTensorFactory(
+            "outer", data, build, lambda built: built["inner"] * built["scale"]
+        )
 
     distckpt.save({"w": outer(torch.ones(4))}, tmp_path / "c")
-    assert torch.equal(distckpt.load({"w": outer(torch.zeros(4))}, tmp_path / "c")["w"], torch.full((4,), 2.0))
+    assert torch.equal(
+        distckpt.load({"w": outer(torch.zeros(4))}, tmp_path / "c")["w"], torch.full((4,), 2.0)
+    )
     assert distckpt.load_common_state_dict(tmp_path / "c") == {}
 
 
-@pytest.mark.parametrize("strict", ["log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all"])
+@pytest.mark.parametrize(
+    "strict", ["log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all"]
+)
 def test_factories_that_are_not_stored_are_left_out(tmp_path, strict):
-    saved = {"a": tensor("a", 1), "fc1": swiglu("fc1", torch.ones(4)), "half of fc3": tensor("fc3.up", 1, 2)}
+    saved = {
+        "a": tensor("a", 1),
+        "fc1": swiglu("fc1", torch.ones(4)),
+        "half of fc3": tensor("fc3.up", 1, 2),
+    }
     distckpt.save(saved, tmp_path / "c")
     asked = {
         # The unexpected ones stand before others in a list, and one is half there.
-        "list": [swiglu("fc2", torch.zeros(4)), swiglu("fc3", torch.zeros(4)), swiglu("fc1", torch.zeros(4))],
+        "list": [
+            swiglu("fc2", torch.zeros(4)),
+            swiglu("fc3", torch.zeros(4)),
+            swiglu("fc1", torch.zeros(4)),
+        ],
         "new": swiglu("fc4", torch.zeros(4)),
         "a": tensor("a", 0),
     }
@@ -402,11 +464,17 @@ def test_factories_that_are_not_stored_are_errors_where_keys_must_be_there(tmp_p
 
 def test_local_objects_are_not_saved_and_come_back_as_they_are(tmp_path):
     unsaveable = object()
-    saved = {"handle": LocalNonpersistentObject(unsaveable), "list": [LocalNonpersistentObject(1), 2, tensor("a", 1)]}
+    saved = {
+        "handle": LocalNonpersistentObject(unsaveable),
+        "list": [LocalNonpersistentObject(1), 2, tensor("a", 1)],
+    }
     distckpt.save(saved, tmp_path / "c")
     assert distckpt.load_common_state_dict(tmp_path / "c") == {"list": [2]}
     mine = object()
-    asked = {"handle": LocalNonpersistentObject(mine), "list": [LocalNonpersistentObject(3), 0, tensor("a", 0)]}
+    asked = {
+        "handle": LocalNonpersistentObject(mine),
+        "list": [LocalNonpersistentObject(3), 0, tensor("a", 0)],
+    }
     loaded = distckpt.load(asked, tmp_path / "c")
     assert loaded["handle"] is mine
     assert equal(loaded["list"], [3, 2, torch.ones(3)])
@@ -415,19 +483,34 @@ def test_local_objects_are_not_saved_and_come_back_as_they_are(tmp_path):
 def test_local_objects_take_the_place_of_saved_values(tmp_path):
     distckpt.save({"groups": {"params": [1, 2], "lr": 0.1, "map": {"a": 1}}}, tmp_path / "c")
     mine = [7]
-    asked = {"groups": {"params": LocalNonpersistentObject(mine), "map": LocalNonpersistentObject({"b": [HOLE]})}}
+    asked = {
+        "groups": {
+            "params": LocalNonpersistentObject(mine),
+            "map": LocalNonpersistentObject({"b": [HOLE]}),
+        }
+    }
     loaded = distckpt.load(asked, tmp_path / "c")
     assert loaded == {"groups": {"params": [7], "lr": 0.1, "map": {"b": [HOLE]}}}
     assert loaded["groups"]["params"] is mine
 
 
 def test_loaded_objects_take_the_place_of_saved_values(tmp_path):
-    distckpt.save({"o": ShardedObject("o", {"a": [1]}, (1,), (0,)), "p": {"a": [2, 3], "b": 4}}, tmp_path / "c")
-    assert distckpt.load({"p": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c") == {"p": {"a": [1]}}
+    distckpt.save(
+        {"o": ShardedObject("o", {"a": [1]}, (1,), (0,)), "p": {"a": [2, 3], "b": 4}},
+        tmp_path / "c",
+    )
+    assert distckpt.load({"p": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c") == {
+        "p": {"a": [1]}
+    }
 
 
 def test_optimizer_param_groups_keep_their_positions(tmp_path):
-    saved = {"groups": [{"lr": 0.1, "params": LocalNonpersistentObject([0])}, {"lr": 0.2, "w": tensor("w", 1)}]}
+    saved = {
+        "groups": [
+            {"lr": 0.1, "params": LocalNonpersistentObject([0])},
+            {"lr": 0.2, "w": tensor("w", 1)},
+        ]
+    }
     asked = {"groups": [{"params": LocalNonpersistentObject([5])}, {"w": tensor("w", 0)}]}
     loaded = there_and_back(tmp_path / "c", saved, asked)
     assert equal(loaded, {"groups": [{"lr": 0.1, "params": [5]}, {"lr": 0.2, "w": torch.ones(3)}]})

@@ -1,4 +1,6 @@
-"""Tensors that are stored in another form, and those that cannot be stored, through `save` and `load`."""
+"""Tensors that are stored in another form, and those that cannot be stored, through `save` and
+`load`.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,27 @@ def test_complex_numbers_are_stored_as_pairs_and_reshard(tmp_path, dtype):
     flat = torch.zeros(7, dtype=dtype)
     wanted = {
         "columns": shard(columns),
-        "flat": ShardedTensor.from_rank_offsets_flat("w", flat, (4, 6), flattened_range=slice(5, 12), replica_id=1),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "w", flat, (4, 6), flattened_range=slice(5, 12), replica_id=1
+        ),
         "new": shard(whole[:2], (0, 1, 2), replica_id=1).without_data(),
     }
     loaded = save_and_load(saved, wanted, tmp_path / "c")
     assert loaded["columns"] is columns
     assert torch.equal(torch.view_as_real(columns.contiguous()), real)
     assert torch.equal(torch.view_as_real(flat), real.view(24, 2)[5:12])
-    assert (loaded["new"].dtype, torch.view_as_real(loaded["new"]).tolist()) == (dtype, real[2:].tolist())
+    assert (loaded["new"].dtype, torch.view_as_real(loaded["new"]).tolist()) == (
+        dtype,
+        real[2:].tolist(),
+    )
     assert torch.equal(distckpt.load_plain_tensors(tmp_path / "c")["w"], real)
 
 
 def test_a_conjugate_view_is_saved_and_filled(tmp_path):
-    values, target = torch.randn(3, dtype=torch.complex128), torch.zeros(3, dtype=torch.complex128).conj()
+    values, target = (
+        torch.randn(3, dtype=torch.complex128),
+        torch.zeros(3, dtype=torch.complex128).conj(),
+    )
     save_and_load({"w": shard(values.conj())}, {"w": shard(target)}, tmp_path / "c")
     assert torch.equal(target, values.conj().resolve_conj())
 
@@ -95,7 +105,10 @@ def quantized(rows, columns=4, cls=Quantized, note="symmetric", fill=None):
 def test_inner_tensors_are_stored_and_filled_under_another_layout(tmp_path):
     halves = [quantized(4), quantized(4)]
     whole = quantized(8, fill=0)
-    saved = {str(i): shard(torch.nn.Parameter(half, requires_grad=False), (0, i, 2)) for i, half in enumerate(halves)}
+    saved = {
+        str(i): shard(torch.nn.Parameter(half, requires_grad=False), (0, i, 2))
+        for i, half in enumerate(halves)
+    }
     loaded = save_and_load(saved, {"w": shard(whole)}, tmp_path / "c")
     assert loaded["w"] is whole
     assert torch.equal(whole.codes, torch.cat([half.codes for half in halves]))
@@ -106,19 +119,29 @@ def test_inner_tensors_are_stored_and_filled_under_another_layout(tmp_path):
 def test_what_belongs_to_it_must_be_the_same(tmp_path):
     distckpt.save({"w": shard(quantized(4))}, tmp_path / "c")
     for other in (quantized(4, note="asymmetric"), quantized(4, cls=Turned)):
-        with pytest.raises(LoadMismatchError, match=r"'w' was saved as .*Quantized \('symmetric', shape\)"):
+        with pytest.raises(
+            LoadMismatchError, match=r"'w' was saved as .*Quantized \('symmetric', shape\)"
+        ):
             distckpt.load({"w": shard(other)}, tmp_path / "c")
     with pytest.raises(LoadMismatchError, match=r"'w'"):
         distckpt.load({"w": shard(torch.zeros(4, 4))}, tmp_path / "c")
 
 
 def test_inner_tensors_whose_division_is_unknown_are_refused_by_key(tmp_path):
-    turned, packed = quantized(4, cls=Turned), Quantized(torch.zeros(4, 4, dtype=torch.int8), torch.ones(1), "")
+    turned, packed = (
+        quantized(4, cls=Turned),
+        Quantized(torch.zeros(4, 4, dtype=torch.int8), torch.ones(1), ""),
+    )
     for tensor, name in ((turned, "codes"), (packed, "scale")):
-        with pytest.raises(distckpt.InvalidShardingError, match=f"'w' is a .* inner tensor '{name}'.*dequantize"):
+        with pytest.raises(
+            distckpt.InvalidShardingError, match=f"'w' is a .* inner tensor '{name}'.*dequantize"
+        ):
             distckpt.save({"w": shard(tensor, (0, 0, 2))}, tmp_path / "c")
     # Whole, they are stored as they are.
-    distckpt.save({"turned": shard(turned), "packed": ShardedTensor.from_rank_offsets("p", packed)}, tmp_path / "c")
+    distckpt.save(
+        {"turned": shard(turned), "packed": ShardedTensor.from_rank_offsets("p", packed)},
+        tmp_path / "c",
+    )
 
 
 class Compressing(torch.optim.SGD):
@@ -140,7 +163,9 @@ def test_the_state_of_an_optimizer_is_loaded_into_what_it_has(tmp_path):
     saved, used = make(3), make(1)
     distckpt.save(saved, tmp_path / "c")
     distckpt.load(used, tmp_path / "c")
-    expected, loaded = (state["optimizer"].state[state["model"].weight]["seen"] for state in (saved, used))
+    expected, loaded = (
+        state["optimizer"].state[state["model"].weight]["seen"] for state in (saved, used)
+    )
     assert torch.equal(loaded.codes, expected.codes)
     assert torch.equal(loaded.scale, expected.scale)
     with pytest.raises(LoadMismatchError, match=r"'optimizer\.state\.seen\.weight' .* make a step"):
@@ -158,14 +183,17 @@ def test_expanded_tensors_are_filled_where_that_gives_the_stored_values(tmp_path
         "scalar": torch.tensor(2.0).expand(5),
     }
     distckpt.save(
-        {name: ShardedTensor.from_rank_offsets(name, value) for name, value in stored.items()}, tmp_path / "c"
+        {name: ShardedTensor.from_rank_offsets(name, value) for name, value in stored.items()},
+        tmp_path / "c",
     )
 
     def load(name, target):
         distckpt.load({"w": ShardedTensor.from_rank_offsets(name, target)}, tmp_path / "c")
         return target
 
-    assert torch.equal(load("same", torch.zeros(3).expand(4, 3))[2].view(torch.int32), row.view(torch.int32))
+    assert torch.equal(
+        load("same", torch.zeros(3).expand(4, 3))[2].view(torch.int32), row.view(torch.int32)
+    )
     assert load("scalar", torch.zeros(1).expand(5)).tolist() == [2.0] * 5
     assert load("differing", torch.zeros(12).as_strided((4, 3), (1, 4)))[3, 1] == 10
     for overlapping in (torch.zeros(3).expand(4, 3), torch.zeros(6).as_strided((4, 3), (1, 1))):
@@ -188,7 +216,10 @@ def freed():
     [
         (lambda: torch.ones(3).to_sparse(), "to_dense"),
         (lambda: torch.ones(3).to_mkldnn(), "to_dense"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "offsets"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "offsets",
+        ),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "offsets"),
         (lambda: torch.nn.LazyLinear(3).weight, "call it once"),
         (lambda: torch.empty(3, device="meta"), "to_empty"),
@@ -203,6 +234,8 @@ def test_what_cannot_be_stored_is_refused_by_key_with_the_way_out(tmp_path, make
         lambda: distckpt.async_save({"w": shard(make())}, tmp_path / "c").result(),
         lambda: distckpt.load({"w": shard(make())}, tmp_path / "stored"),
     ):
-        with pytest.raises((UnsupportedObjectError, distckpt.InvalidShardingError), match=f"'w'.*{way_out}"):
+        with pytest.raises(
+            (UnsupportedObjectError, distckpt.InvalidShardingError), match=f"'w'.*{way_out}"
+        ):
             call()
     assert not (tmp_path / "c").exists()

@@ -169,7 +169,10 @@ def test_directories_change_places(tmp_path):
     assert os.listdir(tmp_path / "b") == ["a"]
     with pytest.raises(FileNotFoundError) as caught:
         locations.exchange(str(tmp_path / "a"), str(tmp_path / "none"))
-    assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "a"), str(tmp_path / "none"))
+    assert (caught.value.filename, caught.value.filename2) == (
+        str(tmp_path / "a"),
+        str(tmp_path / "none"),
+    )
 
 
 def test_rename_replaces_only_an_empty_directory(tmp_path):

@@ -10,14 +10,18 @@ import pytest
 from distckpt._storage.open_files import OpenFiles
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list open files")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="the system does not list open files"
+)
 def test_files_that_are_not_in_use_make_room_for_others(tmp_path):
     paths = [tmp_path / str(i) for i in range(40)]
     for path in paths:
         path.write_text(path.name)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with OpenFiles(max_open=1000) as files, files.open(str(paths[0])) as first:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, hard)
+        )
         try:
             for path in paths[1:]:
                 with files.open(str(path)) as fd:

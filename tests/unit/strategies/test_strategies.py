@@ -10,8 +10,15 @@ import torch
 import distckpt
 from distckpt import CheckpointingException, ShardedObject, ShardedTensor
 from distckpt._format.codec import decode, encode
-from distckpt.core import read_marker, write_marker
-from distckpt.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
+from distckpt.megatron.core import read_marker, write_marker
+from distckpt.megatron.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from distckpt.megatron.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from distckpt.strategies.base import (
     LoadShardedStrategy,
     Options,
@@ -20,7 +27,6 @@ from distckpt.strategies.base import (
     get_default_strategy,
     register_default_strategy,
 )
-from distckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
 from distckpt.strategies.safetensors import SafetensorsLoadStrategy, SafetensorsSaveStrategy
 
 
@@ -66,8 +72,13 @@ class LoadText(LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir):
         content = json.loads(Path(checkpoint_dir, "all.json").read_text())
-        tensors = {key: torch.tensor(value) for key, value in content.items() if isinstance(value, list)}
-        return {key: ShardedTensor.from_rank_offsets(key, t).without_data() for key, t in tensors.items()}
+        tensors = {
+            key: torch.tensor(value) for key, value in content.items() if isinstance(value, list)
+        }
+        return {
+            key: ShardedTensor.from_rank_offsets(key, t).without_data()
+            for key, t in tensors.items()
+        }
 
     def load_sharded_metadata(self, checkpoint_dir):
         return self.load_tensors_metadata(checkpoint_dir)
@@ -96,7 +107,11 @@ def test_a_strategy_that_is_given_is_used(tmp_path):
     assert (tmp_path / "c" / "all.json").exists()
     assert not (tmp_path / "c" / "manifest.safetensors").exists()
     marker = read_marker(tmp_path / "c")
-    assert (marker["sharded_backend"], marker["sharded_backend_version"], marker["num_shards"]) == ("text", 3, 2)
+    assert (marker["sharded_backend"], marker["sharded_backend_version"], marker["num_shards"]) == (
+        "text",
+        3,
+        2,
+    )
     loaded = distckpt.load(asked(), tmp_path / "c", LoadText())
     assert (loaded["w"].tolist(), loaded["step"]) == ([0, 1, 2], 4)
 
@@ -108,7 +123,9 @@ def test_a_registered_strategy_is_found_by_name_and_by_checkpoint(tmp_path, regi
     assert distckpt.load_common_state_dict(tmp_path / "c") == {"step": 4}
     assert distckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [0, 1, 2]
     assert distckpt.load_tensors_metadata(tmp_path / "c").keys() == {"w"}
-    loaded, missing, unexpected = distckpt.load(asked() | {"x": state()["w"]}, tmp_path / "c", strict="return_all")
+    loaded, missing, unexpected = distckpt.load(
+        asked() | {"x": state()["w"]}, tmp_path / "c", strict="return_all"
+    )
     assert (loaded["step"], missing, unexpected) == (4, set(), set())
     assert isinstance(get_default_load_sharded_strategy(tmp_path / "c"), LoadText)
     assert isinstance(get_default_save_sharded_strategy("text", 3), SaveText)
@@ -120,17 +137,25 @@ def test_what_a_strategy_cannot_do_is_said(tmp_path, registered):
         distckpt.remove_sharded_tensors(tmp_path / "c", "w")
 
 
-@pytest.mark.parametrize("strategy", ["safetensors", SafetensorsLoadStrategy(), object(), SafetensorsSaveStrategy])
+@pytest.mark.parametrize(
+    "strategy", ["safetensors", SafetensorsLoadStrategy(), object(), SafetensorsSaveStrategy]
+)
 def test_what_is_no_saving_strategy_is_refused(tmp_path, strategy):
-    with pytest.raises(CheckpointingException, match="sharded_strategy must be a SaveShardedStrategy"):
+    with pytest.raises(
+        CheckpointingException, match="sharded_strategy must be a SaveShardedStrategy"
+    ):
         distckpt.save(state(), tmp_path / "c", strategy)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("strategy", ["safetensors", SafetensorsSaveStrategy(), object(), SafetensorsLoadStrategy])
+@pytest.mark.parametrize(
+    "strategy", ["safetensors", SafetensorsSaveStrategy(), object(), SafetensorsLoadStrategy]
+)
 def test_what_is_no_loading_strategy_is_refused(tmp_path, strategy):
     distckpt.save(state(), tmp_path / "c")
-    with pytest.raises(CheckpointingException, match="sharded_strategy must be a LoadShardedStrategy"):
+    with pytest.raises(
+        CheckpointingException, match="sharded_strategy must be a LoadShardedStrategy"
+    ):
         distckpt.load(asked(), tmp_path / "c", strategy)
 
 
@@ -150,13 +175,17 @@ def test_a_checkpoint_of_an_unknown_backend_is_named(tmp_path, backend, version)
     marker = {"sharded_backend": backend, "sharded_backend_version": version}
     (tmp_path / "c" / "metadata.json").write_text(json.dumps(marker))
     for function in (lambda path: distckpt.load(asked(), path), distckpt.load_plain_tensors):
-        with pytest.raises(CheckpointingException, match=rf"{tmp_path}/c'.* backend '{backend}' version {version}"):
+        with pytest.raises(
+            CheckpointingException, match=rf"{tmp_path}/c'.* backend '{backend}' version {version}"
+        ):
             function(tmp_path / "c")
 
 
 def test_a_name_stands_for_one_strategy(registered):
     register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SaveText())
-    with pytest.raises(CheckpointingException, match="'text' version 3 already has SaveText for save_sharded"):
+    with pytest.raises(
+        CheckpointingException, match="'text' version 3 already has SaveText for save_sharded"
+    ):
         register_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3, SafetensorsSaveStrategy())
     assert isinstance(get_default_strategy(StrategyAction.SAVE_SHARDED, "text", 3), SaveText)
     with pytest.raises(CheckpointingException, match="No strategy for save_common"):
@@ -181,7 +210,9 @@ def test_strategies_work_without_the_functions_around_them(tmp_path):
     sharded = {"w": state()["w"], "o": ShardedObject("o", [1], (1,), (0,))}
     fields = SafetensorsSaveStrategy().save(sharded, str(tmp_path))
     write_marker(tmp_path, {"sharded_backend": "safetensors", **fields})
-    loaded = SafetensorsLoadStrategy().load({"w": asked()["w"], "o": sharded["o"].without_data()}, str(tmp_path))
+    loaded = SafetensorsLoadStrategy().load(
+        {"w": asked()["w"], "o": sharded["o"].without_data()}, str(tmp_path)
+    )
     assert list(loaded) == ["w", "o"]
     assert (loaded["w"].tolist(), loaded["o"]) == ([0, 1, 2], [1])
 
@@ -191,7 +222,9 @@ def test_strategies_work_without_the_functions_around_them(tmp_path):
 
 def test_wrappers_do_what_they_wrap(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    saving = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("safetensors", 1), None, True)
+    saving = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("safetensors", 1), None, True
+    )
     distckpt.save(state(), tmp_path / "c", saving)
     assert (saving.backend, saving.version) == ("safetensors", 1)
     loading = FullyParallelLoadStrategyWrapper(
@@ -207,7 +240,9 @@ def test_wrappers_do_what_they_wrap(tmp_path, caplog):
 
 
 def test_wrappers_hand_settings_on(tmp_path):
-    twice = [ShardedTensor.from_rank_offsets("w", torch.ones(3) * i, replica_id=i) for i in range(2)]
+    twice = [
+        ShardedTensor.from_rank_offsets("w", torch.ones(3) * i, replica_id=i) for i in range(2)
+    ]
     with pytest.raises(distckpt.InvalidShardingError, match="replicas of each other"):
         distckpt.save(
             dict(enumerate(twice)),
@@ -220,22 +255,37 @@ def test_wrappers_hand_settings_on(tmp_path):
     loading = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy())
     with pytest.raises(distckpt.LoadMismatchError, match="allow_dtype_cast"):
         distckpt.load(half, tmp_path / "c", loading)
-    assert distckpt.load(half, tmp_path / "c", loading, allow_dtype_cast=True)["w"].tolist() == [0, 1, 2]
+    assert distckpt.load(half, tmp_path / "c", loading, allow_dtype_cast=True)["w"].tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_load_names_tensors_that_do_not_fit_their_new_range(tmp_path, caplog):
-    held = {"w": torch.tensor([[1e5, 1.0], [-7e4, 3.0]]), "x": torch.full((2,), 6e4), "y": torch.tensor([3e38, 1.0])}
-    distckpt.save({key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in held.items()}, tmp_path / "c")
+    held = {
+        "w": torch.tensor([[1e5, 1.0], [-7e4, 3.0]]),
+        "x": torch.full((2,), 6e4),
+        "y": torch.tensor([3e38, 1.0]),
+    }
+    distckpt.save(
+        {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in held.items()},
+        tmp_path / "c",
+    )
 
     def load(dtypes):
         wanted = {key: torch.zeros(held[key].shape, dtype=dtype) for key, dtype in dtypes.items()}
-        state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in wanted.items()}
+        state = {
+            key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in wanted.items()
+        }
         caplog.clear()
         loaded = distckpt.load(state, tmp_path / "c", allow_dtype_cast=True)
         assert all(torch.equal(loaded[key], held[key].to(dtype)) for key, dtype in dtypes.items())
         return caplog.text
 
-    assert "2 values are not finite after conversion to a smaller range: 'w'" in load(dict.fromkeys("wx", torch.half))
+    assert "2 values are not finite after conversion to a smaller range: 'w'" in load(
+        dict.fromkeys("wx", torch.half)
+    )
     assert load({"w": torch.bfloat16, "x": torch.float16, "y": torch.bfloat16}) == ""
 
 

@@ -1,0 +1,52 @@
+"""Sizes and dtypes of arrays, whichever library they are of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.messages import did_you_mean
+
+
+def estimate_array_nbytes(array: Any) -> int:
+    """Return the size of an array in bytes, without touching its data.
+
+    It is a torch tensor on any device (also "meta"), a numpy array, or anything else with `shape`
+    and `dtype` (of torch, of numpy, or by name). A DTensor counts as a whole, `array.to_local()` as
+    its part here.
+
+    Raises:
+        TypeError: it has no shape and dtype.
+    """
+    if isinstance(array, torch.Tensor):
+        return array.numel() * array.element_size()
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(
+            f"the size of a {type(array).__name__} is unknown: it has no shape and dtype"
+        )
+    dtype = array.dtype
+    item = dtype.itemsize if isinstance(dtype, np.dtype) else as_torch_dtype(dtype).itemsize
+    return int(math.prod(array.shape) * item)
+
+
+def as_torch_dtype(dtype: torch.dtype | str | np.dtype[Any] | type) -> torch.dtype:
+    """Return a dtype that is given by torch, by name ("bfloat16", "torch.bfloat16", "BF16") or by
+    numpy.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if not isinstance(dtype, str):
+        dtype = np.dtype(dtype).name
+    found = FROM_NAME.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(
+            f"torch {torch.__version__} has no dtype {dtype!r}{did_you_mean(dtype, FROM_NAME)}"
+        )
+    return found

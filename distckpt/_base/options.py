@@ -1,0 +1,171 @@
+"""Options of the verbs: frozen values that pass whole from the caller to what uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from distckpt._base.messages import did_you_mean
+from distckpt._base.threads import DEFAULT_INFLIGHT_BYTES
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes done so far and the bytes there are, on this rank, by one thread at a time."""
+
+_Options = TypeVar("_Options", "SaveOptions", "LoadOptions", "ExportOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """Options of `save` and `async_save`.
+
+    Attributes:
+        strategy: writes the shards in a format of your own; a `SaveShardedStrategy`, or
+            `(backend, version)` of a registered one. None for the built-in safetensors format.
+        validate_access_integrity: refuse state dicts in which an element of a global tensor is held
+            by no rank, and tensors in common state that differ between ranks; warn about other
+            values there that differ. With False, gaps are not saved and cannot be loaded. Overlaps
+            and contradictions are always refused.
+        validate_replicas: None compares samples of tensors that several ranks hold (up to 1 KiB of
+            each), and refuses to save when they differ; True compares all of them, and objects,
+            which reads them once more; False compares nothing. Ranks share the writing of replicas,
+            so parts of each would be stored if they differed. Buffers of modules may differ: the
+            main replica is stored.
+        durable: return only when everything is on disk. With False the checkpoint still appears in
+            one step, but a power failure shortly afterwards may leave it damaged, which checksums
+            reveal.
+        max_inflight_bytes: memory for data on its way to storage, on each rank. At least one window
+            of 8 MiB is used. For `async_save`, half of it is for staged copies and half for data
+            that is being written. None for the default: 256 MiB while writing, and no limit on
+            staged copies.
+        timeout: of a background save, seconds without any progress after which it fails.
+        exit_timeout: of a background save, seconds that the end of the process waits for it.
+        progress: called with the bytes written so far and the bytes this rank will write.
+        on_report: called with the `SaveReport` on every rank when the checkpoint is committed, by a
+            background save from its thread.
+    """
+
+    strategy: Any = None
+    validate_access_integrity: bool = True
+    validate_replicas: bool | None = None
+    durable: bool = True
+    max_inflight_bytes: int | None = None
+    timeout: float = 1800.0
+    exit_timeout: float = 600.0
+    progress: Progress | None = None
+    on_report: Callable[[Any], object] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of `load`.
+
+    Attributes:
+        strategy: reads the shards in a format of your own; a `LoadShardedStrategy`, or
+            `(backend, version)` of a registered one. None for what the checkpoint was saved with.
+        validate_access_integrity: with several ranks, check first that the main replicas of all
+            ranks cover each requested tensor exactly once, which finds mistakes in offsets.
+        verify: compare the checksum of every block of which a byte is loaded.
+        allow_dtype_cast: convert tensors to the requested dtype even when that loses information.
+            Lossless conversions (bf16 to fp32) are always made.
+        parallel_load: how to read what several ranks request: on one of them, which sends it to the
+            others, or on each. "auto" shares what is large where a sample shows that storage is
+            slow, but not when ranks of one machine read a local path, since they share its cache.
+            "on" always shares, "off" never does. Tensors are the same in each case.
+        max_inflight_bytes: memory for data on its way from storage, on each rank. At least one
+            window of 8 MiB is used.
+        progress: called with the bytes read so far and the bytes this rank will read.
+        on_report: called with the `LoadReport` on every rank.
+    """
+
+    strategy: Any = None
+    validate_access_integrity: bool = True
+    verify: bool = True
+    allow_dtype_cast: bool = False
+    parallel_load: Literal["auto", "on", "off"] = "auto"
+    max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES
+    progress: Progress | None = None
+    on_report: Callable[[Any], object] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `consolidate` and `merge`.
+
+    Attributes:
+        keys: which tensors: a prefix of their keys, a pattern with `*`, or a list of these;
+            `!optimizer.` for all but those. None for all.
+        rules: changes of names and shapes, see `distckpt.rules`.
+        family: afterwards, the rules of the model's family, from the names of Megatron Core or of
+            transformers in memory: "auto" reads the `config.json` of `like`, a path another one,
+            see `distckpt.families`.
+        rename: afterwards, old prefixes of names -> new ones.
+        dtype: convert floating point tensors of 16 bits and more; or a dict of patterns of new
+            names. Integers and 8-bit floats are converted only by a pattern that is exactly their
+            name. With a dtype for all tensors, rules or a family, quantized tensors become values,
+            else they are written as they are stored.
+        tied: of tied tensors, write the first only ("drop", as Hugging Face does) or each
+            ("write").
+        unmatched: with rules, a tensor that none of them matches is an error, or keeps name and
+            shape ("keep").
+        max_file_bytes: maximum size of the data in one file.
+        fqn_to_index_mapping: new name -> number of its file, from 1, in place of `max_file_bytes`.
+        quantize: quantize what models usually quantize to a format: "fp8-block", "fp8-block-ue8m0",
+            "fp8-tensor", "fp8-channel", "int8-channel", "mxfp4", "mxfp4-packed", "int4" or "nvfp4".
+            Or a dict of patterns of new names -> format; the first that matches counts.
+            `config.json` says what was done.
+        like: divide the tensors among files as this Hugging Face directory does, and compare shapes
+            with it. When it is quantized, `quantize` with one format is for the same tensors.
+        merge_adapter: a directory that PEFT saved, with LoRA for a model of the names of the
+            export: its products are added to the weights, and modules that it saved take the place
+            of the model's, as in PEFT's `merge_and_unload`. Quantized tensors become values.
+        extra_files_from: a directory whose other files (config, tokenizer) are copied, with their
+            modes: files of at most 256 MiB, and links to such files inside the directory; with a
+            family, `like` where it is left out. In `config.json` the dtype follows `dtype`, or that
+            of all tensors; what it says of quantized ones, too.
+        extra_code: copy `*.py` files too, which programs that trust the export may run.
+        verify: compare the checksums of a distckpt checkpoint.
+        max_inflight_bytes: memory for data on its way; at least one window of 32 MiB is used.
+        progress: called with the bytes written so far and the bytes this rank will write.
+    """
+
+    keys: str | Sequence[str] | None = None
+    rules: Sequence[Any] = ()
+    family: str | os.PathLike[str] | None = None
+    rename: Mapping[str, str] | None = None
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+    tied: Literal["drop", "write"] = "drop"
+    unmatched: Literal["error", "keep"] = "error"
+    max_file_bytes: int = 5_000_000_000
+    fqn_to_index_mapping: Mapping[str, int] | None = None
+    quantize: str | Mapping[str, str] | None = None
+    like: str | os.PathLike[str] | None = None
+    merge_adapter: str | os.PathLike[str] | None = None
+    extra_files_from: str | os.PathLike[str] | None = None
+    extra_code: bool = False
+    verify: bool = True
+    max_inflight_bytes: int = 256 << 20
+    progress: Progress | None = None
+
+
+def with_changes(
+    verb: str, kind: type[_Options], options: _Options | None, changes: Mapping[str, Any]
+) -> _Options:
+    """Return the options of a call: those given as a value, with those given by keyword.
+
+    Raises:
+        TypeError: `options` is of another class, or there is no option of a name.
+    """
+    if options is not None and not isinstance(options, kind):
+        raise TypeError(f"options of {verb} is a {kind.__name__}, got {type(options).__name__}")
+    names = [field.name for field in fields(kind)]
+    for name in changes:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise TypeError(f"{verb}() has no option {name!r}{hint}; see {kind.__name__}")
+    return replace(options or kind(), **changes)

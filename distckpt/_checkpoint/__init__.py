@@ -1,0 +1,1 @@
+"""Opening a checkpoint of any format, and reading values from it."""

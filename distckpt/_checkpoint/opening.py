@@ -1,0 +1,292 @@
+"""Opening whatever is at a location: a distckpt checkpoint, or one of a format that has a
+reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException, CorruptCheckpointError
+from distckpt._checkpoint.reader import Reader
+from distckpt._checkpoint.removal import noticing_removal
+from distckpt._commit.presence import check_marker
+from distckpt._format.checksum import checksum
+from distckpt._format.manifest import MANIFEST_NAME, MAX_TABLE_BYTES, Manifest, is_manifest_name
+from distckpt._format.marker import CONFIG_FNAME, read_file, read_marker
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._storage import locations
+
+BACKEND = "safetensors"
+VERSION = 1
+
+_BUILT_IN = {
+    "deepspeed": ("distckpt._foreign.deepspeed.reader", "DeepSpeedReader"),
+    "torch_dist": ("distckpt._foreign.torch_dist.reader", "TorchDistReader"),
+    "huggingface": ("distckpt._foreign.hugging_face", "HuggingFaceReader"),
+}
+"""Module and class of each built-in reader by name, imported when a location is not a checkpoint of
+distckpt.
+"""
+FOREIGN_NAMES = tuple(_BUILT_IN)
+REGISTERED: dict[str, Reader] = {}
+"""Readers of users by name, the one that was registered last at the end."""
+_RESERVED_NAMES = {*_BUILT_IN, BACKEND, "distckpt"}
+
+
+@functools.cache
+def _built_in(name: str) -> Reader:
+    module, reader = _BUILT_IN[name]
+    made: Reader = getattr(importlib.import_module(module), reader)()
+    return made
+
+
+def _readers() -> Iterator[Reader]:
+    """Yield all readers in the order in which they look at a location: those of users first, the
+    latest before all.
+    """
+    yield from reversed(list(REGISTERED.values()))
+    yield from map(_built_in, reversed(FOREIGN_NAMES))
+
+
+def register_reader(reader: Reader) -> None:
+    """Read checkpoints of one more format. Call it on every rank.
+
+    Args:
+        reader: takes the place of an earlier one of the same name, and looks at checkpoints before
+            all others do.
+
+    Raises:
+        TypeError: `reader` is no instance of `Reader`.
+        ValueError: its name is empty, or that of a built-in format.
+    """
+    if not isinstance(reader, Reader):
+        raise TypeError(f"register_reader takes an instance of a Reader, got {reader!r:.100}.")
+    if not isinstance(reader.name, str) or not reader.name or reader.name in _RESERVED_NAMES:
+        raise ValueError(
+            f"{reader.name!r:.100} cannot name a format: use a string other than "
+            f"{sorted(_RESERVED_NAMES)}."
+        )
+    REGISTERED.pop(reader.name, None)
+    REGISTERED[reader.name] = reader
+
+
+@contextlib.contextmanager
+def naming_reader(reader: Reader, location: str) -> Iterator[None]:
+    """Name the reader and the location in errors of a reader that are not meant for users."""
+    try:
+        yield
+    except (CheckpointingException, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and (reader.name in _RESERVED_NAMES or error.errno is None):
+            raise
+        if isinstance(error, OSError):
+            text = f"{error.strerror} (in the reader of {reader.name!r}, for {location!r})"
+            raise OSError(error.errno, text, error.filename) from error
+        raise CheckpointingException(
+            f"The reader of {reader.name!r} failed on {location!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def identify(location: str, marker: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the marker of a checkpoint; for one of a foreign format a marker that names its
+    reader.
+
+    Pass the marker when it was read already: on an object store each look takes a request. Raises
+    CheckpointNotFoundError where nothing is that can be read.
+    """
+    if marker is None:
+        marker = read_marker(location)
+    if marker is not None:
+        check_marker(marker, location)
+        is_foreign = marker["sharded_backend"] != BACKEND
+    else:
+        # A reader is not asked about what does not exist.
+        is_foreign = locations.exists(location)
+    if is_foreign:
+        for reader in _readers():
+            with naming_reader(reader, location):
+                is_found = reader.detect(location, marker)
+            if is_found:
+                config = {"sharded_backend": BACKEND, "sharded_backend_version": VERSION}
+                return {**config, "manifest": None, "reader": reader.name}
+    return check_marker(marker, location)
+
+
+def holds_checkpoint(location: str) -> bool:
+    """Tell whether a location is a checkpoint of any format; Hugging Face directories are
+    exports.
+    """
+    marker = read_marker(location)
+    others = (reader for reader in _readers() if reader.name != "huggingface")
+    for reader in others if locations.exists(location) else ():
+        with naming_reader(reader, location):
+            if reader.detect(location, marker):
+                return True
+    return "sharded_backend" in (marker or {})
+
+
+def find_reader(stored: StoredCheckpoint) -> Reader | None:
+    """Return the reader of a checkpoint's format, None for distckpt's own."""
+    origin = stored.manifest.origin
+    return None if origin is None else _reader_named(origin.get("format"), stored.location)
+
+
+def _reader_named(name: Any, location: str) -> Reader:
+    reader = REGISTERED.get(name) if isinstance(name, str) else None
+    if reader is None and name in FOREIGN_NAMES:
+        reader = _built_in(name)
+    if reader is None:
+        raise CheckpointingException(
+            f"{location!r} is of the format {name!r:.100}, for which no reader is registered here: "
+            "call register_reader on every rank."
+        )
+    return reader
+
+
+def manifest_bytes(location: str, marker: Mapping[str, Any]) -> bytes:
+    """Read the manifest that a marker names; for a foreign format let its reader make one."""
+    expected = marker.get("manifest", {})
+    if expected is None:
+        reader = _reader_named(marker.get("reader"), location)
+        with naming_reader(reader, location):
+            manifest = reader.manifest(location)
+            if COMMON_KEY in manifest.keys and reader.name not in _RESERVED_NAMES:
+                raise CheckpointingException(
+                    f"The reader of {reader.name!r} gives an object of {location!r} the key "
+                    f"{COMMON_KEY!r}, which is reserved: return what it holds from "
+                    "load_common_state, or give it another key."
+                )
+            return manifest.to_bytes()
+    if not isinstance(expected, dict) or not is_manifest_name(expected.get("name")):
+        raise CorruptCheckpointError(
+            f"The marker of {location!r} names no {MANIFEST_NAME}: it was not written by the "
+            f"{BACKEND!r} backend, or was damaged."
+        )
+    path = locations.join(location, expected["name"])
+    try:
+        data = read_file(path, MAX_TABLE_BYTES)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"The manifest {path!r} is missing: restore it from a copy."
+        ) from error
+    if len(data) != expected.get("bytes") or f"{checksum(data):016x}" != expected.get("checksum"):
+        raise CorruptCheckpointError(
+            f"The manifest {path!r} is not the one that was saved (size or checksum differs from "
+            f"{CONFIG_FNAME}): restore both from a copy, or load another checkpoint."
+        )
+    return data
+
+
+def check_is_same(rank: int, location: str, manifest_checksum: str | None) -> None:
+    """Check that a rank sees the checkpoint that rank 0 has opened; None for a format without such
+    a checksum.
+
+    Only on local paths: nodes may have disks of their own, an object store is the same one for all.
+    """
+    if manifest_checksum is None or not locations.is_local(location):
+        return
+    marker = read_marker(location)
+    manifest = None if marker is None else marker.get("manifest")
+    if isinstance(manifest, dict) and manifest.get("checksum") == manifest_checksum:
+        return
+    state = (
+        "is no checkpoint"
+        if marker is None
+        else "is another checkpoint than the one that rank 0 has opened"
+    )
+    raise CheckpointingException(
+        f"{location!r} on rank {rank} (host {os.uname().nodename!r}) {state}. Give all ranks the "
+        "same location, on storage that all nodes share, or copy the checkpoint to every node, "
+        f"{CONFIG_FNAME} included."
+    )
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint at a location.
+
+    Attributes:
+        marker: its marker; of another format, the fields that its marker would need.
+        stored: the opened checkpoint; None for a format that a strategy of the user reads.
+    """
+
+    marker: Mapping[str, Any]
+    stored: StoredCheckpoint | None
+
+
+def find_checkpoint(
+    ranks: Ranks, location: str, *, verify: bool = True, marker: dict[str, Any] | None = None
+) -> FoundCheckpoint:
+    """Find the checkpoint at a location, and open it if its format is distckpt's or has a reader.
+
+    Collective operation: all ranks must call it. Rank 0 reads marker and manifest and sends them to
+    the others, which check on local paths that they see the same checkpoint.
+
+    Args:
+        ranks: who reads together.
+        location: path or URL.
+        verify: whether later reads compare checksums.
+        marker: what rank 0 has read there already: on an object store each look takes a request.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+    """
+
+    def read() -> bytes:
+        fields = identify(location, marker)
+        with noticing_removal(ranks, location):
+            data = manifest_bytes(location, fields) if _is_built_in(fields) else b""
+        return json.dumps(fields).encode() + b"\n" + data
+
+    text, _, data = ranks.decide("find the checkpoint", read).partition(b"\n")
+    with ranks.phase("open the checkpoint"):
+        fields = json.loads(text)
+        if ranks.size > 1:
+            check_is_same(ranks.rank, location, _manifest_checksum(fields))
+        if not _is_built_in(fields):
+            return FoundCheckpoint(fields, None)
+        stored = decode_manifest(location, data, verify)
+        return FoundCheckpoint(fields, stored._replace(marker=fields))
+
+
+def open_checkpoint(
+    ranks: Ranks, location: str, *, verify: bool = True, marker: dict[str, Any] | None = None
+) -> StoredCheckpoint:
+    """Open the checkpoint at a location, see `find_checkpoint`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was opened.
+        CheckpointingException: it has a format that only a strategy of the user reads.
+    """
+    found = find_checkpoint(ranks, location, verify=verify, marker=marker)
+    if found.stored is None:
+        raise CheckpointingException(
+            f"{location!r} was written by the strategy {found.marker['sharded_backend']!r}: only "
+            "distckpt.load reads it, with the strategy of that name."
+        )
+    return found.stored
+
+
+def _is_built_in(marker: Mapping[str, Any]) -> bool:
+    version = marker.get("sharded_backend_version", 1)
+    return (marker["sharded_backend"], version) == (BACKEND, VERSION)
+
+
+def _manifest_checksum(marker: Mapping[str, Any]) -> str | None:
+    manifest = marker.get("manifest")
+    return manifest.get("checksum") if isinstance(manifest, dict) else None
+
+
+def decode_manifest(location: str, data: bytes, verify: bool = True) -> StoredCheckpoint:
+    """Open a checkpoint whose manifest was read already."""
+    return StoredCheckpoint(location, Manifest.from_bytes(data, location), verify)

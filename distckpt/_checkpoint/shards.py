@@ -1,0 +1,76 @@
+"""Shards of an opened checkpoint: describing what is stored, loading what is requested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._checkpoint.stored_values import load_objects
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._io.load_shards import ReadSettings, load_tensors
+from distckpt._mapping.wrappers import ShardedObject, ShardedTensor
+from distckpt._plan.decoded import find
+from distckpt._plan.load import check_keys
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.common_state import COMMON_KEY
+from distckpt._state.shards import Shard
+
+
+def load_shards(
+    ranks: Ranks, stored: StoredCheckpoint, shards: Sequence[Shard], settings: ReadSettings
+) -> list[Any]:
+    """Read tensors in place and decode objects; return both in the order of the shards.
+
+    Collective operation: all ranks must call it.
+
+    Raises:
+        LoadMismatchError: a key, shape, dtype or object grid is not stored as requested.
+        CorruptCheckpointError: files contradict the manifest or their checksums.
+    """
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
+    loaded_tensors = iter(load_tensors(ranks, stored, tensors, settings))
+    check_keys(stored, [shard.key for shard in objects if shard.key != COMMON_KEY])
+    loaded_objects = iter(load_objects(stored, objects))
+    return [
+        next(loaded_tensors if isinstance(shard, ShardedTensor) else loaded_objects)
+        for shard in shards
+    ]
+
+
+def describe_tensors(stored: StoredCheckpoint) -> dict[str, ShardedTensor]:
+    """Describe every stored tensor unsharded, without data, by key."""
+    return {
+        key: _unsharded(key, stored.dtype_name(key), stored.global_shape(key))
+        for key in stored.manifest.key_index
+        if not stored.is_object(key)
+    }
+
+
+def describe_objects(stored: StoredCheckpoint) -> dict[str, ShardedObject]:
+    """Describe every part of the stored objects, without data, by unique key."""
+    described = {}
+    for key in filter(stored.is_object, stored.manifest.keys):
+        for chunk in stored.chunks_of(key):
+            offset = stored.manifest.chunk_region(chunk).offset
+            shard = ShardedObject(key, None, stored.global_shape(key), offset)
+            described[shard.unique_key] = shard
+    return described
+
+
+def describe_quantized(
+    stored: StoredCheckpoint,
+) -> dict[str, tuple[ShardedTensor, tuple[str, ...]]]:
+    """Describe the tensors that are stored as codes and scales, with the keys of these, by key."""
+    return {
+        key: (_unsharded(key, each.dtype, each.model_shape), each.keys)
+        for key, each in find(stored).items()
+    }
+
+
+def _unsharded(key: str, dtype: str, shape: tuple[int, ...]) -> ShardedTensor:
+    num_axes = len(shape)
+    return ShardedTensor(
+        key, None, FROM_NAME[dtype], shape, shape, (0,) * num_axes, (1,) * num_axes
+    )

@@ -1,0 +1,128 @@
+"""Reading parts of a checkpoint of any format by one process: regions of tensors, and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distckpt._base.dtypes import FROM_NAME
+from distckpt._base.errors import CheckpointingException
+from distckpt._base.threads import NUM_THREADS
+from distckpt._checkpoint.opening import find_reader, naming_reader
+from distckpt._checkpoint.reader import Reader
+from distckpt._format import codec
+from distckpt._format.stored_checkpoint import StoredCheckpoint
+from distckpt._geometry.region import Region
+from distckpt._io.read import read_chunks, read_copies
+from distckpt._mapping.wrappers import ShardedObject
+from distckpt._plan.load import Request, object_chunk, plan_load
+from distckpt._state.common_state import COMMON_KEY, object_text
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, to be read."""
+
+    stored: StoredCheckpoint
+    key: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its global shape."""
+        return self.stored.global_shape(self.key)
+
+    @property
+    def dtype(self) -> str:
+        """Return the safetensors name of its dtype."""
+        return self.stored.dtype_name(self.key)
+
+    def read(self, region: Region) -> torch.Tensor:
+        """Read a region, and nothing else."""
+        values = torch.empty(region.shape, dtype=FROM_NAME[self.dtype])
+        request = Request(self.key, self.shape, region)
+        read_copies(self.stored, plan_load(self.stored, [request]), [values], NUM_THREADS)
+        return values
+
+
+def load_objects(stored: StoredCheckpoint, shards: Sequence[ShardedObject]) -> list[Any]:
+    """Load parts of objects, common state among them (an empty dict where there is none)."""
+    reader = find_reader(stored)
+    has_common = reader is None and COMMON_KEY in stored.manifest.key_index
+    is_part = [has_common or shard.key != COMMON_KEY for shard in shards]
+    chunks = [
+        object_chunk(stored, shard)
+        for shard, is_wanted in zip(shards, is_part, strict=True)
+        if is_wanted
+    ]
+    if reader is None:
+        parts = iter(
+            [
+                _decode(stored, *pair)
+                for pair in zip(chunks, read_chunks(stored, chunks), strict=True)
+            ]
+        )
+    else:
+        parts = iter(_load_parts(reader, stored, chunks))
+    return [next(parts) if is_wanted else load_common_state(stored) for is_wanted in is_part]
+
+
+def load_common_state(stored: StoredCheckpoint) -> Any:
+    """Load the common state; an empty dict where there is none."""
+    reader = find_reader(stored)
+    if reader is not None:
+        with naming_reader(reader, stored.location):
+            common = reader.load_common_state(stored)
+        if not isinstance(common, dict):
+            raise CheckpointingException(
+                f"The reader of {reader.name!r} returned a {type(common).__name__} for the common "
+                f"state of {stored.location!r}: it must be a dict."
+            )
+        return common
+    if COMMON_KEY not in stored.manifest.key_index:
+        return {}
+    return load_objects(stored, [ShardedObject(COMMON_KEY, None, (1,), (0,))])[0]
+
+
+def holds_objects(stored: StoredCheckpoint) -> bool:
+    """Tell whether checkpoints of this format hold objects and common state at all."""
+    reader = find_reader(stored)
+    return reader is None or reader.holds_objects
+
+
+def object_keys(stored: StoredCheckpoint) -> list[str]:
+    """Return the keys of all objects, and of the common state, which there is in any case."""
+    keys = [key for key in stored.manifest.keys if stored.is_object(key)]
+    return keys if COMMON_KEY in keys else [COMMON_KEY, *keys]
+
+
+def read_encoded(stored: StoredCheckpoint, key: str) -> dict[tuple[int, ...], bytes]:
+    """Read the parts of an object, encoded as `codec.decode` takes them, by offset."""
+    reader = find_reader(stored)
+    if key == COMMON_KEY and (reader is not None or key not in stored.manifest.key_index):
+        return {(0,): codec.encode(load_common_state(stored))}
+    chunks = stored.chunks_of(key)
+    offsets = [stored.manifest.chunk_region(chunk).offset for chunk in chunks]
+    if reader is None:
+        return dict(zip(offsets, read_chunks(stored, chunks), strict=True))
+    return dict(zip(offsets, map(codec.encode, _load_parts(reader, stored, chunks)), strict=True))
+
+
+def _load_parts(reader: Reader, stored: StoredCheckpoint, chunks: Sequence[int]) -> list[Any]:
+    with naming_reader(reader, stored.location):
+        values = list(reader.load_objects(stored, chunks))
+    if len(values) != len(chunks):
+        raise CheckpointingException(
+            f"The reader of {reader.name!r} returned {len(values)} values for {len(chunks)} parts "
+            f"of objects in {stored.location!r}."
+        )
+    return values
+
+
+def _decode(stored: StoredCheckpoint, chunk: int, blob: bytes) -> Any:
+    try:
+        # Common state is read whole: what in it nobody asks for must not be in the way.
+        return codec.decode(blob, placeholders=stored.key_of(chunk) == COMMON_KEY)
+    except CheckpointingException as error:
+        where = f"{object_text(stored.key_of(chunk))} in {stored.path_of(chunk)!r}"
+        raise type(error)(f"{where}: {error}") from error

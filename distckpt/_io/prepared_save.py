@@ -1,0 +1,50 @@
+"""A save of which everything is decided and nothing written."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distckpt._io.staging import Staging
+from distckpt._ranks.collectives import Ranks
+
+
+class PreparedSave(ABC):
+    """A save of which everything is decided, on all ranks, and nothing written.
+
+    Attributes:
+        num_bytes: how much this rank is going to write.
+        plan_reused: True when the plan is that of an earlier save.
+        folder_suffix: the end of the names of the folders `tensors` and `objects`. `save` sets it
+            before `write` where several saves may write in one place, on object stores. None for a
+            strategy that gives files fixed names: such saves are not kept apart there, and do not
+            replace a checkpoint.
+        written: on the coordinator, after `write`: name and size of each file. `save` looks at them
+            before it commits.
+    """
+
+    num_bytes: int = 0
+    plan_reused: bool = False
+    folder_suffix: str | None = None
+    written: Sequence[tuple[str, int]] = ()
+
+    def stage(self, staging: Staging) -> PreparedSave | None:
+        """Return the same save with copies of all that it writes, so that the caller's tensors may
+        change.
+
+        Not a collective operation. The default returns None: `async_save` finishes such a save
+        before it returns.
+        """
+        del staging
+        return None
+
+    @abstractmethod
+    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any] | None:
+        """Write all shards into a directory that nobody else uses, see `SaveShardedStrategy.save`.
+
+        After `stage` this runs in a background thread, and must use no other process group than
+        that of `ranks`.
+        """
+
+

@@ -1,0 +1,356 @@
+"""The engine of saves: plan shards together with the other ranks, write files of them, complete
+the manifest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from distckpt._base.errors import CheckpointingException, UnsupportedObjectError
+from distckpt._base.options import SaveOptions
+from distckpt._base.progress import ProgressCounter
+from distckpt._base.threads import (
+    DEFAULT_INFLIGHT_BYTES,
+    UNIT_BYTES,
+    num_requests_within,
+    num_threads_within,
+)
+from distckpt._format import codec
+from distckpt._format.columns import pack, unpack
+from distckpt._format.manifest import MANIFEST_NAME, ChunkTable, Manifest, marker_fields
+from distckpt._io.prepared_save import PreparedSave
+from distckpt._io.replicas import add_digests, weighted_digest
+from distckpt._io.staging import Staging
+from distckpt._io.write import NewFile, WriteSettings, file_of_tensors, in_folder, write_files
+from distckpt._mapping.base import OpenReplicaId
+from distckpt._mapping.wrappers import ShardedObject, ShardedTensor, is_main_replica
+from distckpt._plan.cache import PlanCache, SavePlan, structure_of
+from distckpt._plan.layout import (
+    PlannedChunk,
+    PlannedFile,
+    chunk_table,
+    lay_out_files,
+    lay_out_object_file,
+    manifest_of_keys,
+)
+from distckpt._plan.save import Pieces, find_aliases, plan_owners
+from distckpt._ranks import exchanges
+from distckpt._ranks.collectives import Ranks
+from distckpt._state.common_state import object_text
+from distckpt._state.shards import Shard, ShardTable, describe, merge_tables, region_view
+from distckpt._state.validation import replica_weights, validate_shards
+from distckpt._storage import locations
+
+
+_PLANS = PlanCache()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """How shards are saved.
+
+    Attributes:
+        options: of the caller.
+        exchange_group: process group within which replicas share the writing; None for all ranks.
+        direct_io: write files around the page cache; None where that pays and the file system
+            takes it, True insists.
+        plans: plans of earlier saves. While nothing but the data of the shards changes on any rank,
+            later saves are not planned again.
+    """
+
+    options: SaveOptions
+    exchange_group: Any = None
+    direct_io: bool | None = None
+    plans: PlanCache = _PLANS
+
+    @property
+    def max_inflight_bytes(self) -> int:
+        """Memory for data on its way to storage."""
+        limit = self.options.max_inflight_bytes
+        return DEFAULT_INFLIGHT_BYTES if limit is None else limit
+
+
+def prepare_shards(ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings) -> ShardSave:
+    """Give every byte of the shards of all ranks an owner and a place in a file.
+
+    Collective operation: all ranks must call it. They compare whether a kept plan fits. Only when
+    it does not on any of them, descriptions go to rank 0, and pieces to write come from it.
+
+    Raises:
+        InvalidShardingError: shards overlap, leave gaps or contradict each other.
+    """
+    ready, plan, is_reused = _find_or_make_plan(ranks, shards, settings)
+    encoded = encoded_objects(plan.objects, ready)
+    tensor_bytes = sum(sum(file.chunk_bytes) for file in plan.files)
+    return ShardSave(
+        make_tensor_files=tensor_files_of(plan.files, ready),
+        plan=plan,
+        encoded=encoded,
+        settings=settings,
+        num_bytes=tensor_bytes + sum(map(len, encoded.values())),
+        plan_reused=is_reused,
+    )
+
+
+def _find_or_make_plan(
+    ranks: Ranks, shards: Sequence[Shard], settings: ShardSettings
+) -> tuple[list[Shard], SavePlan, bool]:
+    """Return the shards ready to save, their plan, and whether it was kept from an earlier save."""
+    options = settings.options
+    compares_all = options.validate_replicas is True
+    compares = ranks.size > 1 if options.validate_replicas is None else compares_all
+    group = 0
+    ready: list[Shard] = []
+
+    def described() -> ShardTable:
+        table = describe(ready)._replace(exchange_group=group)
+        if compares:
+            add_digests(table, ready, of_samples=not compares_all)
+        return table
+
+    known = table = None
+    with ranks.phase("describe the shards") as vote:
+        ready = [ready_to_save(shard, compares_all) for shard in shards]
+        group = exchanges.group_number(settings.exchange_group)
+        structure = structure_of(ready, ranks, options.validate_access_integrity, group)
+        # Comparing the whole content of replicas takes an exchange each time.
+        known = None if compares_all else settings.plans.find(structure)
+        vote.number = known.number if known else 0
+        table = None if known else described()
+        digest = weighted_digest(known, ready) if known and compares else 0
+    is_reused = known is not None and vote.are_equal
+    if is_reused and compares and known is not None and known.replicas is not None:
+        is_reused = not ranks.all_gather_numbers([digest]).sum()
+    if is_reused:
+        assert known is not None
+        plan = known
+    else:
+        if vote.largest:
+            # Some ranks, though not all, know a plan, or replicas have become different.
+            with ranks.phase("describe the shards again"):
+                table = table or described()
+        assert table is not None
+        plan = make_plan(ranks, table, not options.validate_access_integrity)
+    settings.plans.keep(structure, plan)
+    return ready, plan, is_reused
+
+
+@dataclass
+class ShardSave(PreparedSave):
+    """The part of one rank in a planned save.
+
+    Attributes:
+        make_tensor_files: call it in the thread that computes, see `file_of_tensors`.
+        plan: its objects are written after the tensors, into a file of their own.
+        encoded: the objects, by unique key.
+        settings: how files are written.
+    """
+
+    make_tensor_files: Callable[[], Sequence[NewFile]]
+    plan: SavePlan
+    encoded: Mapping[str, bytes]
+    settings: ShardSettings
+    num_bytes: int
+    plan_reused: bool = False
+    folder_suffix: str = ""
+    written: Sequence[tuple[str, int]] = ()
+
+    def stage(self, staging: Staging) -> ShardSave:
+        # Objects are copies already, encoded ones.
+        staged = staging.copy(self.make_tensor_files())
+        return replace(self, make_tensor_files=lambda: staged)
+
+    def write(self, checkpoint_dir: str, ranks: Ranks) -> Mapping[str, Any]:
+        """Write what this rank owns; the coordinator then notes what is where.
+
+        Collective operation: all ranks must call it. Chunks of objects, and checksums, go to the
+        coordinator.
+        """
+        plan, suffix = self.plan, self.folder_suffix
+        with ranks.phase("write shard files"):
+            files = [*self.make_tensor_files()]
+            object_table = ChunkTable.empty()
+            if plan.objects:
+                planned, object_file = object_file_of(ranks.rank, plan.objects, self.encoded)
+                object_table = chunk_table([planned])
+                files.append(object_file)
+            placed = [file.below(checkpoint_dir, suffix) for file in files]
+            checksums = write_files(placed, self._write_settings())
+            written = object_table._replace(block_checksums=checksums).to_bytes()
+        gathered = [ChunkTable.from_bytes(data) for data in ranks.gather(written)]
+        if plan.manifest is None:
+            return {}
+        tables = list(itertools.chain(*zip(plan.tables, gathered, strict=True)))
+        durable = self.settings.options.durable
+        fields, self.written = write_manifest(
+            checkpoint_dir, plan.manifest, tables, suffix, durable
+        )
+        return fields
+
+    def _write_settings(self) -> WriteSettings:
+        limit = self.settings.max_inflight_bytes
+        num_requests = num_requests_within(limit)
+        progress = self.settings.options.progress
+        return WriteSettings(
+            durable=self.settings.options.durable,
+            direct=self.settings.direct_io,
+            num_threads=num_threads_within(limit),
+            num_requests=num_requests,
+            max_part_bytes=limit // num_requests - UNIT_BYTES,
+            progress=ProgressCounter(progress, self.num_bytes).add if progress else None,
+        )
+
+
+def ready_to_save(shard: Shard, encode_copies: bool) -> Shard:
+    """Check that a tensor can be read; replace the value of a main object (and of copies) by its
+    encoding.
+    """
+    if isinstance(shard, ShardedTensor):
+        _check_tensor(shard)
+        return shard
+    if not (
+        encode_copies
+        or is_main_replica(shard.replica_id)
+        or isinstance(shard.replica_id, OpenReplicaId)
+    ):
+        return shard
+    try:
+        return replace(shard, data=codec.encode(shard.data))
+    except UnsupportedObjectError as error:
+        raise UnsupportedObjectError(
+            f"{object_text(shard.key)} cannot be saved: {error}"
+        ) from error
+
+
+def _check_tensor(shard: ShardedTensor) -> None:
+    data = shard.data
+    if data is None:
+        raise CheckpointingException(
+            f"Key {shard.key!r} at offset {shard.global_offset} has no data, and needs its tensor "
+            "to be saved."
+        )
+    if data.dtype != shard.dtype or data.shape != shard.local_shape:
+        # A flat shard, or one that has been given another tensor since it was made.
+        shard.validate_metadata_integrity()
+
+
+def make_plan(ranks: Ranks, table: ShardTable, allow_gaps: bool) -> SavePlan:
+    """Plan a save together; `allow_gaps` permits elements that no rank holds.
+
+    Collective operation: all ranks must call it. Descriptions of shards go to the coordinator,
+    pieces to write come back, tables of chunks go to it.
+    """
+    messages = ranks.gather_once(table.to_messages())
+    manifests: list[Manifest] = []
+
+    def plan_for_all() -> list[bytes]:
+        described = ShardTable.all_from_messages(*messages)
+        groups = [each.exchange_group for each in described]
+        ends = np.cumsum([len(each.key_ids) for each in described])[:-1]
+        merged = merge_tables(described)
+        # As large as what is made of them.
+        messages.clear()
+        described.clear()
+        validate_shards(merged, allow_gaps=allow_gaps)
+        aliases = find_aliases(merged)
+        manifests.append(manifest_of_keys(merged, aliases))
+        owned = plan_owners(merged, ranks.size, aliases, groups)
+        weights = replica_weights(merged)
+        fields = [1 + secrets.randbits(61), bool(weights.any())]
+        pairs = zip(np.split(weights, ends), owned, strict=True)
+        return [pack(fields, {"weights": w, **p._asdict()}) for w, p in pairs]
+
+    (number, has_replicas), columns = unpack(ranks.decide_each("plan", plan_for_all))
+    weights = columns.pop("weights")
+    error, own_table = None, b""
+    try:
+        files, objects = lay_out_files(ranks.rank, table, Pieces(**columns))
+        own_table = chunk_table(files).to_bytes()
+    except Exception as caught:
+        error = caught
+    gathered = ranks.gather(own_table)
+    with ranks.phase("lay out files", decision=True):
+        if error is not None:
+            raise error
+        tables = [ChunkTable.from_bytes(data) for data in gathered if data]
+        for manifest in manifests:
+            manifest.check_size(tables)
+    rows = np.flatnonzero(weights)
+    replicas = (
+        [(int(table.shard_ids[row]), table.row_region(row)) for row in rows.tolist()]
+        if has_replicas
+        else None
+    )
+    return SavePlan(
+        number, files, objects, next(iter(manifests), None), tables, replicas, weights[rows]
+    )
+
+
+def tensor_files_of(
+    files: Sequence[PlannedFile], shards: Sequence[Shard]
+) -> Callable[[], list[NewFile]]:
+    """Look up the tensors that files consist of. The files themselves are made when the result is
+    called.
+    """
+    contents = [[_tensors_of(chunk, shards) for chunk in file.chunks] for file in files]
+    return lambda: [
+        file_of_tensors(file.name, file.header, tensors)
+        for file, tensors in zip(files, contents, strict=True)
+    ]
+
+
+def encoded_objects(objects: Sequence[PlannedChunk], shards: Sequence[Shard]) -> dict[str, bytes]:
+    """Return the encodings of the objects that a rank writes, by unique key."""
+    held = [shards[chunk.pieces[0][0]] for chunk in objects]
+    return {shard.unique_key: shard.data for shard in held if isinstance(shard, ShardedObject)}
+
+
+def object_file_of(
+    rank: int, objects: Sequence[PlannedChunk], encoded: Mapping[str, bytes]
+) -> tuple[PlannedFile, NewFile]:
+    """Lay out the file of the encoded objects of one rank, and make it."""
+    planned = lay_out_object_file(rank, objects, {key: len(data) for key, data in encoded.items()})
+    contents = [[torch.frombuffer(bytearray(data), dtype=torch.uint8)] for data in encoded.values()]
+    return planned, file_of_tensors(planned.name, planned.header, contents)
+
+
+def write_manifest(
+    checkpoint_dir: str,
+    manifest: Manifest,
+    tables: Sequence[ChunkTable],
+    suffix: str,
+    durable: bool,
+) -> tuple[Mapping[str, Any], list[tuple[str, int]]]:
+    """Complete a manifest with the chunks that were written, and write it.
+
+    Returns the marker fields that name it, and the names and sizes of all files, its own included.
+    On an object store no manifest is ever replaced, since a marker may name it: it gets another
+    name where there is one.
+    """
+    written = manifest.with_chunks(tables)
+    written.files[:] = [file._replace(name=in_folder(file.name, suffix)) for file in written.files]
+    data = written.to_bytes()
+    name = MANIFEST_NAME
+    if not locations.create_bytes(locations.join(checkpoint_dir, name), data, durable):
+        name = f"manifest{suffix or '-' + secrets.token_hex(8)}.safetensors"
+        locations.write_bytes(locations.join(checkpoint_dir, name), data, durable)
+    return marker_fields(data, name), [
+        *((file.name, file.num_bytes) for file in written.files),
+        (name, len(data)),
+    ]
+
+
+def _tensors_of(chunk: PlannedChunk, shards: Sequence[Shard]) -> list[torch.Tensor]:
+    tensors = []
+    for shard_id, region in chunk.pieces:
+        shard = shards[shard_id]
+        assert isinstance(shard, ShardedTensor)
+        tensors.append(region_view(shard, region))
+    return tensors

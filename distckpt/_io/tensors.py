@@ -1,0 +1,386 @@
+"""Tensor-by-tensor building blocks with bounded memory: measure, divide, move, gather and
+broadcast.
+
+Everything here works without a process group. DTensors are recognized by their methods, so nothing
+here depends on `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from distckpt._base.arrays import as_torch_dtype, estimate_array_nbytes
+from distckpt._base.interrupts import operation
+from distckpt._base.memory import estimate_available_memory, is_plain_memory, tensor_bytes
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._base.tree import Position
+from distckpt._geometry.region import cut_region, whole
+from distckpt._ranks.collectives import Ranks
+
+__all__ = [
+    "TensorFunction",
+    "TensorSource",
+    "apply_gather_functions",
+    "as_torch_dtype",
+    "broadcast_tensor",
+    "chunk_tensor_by_memory",
+    "estimate_array_nbytes",
+    "estimate_available_memory",
+    "flatten_for_broadcast",
+    "is_gcs_path",
+    "parse_gcs_path",
+    "read_process_array",
+    "reshard",
+    "to_host",
+    "to_plain_memory",
+    "unflatten_from_broadcast",
+]
+
+logger = logging.getLogger(__name__)
+
+TensorFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a tensor and returns it placed, gathered or changed otherwise."""
+
+_GCS_SCHEME = "gs://"
+
+
+class TensorSource(Protocol):
+    """Something that gives tensors by key, as an open safetensors file does."""
+
+    def get_tensor(self, name: str, /) -> torch.Tensor:
+        """Return a tensor."""
+
+
+def chunk_tensor_by_memory(tensor: torch.Tensor, memory_limit: int) -> list[torch.Tensor]:
+    """Divide a tensor of any strides and device into views of at most `memory_limit` bytes.
+
+    They have as many axes as `tensor`, and are in row-major order: their flattened values one after
+    the other are the flattened tensor. They are runs of rows; rows that are larger than the limit
+    are divided along later axes.
+
+    Raises:
+        ValueError: the limit is smaller than one element.
+    """
+    if memory_limit < max(1, tensor.element_size()):
+        raise ValueError(
+            f"a memory limit of {memory_limit} bytes is less than one element of {tensor.dtype} "
+            f"({tensor.element_size()} bytes)"
+        )
+    if estimate_array_nbytes(tensor) <= memory_limit:
+        return [tensor]
+    pieces = cut_region(whole(tuple(tensor.shape)), memory_limit // tensor.element_size())
+    return [tensor[piece.slices()] for piece in pieces]
+
+
+def to_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bytes in CPU memory are the values of `tensor`: itself when it is one,
+    else a copy.
+    """
+    return (
+        tensor
+        if is_plain_memory(tensor)
+        else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    )
+
+
+def to_host(
+    x: torch.Tensor,
+    float_dtype: torch.dtype | str | np.dtype[Any] | None = None,
+    mesh: Any = None,
+    cpu_offload: bool = True,
+) -> torch.Tensor:
+    """Cast a tensor where it is, gather it if it is distributed, then move it to CPU memory.
+
+    Collective operation for a DTensor: all ranks of its mesh must call it.
+
+    Args:
+        float_dtype: to cast to, None to keep the dtype. Integers, bools, complex numbers and floats
+            of 8 bits and less (whose scale stands elsewhere) keep theirs in any case.
+        mesh: accepted, as its counterpart in eformer has it: a DTensor is gathered whole on every
+            rank of its mesh.
+        cpu_offload: whether to move to CPU memory.
+
+    Returns:
+        The tensor without autograd history; it shares memory with `x` when there was nothing to do.
+
+    Raises:
+        ValueError: `float_dtype` is no floating dtype.
+    """
+    del mesh
+    x = _cast_floats(x.detach(), float_dtype)
+    if hasattr(x, "full_tensor"):
+        x = x.full_tensor()
+    return x.cpu() if cpu_offload else x
+
+
+def reshard(x: torch.Tensor, target: Any) -> torch.Tensor:
+    """Change how a tensor is distributed. Collective operation: all ranks of the mesh must call it.
+
+    Args:
+        x: a DTensor, or a plain tensor that all ranks hold, which becomes one.
+        target: placements, one for each axis of the mesh, or `(mesh, placements)`, or None to
+            return `x` as it is.
+
+    Raises:
+        TypeError: `x` is a plain tensor, and no mesh is given.
+    """
+    if target is None:
+        return x
+    has_mesh = len(target) == 2 and isinstance(target[1], (list, tuple))
+    mesh, placements = target if has_mesh else (None, target)
+    if not hasattr(x, "redistribute"):
+        if mesh is None:
+            raise TypeError(
+                f"a plain tensor of shape {tuple(x.shape)} has no mesh to be resharded to {target} "
+                "on: give (mesh, placements), or a DTensor"
+            )
+        return torch.distributed.tensor.distribute_tensor(x, mesh, placements)
+    return x.redistribute(mesh, placements)  # type: ignore[no-any-return]
+
+
+def _cast_floats(
+    tensor: torch.Tensor, dtype: torch.dtype | str | np.dtype[Any] | None
+) -> torch.Tensor:
+    if dtype is None:
+        return tensor
+    target = as_torch_dtype(dtype)
+    if not target.is_floating_point:
+        raise ValueError(f"floating tensors are not cast to {target}: give a floating dtype")
+    is_cast = tensor.is_floating_point() and tensor.element_size() > 1
+    return tensor.to(target) if is_cast else tensor
+
+
+def read_process_array(
+    key: str,
+    shard_fns: Mapping[str, TensorFunction | None] | None,
+    mismatch_allowed: bool,
+    source: TensorSource | Mapping[str, torch.Tensor],
+    callback: Callable[[torch.Tensor, str], torch.Tensor] | None = None,
+    dtype: torch.dtype | str | np.dtype[Any] | None = None,
+) -> tuple[str, torch.Tensor, int]:
+    """Read one tensor, then place, process and cast it, in this order.
+
+    Args:
+        key: of the tensor.
+        shard_fns: key -> what places a tensor (on a device, or as its shard); None places nothing.
+        mismatch_allowed: whether a tensor may lack its function in `shard_fns`; it stays where it
+            is then.
+        source: gives the tensor: an open safetensors file, or a mapping.
+        callback: called with the placed tensor and its key, returns what to go on with.
+        dtype: to cast to; only floating tensors are cast, as in `to_host`.
+
+    Returns:
+        `(key, tensor, mismatch_count)`; the count is 1 when the tensor lacked its function, else 0.
+
+    Raises:
+        ValueError: there is no function for the key and that is not allowed.
+    """
+    num_mismatches = 0
+    tensor = source[key] if isinstance(source, Mapping) else source.get_tensor(key)
+    if shard_fns is not None:
+        place = shard_fns.get(key)
+        if place is not None:
+            tensor = place(tensor)
+        elif mismatch_allowed:
+            num_mismatches = 1
+        else:
+            raise ValueError(
+                f"shard_fns has no function for {key!r}{did_you_mean(key, shard_fns)}: add one, or "
+                "allow mismatches"
+            )
+    if callback is not None:
+        tensor = callback(tensor, key)
+    return key, _cast_floats(tensor, dtype), num_mismatches
+
+
+def flatten_for_broadcast(state: Mapping[Any, Any]) -> dict[Position, Any]:
+    """Flatten nested dicts and lists, so that all ranks can walk through the leaves in the same
+    order.
+
+    Returns:
+        Position (the tuple of dict keys and list indices that leads to a leaf) -> leaf, in the
+        order of `state`. `unflatten_from_broadcast` is the inverse.
+    """
+    return dict(_leaves(state, ()))
+
+
+def unflatten_from_broadcast(
+    flat: Mapping[Position, Any], like: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """Put leaves, given by position, into new nested dicts and lists like those of `like`, which
+    was flattened, say.
+
+    Raises:
+        ValueError: the positions are not those of `like`.
+    """
+    positions = flatten_for_broadcast(like)
+    _check_same(
+        flat, positions, "the flat state and the nested one it is put into have different leaves"
+    )
+    return dict(_rebuilt(like, (), flat))
+
+
+def apply_gather_functions(
+    state: Mapping[Any, Any],
+    gather_fns: Mapping[Any, Any] | bool,
+    mismatch_allowed: bool,
+    verbose: bool,
+) -> dict[Any, Any]:
+    """Gather the tensors of a state, one after the other.
+
+    Collective operation if the functions are: all ranks must call it, with a state of the same
+    order.
+
+    Args:
+        state: nested dicts and lists; they are not changed.
+        gather_fns: True gathers every DTensor whole (`full_tensor()`), False nothing. Otherwise the
+            functions, nested as in `state` or by position (see `flatten_for_broadcast`).
+        mismatch_allowed: whether leaves may lack a function (they stay as they are), and functions
+            a leaf.
+        verbose: whether to log what was gathered.
+
+    Returns:
+        A state of the same nesting.
+
+    Raises:
+        ValueError: leaves and functions do not match and that is not allowed.
+    """
+    flat = flatten_for_broadcast(state)
+    if isinstance(gather_fns, bool):
+        gather: Callable[[Any], Any] = operator.methodcaller("full_tensor")
+        functions = {
+            position: gather
+            for position, leaf in flat.items()
+            if gather_fns and hasattr(leaf, "full_tensor")
+        }
+    else:
+        is_flat = any(isinstance(key, tuple) for key in gather_fns)
+        given = gather_fns if is_flat else flatten_for_broadcast(gather_fns)
+        functions = {
+            position: function for position, function in given.items() if function is not None
+        }
+        if not mismatch_allowed:
+            _check_same(
+                functions,
+                flat,
+                "gather functions and leaves do not match (mismatches can be allowed)",
+            )
+    gathered = {
+        position: functions[position](leaf)
+        for position, leaf in flat.items()
+        if position in functions
+    }
+    if verbose:
+        logger.info("gathered %d of %d leaves", len(gathered), len(flat))
+    return unflatten_from_broadcast(flat | gathered, state)
+
+
+def _leaves(node: Any, position: Position) -> Iterator[tuple[Position, Any]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, (*position, key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _leaves(value, (*position, index))
+    else:
+        yield position, node
+
+
+def _rebuilt(node: Any, position: Position, flat: Mapping[Position, Any]) -> Any:
+    if isinstance(node, Mapping):
+        return {key: _rebuilt(value, (*position, key), flat) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_rebuilt(value, (*position, index), flat) for index, value in enumerate(node)]
+    return flat[position]
+
+
+def _check_same(found: Iterable[Position], expected: Iterable[Position], problem: str) -> None:
+    lacking, extra = set(expected) - set(found), set(found) - set(expected)
+    if lacking or extra:
+        names = [
+            summarize_keys(".".join(map(str, position)) for position in side)
+            for side in (lacking, extra)
+        ]
+        raise ValueError(
+            f"{problem}: lacking {names[0] or 'none'}, unexpected {names[1] or 'none'}"
+        )
+
+
+@operation
+def broadcast_tensor(
+    tensor: torch.Tensor,
+    memory_limit_bytes: int,
+    target_sharding: Any = None,
+    *,
+    src: int = 0,
+    process_group: Any = None,
+) -> torch.Tensor:
+    """Give every rank the values that a tensor has on one of them, piece by piece.
+
+    Collective operation: all ranks of the group must call it; descriptions and the values are
+    exchanged, over CPU memory.
+
+    Args:
+        tensor: of the same shape and dtype on every rank, of any device and strides. Overwritten
+            except on `src`.
+        memory_limit_bytes: that a rank needs besides the tensor at most. The smallest of all ranks
+            holds.
+        target_sharding: how to distribute the result, see `reshard`; None leaves it whole on every
+            rank.
+        src: the rank in the group that has the values.
+        process_group: a `torch.distributed` group; None is the default one, or this process alone
+            without one.
+
+    Returns:
+        `tensor`, or the DTensor made of it.
+
+    Raises:
+        RankFailedError: ranks disagree, or an argument is wrong on some of them.
+        ValueError: with a single rank, for the same.
+    """
+    ranks = Ranks(process_group)
+    with ranks.phase("describe the tensor to broadcast"):
+        mine = [str(tensor.dtype), list(tensor.shape), src]
+        described = json.dumps([mine, int(memory_limit_bytes)]).encode()
+    everyone = [json.loads(text) for text in ranks.all_gather(described)]
+    with ranks.phase("prepare a broadcast"):
+        for rank, (other, _) in enumerate(everyone):
+            if other != mine:
+                raise ValueError(
+                    f"[dtype, shape, src] of the tensor to broadcast are {mine}, on rank {rank} "
+                    f"{other}"
+                )
+        if not 0 <= src < ranks.size:
+            raise ValueError(f"src is {src}, but the group has {ranks.size} ranks, counted from 0")
+        chunks = chunk_tensor_by_memory(tensor.detach(), min(limit for _, limit in everyone))
+    for chunk in chunks if ranks.size > 1 else ():
+        plain = to_plain_memory(chunk)
+        ranks.broadcast_into(tensor_bytes(plain), src)
+        if ranks.rank != src and plain is not chunk:
+            chunk.copy_(plain)
+    return reshard(tensor, target_sharding)
+
+
+def is_gcs_path(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is in Google Cloud Storage (`gs://...`)."""
+    return str(path).startswith(_GCS_SCHEME)
+
+
+def parse_gcs_path(gcs_path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Divide `gs://bucket/blob` into `(bucket, blob)`.
+
+    Raises:
+        ValueError: it is no such path.
+    """
+    bucket, _, blob = str(gcs_path).removeprefix(_GCS_SCHEME).partition("/")
+    if not is_gcs_path(gcs_path) or not bucket or not blob:
+        raise ValueError(f"{str(gcs_path)!r} is not of the form gs://bucket/blob")
+    return bucket, blob

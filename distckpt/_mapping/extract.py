@@ -1,0 +1,173 @@
+"""Extract parts of sharded state dicts, and rename the keys in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from distckpt._base.tree import extract_matching_values, nested_values
+from distckpt._mapping.kinds import is_a
+from distckpt._mapping.wrappers import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+
+__all__ = [
+    "add_prefix_for_sharding",
+    "apply_prefix_mapping",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "extract_sharded_tensors",
+    "extract_sharded_tensors_and_factories",
+    "extract_sharded_tensors_or_nonpersistent",
+    "force_all_tensors_to_non_fp8",
+    "replace_prefix_for_sharding",
+]
+
+# Key, global offset, and the bounds of the flattened range of a flat shard.
+_ShardId = tuple[str, tuple[int, ...], tuple[int | None, int | None] | None]
+# Key, global offset, and global shape.
+_ObjectId = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def extract_sharded_tensors(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedTensor`s and the rest.
+
+    This and the functions like it return two halves of nested dicts and lists: what they name, and
+    all else. They keep the nesting, compact lists, and do not change their argument; see
+    `dict_utils.extract_matching_values`.
+    """
+    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedTensor))
+
+
+def extract_sharded_tensors_and_factories(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedTensor`s and `ShardedTensorFactory`s, and the rest."""
+    return extract_matching_values(
+        sharded_state_dict, lambda v: is_a(v, ShardedTensor, ShardedTensorFactory)
+    )
+
+
+def extract_sharded_tensors_or_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedTensor`s, factories and `LocalNonpersistentObject`s, and
+    the rest.
+    """
+    return extract_matching_values(
+        sharded_state_dict,
+        lambda v: is_a(v, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject),
+    )
+
+
+def extract_sharded_base(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `ShardedBase` values (shards, objects, factories), and the
+    rest.
+    """
+    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, ShardedBase))
+
+
+def extract_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """Split a state dict into its `LocalNonpersistentObject`s, still wrapped, and the rest."""
+    return extract_matching_values(sharded_state_dict, lambda v: is_a(v, LocalNonpersistentObject))
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put a prefix before the key of every wrapped value (`ShardedBase.key`), in place; the keys of
+    dicts stay.
+    """
+    _rename_keys(sharded_state_dict, lambda key: prefix + key)
+
+
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
+    """Exchange the prefix that the keys of all wrapped values have, in place.
+
+    Raises:
+        ValueError: a key does not start with `old_prefix`; nothing is changed then.
+    """
+    for value in nested_values([sharded_state_dict]):
+        if is_a(value, ShardedBase) and not value.key.startswith(old_prefix):
+            raise ValueError(
+                f"expected every key to begin with prefix {old_prefix!r}, but found {value.key!r}; "
+                "apply_prefix_mapping leaves other keys alone"
+            )
+    _rename_keys(sharded_state_dict, lambda key: new_prefix + key[len(old_prefix) :])
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+    """Exchange prefixes in the keys of wrapped values, in place.
+
+    Of `prefix_map`, old prefix to new, the first that a key starts with counts. Keys that start
+    with none stay.
+    """
+
+    def rename(key: str) -> str:
+        for old, new in prefix_map.items():
+            if key.startswith(old):
+                return new + key[len(old) :]
+        return key
+
+    _rename_keys(sharded_state_dict, rename)
+
+
+def _rename_keys(sharded_state_dict: ShardedStateDict, rename: Callable[[str], str]) -> None:
+    # By identity: a value that is at several positions of a state dict is renamed once.
+    # In a list, since a single wrapped value is accepted as well.
+    wrapped = {id(v): v for v in nested_values([sharded_state_dict]) if is_a(v, ShardedBase)}
+    for value in wrapped.values():
+        value.key = rename(value.key)
+
+
+def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace the Transformer Engine Float8 tensors in a state dict by ordinary ones, in place.
+
+    Such a tensor pretends to be of a high precision type, but holds 8-bit numbers and scales.
+    """
+    for value in nested_values([sharded_state_dict]):
+        if is_a(value, ShardedBase) and _is_float8(value.data):
+            value.data = value.data.dequantize()
+            if is_a(value, ShardedTensor):
+                value.dtype = value.data.dtype
+
+
+def _is_float8(data: Any) -> bool:
+    # By name, since Transformer Engine is not a dependency. Subclasses count, too.
+    return hasattr(data, "dequantize") and any(
+        "Float8" in cls.__name__ for cls in type(data).__mro__
+    )
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
+    """Return an id of a shard that its replicas share."""
+    flat = sharded_tensor.flattened_range
+    return (
+        sharded_tensor.key,
+        sharded_tensor.global_offset,
+        None if flat is None else (flat.start, flat.stop),
+    )
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> _ObjectId:
+    """Return an id of a sharded object that its replicas share."""
+    return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
+
+
+def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a copy of content metadata without the process group, which cannot be stored."""
+    if metadata is None:
+        return None
+    return {name: value for name, value in metadata.items() if name != "dp_cp_group"}

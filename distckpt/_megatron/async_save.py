@@ -1,0 +1,54 @@
+"""Background saves as requests that Megatron's queue of asynchronous calls can schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._io import background
+from distckpt._megatron.async_requests import AsyncRequest
+from distckpt._operations.background_save import BackgroundSave
+from distckpt._ranks.collectives import Ranks
+
+_OTHER_QUEUE = (
+    "The save to {!r} was not written: its queue calls requests in processes of their own. Import "
+    "AsyncCallsQueue from distckpt.megatron.strategies.async_utils where requests are scheduled, "
+    "too."
+)
+
+
+def async_request(ranks: Ranks, save: BackgroundSave) -> AsyncRequest:
+    """Return a request that Megatron's queue of asynchronous calls can schedule."""
+    finalize: list[Callable[[], Any]] = [partial(_check_written, save)]
+    return AsyncRequest(
+        _write_request,
+        (save, None, os.getpid()),
+        finalize,
+        {},
+        partial(_stage_request, save, ranks),
+    )
+
+
+def _stage_request(save: BackgroundSave, ranks: Ranks) -> bool:
+    if save.stage(ranks):
+        return True
+    save.write_now(ranks)
+    return False
+
+
+def _check_written(save: BackgroundSave) -> None:
+    """Raise when a queue has called the request in another process, where ranks cannot write
+    together.
+    """
+    if save.planned is not None and save.ranks.size > 1:
+        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
+
+
+def _write_request(save: BackgroundSave, is_staged: bool | None, process: int) -> None:
+    if process != os.getpid() and save.ranks.size > 1:
+        raise CheckpointingException(_OTHER_QUEUE.format(save.location))
+    if is_staged is not False:
+        background.run_in_order(save.write, f"the save to {save.location}", save.location)

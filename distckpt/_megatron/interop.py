@@ -1,0 +1,98 @@
+"""Megatron Core's sharded state dicts and the classes that its checkpoints hold. Megatron Core
+itself is not needed.
+
+`distckpt.save` and `distckpt.load` take sharded state dicts of Megatron as they are:
+
+    distckpt.save({"model": gpt_model.sharded_state_dict(), "iteration": 100},
+    "checkpoints/iter_100")
+
+The functions here are for the rest: working on such a state dict with other functions of distckpt,
+and storing the arguments of a training run, in which there are values of Megatron's own Enum
+classes.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import signal
+from typing import Any
+
+from distckpt._format.codec import register_object_type
+from distckpt._mapping.wrappers import ShardedStateDict
+from distckpt._state.megatron_shards import adopt
+
+__all__ = ["convert", "register_types"]
+
+_ENUM_MODULES = (
+    "megatron.core.enums",
+    "megatron.core.transformer.enums",
+    "megatron.core.rerun_state_machine",
+)
+_SETTINGS_MODULE = "megatron.core.optimizer.optimizer_config"
+
+
+def convert(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Return a sharded state dict of distckpt that means the same as one of Megatron Core.
+
+    `save` and `load` do this themselves. Use it before functions that work on the objects, such as
+    those of `distckpt.megatron.utils`.
+
+    Args:
+        sharded_state_dict: nested dicts, lists and tuples in which
+            `megatron.core.dist_checkpointing` objects stand. It is not changed.
+
+    Returns:
+        The same structure with `distckpt.ShardedTensor`, `ShardedObject`, `ShardedTensorFactory`
+        and `LocalNonpersistentObject` in their places. Tensors are the same ones, not copies,
+        except 8-bit tensors of Transformer Engine, which become the tensors that they represent.
+        Factories build Megatron's objects.
+
+    Raises:
+        InvalidShardingError: an object describes an impossible placement.
+    """
+    converted: ShardedStateDict = _convert(sharded_state_dict)
+    return converted
+
+
+def _convert(node: Any) -> Any:
+    if isinstance(node, dict):
+        converted = {key: _convert(value) for key, value in node.items()}
+        return converted if type(node) is dict else type(node)(converted)
+    if type(node) in (list, tuple):
+        return type(node)(_convert(item) for item in node)
+    return adopt(node)
+
+
+def register_types() -> list[type]:
+    """Import the Enum classes and optimizer settings of Megatron Core that checkpoints of its
+    training scripts hold.
+
+    Saving needs no call: Enum classes, dataclasses and namedtuple classes of Megatron's packages
+    are stored without registration. They come back in programs that have imported them; a program
+    that has not calls this once, on every rank, before loading. What the installed Megatron lacks
+    is left out.
+
+    Returns:
+        The classes that are registered now; `signal.Signals` is one of them.
+    """
+    classes: list[type] = [signal.Signals]
+    for name in _ENUM_MODULES:
+        classes += [cls for cls in _classes_of(name) if issubclass(cls, enum.Enum)]
+    classes += [
+        cls for cls in _classes_of(_SETTINGS_MODULE) if cls.__name__.endswith("OptimizerConfig")
+    ]
+    return [register_object_type(cls) for cls in classes]
+
+
+def _classes_of(name: str) -> list[type]:
+    """Return the classes that a module defines; none when the module is not there."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return []
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == name
+    ]

@@ -1,0 +1,292 @@
+"""Mixtures of experts: the experts of a rank as parts of tensors that have an axis for all experts.
+
+Expert parallel ranks hold different experts under the same names, counted from 0 on each. In a
+checkpoint an expert needs the number it has in the whole model. Describe the experts of one rank as
+if there were no others, and let one of these functions number them:
+
+    experts = [expert.sharded_state_dict("experts.") for expert in self.local_experts]
+    state["experts"] = sequential_experts(experts, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
+
+Whichever function is used, what is stored is the same: tensors with one axis in front of an
+expert's own, of as many indices as the model has experts. So the number of expert parallel ranks
+can change, and so can the way in which the model holds its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._base.tree import dict_list_map_outplace
+from distckpt._geometry.region import with_item
+from distckpt._mapping.kinds import is_a
+from distckpt._mapping.wrappers import (
+    ReplicaId,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from distckpt._models.fused import FusedPart, fail, parts_factory
+from distckpt._state.megatron_shards import adopt
+
+__all__ = ["grouped_experts", "grouped_mlp_sharded_state_dict", "sequential_experts"]
+
+
+def sequential_experts(
+    experts: Sequence[ShardedStateDict], ep_rank: int, ep_size: int, *, expert_dp_rank: int | None
+) -> list[ShardedStateDict]:
+    """Number the experts of a rank that has a module for each of them.
+
+    Args:
+        experts: for each expert of this rank, in order, its sharded state dict, in which all
+            experts have the same keys. All ranks hold the same number of experts.
+        ep_rank: position of this rank among those that hold different experts.
+        ep_size: number of such ranks.
+        expert_dp_rank: position of this rank among those that hold the same part of the same
+            experts, 0 if no other does. It becomes the last number of all replica ids, in place of
+            the data parallel rank, which counts ranks with other experts, too. None leaves the
+            replica ids: those of DTensors are right already.
+
+    Returns:
+        The same state dicts, with an axis of all experts in front of the axes of each tensor,
+        behind axes that are prepended already (that of the layers, say). Objects get it as their
+        last axis. The arguments are not changed.
+
+    Raises:
+        InvalidShardingError: no such rank.
+    """
+    _check_rank(ep_rank, ep_size)
+    first, num_experts = ep_rank * len(experts), ep_size * len(experts)
+    return [
+        _map_shards(
+            expert, partial(_add_axis, number=number, num_experts=num_experts), expert_dp_rank
+        )
+        for number, expert in enumerate(experts, first)
+    ]
+
+
+def grouped_experts(
+    state_dict: ShardedStateDict, ep_rank: int, ep_size: int, *, expert_dp_rank: int | None
+) -> ShardedStateDict:
+    """Number the experts of a rank that has all of them in one tensor, one after another along its
+    first axis.
+
+        fc2 = ShardedTensor.from_rank_offsets("experts.fc2", weight, (2, tp_rank, tp_size))  #
+        [local experts, out, in] state.update(grouped_experts({"fc2": fc2}, ep_rank, ep_size,
+        expert_dp_rank=0))
+
+    `ep_rank`, `ep_size` and `expert_dp_rank` are those of `sequential_experts`.
+
+    Args:
+        state_dict: shards and factories of tensors of local shape `[local experts, ...]`; prepended
+            axes may be in front of the experts. All ranks hold the same number of experts.
+
+    Returns:
+        The same state dict, with the axis of the experts as long as the whole model has experts.
+        The arguments are not changed.
+
+    Raises:
+        InvalidShardingError: no such rank, or an object among the shards, which cannot be divided
+            by expert.
+    """
+    _check_rank(ep_rank, ep_size)
+    extend = partial(_extend_axis, ep_rank=ep_rank, ep_size=ep_size)
+    mapped: ShardedStateDict = _map_shards(state_dict, extend, expert_dp_rank)
+    return mapped
+
+
+def grouped_mlp_sharded_state_dict(
+    weight1: torch.Tensor,
+    weight2: torch.Tensor,
+    prefix: str = "",
+    sharded_offsets: Sequence[tuple[int, int, int]] = (),
+    *,
+    num_local_experts: int,
+    gated: bool,
+    ep_rank: int,
+    ep_size: int,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    expert_dp_rank: int = 0,
+) -> ShardedStateDict:
+    """Describe experts whose weights are in two matrices, like those of Megatron's `GroupedMLP`.
+
+    Stored are, as Megatron stores them, `<prefix>experts.linear_fc1.weight`, [experts, features,
+    hidden], and `<prefix>experts.linear_fc2.weight`, [experts, hidden, features]: for each expert
+    two linear layers, whose features are divided among tensor parallel ranks, gate before up.
+    `ep_rank`, `ep_size` and `expert_dp_rank` are those of `sequential_experts`.
+
+    Args:
+        weight1: of shape [hidden, local experts * width], which holds expert after expert: it is
+            used as `weight1.view(local experts, hidden, width)`. The width is the number of
+            features on this rank; twice that with gate, those of gate before those of up.
+        weight2: of shape [local experts * features on this rank, hidden].
+        prefix: what the keys start with.
+        sharded_offsets: axes to prepend, as (axis, position, size): that of the layers, say.
+        num_local_experts: number of experts that each rank holds.
+        gated: whether `weight1` holds gate and up (SwiGLU).
+        tp_rank: position of this rank among those that hold different features of the same experts.
+        tp_size: number of such ranks.
+
+    Returns:
+        Factories for `<prefix>weight1` and `<prefix>weight2`.
+
+    Raises:
+        InvalidShardingError: shapes that contradict each other, or no such rank.
+    """
+    _check_rank(tp_rank, tp_size)
+    _check_fused_weights(f"{prefix}experts", weight1, weight2, num_local_experts, gated)
+    num_projections = 2 if gated else 1
+    hidden, features = weight1.shape[0], weight2.shape[0] // num_local_experts
+    layers = sorted(sharded_offsets)
+    layer, num_layers = (
+        tuple(position for _, position, _ in layers),
+        tuple(size for _, _, size in layers),
+    )
+
+    def factory(
+        name: str, weight: torch.Tensor, num_in: int, num_out: int, parts: list[FusedPart]
+    ) -> Any:
+        # Viewed as [experts, in, out], stored as [experts, out, in].
+        return parts_factory(
+            f"{prefix}experts.{name}.weight", weight, parts, local_shape=weight.shape,
+            view_shape=(num_local_experts, num_in, num_out), axes=(0, 2, 1), prepend_axis_num=len(layers),
+            replica_id=(0, 0, 0),
+        )  # fmt: skip
+
+    stored = (*num_layers, num_local_experts, num_projections * features * tp_size, hidden)
+    local = (num_local_experts, hidden, features)
+    projections = [
+        FusedPart(
+            (0, 0, i * features), local, (*layer, 0, (i * tp_size + tp_rank) * features, 0), stored
+        )
+        for i in range(num_projections)
+    ]
+    stored = (*num_layers, num_local_experts, hidden, features * tp_size)
+    local = (num_local_experts, features, hidden)
+    part = FusedPart((0, 0, 0), local, (*layer, 0, 0, tp_rank * features), stored)
+    state = {
+        f"{prefix}weight1": factory(
+            "linear_fc1", weight1, hidden, num_projections * features, projections
+        ),
+        f"{prefix}weight2": factory("linear_fc2", weight2, features, hidden, [part]),
+    }
+    return grouped_experts(state, ep_rank, ep_size, expert_dp_rank=expert_dp_rank)
+
+
+def _map_shards(node: Any, change: Callable[[Any], Any], expert_dp_rank: int | None) -> Any:
+    """Change the shards and objects in nested containers, also those that factories build, and all
+    replica ids.
+    """
+    if isinstance(node, dict):
+        return {key: _map_shards(child, change, expert_dp_rank) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        children = [_map_shards(child, change, expert_dp_rank) for child in node]
+        return children if isinstance(node, list) else tuple(children)
+    node = adopt(node)
+    if isinstance(node, ShardedTensorFactory):
+        return replace(
+            _map_built(node, change), replica_id=_with_last(node.replica_id, expert_dp_rank)
+        )
+    if isinstance(node, ShardedTensor | ShardedObject):
+        return replace(change(node), replica_id=_with_last(node.replica_id, expert_dp_rank))
+    return node
+
+
+def _map_built(factory: ShardedTensorFactory, change: Callable[[Any], Any]) -> ShardedTensorFactory:
+    def build(
+        key: str, tensor: torch.Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> Any:
+        built = factory.build_fn(key, tensor, replica_id, flattened_range)
+        # A factory may build a single shard.
+        return dict_list_map_outplace(
+            lambda v: change(adopt(v)) if is_a(v, ShardedTensor, ShardedObject) else v, built
+        )
+
+    return replace(factory, build_fn=build)
+
+
+def _add_axis(
+    shard: ShardedTensor | ShardedObject, number: int, num_experts: int
+) -> ShardedTensor | ShardedObject:
+    if isinstance(shard, ShardedObject):
+        grid, cell = (*shard.global_shape, num_experts), (*shard.global_offset, number)
+        return replace(shard, global_shape=grid, global_offset=cell)
+    axis, fragmentations = shard.prepend_axis_num, shard.axis_fragmentations
+    return replace(
+        shard,
+        global_shape=_with_inserted(shard.global_shape, axis, num_experts),
+        global_offset=_with_inserted(shard.global_offset, axis, number),
+        axis_fragmentations=None
+        if fragmentations is None
+        else _with_inserted(fragmentations, axis, num_experts),
+        prepend_axis_num=axis + 1,
+    )
+
+
+def _extend_axis(shard: ShardedTensor | ShardedObject, ep_rank: int, ep_size: int) -> ShardedTensor:
+    if isinstance(shard, ShardedObject):
+        raise InvalidShardingError(
+            f"ShardedObject {shard.key!r}: an object for a group of experts cannot be divided when "
+            "the groups change; make one per expert (sequential_experts numbers them) or leave it "
+            "out"
+        )
+    axis, fragmentations = shard.prepend_axis_num, shard.axis_fragmentations
+    if axis == len(shard.global_shape):
+        fail(shard.key, "has no axis for the experts of this rank; sequential_experts adds one")
+    if fragmentations is not None:
+        fragmentations = with_item(fragmentations, axis, fragmentations[axis] * ep_size)
+    num_local = shard.global_shape[axis]
+    return replace(
+        shard,
+        global_shape=with_item(shard.global_shape, axis, num_local * ep_size),
+        global_offset=with_item(
+            shard.global_offset, axis, shard.global_offset[axis] + num_local * ep_rank
+        ),
+        axis_fragmentations=fragmentations,
+    )
+
+
+def _check_fused_weights(
+    key: str, weight1: torch.Tensor, weight2: torch.Tensor, num_local_experts: int, gated: bool
+) -> None:
+    shapes = tuple(weight1.shape), tuple(weight2.shape)
+    is_matrix = weight1.ndim == weight2.ndim == 2
+    features = weight2.shape[0] // max(num_local_experts, 1)
+    width = num_local_experts * features
+    hidden = weight2.shape[-1] if weight2.ndim else 0
+    if (
+        not is_matrix
+        or num_local_experts < 1
+        or shapes != ((hidden, width * (2 if gated else 1)), (width, hidden))
+    ):
+        gate = "with" if gated else "without"
+        fail(
+            key,
+            f"weight1 {shapes[0]} and weight2 {shapes[1]} do not hold {num_local_experts} experts "
+            f"{gate} gate",
+        )
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise InvalidShardingError(
+            f"there is no rank {rank} among {size}: ranks are counted from 0"
+        )
+
+
+def _with_last(replica_id: ReplicaId, value: int | None) -> ReplicaId:
+    """Replace the last number of a replica id; None leaves it."""
+    if value is None:
+        return replica_id
+    return (*replica_id[:-1], value) if isinstance(replica_id, tuple | list) else value
+
+
+def _with_inserted(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+    return (*values[:position], value, *values[position:])

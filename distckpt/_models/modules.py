@@ -1,0 +1,340 @@
+"""Sharded state dicts of torch modules.
+
+    state = sharded_state_dict(model)
+    distckpt.save(state, "checkpoints/step_100")
+    ...
+    load_sharded_state_dict(model, distckpt.load(sharded_state_dict(model), "checkpoints/step_100"))
+
+Parallel layouts are read from the tensors: a DTensor (as FSDP2, `parallelize_module` and
+`distribute_tensor` make them) has a mesh and placements, and other tensors are taken to be complete
+and the same on every rank. A module with tensors that are divided in other ways defines
+`sharded_state_dict(prefix, sharded_offsets, metadata)`, for which the functions with Megatron's
+names are of use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import summarize_keys
+from distckpt._base.tree import dict_list_map_outplace
+from distckpt._mapping.base import BufferReplicaId, OpenReplicaId
+from distckpt._mapping.wrappers import (
+    ReplicaId,
+    ShardedStateDict,
+    StateDict,
+    is_main_replica,
+)
+from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part, shard_of_dtensor
+from distckpt._models.layers import (
+    EXTRA_STATE,
+    Group,
+    Offsets,
+    make_sharded_object_for_checkpoint,
+    make_sharded_tensor_for_checkpoint,
+    make_sharded_tensors_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+    prepended_axes,
+)
+from distckpt._ranks.exchanges import own_rank
+
+__all__ = [
+    "load_sharded_state_dict",
+    "make_sharded_object_for_checkpoint",
+    "make_sharded_tensor_for_checkpoint",
+    "make_sharded_tensors_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "sharded_state_dict",
+    "sharded_state_dict_default",
+]
+
+# torch.compile, activation checkpointing and Fabric put their modules around others under these
+# names.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_original_module")
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"})
+"""Classes that have the module itself as `module`."""
+
+
+def sharded_state_dict(
+    module: torch.nn.Module,
+    prefix: str = "",
+    sharded_offsets: Offsets = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    replica_id: ReplicaId | None = None,
+) -> ShardedStateDict:
+    """Describe the parameters, persistent buffers and extra state of a module.
+
+        state = {"model": sharded_state_dict(model), "step": step}
+
+    Wrappers are seen through: torch.compile, activation checkpointing, DistributedDataParallel,
+    DataParallel, Fabric's. Modules below `module` that define `sharded_state_dict` are described by
+    it. That of `module` itself is not called, so that it may call this function.
+
+    A DTensor becomes the part of the global tensor that this rank holds, or several, with a replica
+    id made from its mesh. Tied parameters appear under each of their names; `save` stores them
+    once. Names are those of `state_dict()` of the module without wrappers.
+
+    Args:
+        module: any module.
+        prefix: put before every name.
+        sharded_offsets: axes in front of those of every tensor, `(axis, position, number of parts)`
+            each: the number of a layer or expert among all of them, say.
+        metadata: passed on to the `sharded_state_dict` of other modules.
+        replica_id: which copy of the module this rank has, see `is_main_replica`. By default ranks
+            that turn out to have the same part of a tensor (all ranks, those of a pipeline stage,
+            those of two stages with a tied weight) have copies of it, and the lowest of them the
+            main replica.
+
+    Returns:
+        By name a `ShardedTensor` or `ShardedTensorFactory` for tensors, with the parameters and
+        buffers themselves (the local parts of DTensors) as data; a `ShardedObject` for extra state.
+        DTensors on a mesh without this rank are left out.
+
+    Raises:
+        InvalidShardingError: a DTensor that is not made of parts and copies, see its placements.
+    """
+    offsets = tuple(sharded_offsets)
+    copy = OpenReplicaId((0, own_rank())) if replica_id is None else replica_id
+    buffer_copy = BufferReplicaId((0, own_rank())) if replica_id is None else replica_id
+    prepended_axes(offsets, "sharded_offsets")
+    state: ShardedStateDict = {}
+    entries, delegates = _entries(module)
+    for name, (_, value) in entries.items():
+        key = prefix + name
+        if name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor):
+            state[key] = make_sharded_object_for_checkpoint(value, key, offsets, copy)
+        elif is_dtensor(value):
+            if is_in_mesh(value):
+                state[key] = shard_of_dtensor(key, value, offsets, len(offsets), replica_id)
+        else:
+            own = copy if isinstance(value, torch.nn.Parameter) else buffer_copy
+            state[key] = make_sharded_tensor_for_checkpoint(value, key, offsets, own)
+    for name, child in delegates:
+        described = sharded_state_dict_default(child, prefix + name, offsets, metadata)
+        state.update(described if replica_id is None else _with_replica_id(described, replica_id))
+    return state
+
+
+def _with_replica_id(described: ShardedStateDict, replica_id: ReplicaId) -> ShardedStateDict:
+    """Say of what a module has described itself, without saying which copies there are, which copy
+    it is.
+    """
+    first = 0 if is_main_replica(replica_id) else 1
+
+    def change(part: Any) -> Any:
+        own = getattr(part, "replica_id", None)
+        return (
+            replace(part, replica_id=OpenReplicaId((first, *own[1:])))
+            if isinstance(own, OpenReplicaId)
+            else part
+        )
+
+    changed: ShardedStateDict = dict_list_map_outplace(change, described)
+    return changed
+
+
+def sharded_state_dict_default(
+    module: torch.nn.Module,
+    prefix: str = "",
+    sharded_offsets: Offsets = (),
+    metadata: dict[str, Any] | None = None,
+    tp_group: Group | None = None,
+) -> ShardedStateDict:
+    """Call a module's `sharded_state_dict`, or describe its state as copied on tensor and data
+    parallel ranks.
+
+    Args:
+        module: a module, as a rule below another one that puts its sharded state dict together.
+        prefix: put before every name.
+        sharded_offsets: axes in front of those of each tensor, see `sharded_state_dict`.
+        metadata: passed on; its entry `dp_cp_group`, if any, is the group of the ranks with copies.
+        tp_group: the tensor parallel ranks.
+    """
+    offsets = tuple(sharded_offsets)
+    own = getattr(module, "sharded_state_dict", None)
+    if callable(own):
+        described: ShardedStateDict = own(prefix=prefix, sharded_offsets=offsets, metadata=metadata)
+        return described
+    entries, delegates = _entries(module)
+    own_state = {name: value for name, (_, value) in entries.items()}
+    copies = (metadata or {}).get("dp_cp_group")
+    state = make_sharded_tensors_for_checkpoint(
+        own_state, prefix, {}, offsets, tp_group=tp_group, dp_cp_group=copies
+    )
+    for name, child in delegates:
+        state.update(sharded_state_dict_default(child, prefix + name, offsets, metadata, tp_group))
+    return state
+
+
+def load_sharded_state_dict(
+    module: torch.nn.Module, loaded: StateDict, prefix: str = "", *, strict: bool = True
+) -> tuple[set[str], set[str]]:
+    """Give a module what was loaded into its sharded state dict.
+
+    Tensors that were loaded in place, as those of `sharded_state_dict` are, need nothing; others
+    are copied. Extra state is handed to `set_extra_state`.
+
+    Args:
+        module: the module whose `sharded_state_dict` was loaded.
+        loaded: what `load` returned in its place: tensors (the local parts of DTensors) and
+            objects, by name.
+        prefix: what the names begin with; others are not looked at.
+        strict: whether names that only one side has are an error.
+
+    Returns:
+        Names that only the module has, and names that only `loaded` has. A parameter that is tied
+        to one that was loaded is not missing, nor is one that this rank has no part in.
+
+    Raises:
+        LoadMismatchError: names differ and `strict` is set, or a tensor has another shape. Nothing
+            is changed by the former.
+    """
+    entries, _ = _entries(module, delegate=False)
+    given = {
+        name[len(prefix) :]: value for name, value in loaded.items() if name.startswith(prefix)
+    }
+    reached = {
+        id(tensor)
+        for name in given
+        if name in entries and isinstance(tensor := entries[name][1], torch.Tensor)
+    }
+    missing = {
+        prefix + name
+        for name, (_, value) in entries.items()
+        if name not in given
+        and id(value) not in reached
+        and not (is_dtensor(value) and not is_in_mesh(value))
+    }
+    unexpected = {prefix + name for name in given if name not in entries}
+    if strict and (missing or unexpected):
+        raise LoadMismatchError(
+            _mismatch(type(module).__name__, missing, unexpected), missing, unexpected
+        )
+    owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    others: StateDict = {}
+    for name, value in given.items():
+        if name in entries:
+            own_name, target = entries[name]
+            if id(target) in owned and isinstance(value, torch.Tensor):
+                _copy_into(prefix + name, target, value)
+            else:
+                others[own_name] = value
+    if others:
+        # Extra state, and whatever else only the module can load.
+        module.load_state_dict(others, strict=False)
+    return missing, unexpected
+
+
+def _mismatch(module: str, missing: set[str], unexpected: set[str]) -> str:
+    lines = [f"What was loaded does not fit the module {module}:"]
+    if missing:
+        lines.append(f"  not loaded: {summarize_keys(missing)}")
+    if unexpected:
+        lines.append(f"  not in the module: {summarize_keys(unexpected)}")
+    lines.append("Load into the sharded state dict of this module, or pass strict=False.")
+    return "\n".join(lines)
+
+
+def _copy_into(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    local, value = local_part(target).detach(), local_part(value).detach()
+    if (
+        value.device == local.device
+        and value.data_ptr() == local.data_ptr()
+        and value.shape == local.shape
+    ):
+        return
+    if local.is_meta:
+        raise LoadMismatchError(
+            f"{name!r} is on the meta device, where nothing can be loaded: call "
+            "module.to_empty(device=...) before sharded_state_dict(module), or give load the "
+            "module itself, and materialize='cpu' or another device.",
+            missing=[name],
+        )
+    if value.shape != local.shape:
+        raise LoadMismatchError(
+            f"{name!r} has shape {tuple(local.shape)} on this rank, but {tuple(value.shape)} was "
+            "loaded for it: load the sharded state dict of this very module.",
+            unexpected=[name],
+        )
+    local.copy_(value)
+
+
+def _entries(
+    module: torch.nn.Module, delegate: bool = True
+) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, torch.nn.Module]]]:
+    """Return the state of a module: by name, the module's own name and the value.
+
+    With `delegate`, modules below that define `sharded_state_dict` are listed instead, with their
+    prefixes.
+    """
+    module = bare_module(module)
+    delegates = list(_delegates(module)) if delegate else []
+    added = [
+        _plain_name(f"{path}.module.")
+        for path, below in module.named_modules()
+        if _wrapped_name(below) == "module"
+    ]
+    # Not walked by hand: hooks rename entries, and FSDP takes its parameters apart again in one.
+    own = module.state_dict(keep_vars=True)
+    entries = {_plain_name(name, added): (name, value) for name, value in own.items()}
+    if delegates:
+        prefixes = {name for name, _ in delegates}
+        entries = {
+            name: entry for name, entry in entries.items() if not _lies_below(name, prefixes)
+        }
+    return entries, delegates
+
+
+def _delegates(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the uppermost modules below a module that define `sharded_state_dict`, with the
+    prefixes of their names.
+    """
+    # A module that is in two places has two names, so not named_modules().
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        below, inner = f"{prefix}{name}.", bare_module(child)
+        if callable(getattr(inner, "sharded_state_dict", None)):
+            yield below, inner
+        else:
+            yield from _delegates(inner, below)
+
+
+def bare_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module in the wrappers of torch and of training libraries."""
+    while name := _wrapped_name(module):
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
+
+
+def _wrapped_name(module: torch.nn.Module) -> str | None:
+    """Return the name of the module that this one is a wrapper of; None for other modules."""
+    for name in _WRAPPED:
+        if module._modules.get(name) is not None:
+            return name
+    is_wrapper = "module" in module._modules and _WRAPPERS & {
+        base.__name__ for base in type(module).__mro__
+    }
+    return "module" if is_wrapper else None
+
+
+def _lies_below(name: str, prefixes: set[str]) -> bool:
+    return any(name[: i + 1] in prefixes for i, character in enumerate(name) if character == ".")
+
+
+def _plain_name(name: str, added: Sequence[str] = ()) -> str:
+    """Remove what wrappers add to a name: parts, and `added`, the prefixes of what is in wrappers,
+    outer ones first.
+    """
+    if any(part in name for part in _WRAPPED):
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    for prefix in reversed(added):
+        if name.startswith(prefix):
+            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return name

@@ -1,0 +1,1 @@
+"""Optimizers: what their states are stored as, and how they are restored."""

@@ -1,0 +1,241 @@
+"""What a rank keeps of an optimizer's state, described to save it or to load into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from distckpt._base.errors import InvalidShardingError
+from distckpt._format.codec import HOLE
+from distckpt._mapping.wrappers import (
+    LocalNonpersistentObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from distckpt._models.dtensor import is_dtensor, is_in_mesh, local_part
+from distckpt._models.optimizer.ids import (
+    KEEP_VARS_HINT,
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
+)
+from distckpt._models.optimizer.shards import (
+    StoredEntry,
+    form_of,
+    param_name,
+    state_shard,
+    state_target,
+)
+from distckpt._models.optimizer.state import (
+    Entry,
+    ParamState,
+    SectionPath,
+    by_name,
+    describe,
+    forms_by_key,
+    orders_of,
+    param_state,
+    rest_entry,
+    stored_sections,
+)
+from distckpt._models.optimizer.view import (
+    Section,
+    bare_optimizer,
+    owned_parameters,
+    read_sections,
+)
+
+_Shard: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+
+class OwnState(NamedTuple):
+    """What of an optimizer this rank has: sections with the sizes of their groups; by place, names
+    and tensors.
+    """
+
+    sections: list[tuple[SectionPath, bool, list[int]]]
+    names: dict[Any, str]
+    tensors: dict[Any, dict[str, torch.Tensor]]
+
+
+class OptimizerState(dict[str, Any]):
+    """What `sharded_optimizer_state_dict` returns; `load` asks the checkpoint what to load in its
+    place.
+
+    Attributes:
+        optimizer: the optimizer, without wrappers.
+        prefix: what keys begin with.
+        shards: of its parameters, by `id()` of their local parts.
+    """
+
+    def __init__(self, optimizer: Any, prefix: str, shards: dict[int, _Shard]) -> None:
+        self.optimizer, self.prefix, self.shards = optimizer, prefix, shards
+        self._owned = owned_parameters(optimizer)
+        self.own = OwnState([], {}, {})
+        super().__init__(state={}, own=LocalNonpersistentObject(self.own))
+
+    def places(self, section: Section) -> Iterator[tuple[int, Any, torch.Tensor, _Shard]]:
+        """Yield number of the group, place of the state, parameter and its shard, for those that
+        this rank has.
+        """
+        for number, place, param in places_of(section):
+            shard = self.shards.get(id(local_part(param)))
+            if shard is not None:
+                if place not in self.own.names:
+                    self.own.names[place] = param_name(shard)
+                yield number, place, param, shard
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Tell whether this rank keeps the state of a parameter."""
+        return self._owned is None or id(param) in self._owned
+
+    def key(self, path: SectionPath, name: str) -> str:
+        """Return what the key of a tensor in the state of a parameter begins with."""
+        return ".".join((self.prefix, *path, "state", name))
+
+    def add(
+        self,
+        path: SectionPath,
+        place: Any,
+        param: torch.Tensor,
+        shard: _Shard,
+        tensors: dict[str, torch.Tensor],
+    ) -> dict[str, _Shard]:
+        """Describe the tensors in the state of a parameter."""
+        shards = {
+            name: state_shard(shard, param, tensor, name, self.key(path, name))
+            for name, tensor in tensors.items()
+        }
+        self.own.tensors[place], self["state"][place] = tensors, shards
+        return shards
+
+
+def places_of(section: Section) -> Iterator[tuple[int, Any, torch.Tensor]]:
+    """Yield number of the group, place of the state, and each parameter; without a path, places are
+    numbers.
+    """
+    params = (
+        (number, param) for number, group in enumerate(section.groups) for param in group["params"]
+    )
+    for position, (number, param) in enumerate(params):
+        yield number, (section.path, position) if section.path else position, param
+
+
+def describe_optimizer(
+    optimizer: Any, model_sharded_state_dict: ShardedStateDict, prefix: str
+) -> tuple[OptimizerState, list[Entry]]:
+    """Describe the optimizer on this rank, without its `settings`, which are returned besides."""
+    optimizer = bare_optimizer(optimizer)
+    described = OptimizerState(optimizer, prefix, _shards_of(optimizer, model_sharded_state_dict))
+    settings: list[Entry] = []
+    sections, rest = read_sections(optimizer)
+    for section in sections:
+        known: list[list[ParamState]] = [[] for _ in section.groups]
+        described.own.sections.append(
+            (section.path, section.by_number, [len(g["params"]) for g in section.groups])
+        )
+        for number, place, param, shard in described.places(section):
+            # Not state[param], which would make an entry.
+            kept = param_state(
+                described.own.names[place], section.state.get(param), not param.requires_grad
+            )
+            shards = described.add(section.path, place, param, shard, kept.tensors)
+            kept = (
+                kept._replace(orders=orders) if (orders := orders_of(kept.tensors, param)) else kept
+            )
+            if kept.name != shard.key:
+                kept = kept._replace(forms={key: form_of(part) for key, part in shards.items()})
+            known[number].append(kept)
+        settings += describe(zip(section.groups, known, strict=True), section.path)
+    if rest is not HOLE or [section.path for section in sections] != [()]:
+        settings.append(
+            rest_entry(rest, [(section.path, section.by_number) for section in sections])
+        )
+    return described, settings
+
+
+def fill_gaps(described: OptimizerState, settings: list[Entry]) -> None:
+    """Add zeros for parameters without a state that share a key with others that have one: a tensor
+    is saved whole.
+    """
+    for section in read_sections(described.optimizer)[0]:
+        forms = forms_by_key(settings, section.path)
+        for _, place, param, shard in described.places(section) if forms else ():
+            if shard.key in forms and not described["state"][place] and described.owns(param):
+                blank = {}
+                for name, form in forms[shard.key].items():
+                    key = described.key(section.path, name)
+                    blank[name] = state_target(
+                        shard, param, None, key, {f"{key}.{shard.key}": StoredEntry(*form)}
+                    ).zero_()
+                described.add(section.path, place, param, shard, blank)
+
+
+def _shards_of(
+    optimizer: Any, model_sharded_state_dict: ShardedStateDict
+) -> dict[int, ShardedTensor | ShardedTensorFactory]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_position = (
+        get_param_id_to_sharded_param_map(model_sharded_state_dict, params) if params else {}
+    )
+    first = get_optim_param_to_id_map(params)
+    shards: dict[int, ShardedTensor | ShardedTensorFactory] = {}
+    for position, param in enumerate(params):
+        shard = by_position.get(first[id(local_part(param))])
+        if shard is not None:
+            shards[id(local_part(param))] = shard
+        elif not is_dtensor(param) or is_in_mesh(param):
+            raise InvalidShardingError(
+                f"parameter {position} of the optimizer, of shape {tuple(param.shape)}, has no "
+                "shard in the state dict of the model: put the module that has it "
+                f"there.{KEEP_VARS_HINT}"
+            )
+    return shards
+
+
+def optimizer_targets(
+    described: OptimizerState, settings: list[Entry], stored: Mapping[str, StoredEntry]
+) -> OptimizerState:
+    """Return what to load in the place of a described optimizer, given its stored settings and the
+    stored keys.
+    """
+    targets = OptimizerState(described.optimizer, described.prefix, described.shards)
+    for section in sections_at(described.optimizer, stored_sections(settings)):
+        path = section.path
+        entries, forms = by_name(settings, path), forms_by_key(settings, path)
+        targets.own.sections.append(
+            (path, section.by_number, [len(group["params"]) for group in section.groups])
+        )
+        for _, place, param, shard in targets.places(section):
+            entry = entries.get(targets.own.names[place])
+            # What is requested of a tensor is all of it, so zeros that were saved for no state are
+            # loaded, too.
+            names = () if entry is None else entry["tensors"] or sorted(forms.get(shard.key, ()))
+            if names and targets.owns(param):
+                kept = param_state("", section.state.get(param), False).tensors
+                orders = {} if entry is None else entry.get("orders", {})
+                tensors = {
+                    name: state_target(
+                        shard,
+                        param,
+                        kept.get(name),
+                        targets.key(path, name),
+                        stored,
+                        orders.get(name),
+                    )
+                    for name in names
+                }
+                targets.add(path, place, param, shard, tensors)
+    targets["settings"] = LocalNonpersistentObject(settings)
+    return targets
+
+
+def sections_at(optimizer: Any, wanted: Iterable[tuple[SectionPath, bool]]) -> list[Section]:
+    """Return sections of an optimizer's state, those that it does not have yet without state."""
+    current = {section.path: section for section in read_sections(optimizer)[0]}
+    return [
+        current.get(path, Section(path, by_number, optimizer.param_groups, {}))
+        for path, by_number in wanted
+    ]

@@ -1,0 +1,358 @@
+"""The settings of an optimizer: options of groups, and what it keeps for its parameters besides
+tensors.
+
+Parameters with the same options and numbers, which are nearly always all of a group, share one
+entry:
+
+    {"options": {"lr": 0.001, ...}, "values": {"step": 100.0}, "scalars": {"step": torch.float32},
+     "tensors": ["exp_avg", "exp_avg_sq"], "has_state": True, "params": ["embedding.weight",
+         "norm.weight", ...]}
+
+The list of these entries is small, and is stored once, as an object. Parameters go by name, so that
+the number of groups and their order may change. An entry has `path` where it is about a part of the
+optimizer's state dict, and `frozen` where its parameters were not trained. Parameters that share a
+key (layers, experts) have `forms`, dtype and global shape of each tensor; transposed tensors have
+`orders`, of their axes in memory. One entry without parameters has the `rest` of the state dict,
+and in `sections` the parts that go by parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+
+from distckpt._base.errors import InvalidShardingError, LoadMismatchError
+from distckpt._base.messages import summarize_keys
+from distckpt._format import codec
+from distckpt._format.checksum import checksum
+from distckpt._format.codec import HOLE
+from distckpt._models.dtensor import is_dtensor, local_part
+from distckpt._ranks.collectives import Ranks
+
+Entry: TypeAlias = dict[str, Any]
+SectionPath: TypeAlias = tuple[str, ...]
+
+_NOT_STORED = ("params", "param_names")
+# How to compute, and on which device numbers live: the choice of the program that loads.
+_OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+_ITSELF = ""
+"""The name of a state that is no dict."""
+_BASIC = (bool, int, float, str, type(None), torch.dtype)
+
+
+class ParamState(NamedTuple):
+    """The state of one parameter.
+
+    `tensors` are those with axes, by name. Those in lists and dicts have names such as `Q.0`, and
+    are `HOLE`s in their place in `values`, the rest of the state. `scalars` are the tensors without
+    axes. A parameter without `has_state` has not been used yet. `forms` are dtype and global shape
+    of the tensors, for parameters that share a key; `orders` the axes of those tensors that are
+    transposed, in the order in which they lie in memory.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, Any]
+    scalars: dict[str, torch.Tensor]
+    has_state: bool
+    is_frozen: bool = False
+    forms: Mapping[str, Any] = MappingProxyType({})
+    orders: Mapping[str, Any] = MappingProxyType({})
+
+
+def param_state(name: str, state: Any, is_frozen: bool) -> ParamState:
+    """Separate the tensors in the state of a parameter from its other values."""
+    named = {} if state is None else state if isinstance(state, dict) else {_ITSELF: state}
+    kept = ParamState(name, {}, {}, {}, bool(named), is_frozen)
+    for key, value in named.items():
+        if isinstance(value, torch.Tensor):
+            (kept.tensors if value.ndim else kept.scalars)[key] = value
+        else:
+            kept.values[key] = _without_tensors(value, str(key), kept.tensors)
+    return kept
+
+
+def orders_of(tensors: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[str, list[int]]:
+    """Return in which order the axes of transposed tensors lie in memory: what is computed from
+    them depends on it.
+    """
+    orders: dict[str, list[int]] = {}
+    for name, tensor in tensors.items():
+        if (
+            not tensor.is_contiguous()
+            and not is_dtensor(tensor)
+            and tensor.stride() != param.stride()
+        ):
+            order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+            orders |= {name: order} if tensor.permute(order).is_contiguous() else {}
+    return orders
+
+
+def _without_tensors(value: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not value.ndim:
+            return local_part(value).detach()
+        found[path] = value
+        return HOLE
+    if type(value) in (list, tuple):
+        return type(value)(
+            _without_tensors(item, f"{path}.{i}", found) for i, item in enumerate(value)
+        )
+    if type(value) is dict:
+        return {key: _without_tensors(item, f"{path}.{key}", found) for key, item in value.items()}
+    return value
+
+
+def joined_state(
+    entry: Entry,
+    tensors: Mapping[str, torch.Tensor],
+    scalar: Callable[[str, Any, torch.dtype], torch.Tensor],
+    device: torch.device,
+) -> Any:
+    """Return the state of a parameter in the form in which the optimizer has it, the reverse of
+    `param_state`.
+    """
+    left = dict(tensors)
+
+    def with_tensors(value: Any, path: str) -> Any:
+        if value is HOLE:
+            return left.pop(path)
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if type(value) in (list, tuple):
+            return type(value)(with_tensors(item, f"{path}.{i}") for i, item in enumerate(value))
+        if type(value) is dict:
+            return {key: with_tensors(item, f"{path}.{key}") for key, item in value.items()}
+        return value
+
+    # Checkpoints of earlier versions do not say so.
+    scalars = entry.get(
+        "scalars", {"step": torch.float32} if type(entry["values"].get("step")) is float else {}
+    )
+    state = {
+        name: scalar(name, value, scalars[name])
+        if name in scalars
+        else with_tensors(value, str(name))
+        for name, value in entry["values"].items()
+    }
+    state |= left
+    return state.get(_ITSELF, state)
+
+
+def describe(
+    groups: Iterable[tuple[dict[str, Any], Sequence[ParamState]]], path: SectionPath = ()
+) -> list[Entry]:
+    """Describe parameter groups, given as `(group, states of its parameters)`."""
+    entries: dict[Any, Entry] = {}
+    for number, (group, states) in enumerate(groups):
+        options = {name: value for name, value in group.items() if name not in _NOT_STORED}
+        for state, values in zip(states, _plain_values(states), strict=True):
+            scalars = {name: tensor.dtype for name, tensor in state.scalars.items()}
+            # What is not basic may look the same and not be.
+            text = repr(values) if all(map(_is_basic, values.values())) else state.name
+            forms, orders = dict(state.forms), dict(state.orders)
+            looks = (repr(scalars), repr(forms), repr(orders), text)
+            kind = (number, state.has_state, state.is_frozen, tuple(state.tensors), looks)
+            entry = entries.get(kind)
+            if entry is None:
+                entry = {"options": options, "values": values, "tensors": sorted(state.tensors)}
+                entry |= {"has_state": state.has_state, "params": []}
+                entry |= {"scalars": scalars} if scalars else {}
+                entry |= {"frozen": True} if state.is_frozen else {}
+                entry |= {"forms": forms} if forms else {}
+                entry |= {"orders": orders} if orders else {}
+                entry |= {"path": list(path)} if path else {}
+                entries[kind] = entry
+            entry["params"].append(state.name)
+    return list(entries.values())
+
+
+def _is_basic(value: Any) -> bool:
+    return isinstance(value, _BASIC) or (
+        type(value) in (list, tuple) and all(map(_is_basic, value))
+    )
+
+
+def _plain_values(states: Sequence[ParamState]) -> list[dict[str, Any]]:
+    """Return the values of parameters, with Python numbers for tensors without axes."""
+    plain = [dict(state.values) for state in states]
+    # All of a kind at once, since each transfer from a GPU waits for it.
+    scalars: dict[Any, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+    for values, state in zip(plain, states, strict=True):
+        for name, value in state.scalars.items():
+            local = local_part(value).detach()
+            scalars.setdefault((local.device, local.dtype), []).append((values, name, local))
+    for found in scalars.values():
+        numbers = torch.stack([tensor for _, _, tensor in found]).tolist()
+        for (values, name, _), number in zip(found, numbers, strict=True):
+            values[name] = number
+    return plain
+
+
+def unite(ranks: Ranks, settings: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+    """Return the entries of all ranks together, the same on each; nothing but a hash is sent where
+    they are the same.
+
+    They are given by the prefix of the optimizer. Of a parameter that only some ranks have a state
+    for, theirs counts. InvalidShardingError where ranks disagree.
+    """
+    if ranks.size == 1:
+        return settings
+    with ranks.phase("encode the settings of the optimizer"):
+        payload = codec.encode(settings)
+    digests = ranks.all_gather(f"{checksum(payload):016x}".encode())
+    if len(set(digests)) == 1:
+        return settings
+    is_first = digests.index(digests[ranks.rank]) == ranks.rank
+    gathered = ranks.gather(payload if is_first else b"")
+    united = b""
+    with ranks.phase("unite the settings of the optimizer", decision=True):
+        if ranks.is_coordinator:
+            of_ranks = [
+                cast(dict[str, list[Entry]], codec.decode(data)) for data in gathered if data
+            ]
+            by_prefix = {
+                prefix: _merged([entry for given in of_ranks for entry in given.get(prefix, ())])
+                for prefix in {prefix: None for given in of_ranks for prefix in given}
+            }
+            united = codec.encode(by_prefix)
+    return cast(dict[str, list[Entry]], codec.decode(ranks.broadcast(united)))
+
+
+def _merged(entries: list[Entry]) -> list[Entry]:
+    merged: dict[bytes, Entry] = {}
+    taken: dict[Any, tuple[bytes, Entry]] = {}
+    # The sort is stable: ranks stay in order.
+    for entry in sorted(entries, key=lambda entry: not entry["has_state"]):
+        kind = codec.encode({**entry, "params": []})
+        own = merged.setdefault(kind, {**entry, "params": []})["params"]
+        for name in entry["params"]:
+            first_kind, first = taken.setdefault(
+                (tuple(entry.get("path", ())), name), (kind, entry)
+            )
+            if first is entry:
+                own.append(name)
+            elif first_kind != kind and first["has_state"] == entry["has_state"]:
+                raise InvalidShardingError(_disagreement(name, first, entry))
+    return [entry for entry in merged.values() if entry["params"]]
+
+
+def _disagreement(name: str, first: Entry, second: Entry) -> str:
+    names = sorted(
+        {
+            key
+            for key in {**first, **second}
+            if key != "params" and _differ(first.get(key), second.get(key))
+        }
+    )
+    whose = f" for the parameter {name!r}" if name else ""
+    details = "; ".join(
+        f"{key}: {first.get(key)!r:.200} and {second.get(key)!r:.200}" for key in names
+    )
+    return (
+        f"Ranks disagree about what the optimizer keeps{whose}, of which one value is stored "
+        f"({details}). Values that each rank has for its own part of a parameter can be stored as "
+        "tensors that are divided as the parameter is."
+    )
+
+
+def _differ(first: Any, second: Any) -> bool:
+    return codec.encode(first) != codec.encode(second)
+
+
+def options_of(
+    entries: Iterable[Entry], group: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the options of a group with the stored ones of these parameters in place of its own.
+
+    LoadMismatchError when they were in groups with different options, or when an optimizer of
+    another kind saved them.
+    """
+    wanted = set(names)
+    found: dict[bytes, tuple[dict[str, Any], str]] = {}
+    for entry in entries:
+        name = next((name for name in entry["params"] if name in wanted), None)
+        if name is not None:
+            found.setdefault(codec.encode(entry["options"]), (entry["options"], name))
+    if len(found) > 1:
+        (first, name), (second, other) = list(found.values())[:2]
+        differing = sorted(
+            key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))
+        )
+        raise LoadMismatchError(
+            f"The parameters {name!r} and {other!r} are in one group of the optimizer, but were "
+            f"saved in groups that differ in {differing}. Create the optimizer with the groups it "
+            "was saved with.",
+            unexpected=[name, other],
+        )
+    if not found:
+        return dict(group)
+    [(options, name)] = found.values()
+    added = options.keys() - group.keys() - _OF_SCHEDULERS
+    lacking = group.keys() - options.keys() - _OF_SCHEDULERS - set(_NOT_STORED)
+    if added and lacking:
+        raise LoadMismatchError(
+            f"An optimizer of another kind was saved: its options for {name!r} have "
+            f"{summarize_keys(added)}, those of this one {summarize_keys(lacking)}. Create the "
+            "optimizer that was saved, or leave it out.",
+            unexpected=[name],
+        )
+    return {
+        **group,
+        **{
+            key: value
+            for key, value in options.items()
+            if key not in _OWN_CHOICE or key not in group
+        },
+    }
+
+
+def entries_of(settings: Iterable[Entry], path: SectionPath) -> list[Entry]:
+    """Return the entries about parameters of one section of an optimizer's state."""
+    return [
+        entry for entry in settings if tuple(entry.get("path", ())) == path and "rest" not in entry
+    ]
+
+
+def by_name(settings: Iterable[Entry], path: SectionPath) -> dict[str | None, Entry]:
+    """Return the entries about one section by the names of their parameters."""
+    return {name: entry for entry in entries_of(settings, path) for name in entry["params"]}
+
+
+def forms_by_key(settings: Iterable[Entry], path: SectionPath) -> dict[str, Mapping[str, Any]]:
+    """Return the forms of the tensors in the states of parameters that share a key, by that key."""
+    entries = [entry for entry in entries_of(settings, path) if "forms" in entry]
+    return {
+        name[: name.rindex("[")]: entry["forms"] for entry in entries for name in entry["params"]
+    }
+
+
+def rest_entry(rest: Any, sections: Sequence[tuple[SectionPath, bool]]) -> Entry:
+    """Return the entry for what does not go by parameters: `rest`, and `(path, by number)` of all
+    sections.
+    """
+    return {
+        "params": [""],
+        "has_state": True,
+        "rest": rest,
+        "sections": [[list(path), by] for path, by in sections],
+    }
+
+
+def stored_rest(settings: Iterable[Entry]) -> Any:
+    """Return what does not go by parameters, `HOLE` for nothing."""
+    return next((entry["rest"] for entry in settings if "rest" in entry), HOLE)
+
+
+def stored_sections(settings: Iterable[Entry]) -> list[tuple[SectionPath, bool]]:
+    """Return path and form of each section of an optimizer's state."""
+    found: list[Any] = next(
+        (entry["sections"] for entry in settings if "rest" in entry), [[[], True]]
+    )
+    return [(tuple(path), by_number) for path, by_number in found]

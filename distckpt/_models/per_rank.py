@@ -1,0 +1,89 @@
+"""Values that each rank has of its own, as objects of a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._mapping.base import OpenReplicaId
+from distckpt._mapping.wrappers import ShardedObject
+from distckpt._ranks.collectives import Ranks
+
+
+class PerRank:
+    """A value that differs between ranks: it is stored for each, and restored under the same layout
+    only.
+
+        loader = distckpt.PerRank(data_loader, {"dp": (dp_rank, dp_size)})
+        state = {"model": model, "loader": loader}
+
+    A load under another layout leaves the value as it is, with a warning that names it.
+
+    Args:
+        value: something that `save` can store, or has `state_dict()` and `load_state_dict()`. After
+            a load the attribute `value` is what was stored.
+        grid: what the value depends on: by name of the axes of the layout (tensor, pipeline, data
+            parallel) the position of this rank and the number of positions. Ranks at the same
+            position have copies, of which one is stored. Only `save(validate_replicas=True)`
+            compares them: without it, copies that differ are lost silently. By default every rank
+            has its own value, and the layout is the number of ranks and the device meshes of the
+            modules in the same state dict.
+    """
+
+    def __init__(self, value: Any, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
+        for axis, place in (grid or {}).items():
+            if not _is_place(place):
+                raise ValueError(
+                    f"The place {axis!r} of a PerRank is (position, number of positions), got "
+                    f"{place!r}."
+                )
+        self.value, self.grid = value, grid
+
+    def state_dict(self) -> Any:
+        """Return what is stored."""
+        return self.value.state_dict() if hasattr(self.value, "load_state_dict") else self.value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore the value from what was stored."""
+        if hasattr(self.value, "load_state_dict"):
+            self.value.load_state_dict(state_dict)
+        else:
+            self.value = state_dict
+
+
+def _is_place(place: Any) -> bool:
+    is_pair = (
+        isinstance(place, tuple | list)
+        and len(place) == 2
+        and all(isinstance(n, int) for n in place)
+    )
+    return is_pair and 0 <= place[0] < place[1]
+
+
+def state_of(node: Any, name: str) -> Any:
+    """Return the state of an object; CheckpointingException that names it where it has the method,
+    and no state.
+    """
+    try:
+        return node.state_dict()
+    except AttributeError as error:
+        raise CheckpointingException(
+            f"The state_dict() of the {type(node).__name__} at {name!r} failed ({error}): leave it "
+            "out of the state dict. The data loaders of accelerate have a state with "
+            "DataLoaderConfiguration(use_stateful_dataloader=True) only."
+        ) from error
+
+
+def cell_of(node: Any, key: str, ranks: Ranks, meshes: list[str], loads: bool) -> ShardedObject:
+    """Describe the value of this rank, as a cell of the grid of all; for a load, only its
+    layout.
+    """
+    grid = node.grid if isinstance(node, PerRank) else None
+    axes = grid or {"rank": (ranks.rank, ranks.size)}
+    data = {"layout": list(axes) if grid else [*axes, *meshes]}
+    if not loads:
+        data["value"] = state_of(node, key)
+    place = zip(*axes.values(), strict=True)
+    offset, shape = place
+    return ShardedObject(key, data, shape, offset, OpenReplicaId((0, ranks.rank)))

@@ -1,0 +1,58 @@
+"""The state of random number generators, as an object of a state dict."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from distckpt._models.per_rank import PerRank
+
+
+class RngState(PerRank):
+    """The state of this process's random number generators: of Python, numpy, torch, and its
+    accelerator.
+
+        state = {"model": model, "rng": distckpt.RngState()}
+
+    A checkpoint has one state for each rank. A load under another layout leaves the generators as
+    they are, with a
+    warning: see `PerRank`, also for `grid`.
+    """
+
+    def __init__(self, grid: Mapping[str, tuple[int, int]] | None = None) -> None:
+        super().__init__(None, grid)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, by library."""
+        devices = {name: module.get_rng_state() for name, module in _accelerator().items()}
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "devices": devices,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the states; that of an accelerator only where this process uses one of the same
+        kind.
+        """
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        for name, module in _accelerator().items():
+            if name in state_dict["devices"]:
+                module.set_rng_state(state_dict["devices"][name])
+
+
+def _accelerator() -> dict[str, Any]:
+    """Return the module of the accelerator that this process uses, by the name of its kind."""
+    # Torch built for one raises, or names it, where there is none.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = None if device is None else torch.get_device_module(device)
+    # One that has not been used yet is not started for this.
+    is_used = getattr(module, "is_initialized", bool)()
+    return {device.type: module} if device is not None and is_used else {}

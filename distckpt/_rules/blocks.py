@@ -1,0 +1,389 @@
+"""Parts that the models of many families have in common: rules from Megatron Core's keys to those
+of Hugging Face.
+
+`forms` brings what Megatron stores in several ways (layers and experts stacked or not, norms fused
+or not) into one: a key for each layer and expert, and norms under their own names. The other rules
+begin there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._rules.rules import (
+    Add,
+    Concat,
+    Copy,
+    Drop,
+    Rename,
+    Rule,
+    Split,
+    SplitQKV,
+    Stack,
+    Trim,
+    Unstack,
+)
+
+LAYER, HF_LAYER = "decoder.layers.*.", "model.layers.{0}."
+_STACKS = ("self_attention", "mlp", "mixer", "norm", "input_layernorm", "pre_mlp_layernorm")
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+    "mixer.in_proj.layer_norm_weight": "norm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+MTP_NAMES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""What configurations call the number of layers for multi-token prediction."""
+_MTP_LAYERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+"""Families whose layers for multi-token prediction follow the others on disk."""
+_MTP_APART = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families that have such a layer under a name of its own."""
+_MAX_LAYERS = 10_000
+"""There are rules for each layer."""
+_MAX_SIZE = 1 << 32
+
+
+class IncompleteConfigError(CheckpointingException):
+    """A configuration lacks a value."""
+
+
+class Config(NamedTuple):
+    """The configuration of a model; that of its text part where it has several."""
+
+    values: Mapping[str, Any]
+
+    def __call__(self, *names: str, default: Any = None) -> Any:
+        """Return the first value of those names that is given and not null."""
+        found = next(
+            (self.values[name] for name in names if self.values.get(name) is not None), default
+        )
+        if found is None:
+            raise IncompleteConfigError(
+                f"The configuration of model_type {self.values.get('model_type')!r} does not say "
+                f"{names[0]!r}: add it."
+            )
+        return found
+
+    def number_of(self, *names: str, default: int | None = None, most: int = _MAX_LAYERS) -> int:
+        """Return a number: of layers, of experts, or with more than `most` allowed."""
+        value = self(*names, default=default)
+        if type(value) is int and 0 <= value <= most:
+            return value
+        raise CheckpointingException(
+            f"{names[0]} is {value!r:.99} in the configuration, which no model has."
+        )
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, with those for multi-token prediction."""
+        return self.number_of("num_hidden_layers") + self.mtp_layers
+
+    @property
+    def mtp_layers(self) -> int:
+        """Number of layers for multi-token prediction, in families that have them."""
+        known = self("model_type") in (*_MTP_LAYERS, *_MTP_APART)
+        return self.number_of(*MTP_NAMES, default=0) if known else 0
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key-value heads, size of a head."""
+        num = self.number_of("num_attention_heads", most=_MAX_SIZE)
+        size = self.values.get("head_dim") or self.number_of("hidden_size", most=_MAX_SIZE) // num
+        return (
+            num,
+            self.number_of("num_key_value_heads", default=num, most=_MAX_SIZE),
+            self.number_of("head_dim", default=size, most=_MAX_SIZE),
+        )
+
+
+def forms(config: Config, *, has_tower: bool = False) -> list[Rule]:
+    """Bring the forms of a Megatron checkpoint into one, and leave its optimizer out."""
+    rules: list[Rule] = [Drop(key, optional=True) for key in ("optimizer.**", "chained_*.**")]
+    if has_tower:
+        rules.append(Rename("language_model.**", "{0}"))
+    rules.append(
+        Rename("decoder.final_norm.weight", "decoder.final_layernorm.weight", optional=True)
+    )
+    if config.mtp_layers:
+        number = f"{{0+{config.layers - config.mtp_layers}}}"
+        for block in ("transformer_layer", "mtp_model_layer"):
+            rules.append(
+                Rename(f"mtp.layers.*.{block}.**", f"decoder.layers.{number}.{{1}}", optional=True)
+            )
+    roots: dict[str, tuple[str, ...]] = {"decoder.layers.": ("weight",)}
+    if has_tower:
+        roots["vision_model.decoder.layers."] = ("weight", "bias")
+    for root, kinds in roots.items():
+        for part in _STACKS:
+            rules.append(Unstack(f"{root}{part}.**", f"{root}{{i}}.{part}.{{0}}", optional=True))
+        for fused, own in _FUSED_NORMS.items():
+            for kind in kinds:
+                old, new = fused.replace("weight", kind), own.replace("weight", kind)
+                rules.append(Rename(f"{root}*.{old}", f"{root}{{0}}.{new}", optional=True))
+    for glu in ("linear_fc1", "shared_experts.linear_fc1", "experts.experts.*.linear_fc1"):
+        for kind in ("weight", "bias"):
+            pattern = f"{LAYER}mlp.{glu}.{kind}"
+            name = f"decoder.layers.{{0}}.mlp.{glu.replace('*', '{1}')}.{kind}"
+            rules.append(Concat((f"{pattern}_w", f"{pattern}_v"), name, optional=True))
+    return rules
+
+
+def outside_layers(config: Config, *, tied: bool = False) -> list[Rule]:
+    """Embedding, last norm and output layer; without the rows that pad the vocabulary."""
+    names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
+    if not config("tie_word_embeddings", default=tied):
+        names["output_layer.weight"] = "lm_head.weight"
+    size = config.number_of("vocab_size", most=_MAX_SIZE)
+    rules: list[Rule] = [Trim(key, axis=0, size=size, is_vocabulary=True, count=1) for key in names]
+    names["decoder.final_layernorm.weight"] = "model.norm.weight"
+    return rules + [Rename(key, name, count=1) for key, name in names.items()]
+
+
+def token_prediction(config: Config) -> list[Rule]:
+    """What layers for multi-token prediction (MTP) have beside a layer like the others, and where
+    they are on disk.
+    """
+    if not config.mtp_layers:
+        return []
+    first = config.layers - config.mtp_layers
+    if config("model_type") in _MTP_APART:
+        if config.mtp_layers > 1:
+            raise CheckpointingException(
+                f"The configuration says {config.mtp_layers} layers for multi-token prediction. "
+                "Megatron has a projection for each, and on disk there is one, `mtp.fc`: only one "
+                "layer is known."
+            )
+        names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+        names["final_layernorm"] = "norm"
+        renamed = [
+            Rename(f"mtp.layers.0.{old}.weight", f"mtp.{new}.weight", count=1)
+            for old, new in names.items()
+        ]
+        return [*renamed, Rename(f"model.layers.{first}.**", "mtp.layers.0.{0}")]
+    names = {name: name for name in ("enorm", "hnorm", "eh_proj")} | {
+        "final_layernorm": "shared_head.norm"
+    }
+    rules: list[Rule] = []
+    for old, new in names.items():
+        to = f"model.layers.{{0+{first}}}.{new}.weight"
+        rules.append(Rename(f"mtp.layers.*.{old}.weight", to, count=config.mtp_layers))
+    for layer in range(first, config.layers):
+        rules.append(Copy("model.embed_tokens.weight", f"model.layers.{layer}.embed_tokens.weight"))
+        rules.append(Copy("lm_head.weight", f"model.layers.{layer}.shared_head.head.weight"))
+    return rules
+
+
+def move(
+    count: int, names: Mapping[str, str], shape: tuple[int | None, ...] | None = None
+) -> list[Rule]:
+    """Rename tensors of `count` layers; the shape is that of each."""
+    return [
+        Rename(LAYER + old, HF_LAYER + new, shape, count=count)
+        for old, new in names.items()
+        if count
+    ]
+
+
+def norms(count: int) -> list[Rule]:
+    """The norms before attention and before the MLP."""
+    return move(count, {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    })  # fmt: skip
+
+
+def attention(
+    config: Config,
+    count: int | None = None,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: bool | str = False,
+) -> list[Rule]:
+    """Grouped-query attention, in all layers or `count`; with norms of queries and keys of each
+    head "of all heads".
+    """
+    count = config.layers if count is None else count
+    rules: list[Rule] = []
+    for kind in ("weight", "bias") if qkv_bias else ("weight",):
+        query, key, value = (f"{HF_LAYER}self_attn.{name}_proj.{kind}" for name in "qkv")
+        old = f"{LAYER}self_attention.linear_qkv.{kind}"
+        rules.append(SplitQKV(old, (query, key, value), *config.heads, count=count))
+    old, new = "self_attention.", "self_attn."
+    num_heads, num_groups, size = config.heads
+    # Wrong numbers of heads may fit the fused projection by chance.
+    rules += move(
+        count, {f"{old}linear_proj.weight": f"{new}o_proj.weight"}, (None, num_heads * size)
+    )
+    if out_bias:
+        rules += move(count, {f"{old}linear_proj.bias": f"{new}o_proj.bias"})
+    widths = (
+        {"q": num_heads * size, "k": num_groups * size}
+        if qk_norm == "of all heads"
+        else {"q": size, "k": size}
+    )
+    for name, width in widths.items() if qk_norm else ():
+        rules += move(
+            count, {f"{old}{name}_layernorm.weight": f"{new}{name}_norm.weight"}, (width,)
+        )
+    return rules
+
+
+def gated_attention(config: Config, count: int) -> list[Rule]:
+    """Attention whose output has a gate, in `count` layers: query and gate of a head are neighbours
+    on disk.
+    """
+    heads, groups, size = config.heads
+    own, new = f"{LAYER}self_attention.", f"{HF_LAYER}self_attn."
+    fused = heads // groups * size
+    pieces = (f"{new}queries", f"{new}gates", f"{new}k_proj.weight", f"{new}v_proj.weight")
+    sizes = (fused, fused, size, size)
+    both = tuple(piece.replace("{0}", "*") for piece in pieces[:2])
+    rules: list[Rule] = [
+        Split(f"{own}linear_qkv.weight", pieces, sizes=sizes, groups=groups, count=count),
+        Concat(both, f"{new}q_proj.weight", groups=heads, count=count),
+        Rename(
+            f"{own}linear_proj.weight", f"{new}o_proj.weight", (None, heads * size), count=count
+        ),
+    ]
+    return rules + [
+        Rename(f"{own}{name}_layernorm.weight", f"{new}{name}_norm.weight", (size,), count=count)
+        for name in "qk"
+    ]
+
+
+def gated_delta_net(config: Config, count: int, *, by_head: bool) -> list[Rule]:
+    """Linear attention, in `count` layers: all parts of a key head together on disk, or kinds of
+    parts.
+    """
+    own, new = f"{LAYER}self_attention.", f"{HF_LAYER}linear_attn."
+    names = {"A_log": "A_log", "dt_bias": "dt_bias", "out_proj.weight": "out_proj.weight"}
+    fused = {"qkv": ("query", "key", "value"), "z": ("z",), "b": ("beta",), "a": ("alpha",)}
+    if by_head:
+        fused = {"qkvz": ("query", "key", "value", "z"), "ba": ("beta", "alpha")}
+    groups = config.number_of("linear_num_key_heads") if by_head else 1
+    rules: list[Rule] = [
+        Concat(
+            tuple(f"{own}in_proj.weight.{part}" for part in parts),
+            f"{new}in_proj_{name}.weight",
+            groups=groups,
+        )
+        for name, parts in fused.items()
+    ]
+    rules.append(
+        Concat(
+            tuple(f"{own}conv1d.weight.{part}" for part in ("query", "key", "value")),
+            f"{new}conv1d.weight",
+        )
+    )
+    # Megatron has all norms count from 1 or none, Hugging Face all but this one.
+    rules.append(Add(f"{own}out_norm.weight", 1.0))
+    names["out_norm.weight"] = "norm.weight"
+    rules += [Rename(own + old, new + name) for old, name in names.items()]
+    return [replace(rule, count=count) for rule in rules] if count else []
+
+
+def gated_mlp(count: int, old: str = "mlp", new: str = "mlp", *, bias: bool = False) -> list[Rule]:
+    """An MLP with gate and up projection, in `count` layers."""
+    rules: list[Rule] = []
+    for kind in (("weight", "bias") if bias else ("weight",)) if count else ():
+        pieces = tuple(f"{HF_LAYER}{new}.{name}_proj.{kind}" for name in ("gate", "up"))
+        rules.append(Split(f"{LAYER}{old}.linear_fc1.{kind}", pieces, count=count))
+        rules += move(count, {f"{old}.linear_fc2.{kind}": f"{new}.down_proj.{kind}"})
+    return rules
+
+
+def latent_attention(config: Config) -> list[Rule]:
+    """Multi-head latent attention (MLA), with queries of low rank or not."""
+    names = {
+        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
+        "linear_kv_up_proj.weight": "kv_b_proj.weight",
+        "kv_layernorm.weight": "kv_a_layernorm.weight",
+        "linear_proj.weight": "o_proj.weight",
+    }
+    if config.values.get("q_lora_rank") is None:
+        names["linear_q_proj.weight"] = "q_proj.weight"
+    else:
+        names |= {
+            "linear_q_down_proj.weight": "q_a_proj.weight",
+            "linear_q_up_proj.weight": "q_b_proj.weight",
+        }
+        names["q_layernorm.weight"] = "q_a_layernorm.weight"
+    return move(
+        config.layers, {f"self_attention.{old}": f"self_attn.{new}" for old, new in names.items()}
+    )
+
+
+def experts(
+    count: int,
+    num_experts: int,
+    block: str = "mlp",
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Rule]:
+    """Router and experts of `count` layers, one tensor for each expert on disk; with two names,
+    they have no gate.
+    """
+    own = "mlp.experts.experts."
+    rules: list[Rule] = []
+    for part in ("linear_fc1", "linear_fc2"):
+        to = f"decoder.layers.{{0}}.{own}{{i}}.{part}.weight"
+        rules.append(Unstack(f"{LAYER}{own}{part}.weight", to, size=num_experts, optional=True))
+    *into, down = (f"{HF_LAYER}{block}.experts.{{1}}.{name}.weight" for name in names)
+    return [
+        *rules,
+        *move(count, {"mlp.router.weight": f"{block}.gate.weight"}),
+        Split(f"{LAYER}{own}*.linear_fc1.weight", tuple(into), count=count * num_experts),
+        Rename(f"{LAYER}{own}*.linear_fc2.weight", down, count=count * num_experts),
+    ]
+
+
+def mamba(count: int) -> list[Rule]:
+    """Mamba 2, in `count` layers."""
+    own, new = f"{LAYER}mixer.", f"{HF_LAYER}mixer."
+    parts = {"in_proj.weight": ("z", "x", "B", "C", "dt")} | {
+        f"conv1d.{kind}": "xBC" for kind in ("weight", "bias")
+    }
+    rules: list[Rule] = [
+        Rename(f"{own}conv1d_*.*", "decoder.layers.{0}.mixer.conv1d.{1}.{2}", optional=True)
+    ]
+    for name, pieces in parts.items() if count else ():
+        rules.append(
+            Concat(tuple(f"{own}{name}.{piece}" for piece in pieces), new + name, count=count)
+        )
+    names = ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")
+    return rules + move(count, {f"mixer.{name}": f"mixer.{name}" for name in names})
+
+
+def stacked_experts(count: int, num_experts: int, names: Mapping[str, str]) -> list[Rule]:
+    """Bring the experts of `count` layers into one tensor for each layer, as some families have
+    them on disk.
+    """
+    own = "mlp.experts.experts."
+    rules: list[Rule] = []
+    for old, new in names.items():
+        stack = f"decoder.layers.{{0}}.{own}{old}"
+        rules.append(Stack(f"{LAYER}{own}*.{old}", stack, axis=0, size=num_experts, optional=True))
+        rules.append(Rename(f"{LAYER}{own}{old}", HF_LAYER + new, count=count))
+    return rules
+
+
+def joined_experts(block: str, num_experts: int) -> list[Rule]:
+    """Bring experts that are apart into two tensors for each layer: of gate and up projections, and
+    the others.
+
+    `block` is the pattern of their layers on disk, with one wildcard.
+    """
+    own, to = f"{block}.experts.", f"{block.replace('*', '{0}')}.experts."
+    both = (f"{own}*.gate_proj.weight", f"{own}*.up_proj.weight")
+    return [
+        Concat(both, f"{to}{{1}}.gate_up_proj.weight", optional=True),
+        *(
+            Stack(f"{own}*.{name}.weight", to + name, axis=0, size=num_experts, optional=True)
+            for name in ("gate_up_proj", "down_proj")
+        ),
+    ]

@@ -1,0 +1,163 @@
+"""Families of models: the rules between their names in memory and those of their Hugging Face
+directories.
+
+The configuration of a model (`config.json`) says which family it is of, and how many layers, heads
+and experts it has. `consolidate`, `load` and the command line find the rules by themselves with
+`family="auto"`; `rules` returns them, to be looked at, changed or combined with one's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from distckpt._base.errors import CheckpointingException, CheckpointNotFoundError
+from distckpt._base.messages import check_choice
+from distckpt._rules.blocks import MTP_NAMES, Config, IncompleteConfigError
+from distckpt._rules.megatron import megatron_rules
+from distckpt._rules.on_disk import forms_on_disk
+from distckpt._rules.rules import Rule
+from distckpt._rules.transformers_names import transformers_rules, with_defaults
+from distckpt._storage import locations
+
+__all__ = ["Source", "read_config", "rules"]
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+Source: TypeAlias = Literal["megatron", "transformers"]
+"""Whose names the tensors have in memory, or in the checkpoint."""
+
+_MEGATRON_KEY = re.compile(
+    r"(^|\.)(decoder\.layers\.(\d+\.)?(self_attention|mlp)|mtp\.layers|embedding\.word_embeddings)\."
+)
+
+_MTP_KEY = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
+
+
+def rules(config: Any, source: Source) -> list[Rule]:
+    """Make the rules from the names in memory to those of a Hugging Face directory.
+
+        rules = distckpt.families.rules("Qwen3-30B-A3B/config.json", source="megatron")
+        distckpt.load(model.sharded_state_dict(), "Qwen3-30B-A3B", rules=rules)
+
+    Args:
+        config: a configuration of transformers, or the content of a `config.json`, or the path or
+            URL of one, or of its directory.
+        source: "megatron" for the keys of Megatron Core's `sharded_state_dict`, whether layers and
+            experts are stacked or not; "transformers" for the names of a model in memory, which
+            differ from those that `save_pretrained` writes (`experts.gate_up_proj`, for one). The
+            latter are asked of transformers, which must be installed.
+
+    Raises:
+        CheckpointNotFoundError: there is no `config.json`.
+        CheckpointingException: the family is not supported, or the configuration lacks a value or
+            contradicts itself.
+    """
+    check_choice("source", source, ("megatron", "transformers"))
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    values = dict(config) if isinstance(config, Mapping) else read_config(config)
+    if not isinstance(values.get("model_type"), str):
+        raise CheckpointingException(
+            "The configuration does not name its model_type: it is none of a Hugging Face model."
+        )
+    if source == "transformers":
+        return transformers_rules(values)
+    try:
+        return megatron_rules(values)
+    except IncompleteConfigError:
+        completed = with_defaults(values)
+        if completed is None:
+            raise
+        return megatron_rules(completed)
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a `config.json`: its path or URL, or that of its directory."""
+    location = locations.normalize(path)
+    if not location.endswith(".json"):
+        location = locations.join(location, CONFIG_NAME)
+    if not locations.exists(location):
+        raise CheckpointNotFoundError(
+            f"There is no {location!r}: family is 'auto', or the path of a config.json or of its "
+            "directory. For other models give `rules`."
+        )
+    try:
+        values = json.loads(
+            locations.read_bytes(location, _MAX_CONFIG_BYTES), object_hook=_decode_float
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointingException(
+            f"{location!r} is no JSON of a configuration: {error}"
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointingException(
+            f"{location!r} holds no configuration but {type(values).__name__}."
+        )
+    return values
+
+
+def _decode_float(values: dict[str, Any]) -> Any:
+    """Undo transformers' way to write infinities, `{"__float__": "Infinity"}`."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+
+
+def config_for(
+    family: str | os.PathLike[str] | None, directory: str | None
+) -> dict[str, Any] | None:
+    """Read the configuration that `family=` of an operation names; None without it.
+
+    Args:
+        family: "auto" for the configuration in `directory`; or where it is; or None.
+        directory: a Hugging Face directory.
+    """
+    if family is None:
+        return None
+    if family == "auto" and directory is None:
+        raise ValueError(
+            "family='auto' reads the config.json of `like`: give it, or the path of a config.json "
+            "as family."
+        )
+    return read_config(directory if family == "auto" and directory is not None else family)
+
+
+def rules_for(
+    config: dict[str, Any] | None, keys: Iterable[str], on_disk: Shapes | None = None
+) -> list[Rule]:
+    """Return the rules for `family=` of an operation; none without it. The names of the tensors
+    tell the source.
+
+    Args:
+        config: the configuration; it is changed to fit the checkpoint.
+        keys: of the tensors in memory or in the checkpoint.
+        on_disk: shapes of what the Hugging Face directory holds, by name.
+    """
+    if config is None:
+        return []
+    source: Source = "transformers"
+    keys = list(keys)
+    if any(map(_MEGATRON_KEY.search, keys)):
+        source = "megatron"
+        _count_token_prediction(config, keys)
+    logger.info("rules for model_type %s, tensors named as in %s", config.get("model_type"), source)
+    return [*rules(config, source), *forms_on_disk(Config(config), on_disk or {})]
+
+
+def _count_token_prediction(config: dict[str, Any], keys: Iterable[str]) -> None:
+    """Let the configuration say how many layers for multi-token prediction there are: often they
+    are not trained.
+    """
+    numbers = [int(found[1]) for found in map(_MTP_KEY.search, keys) if found]
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and not (
+            numbers and any(part.get(name) is not None for name in MTP_NAMES)
+        ):
+            part[MTP_NAMES[0]] = max(numbers, default=-1) + 1

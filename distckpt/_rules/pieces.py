@@ -1,0 +1,358 @@
+"""Rules that divide tensors into others, or make one of several."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from distckpt._base.errors import LoadMismatchError
+from distckpt._base.messages import did_you_mean, summarize_keys
+from distckpt._rules.mapped import (
+    MappedTensor,
+    TensorInfo,
+    crop_axis,
+    drop_axis,
+    identity,
+    interleave,
+    join,
+    reshape,
+)
+from distckpt._rules.rule import (
+    Captures,
+    OneKeyRule,
+    Rule,
+    Step,
+    check_names,
+    check_packed,
+    count_wildcards,
+    fill_captures,
+    fill_name,
+    find_matches,
+    misfit,
+    normalize_axis,
+)
+
+
+@dataclass(frozen=True)
+class Unstack(OneKeyRule):
+    """Divide a stack: one tensor for each index of an axis, without that axis.
+
+    Attributes:
+        pattern: which tensors.
+        to: name of the tensor at index `{i}`.
+        axis: the axis of the stack.
+        size: the size that the axis must have, where it is known beforehand.
+    """
+
+    to: str
+    axis: int = 0
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,), has_index=True)
+
+    def convert(
+        self, key: str, tensor: MappedTensor, captures: Captures
+    ) -> Iterable[tuple[str, MappedTensor]]:
+        axis = normalize_axis(self, key, tensor, self.axis)
+        num = tensor.shape[axis]
+        if self.size not in (None, num):
+            raise misfit(self, key, tensor, f"axis {axis} should have size {self.size}")
+        if num == 0:
+            raise misfit(
+                self, key, tensor, f"axis {axis} is empty, so nothing would be left of the tensor"
+            )
+        check_packed(self, key, tensor, moves_last_axis=axis == len(tensor.shape) - 1)
+        pieces = [drop_axis(crop_axis(tensor, axis, i, i + 1), axis) for i in range(num)]
+        return _name_pieces([fill_name(self.to, captures, i) for i in range(num)], tensor, pieces)
+
+
+@dataclass(frozen=True)
+class Split(OneKeyRule):
+    """Cut a tensor into pieces along an axis, such as a fused gate and up projection.
+
+    Attributes:
+        pattern: which tensors.
+        to: names of the pieces, in the order in which they lie in the tensor.
+        axis: the axis to cut.
+        sizes: sizes of the pieces along the axis; equal ones when left out.
+        groups: into how many equal groups the axis is divided first. Every group holds a part of
+            each piece, of the size given; a piece is its parts one after another.
+    """
+
+    to: tuple[str, ...]
+    axis: int = 0
+    sizes: tuple[int, ...] | None = None
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        check_names(self, self.to)
+        if not self.to:
+            raise ValueError(f"{self}: name one piece or more")
+        if self.sizes is not None and (len(self.sizes) != len(self.to) or min(self.sizes) < 0):
+            raise ValueError(f"{self}: give one size, 0 or more, for each name in `to`")
+        if self.groups < 1:
+            raise ValueError(f"{self}: there is one group or more")
+
+    def convert(
+        self, key: str, tensor: MappedTensor, captures: Captures
+    ) -> Iterable[tuple[str, MappedTensor]]:
+        axis = normalize_axis(self, key, tensor, self.axis)
+        num = tensor.shape[axis]
+        sizes = self.sizes or (num // self.groups // len(self.to),) * len(self.to)
+        if sum(sizes) * self.groups != num:
+            wanted = f"sizes {sizes}" if self.sizes else f"{len(self.to)} equal pieces"
+            groups = f" in each of {self.groups} groups" if self.groups > 1 else ""
+            raise misfit(self, key, tensor, f"axis {axis} cannot be cut into {wanted}{groups}")
+        return _split(self.to, tensor, captures, axis, sizes, self.groups)
+
+
+@dataclass(frozen=True)
+class SplitQKV(OneKeyRule):
+    """Divide a fused query-key-value projection along axis 0, its weight or its bias.
+
+    The fused axis runs over key-value groups; a group is its `num_heads / num_kv_heads` query
+    heads, then its key head, then its value head, each `head_dim` rows (the layout of Megatron).
+
+    Attributes:
+        pattern: which tensors.
+        to: names of query, key and value.
+        num_heads: number of query heads in the whole model.
+        num_kv_heads: number of key heads, which divides `num_heads`; both are equal without grouped
+            queries.
+        head_dim: rows of a head.
+    """
+
+    to: tuple[str, str, str]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_names(self, self.to)
+        if (
+            len(self.to) != 3
+            or self.num_kv_heads < 1
+            or self.num_heads % self.num_kv_heads
+            or self.head_dim < 1
+        ):
+            raise ValueError(f"{self}: give three names, and a num_heads that num_kv_heads divides")
+
+    def convert(
+        self, key: str, tensor: MappedTensor, captures: Captures
+    ) -> Iterable[tuple[str, MappedTensor]]:
+        sizes = (self.num_heads // self.num_kv_heads * self.head_dim, self.head_dim, self.head_dim)
+        if tensor.shape[:1] != (self.num_kv_heads * sum(sizes),):
+            raise misfit(
+                self, key, tensor, f"axis 0 should have size {self.num_kv_heads * sum(sizes)}"
+            )
+        return _split(self.to, tensor, captures, 0, sizes, self.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class Concat(Rule):
+    """Put tensors behind one another along an axis.
+
+    Attributes:
+        patterns: which tensors, in order; all have the same number of wildcards, which match the
+            same text in tensors that belong together.
+        to: name of the whole.
+        axis: the axis along which the tensors follow one another.
+        groups: into how many equal parts each tensor is cut, which then take turns: what `Split`
+            with groups undoes.
+    """
+
+    patterns: tuple[str, ...]
+    to: str
+    axis: int = 0
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.patterns, str) or not self.patterns or self.groups < 1:
+            raise ValueError(f"{self}: give a tuple of one pattern or more, and one group or more")
+        check_names(self, (self.to,))
+        if len({count_wildcards(pattern) for pattern in self.patterns}) != 1:
+            raise ValueError(f"{self}: all patterns must have the same number of wildcards")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.patterns
+
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        found = [
+            {captures: key for key, captures in find_matches(pattern, tensors)}
+            for pattern in self.patterns
+        ]
+        for captures in dict.fromkeys(captures for keys in found for captures in keys):
+            wanted = zip(self.patterns, found, strict=True)
+            missing = [
+                fill_captures(pattern, captures) for pattern, keys in wanted if captures not in keys
+            ]
+            if missing:
+                present = next(keys[captures] for keys in found if captures in keys)
+                raise LoadMismatchError(
+                    f"{self}: {missing[0]!r} is missing{did_you_mean(missing[0], tensors)}, it "
+                    f"belongs to {present!r}. Correct the patterns, or the checkpoint is "
+                    "incomplete.",
+                    unexpected=missing,
+                )
+            keys = tuple(matches[captures] for matches in found)
+            yield Step(
+                keys,
+                ((fill_name(self.to, captures), self._join(keys, [tensors[key] for key in keys])),),
+            )
+
+    def _join(self, keys: Sequence[str], tensors: Sequence[MappedTensor]) -> MappedTensor:
+        first, axis = tensors[0], normalize_axis(self, keys[0], tensors[0], self.axis)
+        for key, tensor in zip(keys, tensors, strict=True):
+            same_ndim = len(tensor.shape) == len(first.shape)
+            if not same_ndim or any(
+                a != axis and n != first.shape[a] for a, n in enumerate(tensor.shape)
+            ):
+                raise misfit(
+                    self,
+                    key,
+                    tensor,
+                    f"{keys[0]!r} has shape {first.shape}, other than along axis {axis}",
+                )
+            if tensor.dtype != first.dtype:
+                raise misfit(self, key, tensor, f"{keys[0]!r} has another dtype, {first.dtype}")
+            if tensor.shape[axis] % self.groups:
+                raise misfit(
+                    self, key, tensor, f"axis {axis} cannot be cut into {self.groups} equal parts"
+                )
+        if self.groups == 1:
+            return join(tensors, axis)
+        sizes = [tensor.shape[axis] // self.groups for tensor in tensors]
+        parts = [
+            crop_axis(tensor, axis, group * size, group * size + size)
+            for group in range(self.groups)
+            for tensor, size in zip(tensors, sizes, strict=True)
+        ]
+        return replace(
+            join(parts, axis), trimmed=tuple(cut for tensor in tensors for cut in tensor.trimmed)
+        )
+
+
+@dataclass(frozen=True)
+class Stack(Rule):
+    """Stack tensors along a new axis, such as the experts of a layer: what `Unstack` undoes.
+
+    Attributes:
+        pattern: which tensors; its last wildcard matches their numbers, from 0 on.
+        to: name of the stack, without the last wildcard.
+        axis: the new axis.
+        size: how many tensors belong together.
+    """
+
+    pattern: str
+    to: str
+    axis: int
+    size: int
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
+        last = f"{{{count_wildcards(self.pattern) - 1}}}"
+        if not count_wildcards(self.pattern) or last in self.to or self.size < 1:
+            raise ValueError(
+                f"{self}: the last wildcard stands for the number in the stack, and a stack is not "
+                "empty"
+            )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.pattern,)
+
+    def steps(self, tensors: Mapping[str, MappedTensor]) -> Iterator[Step]:
+        found = {captures: key for key, captures in find_matches(self.pattern, tensors)}
+        for captures in dict.fromkeys(captures[:-1] for captures in found):
+            keys = [
+                fill_captures(self.pattern, (*captures, str(number))) for number in range(self.size)
+            ]
+            first = tensors[next(key for key in keys if key in tensors)]
+            missing = [key for key in keys if key not in tensors]
+            present = [key for number, key in found.items() if number[:-1] == captures]
+            if not self.optional and (missing or len(present) != self.size):
+                raise LoadMismatchError(
+                    f"{self} needs the numbers from 0 to {self.size - 1}: "
+                    f"{summarize_keys(missing or present)} {'missing' if missing else 'found'}. "
+                    "The checkpoint is incomplete, or the rule for other models.",
+                    unexpected=missing,
+                )
+            shape = list(first.shape)
+            shape.insert(self.axis % (len(shape) + 1), 1)
+            # A rank that loads some of the tensors asks for their places in the stack.
+            whole = [
+                tensors.get(key) or identity(key, TensorInfo(first.shape, first.dtype))
+                for key in keys
+            ]
+            for key, tensor in zip(keys, whole, strict=True):
+                if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                    raise misfit(
+                        self,
+                        key,
+                        tensor,
+                        f"others have shape {first.shape} and dtype {first.dtype}",
+                    )
+            stack = join([reshape(tensor, shape) for tensor in whole], self.axis % len(shape))
+            yield Step(tuple(present), ((fill_name(self.to, (*captures, "")), stack),))
+
+
+@dataclass(frozen=True)
+class Interleave(OneKeyRule):
+    """Let the rows of pieces that lie behind one another take turns, such as those of a gate and an
+    up projection.
+
+    Attributes:
+        pattern: which tensors.
+        to: new name.
+        axis: the axis along which they lie.
+        num: how many pieces of equal size.
+    """
+
+    to: str
+    axis: int = 0
+    num: int = 2
+
+    def __post_init__(self) -> None:
+        check_names(self, (self.to,))
+
+    def convert(
+        self, key: str, tensor: MappedTensor, captures: Captures
+    ) -> Iterable[tuple[str, MappedTensor]]:
+        axis = normalize_axis(self, key, tensor, self.axis)
+        if tensor.shape[axis] % self.num:
+            raise misfit(
+                self, key, tensor, f"axis {axis} cannot be cut into {self.num} equal pieces"
+            )
+        check_packed(self, key, tensor, moves_last_axis=axis == len(tensor.shape) - 1)
+        return [(fill_name(self.to, captures), interleave(tensor, axis, self.num))]
+
+
+def _split(
+    names: Sequence[str],
+    tensor: MappedTensor,
+    captures: Captures,
+    axis: int,
+    sizes: Sequence[int],
+    groups: int,
+) -> list[tuple[str, MappedTensor]]:
+    """Cut each group of an axis into pieces of given sizes; put those of all groups together."""
+    width, pieces = sum(sizes), []
+    for start, size in zip(itertools.accumulate((0, *sizes[:-1])), sizes, strict=True):
+        starts = range(start, groups * width + start, width) if width else (0,)
+        pieces.append(
+            join([crop_axis(tensor, axis, first, first + size) for first in starts], axis)
+        )
+    return _name_pieces([fill_name(name, captures) for name in names], tensor, pieces)
+
+
+def _name_pieces(
+    names: Sequence[str], tensor: MappedTensor, pieces: Sequence[MappedTensor]
+) -> list[tuple[str, MappedTensor]]:
+    """Pair names with the pieces of a tensor; the record of what was trimmed from it goes to the
+    first of them.
+    """
+    first = replace(pieces[0], trimmed=tensor.trimmed) if tensor.trimmed else pieces[0]
+    return list(zip(names, (first, *pieces[1:]), strict=True))

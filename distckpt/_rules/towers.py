@@ -1,0 +1,188 @@
+"""Vision towers as Megatron Bridge and Megatron Core have them, beside text models of families
+known without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._rules.blocks import Config, joined_experts
+from distckpt._rules.rules import (
+    Concat,
+    Rename,
+    Rule,
+    Split,
+    Transpose,
+    Unstack,
+)
+
+
+class Composed(NamedTuple):
+    """What a model with a tower is made of: the family of its text part, and the rules that come
+    after that.
+
+    The configuration says the family where none is given.
+    """
+
+    text: str | None
+    tower: Callable[[Config], list[Rule]]
+
+
+def text_part(config: Config, model_type: str | None) -> Config:
+    """Return the configuration of the text part, which older configurations do not separate."""
+    values = config.values.get("text_config") or config.values
+    tied = config("tie_word_embeddings", default=model_type == "gemma3_text")
+    return Config(
+        {**values, "tie_word_embeddings": tied} | ({"model_type": model_type} if model_type else {})
+    )
+
+
+def _qwen2_5(config: Config) -> list[Rule]:
+    depth = Config(config("vision_config")).number_of("depth")
+    return [Rename("visual.**", "visual.{0}", count=12 * depth + 6)]
+
+
+def _qwen3(config: Config) -> list[Rule]:
+    vision = Config(config("vision_config"))
+    depth, heads, mergers = (
+        vision.number_of("depth"),
+        vision.number_of("num_heads"),
+        "deepstack_merger_list",
+    )
+    num = len(vision("deepstack_visual_indexes", default=()))
+    own, new, tower = "vision_model.decoder.layers.*.", "model.visual.blocks.{0}.", "model.visual."
+    rules: list[Rule] = []
+    for kind in ("weight", "bias"):
+        pieces = tuple(f"{new}attn.{name}.{kind}" for name in "qkv")
+        rules.append(
+            Split(f"{own}self_attention.linear_qkv.{kind}", pieces, groups=heads, count=depth)
+        )
+        every = tuple(piece.replace("{0}", "*") for piece in pieces)
+        rules.append(Concat(every, f"{new}attn.qkv.{kind}", count=depth))
+    names = {
+        "self_attention.linear_proj": "attn.proj",
+        "input_layernorm": "norm1",
+        "pre_mlp_layernorm": "norm2",
+    }
+    rules += [
+        Rename(f"{own}{old}.*", f"{new}{name}.{{1}}", count=2 * depth)
+        for old, name in names.items()
+    ]
+    rules.append(Rename(f"{own}mlp.**", f"{new}mlp.{{1}}", count=4 * depth))
+    if num:
+        merger = f"vision_model.decoder.{mergers}."
+        rules.append(
+            Rename(f"{merger}*.patch_norm.*", f"{tower}{mergers}.{{0}}.norm.{{1}}", count=2 * num)
+        )
+        rules.append(Rename(f"{merger}**", f"{tower}{mergers}.{{0}}", count=4 * num))
+    return [
+        Rename("model.**", "model.language_model.{0}"),
+        *rules,
+        Rename("vision_model.merger.patch_norm.*", f"{tower}merger.norm.{{0}}", count=2),
+        Rename("vision_model.**", f"{tower}{{0}}", count=7),
+    ]
+
+
+def _qwen3_moe(config: Config) -> list[Rule]:
+    text = text_part(config, "qwen3_moe")
+    return [
+        *joined_experts("model.layers.*.mlp", text.number_of("num_experts", "num_local_experts")),
+        *_qwen3(config),
+    ]
+
+
+def _gemma3(config: Config) -> list[Rule]:
+    """SigLIP with the names of transformers; the projection is Megatron's, which multiplies from
+    the other side.
+    """
+    depth = Config(config("vision_config")).number_of("num_hidden_layers")
+    projector = "multi_modal_projector."
+    return [
+        Rename("model.**", "language_model.model.{0}"),
+        Rename("vision_tower.**", "vision_tower.{0}", count=16 * depth + 5),
+        Rename(
+            f"{projector}mm_soft_embed_norm.weight", f"{projector}mm_soft_emb_norm.weight", count=1
+        ),
+        Transpose(f"{projector}proj.weight", f"{projector}mm_input_projection_weight", count=1),
+    ]
+
+
+def _llava(config: Config) -> list[Rule]:
+    """Megatron Core's CLIP. It ends with the layer whose output the projector gets; what follows
+    there is not used.
+    """
+    vision, chosen = Config(config("vision_config")), config("vision_feature_layer", default=-2)
+    num, heads = (vision.number_of(name) for name in ("num_hidden_layers", "num_attention_heads"))
+    depth = num + 1 + chosen if type(chosen) is int and chosen < 0 else chosen
+    if (
+        type(depth) is not int
+        or not 0 < depth <= num
+        or vision("model_type") != "clip_vision_model"
+    ):
+        raise CheckpointingException(
+            f"Megatron Core has no LLaVA with vision_feature_layer {chosen!r} of {num} layers of a "
+            f"{vision('model_type')!r:.99}: its projector gets the output of the last layer of a "
+            "clip_vision_model."
+        )
+    own, new, kinds = (
+        "vision_model.decoder.layers.*.",
+        "vision_tower.encoder.layers.{0}.",
+        ("weight", "bias"),
+    )
+    rules: list[Rule] = [
+        Split(
+            f"{own}self_attention.linear_qkv.{kind}",
+            tuple(f"{new}self_attn.{name}_proj.{kind}" for name in "qkv"),
+            groups=heads,
+            count=depth,
+        )
+        for kind in kinds
+    ]
+    names = {
+        "self_attention.linear_proj": "self_attn.out_proj", "input_layernorm": "layer_norm1",
+        "pre_mlp_layernorm": "layer_norm2", "mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2",
+    }  # fmt: skip
+    rules += [
+        Rename(f"{own}{old}.*", f"{new}{name}.{{1}}", count=2 * depth)
+        for old, name in names.items()
+    ]
+    embeddings, token = "vision_tower.embeddings.", "vision_model.class_token"
+    rules += [
+        Unstack(token, f"{token}.{{i}}", size=1),
+        Unstack(f"{token}.0", f"{token}.0.{{i}}", size=1),
+    ]
+    names = {
+        f"{token}.0.0": "class_embedding",
+        "vision_model.conv1.weight": "patch_embedding.weight",
+    }
+    names["vision_model.position_embeddings.weight"] = "position_embedding.weight"
+    rules += [Rename(old, embeddings + name, count=1) for old, name in names.items()]
+    biases, projector = (
+        1 + bool(config("multimodal_projector_bias", default=True)),
+        "multi_modal_projector.linear_",
+    )
+    for n in "12":
+        rules.append(
+            Rename(
+                f"vision_projection.encoder.linear_fc{n}.*", f"{projector}{n}.{{0}}", count=biases
+            )
+        )
+    return [
+        Rename("model.**", "language_model.model.{0}"),
+        Rename("lm_head.weight", "language_model.lm_head.weight", optional=True),
+        Rename("vision_model.ln_pre.*", "vision_tower.pre_layrnorm.{0}", count=2),
+        *rules,
+    ]
+
+
+COMPOSED = {
+    "gemma3": Composed("gemma3_text", _gemma3),
+    "llava": Composed(None, _llava),
+    "qwen2_5_vl": Composed("qwen2", _qwen2_5),
+    "qwen3_5": Composed("qwen3_5_text", _qwen3),
+    "qwen3_5_moe": Composed("qwen3_5_moe_text", _qwen3),
+    "qwen3_vl": Composed("qwen3", _qwen3),
+    "qwen3_vl_moe": Composed("qwen3_moe", _qwen3_moe),
+}

@@ -1,0 +1,219 @@
+"""Names and shapes of models of transformers, in memory and on disk: from transformers' own
+conversion.
+
+The conversion that `save_pretrained` makes is run on tensors without data that record where each
+element comes from, so what transformers knows of a new family is known here.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distckpt._base.errors import CheckpointingException
+from distckpt._rules.mapped import (
+    MappedTensor,
+    crop_axis,
+    drop_axis,
+    identity,
+    join,
+    permute,
+    reshape,
+)
+from distckpt._rules.rules import (
+    Assemble,
+    Rule,
+    TensorInfo,
+    Tie,
+)
+
+
+def transformers_rules(config: Mapping[str, Any]) -> list[Rule]:
+    """Make the rules from the names in memory of transformers to those that `save_pretrained`
+    writes.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise CheckpointingException(
+            "How transformers names the tensors of a model in memory is asked of transformers, "
+            "which is not installed: `pip install transformers`."
+        )
+    core_model_loading = importlib.import_module("transformers.core_model_loading")
+    model = _make_model(config)
+    ignored, tied = set(model._keys_to_ignore_on_save or ()), dict(model.all_tied_weights_keys)
+    shapes = {
+        key: tuple(value.shape) for key, value in model.state_dict().items() if key not in ignored
+    }
+    tied = {
+        key: to for key, to in tied.items() if key in shapes and to in shapes and to not in tied
+    }
+    sources = {key: shape for key, shape in shapes.items() if key not in tied}
+    recorders = {
+        key: _Recorder.make(identity(key, TensorInfo(shape, "F32")))
+        for key, shape in sources.items()
+    }
+    try:
+        converted = core_model_loading.revert_weight_conversion(model, recorders)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointingException(
+            f"transformers' conversion of {config['model_type']!r} cannot be followed: {error}"
+        ) from error
+    return [
+        *(Tie(key, to, optional=True) for key, to in tied.items()),
+        Assemble(_recorded(converted), sources),
+    ]
+
+
+def _make_model(config: Mapping[str, Any]) -> Any:
+    """Make the model without memory for its tensors."""
+    transformers = importlib.import_module("transformers")
+    values = copy.deepcopy(dict(config))
+    values.pop("quantization_config", None)
+    model_type = values.pop("model_type", None)
+    names = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
+    try:
+        settings = transformers.AutoConfig.for_model(model_type, **values)
+        with torch.device("meta"):
+            if names:
+                return getattr(transformers, names[0])._from_config(
+                    settings, attn_implementation="eager"
+                )
+            return transformers.AutoModelForCausalLM.from_config(
+                settings, attn_implementation="eager"
+            )
+    except Exception as error:  # of any class, by the model and by what validates its configuration
+        raise CheckpointingException(
+            f"transformers {transformers.__version__} makes no model of type {model_type!r}, "
+            f"architectures {config.get('architectures')!r}: {error!s:.300}"
+        ) from error
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Add to the parts of a configuration what they leave out since it is transformers' default;
+    None if that fails.
+    """
+    parts = {
+        name: part
+        for name, part in config.items()
+        if name.endswith("_config") and isinstance(part, Mapping)
+    }
+    parts.pop("quantization_config", None)
+    if not parts or importlib.util.find_spec("transformers") is None:
+        return None
+    try:
+        made = importlib.import_module("transformers").AutoConfig.for_model(
+            config["model_type"], **copy.deepcopy(parts)
+        )
+    except Exception:  # of any class
+        return None
+    values = made.to_dict()
+    return {
+        **config,
+        **{name: {**values[name], **part} for name, part in parts.items() if values.get(name)},
+    }
+
+
+def _recorded(tensors: Mapping[str, Any]) -> dict[str, MappedTensor]:
+    unknown = [name for name, tensor in tensors.items() if not isinstance(tensor, _Recorder)]
+    if unknown:
+        raise CheckpointingException(
+            f"transformers' conversion computes {unknown[0]!r}, which rules cannot."
+        )
+    return {name: tensor.mapped for name, tensor in tensors.items()}
+
+
+class _Recorder(torch.Tensor):
+    """A tensor without data that knows what it is made of. It can be cut, joined, permuted and
+    reshaped.
+    """
+
+    mapped: MappedTensor
+
+    @classmethod
+    def make(cls, mapped: MappedTensor) -> _Recorder:
+        recorder = torch.empty(mapped.shape, device="meta").as_subclass(cls)
+        recorder.mapped = mapped
+        return recorder
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name in _OPERATIONS:
+                return _OPERATIONS[name](*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            raise RuntimeError(f"it computes values ({name})")
+        return result
+
+
+def _split(tensor: _Recorder, sizes: int | Sequence[int], dim: int = 0) -> tuple[_Recorder, ...]:
+    num = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, num - start) for start in range(0, num, sizes)]
+    pieces, start, axis = [], 0, dim % tensor.ndim
+    for size in sizes:
+        pieces.append(_Recorder.make(crop_axis(tensor.mapped, axis, start, start + size)))
+        start += size
+    return tuple(pieces)
+
+
+def _chunk(tensor: _Recorder, chunks: int, dim: int = 0) -> tuple[_Recorder, ...]:
+    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
+
+
+def _cat(tensors: Sequence[_Recorder], dim: int = 0) -> _Recorder:
+    return _Recorder.make(join([tensor.mapped for tensor in tensors], dim % tensors[0].ndim))
+
+
+def _stack(tensors: Sequence[_Recorder], dim: int = 0) -> _Recorder:
+    shape = list(tensors[0].shape)
+    shape.insert(dim % (len(shape) + 1), 1)
+    return _Recorder.make(join([reshape(t.mapped, shape) for t in tensors], dim % len(shape)))
+
+
+def _permute(tensor: _Recorder, *dims: Any) -> _Recorder:
+    order = dims[0] if isinstance(dims[0], Sequence) else dims
+    return _Recorder.make(permute(tensor.mapped, [axis % tensor.ndim for axis in order]))
+
+
+def _transpose(tensor: _Recorder, dim0: int, dim1: int) -> _Recorder:
+    order = list(range(tensor.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(tensor, order)
+
+
+def _reshape(tensor: _Recorder, *shape: Any) -> _Recorder:
+    new = torch.empty(tensor.shape, device="meta").reshape(*shape).shape
+    return _Recorder.make(reshape(tensor.mapped, new))
+
+
+def _squeeze(tensor: _Recorder, dim: int | None = None) -> _Recorder:
+    mapped = tensor.mapped
+    for axis in reversed(range(tensor.ndim) if dim is None else [dim % tensor.ndim]):
+        mapped = drop_axis(mapped, axis) if tensor.shape[axis] == 1 else mapped
+    return _Recorder.make(mapped)
+
+
+def _unbind(tensor: _Recorder, dim: int = 0) -> tuple[_Recorder, ...]:
+    return tuple(_squeeze(piece, dim) for piece in _split(tensor, 1, dim))
+
+
+def _same(tensor: _Recorder, *_: Any, **__: Any) -> _Recorder:
+    return tensor
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "chunk": _chunk, "split": _split, "cat": _cat, "concat": _cat, "stack": _stack, "permute": _permute,
+    "transpose": _transpose, "reshape": _reshape, "view": _reshape, "squeeze": _squeeze, "unbind": _unbind,
+    "contiguous": _same, "clone": _same, "detach": _same, "to": _same,
+}  # fmt: skip

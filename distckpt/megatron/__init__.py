@@ -1,0 +1,37 @@
+"""Megatron Core's `dist_checkpointing`: its module paths, names and arguments, with distckpt behind
+them.
+
+A program for Megatron Core changes one import and nothing else:
+
+    from distckpt import megatron as dist_checkpointing  # was: from megatron.core import
+    dist_checkpointing
+
+    dist_checkpointing.save(sharded_state_dict, checkpoint_dir, sharded_strategy,
+    async_sharded_save=True)
+"""
+
+from distckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from distckpt.megatron.core import check_is_distributed_checkpoint
+from distckpt.megatron.serialization import (
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_tensors_metadata,
+    remove_sharded_tensors,
+    save,
+)
+
+__all__ = [
+    "LocalNonpersistentObject",
+    "ShardedObject",
+    "ShardedTensor",
+    "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+]

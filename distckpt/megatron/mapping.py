@@ -1,0 +1,6 @@
+"""The classes of Megatron Core's `dist_checkpointing.mapping`, which are those of
+`distckpt.mapping`.
+"""
+
+from distckpt.mapping import *  # noqa: F403
+from distckpt.mapping import __all__ as __all__

@@ -1,0 +1,7 @@
+"""The functions of Megatron Core's `dist_checkpointing.optimizer`, which are those of
+`distckpt.optimizer`.
+"""
+
+from distckpt._models.optimizer.sharded import KEEP_VARS_HINT as KEEP_VARS_HINT
+from distckpt.optimizer import *  # noqa: F403
+from distckpt.optimizer import __all__ as __all__

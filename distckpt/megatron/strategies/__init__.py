@@ -1,0 +1,1 @@
+"""The module paths of Megatron Core's `dist_checkpointing.strategies`."""

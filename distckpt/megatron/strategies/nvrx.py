@@ -1,0 +1,9 @@
+"""Megatron's helpers for background saves by nvidia-resiliency-ext, which distckpt does not
+need.
+"""
+
+from distckpt._megatron.forwarding import forward
+
+__getattr__ = forward(
+    "strategies.nvrx", "has_nvrx_async_support", "is_nvrx_min_version", "make_nvrx_async_request"
+)

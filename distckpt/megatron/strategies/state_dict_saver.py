@@ -1,0 +1,10 @@
+"""Megatron's planning of saves in its own format, for programs that write it; distckpt does not use
+it.
+"""
+
+from distckpt._megatron.forwarding import forward
+
+__getattr__ = forward(
+    "strategies.state_dict_saver", "save_state_dict_async_finalize", "save_state_dict_async_plan",
+    "verify_global_md_reuse",
+)  # fmt: skip

@@ -1,0 +1,20 @@
+"""Megatron's strategies of the format `torch_dist`; here they save in distckpt's format and load
+all formats.
+"""
+
+from distckpt._base.public import set_public_home
+from distckpt._megatron.forwarding import forward
+from distckpt._megatron.torch_dist import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    get_async_strategy,
+)
+
+__all__ = ["TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy", "get_async_strategy"]
+
+set_public_home(globals())
+
+__getattr__ = forward(
+    "strategies.torch", "MCoreLoadPlanner", "MCoreSavePlanner", "_get_filesystem_reader", "flatten_state_dict",
+    "mcore_to_pyt_state_dict", "sharded_tensor_to_torch_sharded_tensor",
+)  # fmt: skip

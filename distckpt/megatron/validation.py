@@ -1,0 +1,34 @@
+"""Check that the shards of all ranks make complete tensors, and that a checkpoint and a request
+hold the same keys.
+"""
+
+from distckpt._base.public import set_public_home
+from distckpt._megatron.validation import (
+    READER_VERSION,
+    StrictHandling,
+    adjust_non_strict_load,
+    determine_global_metadata,
+    maybe_report_missing_and_unexpected_keys,
+    parse_strict_flag,
+    save_integrity_manifest,
+    validate_integrity_and_strict_load,
+    validate_sharding_integrity,
+    verify_checkpoint,
+    verify_integrity_manifest,
+)
+
+__all__ = [
+    "READER_VERSION",
+    "StrictHandling",
+    "adjust_non_strict_load",
+    "determine_global_metadata",
+    "maybe_report_missing_and_unexpected_keys",
+    "parse_strict_flag",
+    "save_integrity_manifest",
+    "validate_integrity_and_strict_load",
+    "validate_sharding_integrity",
+    "verify_checkpoint",
+    "verify_integrity_manifest",
+]
+
+set_public_home(globals())

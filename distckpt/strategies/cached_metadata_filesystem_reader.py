@@ -1,5 +1,0 @@
-"""Megatron's reader of metadata in its own format, for programs that read it; distckpt does not use it."""
-
-from distckpt._megatron.forwarding import forward
-
-__getattr__ = forward("strategies.cached_metadata_filesystem_reader", "CachedMetadataFileSystemReader")

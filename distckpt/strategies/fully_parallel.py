@@ -1,8 +1,0 @@
-"""Megatron's wrappers that parallelise saving and loading within a group."""
-
-from distckpt._base.public import set_public_home
-from distckpt._megatron.fully_parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
-
-__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
-
-set_public_home(globals())

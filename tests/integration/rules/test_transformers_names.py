@@ -1,0 +1,246 @@
+"""Models of transformers beside its own `save_pretrained`: exported by their names in memory, and
+loaded again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+import distckpt
+from distckpt import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    LoadMismatchError,
+    ShardedTensor,
+)
+from distckpt.cli import main
+from distckpt.rules import Rename
+from tests.support.hf_folders import read_export, same_bytes
+from tests.support.tiny_models import COMPOSED, OVERRIDES, make_config, make_model, transformers
+
+TOKENS = torch.tensor([[3, 1, 39, 7, 20, 11, 0, 5]])
+
+
+@pytest.mark.parametrize("family", sorted([*OVERRIDES, *COMPOSED]))
+def test_an_export_is_what_transformers_saves_and_fills_the_model_again(family, tmp_path):
+    model, empty = make_model(make_config(family)), make_model(make_config(family), seed=1)
+    saved, checkpoint, exported = (tmp_path / name for name in ("saved", "checkpoint", "exported"))
+    model.save_pretrained(saved)
+    distckpt.save({"model": model}, checkpoint)
+    distckpt.consolidate(checkpoint, exported, family="auto", like=saved)
+    assert same_bytes(read_export(exported), read_export(saved))
+
+    distckpt.load({"model": empty}, exported, family=saved)
+    assert same_bytes(empty.state_dict(), model.state_dict())
+    opened = type(model).from_pretrained(exported, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+        assert torch.equal(empty(TOKENS).logits, logits)
+        assert torch.equal(opened(TOKENS).logits, logits)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """A model with fused experts in memory, and its directory, in which each expert is apart."""
+    model, saved = make_model(make_config("mixtral")), tmp_path_factory.mktemp("mixtral") / "saved"
+    model.save_pretrained(saved)
+    return model, saved
+
+
+def test_transformers_opens_an_export_whose_config_follows_the_dtype(mixtral, tmp_path):
+    model, saved = mixtral
+    (saved / "tokenizer.json").write_text("{}")
+    distckpt.save({"model": model}, tmp_path / "checkpoint")
+    for dtype in (torch.float32, torch.bfloat16):
+        exported = tmp_path / str(dtype)
+        distckpt.consolidate(
+            tmp_path / "checkpoint", exported, family="auto", like=saved, dtype=dtype
+        )
+        assert {path.name for path in exported.iterdir()} == {path.name for path in saved.iterdir()}
+        opened = type(model).from_pretrained(exported, dtype="auto")
+        assert opened.dtype == dtype
+        expected = {key: tensor.to(dtype) for key, tensor in model.state_dict().items()}
+        assert same_bytes(opened.state_dict(), expected)
+
+
+def test_a_rank_loads_its_slices(mixtral):
+    model, saved = mixtral
+    key, tensor = (
+        "model.layers.1.mlp.experts.gate_up_proj",
+        model.model.layers[1].mlp.experts.gate_up_proj.detach(),
+    )
+    for axis in range(3):
+        part = tensor.chunk(2, axis)[1]
+        asked = {"w": ShardedTensor.from_rank_offsets(key, torch.zeros(part.shape), (axis, 1, 2))}
+        assert torch.equal(distckpt.load(asked, saved, family="auto")["w"], part)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama"])
+def test_what_a_smaller_model_would_leave_out_is_named(family, tmp_path, caplog):
+    config = make_config(family)
+    make_model(config).save_pretrained(tmp_path / "saved")
+    config.num_hidden_layers = last = config.num_hidden_layers - 1
+    small, source = make_model(config, seed=1), tmp_path / "saved"
+    with pytest.raises(
+        LoadMismatchError,
+        match=rf"holds 'model.layers.{last}\.input_layernorm.weight'.*larger model",
+    ):
+        distckpt.load({"model": small}, source, family="auto")
+    distckpt.load({"model": small}, source, family="auto", strict="raise_unexpected")
+    expected = {
+        key: tensor
+        for key, tensor in read_export(source).items()
+        if "norm" in key and f".{last}." not in key
+    }
+    assert same_bytes({key: small.state_dict()[key] for key in expected}, expected)
+    # A layer that is not of the model of this configuration predicts further tokens.
+    values = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": last}
+    (source / "config.json").write_text(json.dumps(values))
+    assert not caplog.records
+    distckpt.load({"model": small}, source, family="auto")
+    assert f"'model.layers.{last}.input_layernorm.weight'" in caplog.text
+
+
+def test_both_names_of_a_tied_tensor_are_filled_and_one_is_written(tmp_path):
+    model = make_model(make_config("qwen3"))
+    model.save_pretrained(tmp_path / "saved")
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    asked = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(40, 32)) for name in names}
+    loaded = distckpt.load(asked, tmp_path / "saved", family="auto")
+    assert all(torch.equal(loaded[name], model.lm_head.weight) for name in names)
+    copies = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    distckpt.save(
+        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in copies.items()},
+        tmp_path / "checkpoint",
+    )
+    distckpt.consolidate(
+        tmp_path / "checkpoint", tmp_path / "exported", family="auto", like=tmp_path / "saved"
+    )
+    assert same_bytes(read_export(tmp_path / "exported"), read_export(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_names_that_are_tied_by_the_configuration_alone_are_compared(prefix, tmp_path):
+    model = make_model(make_config("qwen3"))
+    model.save_pretrained(tmp_path / "saved")
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state["lm_head.weight"][-1, -1] += 1
+    state = {f"{prefix}{key}": tensor for key, tensor in state.items()}
+    distckpt.save(
+        {k: ShardedTensor.from_rank_offsets(k, t) for k, t in state.items()},
+        tmp_path / "checkpoint",
+    )
+    options = {
+        "family": "auto",
+        "like": tmp_path / "saved",
+        "rules": [Rename("module.**", "{0}")] if prefix else (),
+    }
+    with pytest.raises(
+        LoadMismatchError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' .* differ"
+    ):
+        distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "exported", **options)
+    assert not (tmp_path / "exported").exists()
+    options["keys"] = f"!{prefix}lm_head.weight"
+    distckpt.consolidate(tmp_path / "checkpoint", tmp_path / "exported", **options)
+    assert same_bytes(read_export(tmp_path / "exported"), read_export(tmp_path / "saved"))
+
+
+def test_what_is_missing_or_unknown_is_named(mixtral, tmp_path):
+    model, saved = mixtral
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, tensor)
+        for key, tensor in model.state_dict().items()
+    }
+    missing = "model.layers.1.mlp.experts.down_proj"
+    distckpt.save({key: shard for key, shard in state.items() if key != missing}, tmp_path / "less")
+    with pytest.raises(LoadMismatchError, match=f"'{missing}' is missing"):
+        distckpt.consolidate(tmp_path / "less", tmp_path / "exported", family="auto", like=saved)
+    distckpt.save(
+        {**state, "more": ShardedTensor.from_rank_offsets("more", torch.zeros(2))},
+        tmp_path / "more",
+    )
+    with pytest.raises(LoadMismatchError, match="No rule matches 'more'"):
+        distckpt.consolidate(tmp_path / "more", tmp_path / "exported", family="auto", like=saved)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_configuration_may_be_an_object_a_dict_or_a_path(mixtral):
+    model, saved = mixtral
+    for source in ("megatron", "transformers"):
+        first, *others = (
+            repr(distckpt.families.rules(config, source))
+            for config in (model.config, model.config.to_dict(), saved, saved / "config.json")
+        )
+        assert others == [first] * 3
+
+
+def test_configurations_that_say_too_little(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"no .*config\.json"):
+        distckpt.families.rules(tmp_path, "megatron")
+    with pytest.raises(CheckpointingException, match="does not name its model_type"):
+        distckpt.families.rules({}, "megatron")
+    with pytest.raises(
+        CheckpointingException, match=r"model_type 'nonsense' are not supported; those of .*llama"
+    ):
+        distckpt.families.rules({"model_type": "nonsense"}, "megatron")
+    for model_type, why in (
+        ("jamba", "no Mamba 1"),
+        ("llava_next", "image_newline"),
+        ("qwen2_vl", "tower"),
+    ):
+        with pytest.raises(
+            CheckpointingException, match=f"model_type '{model_type}' are not known: .*{why}"
+        ):
+            distckpt.families.rules({"model_type": model_type}, "megatron")
+    with pytest.raises(CheckpointingException, match="makes no model of type 'nonsense'"):
+        distckpt.families.rules({"model_type": "nonsense"}, "transformers")
+    with pytest.raises(
+        CheckpointingException, match=r"makes no model of type 'llama'.*num_hidden_layers"
+    ):
+        distckpt.families.rules({"model_type": "llama", "num_hidden_layers": "2"}, "transformers")
+    with pytest.raises(CheckpointingException, match="does not say 'num_hidden_layers'"):
+        distckpt.families.rules({"model_type": "llama", "vocab_size": 4}, "megatron")
+    with pytest.raises(ValueError, match="source"):
+        distckpt.families.rules({"model_type": "llama"}, "torchtitan")
+
+
+def test_parts_of_configurations_leave_out_what_is_usual():
+    """As Gemma 3 and LLaVA were published: transformers knows the rest."""
+    clip = make_config("llava").vision_config.to_dict()
+    siglip = make_config("gemma3").vision_config.to_dict()
+    for model_type, text, vision in (
+        (
+            "gemma3",
+            {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34},
+            siglip,
+        ),
+        ("llava", {"model_type": "llama", "vocab_size": 32064}, clip),
+    ):
+        parts = {"text_config": text, "vision_config": vision}
+        complete = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(parts)).to_dict()
+        found = distckpt.families.rules({"model_type": model_type} | parts, "megatron")
+        assert repr(found) == repr(distckpt.families.rules(complete, "megatron"))
+
+
+def test_the_command_line_lists_what_comes_from_where_and_writes_nothing(mixtral, tmp_path, capsys):
+    model, saved = mixtral
+    checkpoint, exported = str(tmp_path / "checkpoint"), str(tmp_path / "exported")
+    distckpt.save({"model": model}, checkpoint)
+    command = ["consolidate", checkpoint, exported, "--family", "auto", "--like", str(saved)]
+    assert main([*command, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    name, source = (
+        "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+        "model.layers.1.mlp.experts.gate_up_proj",
+    )
+    assert f"{name}  F32 48x32  <- {source} [2:3, 48:96, 0:32]" in lines
+    assert main([*command, "--dry-run", "--json"]) == 0
+    names = [tensor["name"] for tensor in json.loads(capsys.readouterr().out)["tensors"]]
+    assert set(names) == read_export(saved).keys()
+    assert not (tmp_path / "exported").exists()
+    assert main(command) == 0
+    assert same_bytes(read_export(exported), read_export(saved))

@@ -1,0 +1,694 @@
+"""A dict of objects is saved and loaded as it is: `distckpt.save({"model": model, "optimizer":
+optimizer, ...})`.
+
+The oracle is torch: training that was not interrupted, and its own `state_dict` and
+    `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint
+
+import distckpt
+from distckpt.modules import sharded_state_dict
+from distckpt.optimizer import sharded_optimizer_state_dict
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.down(torch.tanh(self.up(x)))
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+
+        def closure(x=x):
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+
+
+def assert_same(found, expected, place=""):
+    """Compare nested state dicts; tensors with their dtypes."""
+    assert type(found) is type(expected), place
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected), place
+        assert found.stride() == expected.stride(), place
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{place}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), place
+        for i, value in enumerate(expected):
+            assert_same(found[i], value, f"{place}.{i}")
+    else:
+        assert found == expected, place
+
+
+def make(seed):
+    model = Net(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    }
+
+
+def go_on(state, steps):
+    for step in steps:
+        train(state["model"], state["optimizer"], [step])
+        state["scheduler"].step()
+
+
+def test_a_dict_of_objects_is_saved_and_loaded(tmp_path):
+    saved, resumed = make(1), make(2)
+    go_on(saved, range(3))
+    distckpt.save(
+        {**saved, "rng": distckpt.RngState(), "step": 3, "seen": [{"a": 1}, 2]}, tmp_path / "saved"
+    )
+    numbers = (random.random(), np.random.rand(), torch.rand(2).tolist())
+
+    given = {**resumed, "rng": distckpt.RngState(), "step": 0}
+    loaded = distckpt.load(given, tmp_path / "saved", strict="raise_all")
+    assert all(loaded[name] is value for name, value in given.items() if name != "step")
+    assert (loaded["step"], loaded["seen"], given["step"]) == (3, [{"a": 1}, 2], 0)
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == numbers
+    for _ in range(2):
+        for name in ("model", "optimizer", "scheduler"):
+            assert_same(resumed[name].state_dict(), saved[name].state_dict(), name)
+        go_on(saved, range(3, 6))
+        go_on(resumed, range(3, 6))
+
+
+def test_checkpoints_of_objects_and_of_descriptions_are_the_same(tmp_path):
+    saved = make(1)
+    go_on(saved, range(2))
+    described = sharded_state_dict(saved["model"])
+    distckpt.save({"model": saved["model"], "optimizer": saved["optimizer"]}, tmp_path / "objects")
+    distckpt.save(
+        {
+            "model": described,
+            "optimizer": sharded_optimizer_state_dict(saved["optimizer"], described),
+        },
+        tmp_path / "described",
+    )
+    assert distckpt.diff(tmp_path / "objects", tmp_path / "described").is_same
+
+
+def test_background_saves_and_managers_take_objects(tmp_path):
+    saved = make(1)
+    go_on(saved, range(2))
+    distckpt.async_save(saved, tmp_path / "background").result()
+    with distckpt.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(2, {**saved, "step": 2})
+    for load in (partial(distckpt.load, checkpoint_dir=tmp_path / "background"), manager.load):
+        resumed = make(2)
+        load(resumed)
+        assert_same(resumed["optimizer"].state_dict(), saved["optimizer"].state_dict())
+        assert_same(resumed["model"].state_dict(), saved["model"].state_dict())
+
+
+# What some need besides parameters; Muon takes matrices only.
+OPTIONS = {
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "LBFGS": {"max_iter": 3},
+}
+CLASSES = [
+    cls
+    for cls in vars(torch.optim).values()
+    if inspect.isclass(cls)
+    and issubclass(cls, torch.optim.Optimizer)
+    and cls is not torch.optim.Optimizer
+]
+
+
+def make_with(cls, seed, dtype=torch.float32):
+    model = Net(seed).to(dtype)
+    if cls is torch.optim.SparseAdam:
+        model.up = torch.nn.Embedding(4, 4, sparse=True)
+        model.forward = lambda x: model.up(x.argmax(-1)) * 2
+    params = [p for p in model.parameters() if cls.__name__ != "Muon" or p.ndim == 2]
+    if cls is torch.optim.SparseAdam:
+        params = list(model.up.parameters())
+    return model, cls(params, lr=0.01, **OPTIONS.get(cls.__name__, {}))
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_an_optimizer_resumes_as_with_its_own_state_dict(cls, tmp_path):
+    model, optimizer = make_with(cls, 1)
+    train(model, optimizer, range(3))
+    whole = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    assert_same(optimizer.state_dict(), whole[1], "described")
+
+    expected_model, expected = make_with(cls, 3)
+    expected_model.load_state_dict(whole[0])
+    expected.load_state_dict(whole[1])
+    resumed_model, resumed = make_with(cls, 2)
+    distckpt.load(
+        {"model": resumed_model, "optimizer": resumed}, tmp_path / "saved", strict="raise_all"
+    )
+    assert_same(resumed.state_dict(), expected.state_dict(), cls.__name__)
+    train(expected_model, expected, range(3, 5))
+    train(resumed_model, resumed, range(3, 5))
+    assert_same(resumed.state_dict(), expected.state_dict(), cls.__name__)
+    assert_same(resumed_model.state_dict(), expected_model.state_dict())
+
+
+class Tied(torch.nn.Module):
+    """Like a language model: input and output embedding are one parameter; a buffer that is not
+    saved.
+    """
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.rope = Rope()
+
+
+class Rope(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.empty(2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.frequencies.copy_(torch.tensor([1.0, 0.5]))
+
+
+def test_a_tied_model_loads_from_its_own_export(tmp_path):
+    saved, loaded = Tied(1), Tied(2)
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "exported")
+    assert len(distckpt.load_plain_tensors(tmp_path / "exported")) == 1
+    distckpt.load({"model": loaded}, tmp_path / "exported")
+    assert loaded.head.weight is loaded.embed.weight
+    assert torch.equal(loaded.embed.weight, saved.embed.weight)
+    described = sharded_state_dict(loaded)
+    names = distckpt.load(described, tmp_path / "exported").keys()
+    assert names == described.keys()
+
+
+def test_a_model_on_the_meta_device_gets_memory(tmp_path):
+    saved = Tied(1)
+    distckpt.save({"model": saved}, tmp_path / "saved")
+    with torch.device("meta"):
+        loaded = Tied()
+        untied = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        untied.register_buffer("mask", torch.empty(2), persistent=False)
+    assert (
+        distckpt.load({"model": loaded}, tmp_path / "saved", materialize="cpu")["model"] is loaded
+    )
+    assert loaded.head.weight is loaded.embed.weight
+    assert torch.equal(loaded.embed.weight, saved.embed.weight)
+    assert loaded.rope.frequencies.tolist() == [1.0, 0.5]
+    with pytest.raises(
+        distckpt.CheckpointingException, match=r"The buffers 'mask' .* reset_parameters"
+    ):
+        distckpt.load({"model": untied}, tmp_path / "saved", materialize="cpu")
+
+
+def test_a_model_on_the_meta_device_is_refused_without_a_device(tmp_path):
+    distckpt.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "saved")
+    with pytest.raises(distckpt.CheckpointingException, match="materialize"):
+        distckpt.load({"model": torch.nn.Linear(2, 2, device="meta")}, tmp_path / "saved")
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps as torch's does, which needs a process group."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps as accelerate's does, whose step does nothing until gradients are complete."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+def test_wrappers_are_seen_through(tmp_path):
+    saved = make(1)
+    go_on(saved, range(2))
+    wrapped = DistributedDataParallel(saved["model"])
+    whole = torch.nn.ModuleDict({"net": DistributedDataParallel(saved["model"])})
+    distckpt.save(
+        {"model": wrapped, "optimizer": AcceleratedOptimizer(saved["optimizer"])},
+        tmp_path / "saved",
+    )
+    distckpt.save({"model": whole}, tmp_path / "below")
+    names = set(saved["model"].state_dict())
+    assert {
+        key for key in distckpt.load_tensors_metadata(tmp_path / "saved") if "state" not in key
+    } == names
+    assert distckpt.load_tensors_metadata(tmp_path / "below").keys() == {
+        f"net.{name}" for name in names
+    }
+    resumed = make(2)
+    distckpt.load(resumed | {"scheduler": None}, tmp_path / "saved")
+    assert_same(resumed["optimizer"].state_dict(), saved["optimizer"].state_dict())
+    again = torch.nn.ModuleDict({"net": DistributedDataParallel(Net(3))})
+    distckpt.load({"model": again}, tmp_path / "below")
+    assert_same(again.state_dict(), whole.state_dict())
+
+
+class Lookahead:
+    """Wraps another optimizer, and keeps slow weights by parameter, and a count, as that of
+    pytorch_optimizer does.
+    """
+
+    def __init__(self, optimizer):
+        self.optimizer, self.count = optimizer, 0
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = {}
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self):
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state.setdefault(p, {"slow": p.detach().clone()})
+        self.optimizer.step()
+
+    def state_dict(self):
+        return {"slow": self.state, "base": self.optimizer.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.state, self.count = state_dict["slow"], state_dict["count"]
+        self.optimizer.load_state_dict(state_dict["base"])
+
+
+def test_optimizers_with_a_state_dict_of_their_own_resume(tmp_path):
+    def make_wrapped(seed, reverse=False):
+        model = Net(seed)
+        params = list(model.parameters())
+        return model, Lookahead(torch.optim.Adam(params[::-1] if reverse else params))
+
+    model, optimizer = make_wrapped(1)
+    train(model, optimizer, range(3))
+    weights = [p.detach().clone() for p in model.parameters()]
+    distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert optimizer.count == 3
+    new_model, new = make_wrapped(2, reverse=True)
+    distckpt.load({"model": new_model, "optimizer": new}, tmp_path / "saved", strict="raise_all")
+    assert new.count == 3
+    # By name: the new optimizer numbers its parameters the other way round.
+    for p, other in zip(model.parameters(), new_model.parameters(), strict=True):
+        assert_same(new.state[other], optimizer.state[p])
+        assert_same(new.optimizer.state[other], optimizer.optimizer.state[p])
+
+
+def test_what_belongs_to_no_parameter_is_kept(tmp_path):
+    saved, resumed = make(1), make(2)
+    go_on(saved, range(2))
+    saved["optimizer"].state["k"] = {"a": 1, "b": torch.ones(3)}
+    weight = saved["model"].up.weight
+    saved["optimizer"].state[weight]["basis"] = torch.arange(12.0).view(3, 4).t()
+    saved["optimizer"].state[weight]["list"] = [
+        torch.ones(2),
+        {"x": torch.zeros(6, 4), "n": 3},
+        torch.tensor(2.0),
+    ]
+    expected = copy.deepcopy(saved["optimizer"].state_dict())
+    distckpt.save(saved, tmp_path / "saved")
+    distckpt.load(resumed, tmp_path / "saved", strict="raise_all")
+    assert_same(resumed["optimizer"].state_dict(), expected)
+
+
+def test_a_parameter_that_is_trained_since_starts_anew_with_a_warning(tmp_path, caplog):
+    saved, resumed = make(1), make(2)
+    saved["model"].up.weight.requires_grad = False
+    go_on(saved, range(2))
+    distckpt.save(saved, tmp_path / "saved")
+    distckpt.load(resumed, tmp_path / "saved")
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "no state of the optimizer for 'up.weight'" in warning
+    go_on(resumed, range(2))
+    assert resumed["optimizer"].state[resumed["model"].up.weight]["step"] == 2
+    assert resumed["optimizer"].state[resumed["model"].up.bias]["step"] == 4
+
+
+def test_two_models_have_their_paths_as_prefixes(tmp_path):
+    saved = {"generator": Net(1), "nested": {"critic": Net(2)}}
+    distckpt.save(saved, tmp_path / "saved")
+    loaded = {"generator": Net(3), "nested": {"critic": Net(4)}}
+    distckpt.load(loaded, tmp_path / "saved", strict="raise_all")
+    assert_same(loaded["generator"].state_dict(), saved["generator"].state_dict())
+    assert_same(loaded["nested"]["critic"].state_dict(), saved["nested"]["critic"].state_dict())
+
+
+def test_the_same_key_twice_is_refused_with_both_places(tmp_path):
+    two = {"model": sharded_state_dict(Net(1)), "ema": {"shadow": sharded_state_dict(Net(2))}}
+    with pytest.raises(distckpt.InvalidShardingError) as caught:
+        distckpt.save(two, tmp_path / "saved")
+    text = str(caught.value)
+    assert "The same key twice: 'seen'" in text
+    assert "'model.seen' and at 'ema.shadow.seen'" in text
+    assert "prefix=" in text
+
+
+def test_nothing_is_loaded_without_a_word(tmp_path):
+    saved = make(1)
+    go_on(saved, range(1))
+    distckpt.save(saved, tmp_path / "saved")
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"'model.up.weight'.*Give load the module itself"
+    ):
+        distckpt.load({"model": Net(2).state_dict()}, tmp_path / "saved")
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"nothing at 'other', where .* has a StepLR"
+    ):
+        distckpt.load({"other": make(2)["scheduler"]}, tmp_path / "saved")
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"'optim.state.*stored with 'optimizer\.' in place"
+    ):
+        distckpt.load({"model": saved["model"], "optim": saved["optimizer"]}, tmp_path / "saved")
+    distckpt.save({"model": saved["model"]}, tmp_path / "weights")
+    for state in (saved, make(2)):
+        request = {name: state[name] for name in ("model", "optimizer")}
+        with pytest.raises(
+            distckpt.LoadMismatchError, match=r"No state of an optimizer is stored there: leave"
+        ):
+            distckpt.load(request, tmp_path / "weights")
+    with pytest.raises(distckpt.InvalidShardingError, match="put the module that has it there"):
+        distckpt.save({"optimizer": saved["optimizer"]}, tmp_path / "other")
+
+
+class Trainer:
+    """Has objects in its state."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self.parts, self.step = make(seed), step
+
+    def state_dict(self) -> dict:
+        return {**self.parts, "step": self.step}
+
+    def load_state_dict(self, state: dict) -> None:
+        assert all(state[name] is part for name, part in self.parts.items())
+        self.step = state["step"]
+
+
+def test_objects_in_the_state_of_an_object_are_loaded(tmp_path):
+    saved, new = Trainer(1, 5), Trainer(2, 0)
+    go_on(saved.parts, range(2))
+    distckpt.save({"trainer": saved}, tmp_path / "saved")
+    assert distckpt.load({"trainer": new}, tmp_path / "saved")["trainer"] is new
+    assert new.step == 5
+    for name in ("model", "optimizer"):
+        assert_same(dict(new.parts[name].state_dict()), dict(saved.parts[name].state_dict()))
+
+
+class Deep(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(layers)])
+        self.head = torch.nn.Linear(2, 1)
+
+
+class Averages:
+    """Has sharded tensors in its state, as many as it was made with."""
+
+    def __init__(self, number: int) -> None:
+        self.tensors = [torch.full((2,), float(i)) for i in range(number)]
+
+    def state_dict(self) -> dict:
+        key = "averages.{}".format
+        return {
+            i: distckpt.ShardedTensor.from_rank_offsets(key(i), tensor)
+            for i, tensor in enumerate(self.tensors)
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.tensors = [state[i] for i in range(len(state))]
+
+
+@pytest.mark.parametrize("name", ["model", "ema"])
+def test_a_part_of_a_saved_model_is_loaded_on_request_only(name, tmp_path):
+    saved, smaller = Deep(3), Deep(2)
+    distckpt.save({name: saved, "other": Net(1), "averages": Averages(2)}, tmp_path / "saved")
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"layers.2.*strict='raise_unexpected'"
+    ) as caught:
+        distckpt.load({name: smaller}, tmp_path / "saved")
+    start = "" if name == "model" else "ema."
+    assert set(caught.value.missing) == {f"{start}layers.2.weight", f"{start}layers.2.bias"}
+    distckpt.load({name: smaller}, tmp_path / "saved", strict="raise_unexpected")
+    assert_same(smaller.layers[1].state_dict(), saved.layers[1].state_dict())
+    with pytest.raises(distckpt.LoadMismatchError, match=r"averages.1"):
+        distckpt.load({"averages": Averages(1)}, tmp_path / "saved")
+
+
+class Tagger(torch.nn.Module):
+    """Has a parameter of its own and, unless it is only a body, a head beside what it shares with
+    others.
+    """
+
+    def __init__(self, is_whole=True):
+        super().__init__()
+        self.body = torch.nn.Linear(2, 2)
+        if is_whole:
+            self.head, self.scale = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("way", ["as saved", "resharded", "of an earlier release"])
+def test_a_child_and_a_parameter_of_the_model_that_are_left_out_are_named(tmp_path, way, caplog):
+    path = tmp_path / "saved"
+    saved, other = Tagger(), distckpt.ShardedTensor.from_rank_offsets("table.rows", torch.ones(2))
+    distckpt.save({"model": saved, "table": other, "ema": Tagger()}, path)
+    if way == "resharded":
+        distckpt.reshard(path, tmp_path / "other", num_ranks=2)
+        path = tmp_path / "other"
+    if way == "of an earlier release":
+        marker = json.loads((path / "metadata.json").read_text())
+        del marker["module_names"]
+        (path / "metadata.json").write_text(json.dumps({**marker, "checksum": None}))
+        distckpt.load({"model": Tagger(False)}, path)
+        assert "'head.bias', 'head.weight', 'scale'" in caplog.text
+        return
+    for request in ({"model": Tagger(False)}, {"model": [Tagger(False)], "ema": Tagger()}):
+        with pytest.raises(
+            distckpt.LoadMismatchError, match=r"strict='raise_unexpected'"
+        ) as caught:
+            distckpt.load(request, path)
+        assert set(caught.value.missing) == {"head.weight", "head.bias", "scale"}
+    body = distckpt.load({"model": Tagger(False)}, path, strict="raise_unexpected")["model"].body
+    assert_same(body.state_dict(), saved.body.state_dict())
+    distckpt.save({"model": Tagger(False)}, tmp_path / "body")
+    with pytest.raises(distckpt.LoadMismatchError) as caught:
+        distckpt.load({"model": Tagger()}, tmp_path / "body")
+    assert set(caught.value.unexpected) == {"head.weight", "head.bias", "scale"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("way", ["consolidate", "torch"])
+def test_tensors_of_other_formats_that_no_module_takes_are_named(tmp_path, way, caplog):
+    model, path = Tagger(), tmp_path / "other"
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    if way == "torch":
+        state = {**model.state_dict(), "optimizer": {"exp_avg": torch.ones(2)}}
+        torch.distributed.checkpoint.save(state, checkpoint_id=path)
+    else:
+        distckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+        distckpt.consolidate(tmp_path / "saved", path)
+    distckpt.load({"model": Tagger()}, path)
+    distckpt.load({"model": Tagger(False)}, path, strict="raise_unexpected")
+    distckpt.load(
+        {"encoder": distckpt.ShardedTensor.from_rank_offsets("scale", torch.ones(1))}, path
+    )
+    assert "no module" not in caplog.text
+    distckpt.load({"model": Tagger(False)}, path)
+    [warned] = [
+        record.getMessage() for record in caplog.records if "no module" in record.getMessage()
+    ]
+    assert "holds 'head.bias', 'head.weight', 'scale', which" in warned
+
+
+def test_a_value_that_the_checkpoint_lacks_is_an_error(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    distckpt.save({"model": model, "step": 7}, tmp_path / "saved")
+    distckpt.consolidate(tmp_path / "saved", tmp_path / "other")
+    assert distckpt.load({"model": model, "step": 0}, tmp_path / "saved")["step"] == 7
+    for name, request in (("saved", {"epoch": 0, "step": 0}), ("other", {"epoch": {"of": 1}})):
+        with pytest.raises(distckpt.LoadMismatchError, match="no value for 'epoch'") as caught:
+            distckpt.load({"model": model, **request}, tmp_path / name)
+        assert caught.value.unexpected == {"epoch"}
+        assert "epoch" not in distckpt.load(
+            {"model": model, **request}, tmp_path / name, strict="log_unexpected"
+        )
+    assert "epoch" not in distckpt.load({"model": model, "epoch": None}, tmp_path / "saved")
+    distckpt.save(
+        {"trainer": {"model": model, "step": 7, "best": {"loss": 1.0}}}, tmp_path / "below"
+    )
+    parts = {"model": model, "step": 0, "best": {}, "seed": None}
+    assert distckpt.load({"trainer": parts}, tmp_path / "below")["trainer"]["best"] == {"loss": 1.0}
+    with pytest.raises(distckpt.LoadMismatchError, match=r"no value for 'trainer\.epoch', which"):
+        distckpt.load({"trainer": parts | {"epoch": 0}}, tmp_path / "below")
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)], [5]
+    ),
+}
+
+
+@pytest.mark.parametrize("saved", SCHEDULERS)
+def test_a_scheduler_takes_no_state_of_another_kind(tmp_path, saved):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    distckpt.save({"scheduler": SCHEDULERS[saved](optimizer)}, tmp_path / "saved")
+    for name, make_scheduler in SCHEDULERS.items():
+        new = make_scheduler(optimizer)
+        if name == saved:
+            distckpt.load({"scheduler": new}, tmp_path / "saved")
+            continue
+        before = repr(new.state_dict())
+        with pytest.raises(
+            distckpt.LoadMismatchError, match=f"at 'scheduler'.*in place of {type(new).__name__}'s"
+        ):
+            distckpt.load({"scheduler": new}, tmp_path / "saved")
+        assert repr(new.state_dict()) == before
+
+
+def test_what_a_scheduler_may_have_got_in_another_release_is_named(tmp_path, caplog):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    distckpt.save(
+        {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}, tmp_path / "saved"
+    )
+    new = SCHEDULERS["step"](optimizer)
+    distckpt.load({"scheduler": new}, tmp_path / "saved")
+    assert new.gamma == 0.5
+    assert "'scheduler' has nothing in place of StepLR's 'step_size'" in caplog.text
+
+
+def test_a_state_dict_that_contains_itself_is_refused(tmp_path):
+    state: dict = {}
+    state["again"] = {"state": state}
+    with pytest.raises(distckpt.UnsupportedObjectError, match="contains itself"):
+        distckpt.save(state, tmp_path / "saved")
+    distckpt.save({"step": 1}, tmp_path / "saved")
+    with pytest.raises(distckpt.UnsupportedObjectError, match="contains itself"):
+        distckpt.load(state, tmp_path / "saved")
+
+
+def test_states_of_parameters_that_the_optimizer_does_not_have_get_a_warning(tmp_path, caplog):
+    net, new = Deep(2), Deep(2)
+    optimizer = torch.optim.Adam(net.parameters())
+    sum(p.sum() for p in net.parameters()).backward()
+    optimizer.step()
+    distckpt.save({"model": net, "optimizer": optimizer}, tmp_path / "saved")
+    distckpt.load(
+        {"model": new, "optimizer": torch.optim.Adam(new.head.parameters())}, tmp_path / "saved"
+    )
+    assert "optimizer.state.exp_avg.layers.{0..1}.bias" in caplog.text
+
+
+class LoaderWithoutState:
+    """Looks like a data loader of accelerate, whose wrapped loader keeps no state."""
+
+    def __iter__(self):
+        return iter(())
+
+    def state_dict(self):
+        return self.dl_state_dict
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+def test_an_object_whose_state_dict_fails_is_named(tmp_path):
+    with pytest.raises(
+        distckpt.CheckpointingException, match=r"at 'data.train'.*use_stateful_dataloader=True"
+    ):
+        distckpt.save({"data": {"train": LoaderWithoutState()}}, tmp_path / "saved")
+
+
+def test_a_data_loader_without_a_state_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(
+        distckpt.UnsupportedObjectError, match=r"'data\.train' is .* StatefulDataLoader"
+    ):
+        distckpt.save({"data": {"train": torch.utils.data.DataLoader([1])}}, tmp_path / "saved")
+
+
+def test_a_child_with_another_name_is_told_from_both_sides(tmp_path):
+    distckpt.save({"model": torch.nn.ModuleDict({"a": Net(1), "b": Net(1)})}, tmp_path / "saved")
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"holds 'b\..*, and does not hold 'c\..*"
+    ) as caught:
+        distckpt.load(
+            {"model": torch.nn.ModuleDict({"a": Net(1), "c": Net(1)})}, tmp_path / "saved"
+        )
+    assert {key[0] for key in caught.value.missing} == {"b"}
+    assert {key[0] for key in caught.value.unexpected} == {"c"}
+
+
+def test_equal_modules_in_a_list_are_refused_with_the_way_out(tmp_path):
+    with pytest.raises(
+        distckpt.InvalidShardingError, match=r"put several models into a dict, \{'first'"
+    ):
+        distckpt.save({"models": [Net(1), Net(2)]}, tmp_path / "saved")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is ")
+def test_a_checkpoint_of_plain_names_by_torch(tmp_path):
+    saved, loaded = Net(1), Net(2)
+    torch.distributed.checkpoint.save(saved.state_dict(), checkpoint_id=tmp_path / "saved")
+    distckpt.load({"model": loaded}, tmp_path / "saved")
+    assert_same(loaded.state_dict(), saved.state_dict())
+    with pytest.raises(distckpt.LoadMismatchError, match=r"stored without 'net\.'"):
+        distckpt.load({"net": loaded}, tmp_path / "saved")
+
+
+def test_plain_tensors_are_named_where_shards_are_requested(tmp_path):
+    saved = Net(1)
+    distckpt.save({"model": saved.state_dict()}, tmp_path / "saved")
+    with pytest.raises(
+        distckpt.LoadMismatchError, match=r"common state has .* at 'model'.*load_common_state_dict"
+    ):
+        distckpt.load({"model": Net(2)}, tmp_path / "saved")
+    loaded = distckpt.load({"model": Net(2).state_dict()}, tmp_path / "saved")
+    assert_same(dict(loaded["model"]), dict(saved.state_dict()))
