@@ -60,8 +60,13 @@ def new_bucket(url: str) -> str:
 
 def client(url: str):
     """Return a client that has nothing to do with s3fs."""
-    return boto3.client("s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="testing",
-                        aws_secret_access_key="testing")  # fmt: skip
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        region_name="us-east-1",
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+    )
 
 
 def keys_in(url: str, prefix: str) -> list[str]:

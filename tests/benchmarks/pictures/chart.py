@@ -20,9 +20,15 @@ def draw(outcome: Outcome) -> str:
     y = 28.0
     parts = [
         heading(_LEFT, y, "Gigabytes per second: a longer bar is better"),
-        text(_LEFT, y + 22, f"{outcome.num_bytes / 1e9:.2f} GB on {outcome.num_ranks} ranks, median of "
-             f"{outcome.num_runs}. Dashed: raw storage.", "soft", "start"),
-    ]  # fmt: skip
+        text(
+            _LEFT,
+            y + 22,
+            f"{outcome.num_bytes / 1e9:.2f} GB on {outcome.num_ranks} ranks, median of "
+            f"{outcome.num_runs}. Dashed: raw storage.",
+            "soft",
+            "start",
+        ),
+    ]
     y += 54
     for case in _CASES:
         figures = [

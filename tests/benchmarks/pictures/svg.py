@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 WIDTH = 460
-_LIGHT = "--ink:#1d2733;--soft:#4d5a68;--line:#8a97a6;--panel:#f1f4f8;--page:#ffffff;" \
-    "--a:#cfe3f8;--b:#d3eed8;--c:#fbe3bf;--d:#e8d8f5;--own:#2f6fb2;--other:#a9b4c0;--raw:#c98f1f"  # fmt: skip
-_DARK = "--ink:#e6eaf2;--soft:#aab4c3;--line:#6b7890;--panel:#262c3c;--page:#1e2129;" \
-    "--a:#1f4a78;--b:#1f5a38;--c:#6a4c13;--d:#54357a;--own:#5aa0ea;--other:#6b7686;--raw:#d9a441"  # fmt: skip
+_LIGHT = (
+    "--ink:#1d2733;--soft:#4d5a68;--line:#8a97a6;--panel:#f1f4f8;--page:#ffffff;"
+    "--a:#cfe3f8;--b:#d3eed8;--c:#fbe3bf;--d:#e8d8f5;--own:#2f6fb2;--other:#a9b4c0;--raw:#c98f1f"
+)
+_DARK = (
+    "--ink:#e6eaf2;--soft:#aab4c3;--line:#6b7890;--panel:#262c3c;--page:#1e2129;"
+    "--a:#1f4a78;--b:#1f5a38;--c:#6a4c13;--d:#54357a;--own:#5aa0ea;--other:#6b7686;--raw:#d9a441"
+)
 _STYLE = f"""\
 <style>
 .distckpt-picture{{{_LIGHT};max-width:100%;height:auto}}
