@@ -449,8 +449,12 @@ def test_integrity_of_a_checkpoint(tmp_path):
 
 def test_preparation_of_state_dicts():
     def state():
-        return {"w": tensor("w", torch.ones(2)), "f": swiglu("f", torch.ones(4, 2)), "n": 1,
-                "local": LocalNonpersistentObject(5)}  # fmt: skip
+        return {
+            "w": tensor("w", torch.ones(2)),
+            "f": swiglu("f", torch.ones(4, 2)),
+            "n": 1,
+            "local": LocalNonpersistentObject(5),
+        }
 
     given = state()
     sharded, common = state_dict_utils.save_preprocess(given)
