@@ -151,9 +151,15 @@ def to_nothing_but_size(file):
 NO_FILES = {
     function.__name__: function
     for function in (
-        to_pipe, to_endless_device, to_terminal, to_directory, to_socket, to_link_to_itself, to_nothing_but_size
+        to_pipe,
+        to_endless_device,
+        to_terminal,
+        to_directory,
+        to_socket,
+        to_link_to_itself,
+        to_nothing_but_size,
     )
-}  # fmt: skip
+}
 
 
 def turned(path, file, turn):
