@@ -105,7 +105,10 @@ def main() -> None:
     report = Report(arguments)
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
         rows, num_bytes, copy_seconds = run_ranks(run_rank, arguments.ranks, arguments, folder)
-    report.about = f"{num_bytes / 1e9:.2f} GB on {arguments.ranks} gloo ranks; one copy takes {copy_seconds:.3f} s."
+    report.about = (
+        f"{num_bytes / 1e9:.2f} GB on {arguments.ranks} gloo ranks; "
+        f"one copy takes {copy_seconds:.3f} s."
+    )
     report.add(["", "first s", "later s", "x copy", "x save", "step", "Python", "on disk s"], rows)
     report.finish()
 

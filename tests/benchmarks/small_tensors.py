@@ -46,7 +46,10 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     report = Report(arguments)
-    report.about = f"{arguments.tensors:,} tensors of {arguments.kib} KiB on each rank, medians of {arguments.runs} rounds."
+    report.about = (
+        f"{arguments.tensors:,} tensors of {arguments.kib} KiB on each rank, "
+        f"medians of {arguments.runs} rounds."
+    )
     for num_ranks in (1, 2):
         with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="distckpt-benchmark-") as folder:
             figures: list[Figure] = run_ranks(run_rank, num_ranks, arguments, folder)

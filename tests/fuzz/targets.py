@@ -323,7 +323,10 @@ def _marker(folder: Path) -> tuple[list[bytes], Run]:
     save_example(folder / "c")
     path = folder / "c" / core.CONFIG_FNAME
     marker = path.read_bytes()
-    megatron = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}'
+    megatron = (
+        b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+        b'"common_backend": "torch"}'
+    )
 
     def run(data: bytes) -> None:
         path.write_bytes(data)

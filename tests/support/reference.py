@@ -43,7 +43,8 @@ fsdp2_trains = pytest.mark.skipif(
 )
 lost_ranks_are_named = pytest.mark.skipif(
     not hasattr(torch.distributed.ProcessGroup, "get_group_store"),
-    reason=f"torch {torch.__version__} does not give away the store of a group, so that no lost rank is named",
+    reason=f"torch {torch.__version__} does not give away the store of a group, "
+    "so that no lost rank is named",
 )
 
 

@@ -182,7 +182,10 @@ class EqualPartsProxy(FaultyProxy):
         if method == "POST" and "uploadId" in query:
             *others, last = [size for _, size in sorted(self.parts[query["uploadId"]].items())]
             if len(set(others)) > 1 or last > max(others, default=last):
-                text = b"<Error><Code>InvalidPart</Code><Message>parts have several sizes</Message></Error>"
+                text = (
+                    b"<Error><Code>InvalidPart</Code>"
+                    b"<Message>parts have several sizes</Message></Error>"
+                )
                 return 400, [("Content-Type", "application/xml")], text
         return super().forward(method, path, headers, body)
 

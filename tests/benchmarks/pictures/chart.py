@@ -51,7 +51,8 @@ def _case(figures: Sequence[Figure], top: float) -> list[str]:
     if raw:
         at = _LEFT + _BAR_WIDTH * raw.gb_per_second / fastest
         parts.append(
-            f'<path d="M{at:.1f} {top + 4}V{top + _ROW * len(figures)}" stroke="var(--raw)" stroke-dasharray="4 3"/>'
+            f'<path d="M{at:.1f} {top + 4}V{top + _ROW * len(figures)}" '
+            'stroke="var(--raw)" stroke-dasharray="4 3"/>'
         )
     for row, figure in enumerate(figures):
         y = top + row * _ROW
@@ -60,7 +61,8 @@ def _case(figures: Sequence[Figure], top: float) -> list[str]:
         weight = "bold" if is_own(figure) else ""
         parts += [
             text(_LEFT, y + 18, figure.name, weight, "start"),
-            f'<rect x="{_LEFT}" y="{y + 23:g}" width="{width:.1f}" height="{_BAR}" rx="2" fill="var(--{colour})"/>',
+            f'<rect x="{_LEFT}" y="{y + 23:g}" width="{width:.1f}" height="{_BAR}" '
+            f'rx="2" fill="var(--{colour})"/>',
             text(
                 _LEFT + width + 8,
                 y + 34,

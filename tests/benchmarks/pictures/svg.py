@@ -37,7 +37,8 @@ _FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 def document(title: str, height: float, parts: Sequence[str]) -> str:
     """Return a picture as a file."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="distckpt-picture" role="img" viewBox="0 0 {WIDTH} {height:g}" '
+        '<svg xmlns="http://www.w3.org/2000/svg" class="distckpt-picture" role="img" '
+        f'viewBox="0 0 {WIDTH} {height:g}" '
         f'width="600" height="{600 * height / WIDTH:.0f}" font-family="{_FONT}" font-size="14">'
     )
     background = '<rect width="100%" height="100%" rx="6" fill="var(--page)"/>'
@@ -51,7 +52,10 @@ def text(
 ) -> str:
     """Return a line of text; `y` is its base line."""
     of_class = f' class="{classes}"' if classes else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}"{of_class}>{escape(content)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}"{of_class}>'
+        f"{escape(content)}</text>"
+    )
 
 
 def heading(x: float, y: float, content: str) -> str:
@@ -64,8 +68,8 @@ def rect(
 ) -> str:
     """Return a rectangle in one of the colours."""
     return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" fill="var(--{fill})" '
-        'stroke="var(--line)"/>'
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" '
+        f'fill="var(--{fill})" stroke="var(--line)"/>'
     )
 
 
@@ -83,5 +87,11 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     """Return an arrow along one axis."""
     dx, dy = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
     back_x, back_y = x2 - 8 * dx, y2 - 8 * dy
-    tip = f"M{back_x - 4 * dy:g} {back_y - 4 * dx:g}L{x2:g} {y2:g}L{back_x + 4 * dy:g} {back_y + 4 * dx:g}"
-    return f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}{tip}" stroke="var(--soft)" stroke-width="1.6" fill="none"/>'
+    tip = (
+        f"M{back_x - 4 * dy:g} {back_y - 4 * dx:g}L{x2:g} {y2:g}"
+        f"L{back_x + 4 * dy:g} {back_y + 4 * dx:g}"
+    )
+    return (
+        f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}{tip}" '
+        'stroke="var(--soft)" stroke-width="1.6" fill="none"/>'
+    )

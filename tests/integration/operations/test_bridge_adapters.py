@@ -81,7 +81,10 @@ def test_matrices_of_experts_have_the_layout_of_peft(experts):
     found = load_file(folder / "adapter/adapter_model.safetensors")
     assert len(found) == 8
     for name, delta in added.items():
-        module = f"base_model.model.{name.rpartition('.')[0]}{'.base_layer' * name.endswith('gate_up_proj')}"
+        module = (
+            f"base_model.model.{name.rpartition('.')[0]}"
+            f"{'.base_layer' * name.endswith('gate_up_proj')}"
+        )
         a, b = (found[f"{module}.lora_{letter}.weight"] for letter in "AB")
         a, b = a.reshape(4, RANK, -1), b.reshape(-1, RANK, 4)
         torch.testing.assert_close(SCALING * torch.einsum("ore,eri->eoi", b, a), delta)
