@@ -2,8 +2,7 @@
 bytes.
 
     python tests/benchmarks/small_tensors.py [--tensors 20000] [--kib 16] [--runs 5] [--dir DIR]
-    [--only NAME ...]
-        [--profile]
+        [--only NAME ...] [--profile]
 
 Every rank holds a row block of each tensor. Measured as in save_load.py, in one process and on two
 ranks. With --profile, the main thread of rank 0 is profiled while distckpt saves and loads once
