@@ -114,7 +114,8 @@ def _run_program(
     warnings.resetwarnings()
     os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # some start processes
+    # Some start processes.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.multiprocessing.spawn = functools.partial(
         torch.multiprocessing.start_processes, start_method="fork"
     )
