@@ -1,7 +1,7 @@
 """Save a tensor parallel layer on 4 processes and load it on 2 and on 1 with the same values.
 
-    torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_reshard.py --work-dir
-    /tmp/tensor_parallel_reshard
+    torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_reshard.py \
+        --work-dir /tmp/tensor_parallel_reshard
 
 Each process only describes the part of each global tensor that it holds. `up` is sharded by output
 features, `down` by input features, and `norm` is replicated: each process writes a part of it. A
