@@ -37,7 +37,8 @@ def docstring_of(name: str) -> str:
 def command_of(name: str) -> str:
     """Return the command that the docstring of an example shows."""
     (command,) = re.findall(r"^    ((?:python|torchrun) .*)$", docstring_of(name), re.M)
-    return command
+    # A long one goes on in a second, indented line of the source.
+    return " ".join(command.split())
 
 
 def run_command(name: str, work_dir: Path) -> str:
